@@ -1,0 +1,52 @@
+# Every target makes the virtual environment it needs. PY=python3 uses that interpreter as it is, without one.
+VENV ?= .venv
+BASE_PYTHON ?= python3
+PY ?= $(VENV)/bin/python
+CLUSTER_ENV = RAY_AUTH_MODE=disabled RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH=$(CURDIR):$(PYTHONPATH)
+
+ifeq ($(PY),$(VENV)/bin/python)
+READY = $(VENV)/ready
+DEV_READY = $(VENV)/dev-ready
+endif
+
+.PHONY: demo serve test test-gpu check format protos clean
+
+demo: $(READY) ## a local cluster answers prompts that share a prefix; MODEL=DIR for a real checkpoint
+	$(CLUSTER_ENV) $(PY) -m cluster.cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+serve: $(READY) ## make serve MODEL=DIR ARGS="--prefill 1 --decode 1"
+	$(CLUSTER_ENV) $(PY) -m cluster.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: $(DEV_READY) ## the suite for hosts without GPUs
+	$(CLUSTER_ENV) $(PY) -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(DEV_READY) ## the suite for hosts with GPUs
+	$(CLUSTER_ENV) $(PY) -m pytest -m gpu $(ARGS)
+
+check: $(DEV_READY) ## format, lint, types, import contracts, generated code
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -c "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())"
+	$(PY) -m protos.generate --check
+
+format: $(DEV_READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+protos: $(DEV_READY) ## regenerate protos/*_pb2*
+	$(PY) -m protos.generate
+
+$(VENV)/bin/python:
+	$(BASE_PYTHON) -m venv $(VENV)
+
+$(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) -m pip install --progress-bar off -c constraints.txt torch -e .$$(command -v nvidia-smi >/dev/null 2>&1 && echo "[cuda]")
+	touch $@
+
+$(VENV)/dev-ready: pyproject.toml constraints.txt $(VENV)/ready
+	$(PY) -m pip install --progress-bar off -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
