@@ -1,0 +1,1 @@
+"""Triton kernel bodies; nothing else."""

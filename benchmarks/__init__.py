@@ -1,0 +1,1 @@
+"""Workloads and one script per published table."""

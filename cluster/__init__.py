@@ -1,0 +1,1 @@
+"""Composition root: configuration, Ray placement, supervision and the command line."""

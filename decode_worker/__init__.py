@@ -1,0 +1,1 @@
+"""Pages in, tokens out: owns each request from submission to its last token."""

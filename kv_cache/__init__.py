@@ -1,0 +1,1 @@
+"""Shared state: page layout, page pool, radix tree, prefix cache and its events."""

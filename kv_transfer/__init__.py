@@ -1,0 +1,1 @@
+"""Pages move between pools: protocol, digests, connections and transports."""

@@ -1,0 +1,33 @@
+"""Exceptions of kv_transfer.
+
+TransferError
+├── ConnectionBroken     the carrier failed, or did not answer before the deadline
+├── TransferAborted      the other side stopped the transfer
+├── TransferTimeout      a protocol step did not come before its deadline
+├── DigestMismatch       pages arrived with other contents than announced
+└── LayoutMismatch       the two workers' pages differ in shape, dtype or model
+"""
+
+
+class TransferError(Exception):
+    """Base of all failures of a page transfer; none of them ever leaves a wrong page committed."""
+
+
+class ConnectionBroken(TransferError):
+    """The connection failed; it must be aborted and made anew."""
+
+
+class TransferAborted(TransferError):
+    """The other side gave up."""
+
+
+class TransferTimeout(TransferError):
+    """A step of the protocol did not come in time."""
+
+
+class DigestMismatch(TransferError):
+    """A received page differs from the digest that its sender announced."""
+
+
+class LayoutMismatch(TransferError):
+    """The two sides cannot exchange pages at all."""

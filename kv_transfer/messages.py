@@ -1,0 +1,68 @@
+"""Transfer control messages as values; server.py files convert them to and from protobuf.
+
+One transfer, in order (receiver = decode worker, sender = prefill worker):
+
+    receiver: reserves pages, opens a Prefill call with a fresh Ticket
+    sender:   Granted
+    sender:   ChunkReady(k, digests)      as soon as chunk k is computed; several may be outstanding
+    receiver: ChunkGo(k)                  when the connection's one receive slot is free
+    sender:   ChunkPosted(k)              the send is posted; the receiver now posts its receive
+    receiver: ChunkAck(k)                 digests verified, pages committed; the sender's lease ends
+
+Abort may come from either side at any point. See DESIGN.md section 4.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """Identity of one attempt of one transfer; a message with another ticket is a no-op."""
+
+    transfer_id: bytes  # 16 random bytes
+    attempt: int
+    sender_incarnation: int
+    receiver_incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReady:
+    ticket: Ticket
+    chunk: int  # 0, 1, 2 ... within the transfer
+    first_page: int  # counted in pages of the prompt
+    digests: tuple[bytes, ...]  # one per page
+    is_last: bool  # holds the prompt's last page
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGo:
+    ticket: Ticket
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPosted:
+    ticket: Ticket
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAck:
+    ticket: Ticket
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    ticket: Ticket
+    reason: str
+
+
+SenderMessage = Granted | ChunkReady | ChunkPosted | Abort  # prefill -> decode
+ReceiverMessage = ChunkGo | ChunkAck | Abort  # decode -> prefill
+TransferMessage = SenderMessage | ReceiverMessage

@@ -1,0 +1,65 @@
+"""The seam between the transfer protocol and what carries bytes: nccl, tcp, loopback.
+
+A connection carries pages in one direction between one sender and one receiver. The protocol
+guarantees at most one send and one receive at a time on a connection, in the same order on both
+sides, and that both sides know of each other before either posts.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Connection(Protocol):
+    """One direction between one prefill and one decode worker."""
+
+    @property
+    def connection_id(self) -> str: ...
+
+    @property
+    def is_broken(self) -> bool:
+        """True once an operation failed or abort was called; the connection is never used again."""
+        ...
+
+    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+        """Send pages of the local storage, in order; returns when they may be reused.
+
+        Raises:
+            ConnectionBroken: On any failure, or when loop time passes `deadline`. The caller must
+                then call abort before it reuses the pages.
+        """
+        ...
+
+    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
+        """Receive as many pages into the local storage, in order; raises as send does."""
+        ...
+
+    async def abort(self) -> None:
+        """Stop everything that is posted. When it returns, no page is written any more."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes connections for one worker's storage."""
+
+    @property
+    def name(self) -> str: ...
+
+    def offer(self, connection_id: str) -> bytes:
+        """Receiver: begin a connection; returns what the sender needs to find it."""
+        ...
+
+    async def accept(self, connection_id: str, deadline: float) -> Connection:
+        """Receiver: complete the connection begun by offer, while the sender runs connect.
+
+        Raises:
+            ConnectionBroken: When the sender does not come before `deadline`.
+        """
+        ...
+
+    async def connect(self, connection_id: str, offer: bytes, deadline: float) -> Connection:
+        """Sender: complete the connection that the receiver offered; raises as accept does."""
+        ...
+
+    async def close(self) -> None:
+        """Abort all connections."""
+        ...

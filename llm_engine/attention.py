@@ -1,0 +1,28 @@
+"""The attention back end as the model sees it: plan once per pass, then append and attend per layer.
+
+Implementations: `attention_torch.TorchAttention` (any device, the reference) and
+`attention_triton.TritonAttention` (CUDA, or Triton's interpreter in tests). Each is made for one
+pool tensor [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] and one rotary table.
+
+Legend: T tokens, N query heads, K key-value heads, H head dim.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from llm_engine.forward_batch import ForwardBatch
+
+
+class AttentionBackend(Protocol):
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare for one pass; the calls below refer to this batch."""
+        ...
+
+    def rotate_and_append(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Rotate queries and keys by their positions, write K and V to the pages; return queries."""
+        ...
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """Causal attention of rotated queries over all tokens in their pages, [T, N, H]."""
+        ...

@@ -1,0 +1,37 @@
+"""The engine as schedulers' loops see it. Implementations: `engine.Engine`, `fake_engine.FakeEngine`."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kv_cache.layout import KVLayout
+from kv_cache.page_storage import PageStorage
+from llm_engine.sampling import SampledToken, SequenceSlice
+
+
+class EngineLike(Protocol):
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def storage(self) -> PageStorage: ...
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]:
+        """Compute the slices in one pass and draw; blocks until pages and tokens are final.
+
+        Returns one tuple per slice, in order, with one token per draw. A slice may read pages
+        that another slice of the same batch shares, but no two slices write the same page.
+        """
+        ...
+
+
+class EngineExecutor(Protocol):
+    """Runs an engine without blocking the event loop: a thread in service, virtual time in tests."""
+
+    @property
+    def engine(self) -> EngineLike: ...
+
+    async def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]: ...
+
+    async def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, target) in order."""
+        ...

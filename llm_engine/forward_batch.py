@@ -1,0 +1,77 @@
+"""One forward pass as tensors: what slices become on the device.
+
+Legend: B slices, T new tokens of all slices, P page-table entries of all slices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kv_cache.layout import num_pages_for
+from llm_engine.sampling import SequenceSlice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBatch:
+    """Ragged batch over paged K and V. Page offsets must be computed in int64 on the device."""
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64, position of each token in its sequence
+    append_page_T: Tensor  # int64, page that receives the token's K and V
+    append_offset_T: Tensor  # int64, its slot within that page
+    qo_indptr: Tensor  # int32 [B + 1], slice b owns tokens [qo_indptr[b], qo_indptr[b + 1])
+    kv_page_indptr: Tensor  # int32 [B + 1]
+    kv_page_indices: Tensor  # int32 [P]
+    kv_last_page_len: Tensor  # int32 [B], after the append, 1 <= n <= page_size
+    qo_lens: tuple[int, ...]  # host copy of the differences of qo_indptr
+    kv_lens: tuple[int, ...]  # host copy: tokens in each sequence after the append
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.qo_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every slice computes exactly one token."""
+        return all(length == 1 for length in self.qo_lens)
+
+
+def build_forward_batch(
+    slices: Sequence[SequenceSlice], page_size: int, device: torch.device
+) -> ForwardBatch:
+    """Flatten slices into device tensors, each array copied to the device once."""
+    qo_lens = tuple(len(each.token_ids) for each in slices)
+    kv_lens = tuple(each.start + length for each, length in zip(slices, qo_lens, strict=True))
+    num_pages = [num_pages_for(kv_len, page_size) for kv_len in kv_lens]
+    for each in slices:
+        each.check(page_size)
+    positions = np.concatenate(
+        [np.arange(kv - qo, kv, dtype=np.int64) for qo, kv in zip(qo_lens, kv_lens, strict=True)]
+    )
+    tables = [
+        np.asarray(each.page_ids[:count], dtype=np.int64)
+        for each, count in zip(slices, num_pages, strict=True)
+    ]
+    owner = np.repeat(np.arange(len(slices)), qo_lens)
+    page_indptr = np.concatenate([[0], np.cumsum(num_pages)])
+    all_pages = np.concatenate(tables)
+    append_page = all_pages[page_indptr[owner] + positions // page_size]
+
+    def upload(values: object, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype).to(device, non_blocking=True)
+
+    return ForwardBatch(
+        token_ids_T=upload(np.concatenate([each.token_ids for each in slices]), torch.int64),
+        positions_T=upload(positions, torch.int64),
+        append_page_T=upload(append_page, torch.int64),
+        append_offset_T=upload(positions % page_size, torch.int64),
+        qo_indptr=upload(np.concatenate([[0], np.cumsum(qo_lens)]), torch.int32),
+        kv_page_indptr=upload(page_indptr, torch.int32),
+        kv_page_indices=upload(all_pages, torch.int32),
+        kv_last_page_len=upload([(kv - 1) % page_size + 1 for kv in kv_lens], torch.int32),
+        qo_lens=qo_lens,
+        kv_lens=kv_lens,
+    )

@@ -1,0 +1,1 @@
+"""Prompt in, pages and the first token out."""

@@ -1,0 +1,1 @@
+"""Builders, fakes and the virtual-time event loop that tests share."""
