@@ -14,7 +14,7 @@ PageBytes = npt.NDArray[np.uint8]  # [num_pages, page_bytes]
 
 
 class PageStorage(Protocol):
-    """Pages by id. Ids must be valid; a page is written only by its owner (see kv_cache.page_pool)."""
+    """Pages by id. Ids must be valid; only its owner writes a page (see kv_cache.page_pool)."""
 
     @property
     def num_pages(self) -> int: ...

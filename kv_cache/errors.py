@@ -1,0 +1,29 @@
+"""Exceptions of kv_cache.
+
+CacheError
+├── OutOfPages        not enough pages are free or evictable; nothing was changed
+├── PageStateError    a page is not in a state that allows the operation, as in a double free;
+│                     nothing was changed
+└── SequenceEnded     the sequence was released or aborted before
+"""
+
+
+class CacheError(Exception):
+    """Base of all exceptions of the page pool and the prefix cache."""
+
+
+class OutOfPages(CacheError):  # noqa: N818 - a condition that callers plan for, not a bug
+    """More pages are needed than are free or evictable."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} pages needed, {available} free or evictable")
+        self.needed = needed
+        self.available = available
+
+
+class PageStateError(CacheError):
+    """A page is in another state than the operation allows."""
+
+
+class SequenceEnded(CacheError):  # noqa: N818 - named after what happened
+    """A sequence was used after it had been released or aborted."""

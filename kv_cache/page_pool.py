@@ -1,0 +1,224 @@
+"""Who holds each page of one pool: accounting only, no contents.
+
+The state of a page follows from its holders; the first line that applies counts:
+
+    INCOMING     a transfer that is under way may write it
+    QUARANTINE   a transfer that failed may still write it
+    LIVE         a sequence references it
+    LEASED       only leases hold it: a receiver has not acknowledged it yet
+    CACHED       only the radix tree holds it; may be evicted
+    FREE         nobody holds it
+
+    allocate            FREE -> LIVE, or FREE -> INCOMING
+    accept              INCOMING -> LIVE            contents were verified
+    quarantine          INCOMING -> QUARANTINE      -> release_quarantine -> FREE
+    dereference         LIVE -> LEASED, CACHED or FREE
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kv_cache.errors import OutOfPages, PageStateError
+
+
+class PageState(Enum):
+    """See the module docstring."""
+
+    FREE = "free"
+    LIVE = "live"
+    CACHED = "cached"
+    LEASED = "leased"
+    INCOMING = "incoming"
+    QUARANTINE = "quarantine"
+
+
+# States in which contents are final for whoever may look at the page.
+READABLE = frozenset({PageState.LIVE, PageState.CACHED, PageState.LEASED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageCounts:
+    """Pages of a pool by state; the six sum to `total`."""
+
+    total: int
+    free: int
+    live: int
+    cached: int
+    leased: int
+    incoming: int
+    quarantine: int
+
+
+class PagePool:
+    """Page states, reference counts and generations.
+
+    Invariants: the states partition the pool; exactly the FREE pages are in the free list; only
+    FREE pages are handed out. Operations on several pages check all of them first: when one raises,
+    nothing has changed. A call names each page at most once.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}, must be at least 1")
+        self._free = list(reversed(range(num_pages)))
+        self._states = [PageState.FREE] * num_pages
+        self._references = [0] * num_pages  # by sequences
+        self._leases = [0] * num_pages
+        self._is_in_tree = [False] * num_pages
+        self._transfer: list[PageState | None] = [None] * num_pages  # INCOMING or QUARANTINE
+        self._generations = [0] * num_pages
+        self._counts = dict.fromkeys(PageState, 0)
+        self._counts[PageState.FREE] = num_pages
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._states)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def state(self, page_id: int) -> PageState:
+        return self._states[page_id]
+
+    def generation(self, page_id: int) -> int:
+        """Return how often the page was allocated; tells two owners of one page apart."""
+        return self._generations[page_id]
+
+    def num_references(self, page_id: int) -> int:
+        return self._references[page_id]
+
+    def num_leases(self, page_id: int) -> int:
+        return self._leases[page_id]
+
+    def counts(self) -> PageCounts:
+        return PageCounts(
+            total=self.num_pages, **{state.value: n for state, n in self._counts.items()}
+        )
+
+    def allocate(self, num_pages: int, *, incoming: bool = False) -> list[int]:
+        """Hand out free pages, each with one reference and a new generation.
+
+        Raises:
+            OutOfPages: If fewer are free; nothing has changed then.
+        """
+        if num_pages > len(self._free):
+            raise OutOfPages(num_pages, len(self._free))
+        page_ids = [self._free.pop() for _ in range(num_pages)]
+        for page_id in page_ids:
+            self._generations[page_id] += 1
+            self._references[page_id] = 1
+            self._transfer[page_id] = PageState.INCOMING if incoming else None
+            self._settle(page_id)
+        return page_ids
+
+    def reference(self, page_ids: Sequence[int]) -> None:
+        """Add a reference to pages with final contents."""
+        self._require(page_ids, READABLE)
+        for page_id in page_ids:
+            self._references[page_id] += 1
+            self._settle(page_id)
+
+    def dereference(self, page_ids: Sequence[int]) -> None:
+        """Take one reference away; raises PageStateError on a page without one (double free)."""
+        self._require(page_ids, {PageState.LIVE})
+        for page_id in page_ids:
+            self._references[page_id] -= 1
+            self._settle(page_id)
+
+    def lease(self, page_ids: Sequence[int]) -> None:
+        """Pin pages for a receiver."""
+        self._require(page_ids, READABLE)
+        for page_id in page_ids:
+            self._leases[page_id] += 1
+            self._settle(page_id)
+
+    def end_lease(self, page_ids: Sequence[int]) -> None:
+        """Take one pin away."""
+        self._require(page_ids, {PageState.LIVE, PageState.LEASED})
+        if not all(self._leases[page_id] for page_id in page_ids):
+            raise PageStateError(f"not all of pages {list(page_ids)} are leased")
+        for page_id in page_ids:
+            self._leases[page_id] -= 1
+            self._settle(page_id)
+
+    def enter_tree(self, page_id: int) -> None:
+        """Note that the radix tree holds the page, which its owner still references."""
+        self._require([page_id], {PageState.LIVE, PageState.INCOMING})
+        self._is_in_tree[page_id] = True
+
+    def leave_tree(self, page_id: int) -> None:
+        """Note that the radix tree no longer holds the page."""
+        if not self._is_in_tree[page_id]:
+            raise PageStateError(f"page {page_id} is not in the tree")
+        self._is_in_tree[page_id] = False
+        self._settle(page_id)
+
+    def accept(self, page_ids: Sequence[int]) -> None:
+        """INCOMING -> LIVE: the contents have arrived, or nothing will write the pages any more."""
+        self._require(page_ids, {PageState.INCOMING})
+        for page_id in page_ids:
+            self._transfer[page_id] = None
+            self._settle(page_id)
+
+    def quarantine(self, page_ids: Sequence[int]) -> None:
+        """INCOMING -> QUARANTINE: the owner's reference ends, late writes may still land."""
+        self._require(page_ids, {PageState.INCOMING})
+        if any(self._is_in_tree[page_id] for page_id in page_ids):
+            raise PageStateError(f"some of pages {list(page_ids)} are still in the tree")
+        for page_id in page_ids:
+            self._transfer[page_id] = PageState.QUARANTINE
+            self._references[page_id] = 0
+            self._settle(page_id)
+
+    def release_quarantine(self, page_ids: Sequence[int]) -> None:
+        """QUARANTINE -> FREE: the transport is known to be quiet."""
+        self._require(page_ids, {PageState.QUARANTINE})
+        for page_id in page_ids:
+            self._transfer[page_id] = None
+            self._settle(page_id)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of the class."""
+        for page_id, state in enumerate(self._states):
+            assert state is self._derive_state(page_id), f"page {page_id} has a stale state"
+            assert self._references[page_id] >= 0, f"page {page_id} has negative references"
+            assert self._leases[page_id] >= 0, f"page {page_id} has negative leases"
+        free = {p for p, state in enumerate(self._states) if state is PageState.FREE}
+        assert len(self._free) == len(free), "a page is in the free list twice"
+        assert set(self._free) == free, "the free list is not the set of free pages"
+        for state, count in self._counts.items():
+            assert self._states.count(state) == count, f"wrong count of {state.value} pages"
+
+    def _require(
+        self, page_ids: Sequence[int], allowed: set[PageState] | frozenset[PageState]
+    ) -> None:
+        if len(set(page_ids)) != len(page_ids):
+            raise PageStateError(f"a page is named twice in {list(page_ids)}")
+        for page_id in page_ids:
+            if self._states[page_id] not in allowed:
+                names = sorted(state.value for state in allowed)
+                raise PageStateError(
+                    f"page {page_id} is {self._states[page_id].value}, must be one of {names}"
+                )
+
+    def _settle(self, page_id: int) -> None:
+        """Bring state, counts and free list up to date after a change of the page's holders."""
+        before, after = self._states[page_id], self._derive_state(page_id)
+        if before is after:
+            return
+        self._states[page_id] = after
+        self._counts[before] -= 1
+        self._counts[after] += 1
+        if after is PageState.FREE:
+            self._free.append(page_id)
+
+    def _derive_state(self, page_id: int) -> PageState:
+        if (transfer := self._transfer[page_id]) is not None:
+            return transfer
+        if self._references[page_id]:
+            return PageState.LIVE
+        if self._leases[page_id]:
+            return PageState.LEASED
+        return PageState.CACHED if self._is_in_tree[page_id] else PageState.FREE

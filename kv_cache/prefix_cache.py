@@ -1,0 +1,345 @@
+"""The prefix cache of a worker: which pages a sequence uses, shares, receives and leaves behind.
+
+Life of a sequence:
+
+    match      what the tree has for its tokens; pages that others still fill are waited for
+    reserve    ready pages are referenced, the rest allocated and entered as pending
+    commit     contents of the first pages are final: others may use them
+    extend     room for generated tokens        insert    full generated pages enter the tree
+    release    the end, also by preemption      abort     the transfer into its pages failed
+
+        page_ids   [ shared, ready | own, committed | own, pending | private: partial or twin ]
+                   0               num_cached_pages
+                   0                                num_committed_pages
+                   [ ................ in the tree ................. | not in the tree ........ ]
+
+Pure: no clock, no thread. One owner calls it from one event loop, and never ends, forks or inserts
+a sequence while an engine step works on its pages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_cache.errors import OutOfPages, SequenceEnded
+from kv_cache.event_log import CacheEvent, Removed, Stored
+from kv_cache.layout import num_pages_for
+from kv_cache.page_hash import child_hash, root_hash, split_pages
+from kv_cache.page_pool import PagePool, PageState
+from kv_cache.radix_tree import RadixTree, TreePage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixMatch:
+    """Full pages of a prompt that the tree holds; at least one token is left to compute."""
+
+    num_ready_pages: int
+    num_pending_pages: int  # right after the ready ones: being computed or received by others
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class SequencePages:
+    """The pages of one sequence. Callers read the public fields; only the cache writes them."""
+
+    page_ids: list[int]  # in token order; empty after the end
+    num_cached_pages: int  # ready when reserved
+    num_committed_pages: int  # contents final; of pages made by extend, those that were inserted
+    salt: bytes
+    num_tree_pages: int  # the first so many are a path of the tree, the rest is private
+    is_open: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """A pin on pages that outlives their sequence."""
+
+    lease_id: int
+    page_ids: tuple[int, ...]  # what the receiver gets; pages before them are pinned as well
+
+
+class PrefixCache:
+    """Page pool and radix tree of one worker, kept consistent.
+
+    Invariants: whoever holds a tree page holds all pages before it, so that CACHED pages can always
+    be evicted and free + cached is exactly what an allocation can get. Ready pages never follow
+    pending ones. An operation that raises OutOfPages has changed nothing.
+    """
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, fingerprint: str, hash_key: bytes = b""
+    ) -> None:
+        self.pool = PagePool(num_pages)
+        self.tree = RadixTree()
+        self.page_size = page_size
+        self._fingerprint = fingerprint
+        self._hash_key = hash_key
+        self._events: list[CacheEvent] = []
+        self._leases: dict[int, tuple[int, ...]] = {}  # lease_id |-> pinned pages
+        self._num_leases = 0  # ever made
+
+    def match(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixMatch:
+        """Look up a prompt; marks what it finds as used and changes nothing else."""
+        path = self._match_path(split_pages(token_ids, self.page_size), len(token_ids), salt)
+        num_ready = sum(page.is_ready for page in path)
+        return PrefixMatch(num_ready_pages=num_ready, num_pending_pages=len(path) - num_ready)
+
+    def reserve(
+        self, token_ids: Sequence[int], salt: bytes = b"", *, incoming: bool
+    ) -> SequencePages:
+        """Begin a sequence: share its ready pages, allocate all others, enter full ones as pending.
+
+        Args:
+            incoming: New pages are INCOMING, a transfer may write them; else LIVE.
+
+        Raises:
+            OutOfPages: If the new pages are more than are free or evictable.
+        """
+        assert token_ids, "a sequence has at least one token"
+        page_tokens = split_pages(token_ids, self.page_size)
+        path = self._match_path(page_tokens, len(token_ids), salt)
+        assert all(page.is_ready for page in path), "pending pages must be waited for"
+        shared = [page.page_id for page in path]
+        num_new = num_pages_for(len(token_ids), self.page_size) - len(shared)
+        seq = SequencePages(
+            page_ids=shared + self._acquire(shared, num_new, incoming=incoming),
+            num_cached_pages=len(shared),
+            num_committed_pages=len(shared),
+            salt=salt,
+            num_tree_pages=len(shared),
+        )
+        for tokens in page_tokens[len(shared) :]:
+            # A full last page may have a twin in the tree, beyond what match may find.
+            if self.tree.child(self._last_tree_page(seq), tokens, salt) is not None:
+                break
+            self._enter_next(seq, tokens, is_ready=False)
+        return seq
+
+    def commit(self, seq: SequencePages, num_pages: int) -> None:
+        """Declare the first `num_pages` pages final; fewer than before is a no-op."""
+        self._check_open(seq)
+        assert num_pages <= len(seq.page_ids), "more pages than the sequence has"
+        for page_id in seq.page_ids[seq.num_committed_pages : num_pages]:
+            if self.pool.state(page_id) is PageState.INCOMING:
+                self.pool.accept([page_id])
+            page = self.tree.lookup(page_id)
+            if page is not None and not page.is_ready:
+                page.is_ready = True
+                self._events.append(Stored(page.page_hash))
+        seq.num_committed_pages = max(seq.num_committed_pages, num_pages)
+
+    def extend(self, seq: SequencePages, num_tokens: int) -> None:
+        """Make room for `num_tokens` tokens in total; raises OutOfPages as reserve does."""
+        self._check_open(seq)
+        num_new = num_pages_for(num_tokens, self.page_size) - len(seq.page_ids)
+        if num_new > 0:
+            seq.page_ids += self._acquire([], num_new)
+
+    def insert(self, seq: SequencePages, token_ids: Sequence[int]) -> None:
+        """Enter all full pages of `token_ids`, which the sequence has computed, into the tree.
+
+        Where the tree has an equal ready page, the sequence switches to it and drops its own, so
+        `page_ids` may change. Pages from the first on that others hold too, or whose equal page in
+        the tree is pending, stay private until a later call.
+        """
+        self._check_open(seq)
+        page_tokens = split_pages(token_ids, self.page_size)
+        for page_id in seq.page_ids[: len(page_tokens)]:
+            assert self.pool.state(page_id) is PageState.LIVE, "a page that was not verified"
+        self.commit(seq, len(page_tokens))
+        for tokens in page_tokens[seq.num_tree_pages :]:
+            own = seq.page_ids[seq.num_tree_pages]
+            twin = self.tree.child(self._last_tree_page(seq), tokens, seq.salt)
+            if twin is not None and twin.is_ready:
+                self.pool.reference([twin.page_id])
+                seq.page_ids[seq.num_tree_pages] = twin.page_id
+                seq.num_tree_pages += 1
+                self.pool.dereference([own])
+            elif twin is None and not self._is_shared(own):
+                self._enter_next(seq, tokens, is_ready=True)
+            else:
+                break
+        self._touch(seq)
+
+    def fork(
+        self, seq: SequencePages, num_tokens: int
+    ) -> tuple[SequencePages, tuple[tuple[int, int], ...]]:
+        """Begin a second sequence over the first `num_tokens` tokens, which are computed.
+
+        Returns:
+            The new sequence, which shares full pages and has a page of its own for a partial last
+            one, and the copies (source page, target page) that the caller must make before use.
+
+        Raises:
+            OutOfPages: If no page is free or evictable for the partial page.
+        """
+        self._check_open(seq)
+        num_full, num_rest = divmod(num_tokens, self.page_size)
+        assert num_pages_for(num_tokens, self.page_size) <= len(seq.page_ids), "too many tokens"
+        read = seq.page_ids[: num_pages_for(num_tokens, self.page_size)]
+        assert not any(map(self._is_pending, read)), "pages that are not computed yet"
+        shared = read[:num_full]
+        own = self._acquire(shared, 1 if num_rest else 0)
+        forked = SequencePages(
+            page_ids=shared + own,
+            num_cached_pages=num_full,
+            num_committed_pages=num_full,
+            salt=seq.salt,
+            num_tree_pages=min(seq.num_tree_pages, num_full),
+        )
+        return forked, tuple((seq.page_ids[num_full], page_id) for page_id in own)
+
+    def release(self, seq: SequencePages) -> None:
+        """End a sequence: tree pages become CACHED, private ones and own pending ones FREE."""
+        self._check_open(seq)
+        for page_id in seq.page_ids:
+            assert self.pool.state(page_id) is PageState.LIVE, "abort ends a sequence that receives"
+        self._withdraw_pending(seq)
+        self._end(seq, seq.page_ids)
+
+    def abort(self, seq: SequencePages, *, quarantine: bool) -> tuple[int, ...]:
+        """End a sequence whose transfer failed; committed pages stay in the tree.
+
+        Args:
+            quarantine: Whether late writes may still land in the pages that were not committed.
+
+        Returns:
+            The pages in QUARANTINE, for `release_quarantine` once the transport is quiet.
+        """
+        self._check_open(seq)
+        self._withdraw_pending(seq)
+        incoming = [p for p in seq.page_ids if self.pool.state(p) is PageState.INCOMING]
+        if not quarantine:
+            self.pool.accept(incoming)
+            self._end(seq, seq.page_ids)
+            return ()
+        self.pool.quarantine(incoming)
+        self._end(seq, [p for p in seq.page_ids if self.pool.state(p) is PageState.LIVE])
+        return tuple(incoming)
+
+    def release_quarantine(self, page_ids: Sequence[int]) -> None:
+        """Free pages that nothing can write any more."""
+        self.pool.release_quarantine(page_ids)
+
+    def lease(self, seq: SequencePages, first_page: int, num_pages: int) -> Lease:
+        """Pin `num_pages` pages from the sequence's page `first_page` on beyond the life of `seq`.
+
+        Pages before them are pinned as well: a tree page is of no use without its prefix.
+        """
+        self._check_open(seq)
+        end = first_page + num_pages
+        assert 0 <= first_page <= end <= len(seq.page_ids), "pages that the sequence does not have"
+        pinned = tuple(seq.page_ids[:end])
+        self.pool.lease(pinned)
+        self._num_leases += 1
+        self._leases[self._num_leases] = pinned
+        return Lease(lease_id=self._num_leases, page_ids=pinned[first_page:])
+
+    def release_lease(self, lease: Lease) -> None:
+        """End a lease; ending it again is a no-op."""
+        pinned = self._leases.pop(lease.lease_id, ())
+        self.pool.end_lease(pinned)
+        for page_id in pinned:
+            self.tree.offer(page_id)
+
+    def drain_events(self) -> list[CacheEvent]:
+        """Return what changed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def snapshot(self) -> list[bytes]:
+        """Return the hashes of all ready pages, sorted."""
+        return sorted(page.page_hash for page in self.tree if page.is_ready)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of cache, pool and tree."""
+        self.pool.check_integrity()
+        self.tree.check_integrity(self._is_evictable)
+        for page in self.tree:
+            above = self.tree.above(page)
+            if above is not None and not self._is_evictable(page.page_id):
+                assert not self._is_evictable(above.page_id), "a page is held, its prefix is not"
+            assert page.is_ready or not self._is_evictable(page.page_id), "an orphaned pending page"
+        num_cached = self.pool.counts().cached
+        assert num_cached == sum(self._is_evictable(page.page_id) for page in self.tree)
+
+    def _match_path(
+        self, page_tokens: Sequence[bytes], num_tokens: int, salt: bytes
+    ) -> list[TreePage]:
+        # One token is left out: its forward pass gives the logits of the next.
+        return self.tree.match(page_tokens[: max(num_tokens - 1, 0) // self.page_size], salt)
+
+    def _acquire(self, shared: Sequence[int], num_new: int, *, incoming: bool = False) -> list[int]:
+        """Reference `shared` and allocate `num_new` pages, evicting where needed."""
+        counts = self.pool.counts()
+        available = counts.free + counts.cached - sum(map(self._is_evictable, shared))
+        if num_new > available:
+            raise OutOfPages(num_new, available)
+        self.pool.reference(shared)
+        for page in self.tree.evict(num_new - self.pool.num_free, self._is_evictable):
+            self.pool.leave_tree(page.page_id)
+            self._events.append(Removed(page.page_hash))
+        return self.pool.allocate(num_new, incoming=incoming)
+
+    def _enter_next(self, seq: SequencePages, tokens: bytes, *, is_ready: bool) -> None:
+        """Enter the sequence's first private page into the tree."""
+        parent = self._last_tree_page(seq)
+        page_id = seq.page_ids[seq.num_tree_pages]
+        if parent is None:
+            parent_hash = root_hash(self._fingerprint, seq.salt, self._hash_key)
+        else:
+            parent_hash = parent.page_hash
+        page = self.tree.insert(
+            parent,
+            page_id=page_id,
+            tokens=tokens,
+            page_hash=child_hash(parent_hash, tokens, self._hash_key),
+            is_ready=is_ready,
+            salt=seq.salt,
+        )
+        self.pool.enter_tree(page_id)
+        seq.num_tree_pages += 1
+        if is_ready:
+            self._events.append(Stored(page.page_hash))
+
+    def _withdraw_pending(self, seq: SequencePages) -> None:
+        """Take the sequence's own uncommitted pages out of the tree, last first."""
+        while seq.num_tree_pages > seq.num_committed_pages:
+            page = self._last_tree_page(seq)
+            assert page is not None, "a tree page that the tree does not know"
+            assert not page.is_ready, "a committed page cannot be withdrawn"
+            self.tree.remove(page)
+            self.pool.leave_tree(page.page_id)
+            seq.num_tree_pages -= 1
+
+    def _end(self, seq: SequencePages, page_ids: Sequence[int]) -> None:
+        self._touch(seq)
+        self.pool.dereference(page_ids)
+        for page_id in page_ids:
+            self.tree.offer(page_id)
+        seq.page_ids = []
+        seq.num_tree_pages = 0
+        seq.is_open = False
+
+    def _touch(self, seq: SequencePages) -> None:
+        page = self._last_tree_page(seq)
+        if page is not None:
+            self.tree.touch(page)
+
+    def _last_tree_page(self, seq: SequencePages) -> TreePage | None:
+        if not seq.num_tree_pages:
+            return None
+        return self.tree.lookup(seq.page_ids[seq.num_tree_pages - 1])
+
+    def _is_evictable(self, page_id: int) -> bool:
+        return self.pool.state(page_id) is PageState.CACHED
+
+    def _is_pending(self, page_id: int) -> bool:
+        page = self.tree.lookup(page_id)
+        is_incoming = self.pool.state(page_id) is PageState.INCOMING
+        return is_incoming or (page is not None and not page.is_ready)
+
+    def _is_shared(self, page_id: int) -> bool:
+        return self.pool.num_references(page_id) > 1 or self.pool.num_leases(page_id) > 0
+
+    def _check_open(self, seq: SequencePages) -> None:
+        if not seq.is_open:
+            raise SequenceEnded("the sequence was released or aborted before")

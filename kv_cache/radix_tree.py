@@ -1,0 +1,240 @@
+"""Which pages hold which prefixes: a radix tree whose letters are pages.
+
+    root ── salt "" ── [A B C] ──┬── [D E]          node = run of pages that nothing parts
+                                 └── [F]            child key = all tokens of its first page
+
+Tokens decide, never hashes. One subtree per tenant salt. Runs are split when a sequence leaves in
+their middle. The tree knows nothing of reference counts: the caller says which pages may go.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class RadixNode:
+    """A run of pages: what a cascade planner groups by, together with `parent`."""
+
+    parent: "RadixNode | None"  # None: the root
+    key: bytes  # in parent.children: tokens of the first page, or a salt below the root
+    start: int  # depth of the first page
+    serial: int  # order of creation
+    last_used: int  # time of the tree's own clock; never below that of a child
+    run: list["TreePage"] = field(default_factory=list)  # empty only at the root and for salts
+    children: dict[bytes, "RadixNode"] = field(default_factory=dict)
+    is_queued: bool = False  # has its one entry in the eviction queue
+
+    @property
+    def page_ids(self) -> list[int]:
+        return [page.page_id for page in self.run]
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class TreePage:
+    """A full page of a prefix."""
+
+    page_id: int
+    tokens: bytes  # of this page, packed (kv_cache.page_hash.split_pages)
+    page_hash: bytes
+    depth: int  # pages before it in its prefix
+    is_ready: bool  # False: being computed or received; such pages have no ready page below
+    node: RadixNode  # whose run holds it
+
+
+class RadixTree:
+    """Prefixes by tokens, and least-recently-used order of the leaves.
+
+    Eviction takes pages from the tails of leaf runs. Invariant: a leaf whose last page was
+    announced as evictable (`offer`) is queued once; entries are checked when they come up.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[int, TreePage] = {}  # page_id |-> its place
+        self._clock = 0
+        self._num_nodes = 0
+        self._queue: list[tuple[int, int, RadixNode]] = []  # heap of (last_used, serial, node)
+        self._root = self._new_node(None, b"", 0)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __iter__(self) -> Iterator[TreePage]:
+        return iter(self._pages.values())
+
+    def lookup(self, page_id: int) -> TreePage | None:
+        """Return the place of a page of the pool, if the tree holds it."""
+        return self._pages.get(page_id)
+
+    def match(self, page_tokens: Sequence[bytes], salt: bytes = b"") -> list[TreePage]:
+        """Return the pages of the longest common prefix, and mark them as used."""
+        path: list[TreePage] = []
+        self._clock += 1
+        self._root.last_used = self._clock
+        node = self._root.children.get(salt)
+        while node is not None:
+            node.last_used = self._clock
+            for page in node.run:
+                if len(path) == len(page_tokens) or page.tokens != page_tokens[len(path)]:
+                    return path
+                path.append(page)
+            if len(path) == len(page_tokens):
+                return path
+            node = node.children.get(page_tokens[len(path)])
+        return path
+
+    def child(self, parent: TreePage | None, tokens: bytes, salt: bytes = b"") -> TreePage | None:
+        """Return the page with these tokens directly below `parent` (None: at the front)."""
+        if parent is None:
+            node = self._root.children.get(salt)
+        else:
+            node = parent.node
+            following = parent.depth - node.start + 1
+            if following < len(node.run):
+                page = node.run[following]
+                return page if page.tokens == tokens else None
+        below = node.children.get(tokens) if node is not None else None
+        return below.run[0] if below is not None else None
+
+    def above(self, page: TreePage) -> TreePage | None:
+        """Return the page directly before `page` in its prefix."""
+        index = page.depth - page.node.start
+        if index:
+            return page.node.run[index - 1]
+        parent = page.node.parent
+        return parent.run[-1] if parent is not None and parent.run else None
+
+    def insert(
+        self,
+        parent: TreePage | None,
+        *,
+        page_id: int,
+        tokens: bytes,
+        page_hash: bytes,
+        is_ready: bool,
+        salt: bytes = b"",
+    ) -> TreePage:
+        """Enter a page directly below `parent` (None: at the front), where no equal page is."""
+        assert page_id not in self._pages, f"page {page_id} is in the tree already"
+        assert self.child(parent, tokens, salt) is None, "the tree has an equal page"
+        depth = 0 if parent is None else parent.depth + 1
+        node = self._salt_node(salt) if parent is None else self._split_after(parent)
+        if not node.run or node.children:
+            node = self._new_node(node, tokens, depth)
+        page = TreePage(
+            page_id=page_id,
+            tokens=tokens,
+            page_hash=page_hash,
+            depth=depth,
+            is_ready=is_ready,
+            node=node,
+        )
+        node.run.append(page)
+        self._pages[page_id] = page
+        return page
+
+    def remove(self, page: TreePage) -> None:
+        """Take out a page below which there is none."""
+        node = page.node
+        assert node.run[-1] is page, "only the end of a run can be removed"
+        assert not node.children, "only a leaf can be removed"
+        node.run.pop()
+        del self._pages[page.page_id]
+        while not node.run and not node.children and node.parent is not None:
+            del node.parent.children[node.key]
+            node = node.parent
+        self._enqueue(node)
+
+    def touch(self, page: TreePage) -> None:
+        """Mark the prefix that ends with `page` as used now."""
+        self._clock += 1
+        node: RadixNode | None = page.node
+        while node is not None:
+            node.last_used = self._clock
+            node = node.parent
+
+    def offer(self, page_id: int) -> None:
+        """Announce that a page, if it is in the tree, may have become evictable."""
+        page = self._pages.get(page_id)
+        if page is not None and page.node.run[-1] is page:
+            self._enqueue(page.node)
+
+    def evict(self, num_pages: int, is_evictable: Callable[[int], bool]) -> list[TreePage]:
+        """Take out up to `num_pages` pages, least recently used leaves first, from their tails."""
+        evicted: list[TreePage] = []
+        while len(evicted) < num_pages and self._queue:
+            last_used, _, node = heapq.heappop(self._queue)
+            node.is_queued = False
+            if not node.run or node.children or not is_evictable(node.run[-1].page_id):
+                continue  # offered again when that changes
+            if last_used < node.last_used:
+                self._enqueue(node)
+                continue
+            evicted.append(node.run[-1])
+            self.remove(node.run[-1])  # which queues the next page of this path
+        return evicted
+
+    def check_integrity(self, is_evictable: Callable[[int], bool]) -> None:
+        """Assert the invariants of the classes in this file."""
+        seen = 0
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            parent = node.parent
+            if parent is not None:
+                assert parent.children[node.key] is node, "a child does not know its parent"
+                assert parent.last_used >= node.last_used, "a child was used after its parent"
+                assert node.run or parent is self._root, "an empty run"
+                assert node.run or node.children, "a salt without pages"
+                assert node.start == parent.start + len(parent.run), "a gap in the depths"
+                assert not node.run or parent is self._root or node.key == node.run[0].tokens
+            for depth, page in enumerate(node.run, start=node.start):
+                assert (page.node, page.depth) == (node, depth), "a page in the wrong place"
+                assert self._pages[page.page_id] is page, "a page that lookup does not find"
+            ready = [page.is_ready for page in node.run]
+            assert ready == sorted(ready, reverse=True), "a ready page below a pending one"
+            assert all(ready) or not any(c.run[0].is_ready for c in node.children.values())
+            if node.run and not node.children and is_evictable(node.run[-1].page_id):
+                assert node.is_queued, "an evictable leaf that eviction does not find"
+            seen += len(node.run)
+        assert seen == len(self._pages), "lookup finds pages that the tree does not hold"
+        queued = [node.serial for _, _, node in self._queue]
+        assert len(set(queued)) == len(queued), "a node is queued twice"
+
+    def _salt_node(self, salt: bytes) -> RadixNode:
+        return self._root.children.get(salt) or self._new_node(self._root, salt, 0)
+
+    def _new_node(self, parent: RadixNode | None, key: bytes, start: int) -> RadixNode:
+        self._num_nodes += 1
+        last_used = 0 if parent is None else parent.last_used
+        node = RadixNode(
+            parent=parent, key=key, start=start, serial=self._num_nodes, last_used=last_used
+        )
+        if parent is not None:
+            parent.children[key] = node
+        return node
+
+    def _split_after(self, page: TreePage) -> RadixNode:
+        """Return the node whose run ends with `page`, after a split where needed.
+
+        The lower part keeps its identity, and with it its children and its place in the queue.
+        """
+        lower = page.node
+        length = page.depth - lower.start + 1
+        if length == len(lower.run):
+            return lower
+        assert lower.parent is not None, "the root has no run"
+        upper = self._new_node(lower.parent, lower.key, lower.start)
+        upper.last_used = lower.last_used
+        upper.run, lower.run = lower.run[:length], lower.run[length:]
+        for moved in upper.run:
+            moved.node = upper
+        lower.parent, lower.key, lower.start = upper, lower.run[0].tokens, lower.start + length
+        upper.children[lower.key] = lower
+        return upper
+
+    def _enqueue(self, node: RadixNode) -> None:
+        if node.run and not node.children and not node.is_queued:
+            node.is_queued = True
+            heapq.heappush(self._queue, (node.last_used, node.serial, node))

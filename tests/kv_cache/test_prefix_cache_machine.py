@@ -1,0 +1,260 @@
+"""The state machine passes on the real cache and fails on every planted bug."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kv_cache import prefix_cache as module
+from kv_cache.errors import CacheError
+from kv_cache.event_log import Removed
+from kv_cache.page_hash import split_pages
+from kv_cache.page_pool import PagePool, PageState
+from kv_cache.prefix_cache import Lease, PrefixCache, SequencePages
+from kv_cache.radix_tree import RadixTree, TreePage
+from tests.kv_cache.cache_machine import CacheMachine
+
+SETTINGS = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    stateful_step_count=50,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_cache_agrees_with_the_oracle() -> None:
+    run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=600))
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.abort
+
+    def abort(self: PrefixCache, seq: SequencePages, *, quarantine: bool) -> tuple[int, ...]:
+        incoming = tuple(p for p in seq.page_ids if self.pool.state(p) is PageState.INCOMING)
+        original(self, seq, quarantine=False)
+        return incoming if quarantine else ()
+
+    patch.setattr(PrefixCache, "abort", abort)
+    patch.setattr(PagePool, "release_quarantine", lambda self, page_ids: None)
+
+
+def abort_leaves_pending_pages_in_the_tree(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "_withdraw_pending", lambda self, seq: None)
+
+
+def eviction_takes_held_pages(patch: pytest.MonkeyPatch) -> None:
+    original = RadixTree.evict
+    patch.setattr(RadixTree, "evict", lambda self, n, _: original(self, n, lambda page_id: True))
+
+
+def release_ignores_other_holders(patch: pytest.MonkeyPatch) -> None:
+    original = PagePool.dereference
+
+    def dereference(self: PagePool, page_ids: Sequence[int]) -> None:
+        for page_id in page_ids:
+            self._references[page_id] = min(1, self._references[page_id])
+        original(self, page_ids)
+
+    patch.setattr(PagePool, "dereference", dereference)
+
+
+def eviction_forgets_leaves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixTree, "offer", lambda self, page_id: None)
+
+
+def eviction_sends_no_event(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.drain_events
+
+    def drain_events(self: PrefixCache) -> list[object]:
+        return [event for event in original(self) if not isinstance(event, Removed)]
+
+    patch.setattr(PrefixCache, "drain_events", drain_events)
+
+
+def leases_pin_nothing(patch: pytest.MonkeyPatch) -> None:
+    def lease(self: PrefixCache, seq: SequencePages, first_page: int, num_pages: int) -> Lease:
+        page_ids = tuple(seq.page_ids[first_page : first_page + num_pages])
+        return Lease(lease_id=0, page_ids=page_ids)
+
+    patch.setattr(PrefixCache, "lease", lease)
+
+
+def leases_pin_no_prefix(patch: pytest.MonkeyPatch) -> None:
+    def lease(self: PrefixCache, seq: SequencePages, first_page: int, num_pages: int) -> Lease:
+        page_ids = tuple(seq.page_ids[first_page : first_page + num_pages])
+        self.pool.lease(page_ids)
+        self._num_leases += 1
+        self._leases[self._num_leases] = page_ids
+        return Lease(lease_id=self._num_leases, page_ids=page_ids)
+
+    patch.setattr(PrefixCache, "lease", lease)
+
+
+def lease_ends_twice(patch: pytest.MonkeyPatch) -> None:
+    def release_lease(self: PrefixCache, lease: Lease) -> None:
+        self.pool.end_lease(self._leases[lease.lease_id])
+
+    patch.setattr(PrefixCache, "release_lease", release_lease)
+
+
+def a_reference_leaks(patch: pytest.MonkeyPatch) -> None:
+    original = PagePool.dereference
+    patch.setattr(
+        PagePool, "dereference", lambda self, ids: original(self, ids[: max(1, len(ids) - 1)])
+    )
+
+
+def double_free_is_accepted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagePool, "_require", lambda self, page_ids, allowed: None)
+
+
+def generations_stand_still(patch: pytest.MonkeyPatch) -> None:
+    original = PagePool.allocate
+
+    def allocate(self: PagePool, num_pages: int, *, incoming: bool = False) -> list[int]:
+        before = list(self._generations)
+        page_ids = original(self, num_pages, incoming=incoming)
+        self._generations = before
+        return page_ids
+
+    patch.setattr(PagePool, "allocate", allocate)
+
+
+def failed_reserve_keeps_references(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache._acquire
+
+    def acquire(
+        self: PrefixCache, shared: Sequence[int], num_new: int, *, incoming: bool = False
+    ) -> list[int]:
+        self.pool.reference(shared)
+        page_ids = original(self, shared, num_new, incoming=incoming)
+        self.pool.dereference(shared)
+        return page_ids
+
+    patch.setattr(PrefixCache, "_acquire", acquire)
+
+
+def failed_reserve_evicts(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache._acquire
+
+    def acquire(
+        self: PrefixCache, shared: Sequence[int], num_new: int, *, incoming: bool = False
+    ) -> list[int]:
+        self.pool.reference(shared)
+        for page in self.tree.evict(num_new - self.pool.num_free, self._is_evictable):
+            self.pool.leave_tree(page.page_id)
+            self._events.append(Removed(page.page_hash))
+        self.pool.dereference(shared)
+        for page_id in shared:
+            self.tree.offer(page_id)
+        return original(self, shared, num_new, incoming=incoming)
+
+    patch.setattr(PrefixCache, "_acquire", acquire)
+
+
+def pending_pages_count_as_ready(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache._enter_next
+
+    def enter_next(self: PrefixCache, seq: SequencePages, tokens: bytes, *, is_ready: bool) -> None:
+        original(self, seq, tokens, is_ready=True)
+
+    patch.setattr(PrefixCache, "_enter_next", enter_next)
+
+
+def commit_leaves_pages_incoming(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagePool, "accept", lambda self, page_ids: None)
+
+
+def tenants_share_pages(patch: pytest.MonkeyPatch) -> None:
+    original = RadixTree.match
+    patch.setattr(RadixTree, "match", lambda self, tokens, salt=b"": original(self, tokens))
+
+
+def tree_trusts_a_short_hash(patch: pytest.MonkeyPatch) -> None:
+    def first_tokens(token_ids: Sequence[int], page_size: int) -> list[bytes]:
+        return [tokens[:4] for tokens in split_pages(token_ids, page_size)]
+
+    patch.setattr(module, "split_pages", first_tokens)
+
+
+def split_loses_the_lower_part(patch: pytest.MonkeyPatch) -> None:
+    original = RadixTree._split_after
+
+    def split_after(self: RadixTree, page: TreePage) -> object:
+        upper = original(self, page)
+        if page.node.children:
+            upper.children.clear()
+        return upper
+
+    patch.setattr(RadixTree, "_split_after", split_after)
+
+
+def fork_shares_the_partial_page(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.fork
+
+    def fork(self: PrefixCache, seq: SequencePages, num_tokens: int) -> object:
+        forked, copies = original(self, seq, num_tokens)
+        return forked, copies[:0]
+
+    patch.setattr(PrefixCache, "fork", fork)
+
+
+def insert_enters_shared_private_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "_is_shared", lambda self, page_id: False)
+
+
+def insert_keeps_its_own_copy(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.insert
+
+    def insert(self: PrefixCache, seq: SequencePages, token_ids: Sequence[int]) -> None:
+        before = list(seq.page_ids)
+        original(self, seq, token_ids)
+        for own, now in zip(before, seq.page_ids, strict=True):
+            if own != now and self.pool.state(own) is PageState.FREE:
+                self.pool._references[own] += 1
+                self.pool._settle(own)
+
+    patch.setattr(PrefixCache, "insert", insert)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        abort_frees_at_once,
+        abort_leaves_pending_pages_in_the_tree,
+        eviction_takes_held_pages,
+        release_ignores_other_holders,
+        eviction_forgets_leaves,
+        eviction_sends_no_event,
+        leases_pin_nothing,
+        leases_pin_no_prefix,
+        lease_ends_twice,
+        a_reference_leaks,
+        double_free_is_accepted,
+        generations_stand_still,
+        failed_reserve_keeps_references,
+        failed_reserve_evicts,
+        pending_pages_count_as_ready,
+        commit_leaves_pages_incoming,
+        tenants_share_pages,
+        tree_trusts_a_short_hash,
+        split_loses_the_lower_part,
+        fork_shares_the_partial_page,
+        insert_enters_shared_private_pages,
+        insert_keeps_its_own_copy,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_machine_catches(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    quick = settings(
+        SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False
+    )
+
+    with pytest.raises((AssertionError, CacheError, KeyError, pytest.fail.Exception)):
+        run_state_machine_as_test(CacheMachine, settings=quick)

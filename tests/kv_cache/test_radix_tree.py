@@ -1,0 +1,232 @@
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_cache.radix_tree import RadixNode, RadixTree, TreePage
+
+
+def enter(tree: RadixTree, tokens: list[bytes], salt: bytes = b"", first_id: int = 0) -> list[int]:
+    """Enter what the tree lacks of a prefix; returns the page ids of the whole prefix."""
+    path = tree.match(tokens, salt)
+    parent = path[-1] if path else None
+    for index in range(len(path), len(tokens)):
+        parent = tree.insert(
+            parent,
+            page_id=first_id + index,
+            tokens=tokens[index],
+            page_hash=b"",  # all equal: the tree must not rely on hashes
+            is_ready=True,
+            salt=salt,
+        )
+        path.append(parent)
+    for page in path:
+        tree.offer(page.page_id)
+    return [page.page_id for page in path]
+
+
+def everything(page_id: int) -> bool:
+    return True
+
+
+def ids(pages: list[TreePage]) -> list[int]:
+    return [page.page_id for page in pages]
+
+
+def test_run_is_split_where_prefixes_part() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a", b"b", b"c", b"d"])
+    enter(tree, [b"a", b"b", b"x"], first_id=10)
+
+    upper = tree.lookup(0)
+    assert upper is not None
+    assert upper.node.page_ids == [0, 1]
+    assert {key: child.page_ids for key, child in upper.node.children.items()} == {
+        b"c": [2, 3],
+        b"x": [12],
+    }
+    assert all(child.parent is upper.node for child in upper.node.children.values())
+    assert ids(tree.match([b"a", b"b", b"c", b"y"])) == [0, 1, 2]
+    assert ids(tree.match([b"a", b"b", b"x", b"y"])) == [0, 1, 12]
+    tree.check_integrity(everything)
+
+
+def test_match_ends_inside_a_run() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a", b"b", b"c"])
+    assert ids(tree.match([b"a", b"b"])) == [0, 1]
+    assert ids(tree.match([])) == []
+    assert ids(tree.match([b"b"])) == []
+
+
+def test_salts_do_not_see_each_other() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a"], salt=b"one")
+    assert tree.match([b"a"], b"two") == []
+    assert tree.match([b"a"]) == []
+    enter(tree, [b"a"], salt=b"two", first_id=5)
+    assert ids(tree.match([b"a"], b"two")) == [5]
+    assert ids(tree.evict(2, everything)) == [0, 5]
+    assert len(tree) == 0
+    tree.check_integrity(everything)
+
+
+def test_above_crosses_nodes() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a", b"b"])
+    enter(tree, [b"a", b"x"], first_id=10)
+    page = tree.lookup(11)
+    assert page is not None
+    above = tree.above(page)
+    assert above is not None
+    assert above.page_id == 0
+    assert tree.above(above) is None
+
+
+def test_leaves_go_from_their_tails_least_recently_used_first() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a", b"b", b"c"])
+    enter(tree, [b"a", b"x", b"y"], first_id=10)
+    tree.match([b"a", b"b", b"c"])
+
+    assert ids(tree.evict(10, everything)) == [12, 11, 2, 1, 0]
+
+
+def test_eviction_skips_pages_that_are_held_and_finds_them_when_offered() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a", b"b"])
+    enter(tree, [b"x", b"y"], first_id=10)
+    held = {1}
+
+    assert ids(tree.evict(10, lambda page_id: page_id not in held)) == [11, 10]
+    held.clear()
+    assert tree.evict(10, everything) == []
+    tree.offer(0)  # not the end of a leaf: no effect
+    assert tree.evict(10, everything) == []
+    tree.offer(1)
+    assert ids(tree.evict(10, everything)) == [1, 0]
+
+
+def test_prefixes_ten_thousand_nodes_deep_need_no_recursion() -> None:
+    tree = RadixTree()
+    depth = 10_000
+    parent = None
+    for level in range(depth):
+        for branch, tokens in enumerate((b"side", b"main")):
+            page = tree.insert(
+                parent,
+                page_id=2 * level + branch,
+                tokens=tokens,
+                page_hash=b"",
+                is_ready=True,
+            )
+        parent = page
+    for page_id in range(2 * depth):
+        tree.offer(page_id)
+
+    assert len(tree.match([b"main"] * depth)) == depth
+    tree.check_integrity(everything)
+    assert len(tree.evict(2 * depth, everything)) == 2 * depth
+    assert len(tree) == 0
+
+
+def test_thousands_of_evictions_do_not_scan_the_tree() -> None:
+    tree = RadixTree()
+    num_leaves = 20_000
+    for leaf in range(num_leaves):
+        enter(tree, [leaf.to_bytes(4, "little")], first_id=leaf)
+    asked = 0
+
+    def is_evictable(page_id: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    for _ in range(num_leaves):
+        tree.evict(1, is_evictable)
+    assert asked <= 2 * num_leaves
+
+
+prefix_strategy = st.lists(st.sampled_from([b"a", b"b"]), max_size=6)
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=500)
+@given(
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(["insert", "insert", "match", "evict", "hold"]),
+            prefix_strategy,
+            st.sampled_from([b"", b"salt"]),
+        ),
+        max_size=40,
+    )
+)
+def test_tree_agrees_with_a_dictionary(
+    operations: list[tuple[str, list[bytes], bytes]],
+) -> None:
+    tree = RadixTree()
+    oracle: dict[tuple[bytes, tuple[bytes, ...]], int] = {}
+    held: set[int] = set()  # prefix-closed, as sequences hold pages
+    next_id = 0
+
+    def is_evictable(page_id: int) -> bool:
+        return page_id not in held
+
+    for kind, tokens, salt in operations:
+        expected: list[int] = []
+        while (key := (salt, tuple(tokens[: len(expected) + 1]))) in oracle:
+            if len(expected) == len(tokens):
+                break
+            expected.append(oracle[key])
+        if kind == "evict":
+            victim = next_victim(tree, is_evictable)
+            evicted = ids(tree.evict(1, is_evictable))
+            assert evicted == ([] if victim is None else [victim])
+            oracle = {key: page_id for key, page_id in oracle.items() if page_id not in evicted}
+        else:
+            assert ids(tree.match(tokens, salt)) == expected
+        if kind == "insert":
+            page_ids = enter(tree, tokens, salt, first_id=next_id)
+            next_id += len(tokens)
+            for count, page_id in enumerate(page_ids, start=1):
+                oracle[salt, tuple(tokens[:count])] = page_id
+        if kind == "hold":
+            freed = held - set(expected)
+            held = set(expected)
+            for page_id in freed:
+                tree.offer(page_id)
+        tree.check_integrity(is_evictable)
+        assert {page.page_id for page in tree} == set(oracle.values())
+
+
+def next_victim(tree: RadixTree, is_evictable: object) -> int | None:
+    """Find the least recently used evictable leaf by looking at all pages."""
+    assert callable(is_evictable)
+    ends: list[RadixNode] = [
+        page.node
+        for page in tree
+        if page.node.run[-1] is page and not page.node.children and is_evictable(page.page_id)
+    ]
+    if not ends:
+        return None
+    return min(ends, key=lambda node: (node.last_used, node.serial)).run[-1].page_id
+
+
+def test_matches_survive_random_splits_and_evictions() -> None:
+    """Long prefixes over a small alphabet that differ by one page, also at the very end."""
+    rng = random.Random(7)
+    tree = RadixTree()
+    prompts: list[list[bytes]] = []
+    for number in range(60):
+        base = list(rng.choice(prompts)) if prompts else [b"p"] * 50
+        at = rng.randrange(len(base))
+        base[at] = rng.choice([b"p", b"q", b"r"])
+        prompts.append(base)
+        enter(tree, base, first_id=1000 * number)
+        tree.evict(rng.randrange(20), everything)
+        tree.check_integrity(everything)
+        for prompt in prompts:
+            path = tree.match(prompt)
+            assert [page.tokens for page in path] == prompt[: len(path)]
+            if len(path) < len(prompt):
+                assert tree.child(path[-1] if path else None, prompt[len(path)]) is None
