@@ -1,4 +1,4 @@
-"""The attention back end as the model sees it: plan once per pass, then append and attend per layer.
+"""The attention back end as the model sees it: plan once per pass, then work layer by layer.
 
 Implementations: `attention_torch.TorchAttention` (any device, the reference) and
 `attention_triton.TritonAttention` (CUDA, or Triton's interpreter in tests). Each is made for one
@@ -20,7 +20,7 @@ class AttentionBackend(Protocol):
         ...
 
     def rotate_and_append(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        """Rotate queries and keys by their positions, write K and V to the pages; return queries."""
+        """Rotate queries and keys by position, write K and V to the pages; return queries."""
         ...
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The engine as schedulers' loops see it. Implementations: `engine.Engine`, `fake_engine.FakeEngine`."""
+"""The engine as step loops see it; implemented by `engine.Engine`, `fake_engine.FakeEngine`."""
 
 from collections.abc import Sequence
 from typing import Protocol

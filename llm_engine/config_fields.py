@@ -1,0 +1,103 @@
+"""Typed reading of a checkpoint's JSON files; every error names file, field, found and allowed."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llm_engine.errors import CheckpointCorrupt, CheckpointMissing, UnsupportedModel
+
+
+class ConfigFields:
+    """One JSON object of a checkpoint file. A field that is null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self.source = source  # for errors: file name, or file name and path of a nested object
+
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise self.unsupported(name, value, f"an integer of at least {at_least}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.unsupported(name, value, "a number above 0")
+        if not (math.isfinite(value) and value > 0):
+            raise self.unsupported(name, value, "a number above 0")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.unsupported(name, value, "true or false")
+        return value
+
+    def string(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.unsupported(name, value, "a string")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        """Return a list of strings; empty when absent."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.unsupported(name, value, "a list of strings")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return an integer or a list of them as a tuple; empty when absent."""
+        value = self._get(name, [])
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+            raise self.unsupported(name, value, "an integer or a list of integers")
+        return tuple(values)
+
+    def nested(self, name: str) -> "ConfigFields":
+        """Return an object within this one; empty when absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self.unsupported(name, value, "an object")
+        return ConfigFields(value, f"{self.source}: {name}")
+
+    def unsupported(self, name: str, found: object, allowed: str) -> UnsupportedModel:
+        """Return the error for a field whose value cannot be served."""
+        return UnsupportedModel(f"{self.source}: {name} is {found!r}, must be {allowed}")
+
+    def _get(self, name: str, default: object) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            if default is None:
+                raise UnsupportedModel(f"{self.source}: required field {name} is missing")
+            return default
+        return value
+
+
+def read_json(path: Path) -> ConfigFields:
+    """Read a file that must hold one JSON object.
+
+    Raises:
+        CheckpointMissing: If there is no such file.
+        CheckpointCorrupt: If it cannot be read, or holds anything else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointMissing(f"{path}: no such file; a checkpoint folder has one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointCorrupt(f"{path}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointCorrupt(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointCorrupt(f"{path}: holds {type(values).__name__}, must be a JSON object")
+    return ConfigFields(values, str(path))

@@ -1,0 +1,63 @@
+"""When a token may be drawn and when a choice ends: rules that prefill and decode share.
+
+Everything here follows from the prompt and the tokens emitted so far, never from the state of a
+worker; that is why a choice can go on elsewhere.
+"""
+
+import enum
+from collections.abc import Sequence
+
+from llm_engine.sampling import Draw, SamplingParams, choice_seed
+
+
+class FinishReason(enum.Enum):
+    """Why a choice ended."""
+
+    STOP = "stop"  # an end token or a stop token
+    LENGTH = "length"  # max_tokens or the end of the context
+
+
+def end_token_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that end a choice."""
+    return params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
+
+
+def next_draw(
+    params: SamplingParams,
+    *,
+    choice: int,
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int],
+    eos_token_ids: tuple[int, ...],
+) -> Draw:
+    """Return the draw of the token that follows prompt and output.
+
+    The draw refers to `output_token_ids`; the caller leaves it as it is until the token is drawn.
+    """
+    may_end = len(output_token_ids) >= params.min_tokens
+    return Draw(
+        params=params,
+        seed=choice_seed(params.seed, choice),
+        position=len(prompt_token_ids) + len(output_token_ids),
+        prompt_token_ids=prompt_token_ids,
+        output_token_ids=output_token_ids,
+        banned_token_ids=() if may_end else end_token_ids(params, eos_token_ids),
+    )
+
+
+def finish_reason(
+    params: SamplingParams,
+    *,
+    num_prompt_tokens: int,
+    output_token_ids: Sequence[int],
+    eos_token_ids: tuple[int, ...],
+    max_context_tokens: int,
+) -> FinishReason | None:
+    """Return why the choice ends with the last of these tokens, or None if it goes on."""
+    if output_token_ids[-1] in end_token_ids(params, eos_token_ids):
+        return FinishReason.STOP
+    if len(output_token_ids) >= params.max_tokens:
+        return FinishReason.LENGTH
+    if num_prompt_tokens + len(output_token_ids) >= max_context_tokens:
+        return FinishReason.LENGTH
+    return None

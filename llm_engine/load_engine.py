@@ -1,0 +1,166 @@
+"""From a checkpoint folder to a ready engine: check, load weights, plan memory, warm up."""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from kv_cache.layout import DTYPE_BYTES, KVLayout
+from kv_cache.torch_storage import DigestKernel, TorchPageStorage
+from llm_engine.attention import AttentionBackend
+from llm_engine.attention_torch import TorchAttention
+from llm_engine.checkpoint import fingerprint, read_checkpoint
+from llm_engine.engine import Engine
+from llm_engine.errors import NotEnoughMemory
+from llm_engine.load_progress import show_progress
+from llm_engine.memory_plan import MemoryPlan
+from llm_engine.model_config import DTYPES, ModelConfig, read_model_config
+from llm_engine.rotary import rotary_table
+from llm_engine.transformer import Decoder
+from llm_engine.weights import load_weights
+
+AttentionName = Literal["auto", "torch", "triton"]
+AttentionFactory = Callable[..., AttentionBackend]
+
+
+def load_engine(
+    model_dir: Path,
+    *,
+    page_size: int,
+    num_pages: int | Literal["auto"],
+    device: torch.device | str,
+    dtype: str = "auto",
+    attention: AttentionName = "auto",
+    memory: MemoryPlan | None = None,
+    progress: bool = False,
+) -> Engine:
+    """Load a Hugging Face checkpoint; blocks for as long as the disk needs.
+
+    Args:
+        model_dir: Folder with config.json and safetensors files.
+        page_size: Token slots in a page.
+        num_pages: Pages in the pool; "auto" is as many as `memory` allows.
+        device: "cpu", "cuda" or "cuda:1".
+        dtype: Of weights, arithmetic and pages. "auto" is the checkpoint's on CUDA and float32 on
+            a CPU, where half precision is slow.
+        attention: "auto" is Triton on CUDA and torch elsewhere.
+        memory: Budget of "auto"; the defaults of MemoryPlan.
+        progress: Show on standard error how far the weights are.
+
+    Raises:
+        CheckpointError: If the folder is incomplete, damaged or contradicts itself.
+        UnsupportedModel: If config.json asks for something that is not implemented.
+        NotEnoughMemory: If weights and pages do not fit on the device.
+        ValueError: If an argument is out of range.
+    """
+    device = _check_device(device)
+    uses_triton = _uses_triton(attention, device)
+    if num_pages != "auto" and num_pages < 1:
+        raise ValueError(f"num_pages is {num_pages}, must be at least 1, or 'auto'")
+    config = read_model_config(model_dir)
+    dtype_name = _dtype_name(dtype, config, device)
+    tensors = read_checkpoint(model_dir, config)
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        page_size=page_size,
+        head_dim=config.head_dim,
+        dtype=dtype_name,
+        model_fingerprint=fingerprint(config, tensors),
+    )
+    num_parameters = sum(prod(entry.shape) for entry in tensors.values())
+    _check_memory("the weights", num_parameters * DTYPE_BYTES[dtype_name], device)
+    with show_progress(tensors, enabled=progress) as on_progress:
+        weights = load_weights(
+            config,
+            tensors,
+            device=device,
+            dtype=getattr(torch, dtype_name),
+            on_progress=on_progress,
+        )
+    num_pages = _plan_num_pages(num_pages, memory or MemoryPlan(), layout, device)
+    storage = TorchPageStorage(
+        layout, num_pages, device, digest_kernel=_digest_kernel() if uses_triton else None
+    )
+    cos, sin = rotary_table(
+        config.rope,
+        head_dim=config.head_dim,
+        num_positions=min(config.max_context_tokens, num_pages * page_size),
+        device=device,
+    )
+    backend = (_triton_attention() if uses_triton else TorchAttention)(
+        storage.pages,
+        cos,
+        sin,
+        num_qo_heads=config.num_qo_heads,
+        scale=config.attention_scale,
+        sliding_window=config.sliding_window,
+    )
+    engine = Engine(config, storage, Decoder(config, weights, backend))
+    if device.type == "cuda":
+        engine.warm_up()
+    return engine
+
+
+def _check_device(name: torch.device | str) -> torch.device:
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device.type!r}, must be 'cpu' or 'cuda'")
+    num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= num_devices:
+        raise ValueError(f"device is '{device}', but torch sees {num_devices} CUDA devices")
+    return device
+
+
+def _dtype_name(dtype: str, config: ModelConfig, device: torch.device) -> str:
+    if dtype == "auto":
+        return config.dtype if device.type == "cuda" else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, must be 'auto' or one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _plan_num_pages(
+    num_pages: int | Literal["auto"], memory: MemoryPlan, layout: KVLayout, device: torch.device
+) -> int:
+    if num_pages == "auto":
+        if device.type != "cuda":
+            return memory.num_pages_on_cpu(page_bytes=layout.page_bytes)
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return memory.num_pages_on_cuda(free_bytes=free_bytes, page_bytes=layout.page_bytes)
+    _check_memory(f"{num_pages} pages", num_pages * layout.page_bytes, device)
+    return num_pages
+
+
+def _check_memory(what: str, num_bytes: int, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if num_bytes > free_bytes:
+        raise NotEnoughMemory(
+            f"{what} need {num_bytes / 1e9:.1f} GB, "
+            f"{free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free on {device}"
+        )
+
+
+def _uses_triton(attention: str, device: torch.device) -> bool:
+    if attention not in ("auto", "torch", "triton"):
+        raise ValueError(f"attention is {attention!r}, must be 'auto', 'torch' or 'triton'")
+    return attention == "triton" or (attention == "auto" and device.type == "cuda")
+
+
+# Triton is absent on some hosts, and slow to import on the others: only where it is used.
+
+
+def _triton_attention() -> AttentionFactory:
+    from llm_engine.attention_triton import TritonAttention
+
+    return TritonAttention
+
+
+def _digest_kernel() -> DigestKernel:
+    from attn_kernels.digest import digest_pages
+
+    return digest_pages

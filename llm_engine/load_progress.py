@@ -1,0 +1,61 @@
+"""Shows how far the loading of weights has come: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from llm_engine.checkpoint import Tensors
+from llm_engine.weights import LoadProgress
+
+LINE_SHARE = 0.25  # of the whole between two plain lines
+
+
+@contextmanager
+def show_progress(
+    tensors: Tensors, *, enabled: bool, stream: TextIO | None = None
+) -> Iterator[LoadProgress]:
+    """Yield the function to call after each tensor; it writes to `stream` (standard error)."""
+    total_bytes = sum(entry.end - entry.begin for entry in tensors.values())
+    stream = stream or sys.stderr
+    if not enabled:
+        yield lambda path, num_bytes: None
+    elif stream.isatty():
+        with _bar(stream) as bar:
+            task = bar.add_task("Loading weights", total=total_bytes)
+            yield lambda path, num_bytes: bar.update(
+                task, advance=num_bytes, description=f"Loading {path.name}"
+            )
+    else:
+        yield _PlainLines(stream, total_bytes).advance
+
+
+def _bar(stream: TextIO) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(file=stream),
+    )
+
+
+class _PlainLines:
+    def __init__(self, stream: TextIO, total_bytes: int) -> None:
+        self._stream = stream
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._next_share = LINE_SHARE
+
+    def advance(self, path: Path, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        share = self._done_bytes / max(1, self._total_bytes)
+        if share < self._next_share:
+            return
+        self._next_share = share + LINE_SHARE if share + LINE_SHARE < 1 else 1.0
+        done, total = self._done_bytes / 1e6, self._total_bytes / 1e6
+        print(f"loading weights: {done:.0f} of {total:.0f} MB ({path.name})", file=self._stream)

@@ -1,0 +1,53 @@
+"""How many pages fit beside the weights: a pure calculation, and the error when none does."""
+
+from dataclasses import dataclass
+
+from llm_engine.errors import NotEnoughMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What a worker may spend on its page pool when it is not told a number of pages."""
+
+    # Of the CUDA memory that is free after the weights are loaded. The rest is for the allocator's
+    # rounding, for NCCL and for staging.
+    cuda_free_fraction: float = 0.85
+    # Of that, kept back for activations and for logits with their float64 noise: enough for
+    # 8,192 tokens a pass of an 8B model, and 128 draws from 128,000 tokens.
+    activation_reserve_bytes: int = 3 << 30
+    # On a CPU, in all: its free memory says little about what others on the host will need.
+    cpu_pool_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cuda_free_fraction <= 1:
+            raise ValueError(f"cuda_free_fraction is {self.cuda_free_fraction}, must be in (0, 1]")
+        for name in ("activation_reserve_bytes", "cpu_pool_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")
+
+    def num_pages_on_cuda(self, *, free_bytes: int, page_bytes: int) -> int:
+        """Return how many pages fit into what is free after the weights.
+
+        Raises:
+            NotEnoughMemory: If not one does.
+        """
+        budget = int(free_bytes * self.cuda_free_fraction) - self.activation_reserve_bytes
+        if budget < page_bytes:
+            raise NotEnoughMemory(
+                f"{free_bytes / 1e9:.1f} GB are free after the weights; {self.cuda_free_fraction} "
+                f"of it less {self.activation_reserve_bytes / 1e9:.1f} GB for activations does "
+                f"not hold one page of {page_bytes / 1e6:.1f} MB"
+            )
+        return budget // page_bytes
+
+    def num_pages_on_cpu(self, *, page_bytes: int) -> int:
+        """Return how many pages fit into the budget.
+
+        Raises:
+            NotEnoughMemory: If not one does.
+        """
+        if self.cpu_pool_bytes < page_bytes:
+            raise NotEnoughMemory(
+                f"cpu_pool_bytes is {self.cpu_pool_bytes}, must hold a page of {page_bytes} bytes"
+            )
+        return self.cpu_pool_bytes // page_bytes

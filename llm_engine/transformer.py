@@ -1,0 +1,60 @@
+"""One decoder for all supported families, driven by ModelConfig; K and V live in pages.
+
+Legend: T tokens of all slices, D hidden, N query heads, K key-value heads, H head dim, V vocab.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from llm_engine.attention import AttentionBackend
+from llm_engine.forward_batch import ForwardBatch
+from llm_engine.model_config import ModelConfig
+from llm_engine.weights import DecoderWeights, LayerWeights, LinearWeights
+
+
+class Decoder:
+    """Stateless but for the pages that its attention back end writes."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._attention = attention
+
+    def hidden_states(self, batch: ForwardBatch) -> Tensor:
+        """Compute all tokens of a batch, append their K and V to the pages; return [T, D]."""
+        self._attention.plan(batch)
+        hidden_TD = embedding(batch.token_ids_T, self._weights.embedding)
+        for layer, weights in enumerate(self._weights.layers):
+            hidden_TD = hidden_TD + self._attend(layer, weights, hidden_TD)
+            hidden_TD = hidden_TD + self._feed_forward(weights, hidden_TD)
+        return hidden_TD
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return the scores of the next token, [T, V], in the dtype of the weights."""
+        return linear(self._norm(hidden_TD, self._weights.final_norm), self._weights.lm_head)
+
+    def _attend(self, layer: int, weights: LayerWeights, hidden_TD: Tensor) -> Tensor:
+        config = self._config
+        qkv = _linear(self._norm(hidden_TD, weights.input_norm), weights.qkv)
+        num_heads = [config.num_qo_heads, config.num_kv_heads, config.num_kv_heads]
+        q_TNH, k_TKH, v_TKH = torch.split(qkv.view(len(qkv), -1, config.head_dim), num_heads, dim=1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q_TNH, k_TKH = self._norm(q_TNH, weights.q_norm), self._norm(k_TKH, weights.k_norm)
+        q_TNH = self._attention.rotate_and_append(layer, q_TNH, k_TKH, v_TKH)
+        out_TNH = self._attention.attend(layer, q_TNH)
+        return _linear(out_TNH.flatten(1), weights.output)
+
+    def _feed_forward(self, weights: LayerWeights, hidden_TD: Tensor) -> Tensor:
+        gate_up = _linear(self._norm(hidden_TD, weights.mlp_norm), weights.gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _linear(silu(gate) * up, weights.down)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+
+def _linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    return linear(x, weights.weight, weights.bias)

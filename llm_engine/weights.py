@@ -1,0 +1,140 @@
+"""Weights of a decoder on their device, filled tensor by tensor from a checkpoint's files.
+
+Projections that read the same input are stored as one matrix, so that a layer has four matrix
+products. Each tensor of a file is cast and copied to its rows of that matrix; no second copy of
+the model ever exists.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from llm_engine.checkpoint import Tensors
+from llm_engine.errors import CheckpointCorrupt
+from llm_engine.model_config import ModelConfig
+
+# Called after each tensor with its file and its bytes.
+LoadProgress = Callable[[Path, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearWeights:
+    """y = x @ weight.T + bias."""
+
+    weight: Tensor  # [num_out, num_in]
+    bias: Tensor | None  # [num_out]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: LinearWeights  # rows: all query heads, then key heads, then value heads
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: LinearWeights
+    mlp_norm: Tensor  # [hidden]
+    gate_up: LinearWeights  # rows: gate, then up
+    down: LinearWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderWeights:
+    """A whole model; all tensors on one device with one dtype."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: Tensor  # [vocab, hidden]; the embedding itself where the two are tied
+
+
+def load_weights(
+    config: ModelConfig,
+    tensors: Tensors,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: LoadProgress,
+) -> DecoderWeights:
+    """Read all tensors and return them on the device, newly allocated.
+
+    Raises:
+        CheckpointCorrupt: If a file that had a good header cannot be read.
+    """
+    with ExitStack() as stack:
+        loader = _Loader(tensors, stack, device, dtype, on_progress)
+        embedding = loader.join("model.embed_tokens.weight")
+        layers = tuple(_load_layer(loader, config, layer) for layer in range(config.num_layers))
+        final_norm = loader.join("model.norm.weight")
+        lm_head = embedding if config.has_tied_embeddings else loader.join("lm_head.weight")
+    return DecoderWeights(
+        embedding=embedding, layers=layers, final_norm=final_norm, lm_head=lm_head
+    )
+
+
+def _load_layer(loader: "_Loader", config: ModelConfig, layer: int) -> LayerWeights:
+    prefix = f"model.layers.{layer}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return LayerWeights(
+        input_norm=loader.join(f"{prefix}.input_layernorm.weight"),
+        qkv=loader.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
+        q_norm=loader.join(f"{attention}.q_norm.weight") if config.has_qk_norm else None,
+        k_norm=loader.join(f"{attention}.k_norm.weight") if config.has_qk_norm else None,
+        output=loader.linear(f"{attention}.o_proj"),
+        mlp_norm=loader.join(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=loader.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        down=loader.linear(f"{mlp}.down_proj"),
+    )
+
+
+class _Loader:
+    def __init__(
+        self,
+        tensors: Tensors,
+        stack: ExitStack,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_progress: LoadProgress,
+    ) -> None:
+        self._tensors = tensors
+        self._stack = stack
+        self._device = device
+        self._dtype = dtype
+        self._on_progress = on_progress
+        self._files: dict[Path, Any] = {}  # path |-> open safetensors file
+
+    def linear(self, *names: str) -> LinearWeights:
+        weight = self.join(*(f"{name}.weight" for name in names))
+        biases = [f"{name}.bias" for name in names]
+        has_bias = biases[0] in self._tensors
+        return LinearWeights(weight=weight, bias=self.join(*biases) if has_bias else None)
+
+    def join(self, *names: str) -> Tensor:
+        """Return tensors below each other in one."""
+        shapes = [self._tensors[name].shape for name in names]
+        num_rows = sum(shape[0] for shape in shapes)
+        joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        first_row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            joined[first_row : first_row + shape[0]].copy_(self._read(name))
+            first_row += shape[0]
+            entry = self._tensors[name]
+            self._on_progress(entry.path, entry.end - entry.begin)
+        return joined
+
+    def _read(self, name: str) -> Tensor:
+        path = self._tensors[name].path
+        try:
+            if path not in self._files:
+                self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            tensor: Tensor = self._files[path].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointCorrupt(f"{path}: tensor {name} cannot be read: {error}") from error
+        return tensor

@@ -1,0 +1,108 @@
+"""Runs an engine over whole requests, as a worker would: the smallest possible scheduler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kv_cache.layout import num_pages_for
+from llm_engine.engine import Engine
+from llm_engine.engine_api import EngineLike
+from llm_engine.forward_batch import build_forward_batch
+from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+@dataclass(kw_only=True)
+class DrivenSequence:
+    prompt: list[int]
+    page_ids: list[int]
+    params: SamplingParams = GREEDY
+    tokens: list[int] = field(default_factory=list)
+    drawn: list[SampledToken] = field(default_factory=list)
+    num_computed: int = 0
+
+    def next_slice(self, chunk_size: int) -> SequenceSlice:
+        known = self.prompt + self.tokens
+        chunk = known[self.num_computed : self.num_computed + chunk_size]
+        start = self.num_computed
+        self.num_computed += len(chunk)
+        is_last = self.num_computed == len(known)
+        draw = Draw(
+            params=self.params,
+            seed=self.params.seed,
+            position=len(known),
+            prompt_token_ids=self.prompt,
+            output_token_ids=list(self.tokens),
+        )
+        return SequenceSlice(
+            token_ids=chunk,
+            start=start,
+            page_ids=self.page_ids,
+            draws=(draw,) if is_last else (),
+        )
+
+    def take(self, drawn: Sequence[SampledToken]) -> None:
+        for token in drawn:
+            self.tokens.append(token.token_id)
+            self.drawn.append(token)
+
+
+def make_sequences(
+    engine: EngineLike, prompts: Sequence[list[int]], params: SamplingParams = GREEDY
+) -> list[DrivenSequence]:
+    """Give every sequence its pages, scattered over the pool."""
+    page_size = engine.layout.page_size
+    num_pages = [num_pages_for(len(prompt) + params.max_tokens, page_size) for prompt in prompts]
+    pool = list(range(engine.storage.num_pages))
+    scattered = pool[1::2][::-1] + pool[0::2]
+    assert sum(num_pages) <= len(pool), "the test's pool is too small"
+    sequences = []
+    for prompt, count in zip(prompts, num_pages, strict=True):
+        sequences.append(
+            DrivenSequence(prompt=list(prompt), page_ids=scattered[:count], params=params)
+        )
+        scattered = scattered[count:]
+    return sequences
+
+
+def run(
+    engine: EngineLike, sequences: Sequence[DrivenSequence], *, chunk_size: int = 10**6
+) -> None:
+    """Compute all sequences in common batches; prompts in chunks while others decode."""
+    while running := [each for each in sequences if len(each.tokens) < each.params.max_tokens]:
+        results = engine.forward([each.next_slice(chunk_size) for each in running])
+        for each, drawn in zip(running, results, strict=True):
+            each.take(drawn)
+
+
+def chunked_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
+    """Return the logits after every token, the tokens computed chunk by chunk over the pages."""
+    page_ids = list(range(engine.storage.num_pages))[::-1]
+    logits: list[Tensor] = []
+    start = 0
+    while start < len(token_ids):
+        size = chunk_sizes[len(logits) % len(chunk_sizes)]
+        chunk = SequenceSlice(
+            token_ids=token_ids[start : start + size], start=start, page_ids=page_ids
+        )
+        batch = build_forward_batch([chunk], engine.layout.page_size, engine.storage.device)
+        with torch.inference_mode():
+            logits.append(engine.decoder.logits(engine.decoder.hidden_states(batch)))
+        start += size
+    return torch.cat(logits).float().cpu()
+
+
+def generate(
+    engine: EngineLike,
+    prompts: Sequence[list[int]],
+    params: SamplingParams = GREEDY,
+    *,
+    chunk_size: int = 10**6,
+) -> list[list[int]]:
+    """Return the tokens of each prompt, computed together."""
+    sequences = make_sequences(engine, prompts, params)
+    run(engine, sequences, chunk_size=chunk_size)
+    return [each.tokens for each in sequences]
