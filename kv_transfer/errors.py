@@ -5,6 +5,7 @@ TransferError
 ├── TransferAborted      the other side stopped the transfer
 ├── TransferTimeout      a protocol step did not come before its deadline
 ├── DigestMismatch       pages arrived with other contents than announced
+├── TransportRefused     the sender does not offer this transport
 └── LayoutMismatch       the two workers' pages differ in shape, dtype or model
 """
 
@@ -27,6 +28,10 @@ class TransferTimeout(TransferError):
 
 class DigestMismatch(TransferError):
     """A received page differs from the digest that its sender announced."""
+
+
+class TransportRefused(TransferError):
+    """The sender does not offer this transport; another one may do."""
 
 
 class LayoutMismatch(TransferError):

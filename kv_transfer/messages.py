@@ -27,11 +27,15 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
+    """The request is accepted; its pages are leased as they are computed."""
+
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkReady:
+    """A chunk is computed and can be sent."""
+
     ticket: Ticket
     chunk: int  # 0, 1, 2 ... within the transfer
     first_page: int  # counted in pages of the prompt
@@ -41,24 +45,32 @@ class ChunkReady:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGo:
+    """The receive slot is free for this chunk."""
+
     ticket: Ticket
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPosted:
+    """The send of this chunk is posted."""
+
     ticket: Ticket
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkAck:
+    """The chunk is verified and committed."""
+
     ticket: Ticket
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """Nothing more will be posted for this transfer."""
+
     ticket: Ticket
     reason: str
 

@@ -1,0 +1,210 @@
+"""The connections of one worker: made on first use, kept while healthy, forgotten when broken.
+
+A connection belongs to one incarnation of the peer; a restarted worker gets a new one.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
+from kv_transfer.transport import Connection, Transport
+
+# (name or address of the worker, its incarnation)
+PeerKey = tuple[str, int]
+
+# Performs the Connect call at the sender: (connection_id, transport_name, offer).
+ConnectCall = Callable[[str, str, bytes], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Shared:
+    connection: Connection
+    receive_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ConnectionPool:
+    """The receiver's connections, one per sender.
+
+    Args:
+        transports: Best first; the first that the sender offers is taken.
+        random_id: Returns a new unique connection id.
+    """
+
+    def __init__(self, transports: Sequence[Transport], *, random_id: Callable[[], str]) -> None:
+        self._transports = tuple(transports)
+        self._random_id = random_id
+        self._entries: dict[PeerKey, asyncio.Task[_Shared]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def get(
+        self, peer_key: PeerKey, connect: ConnectCall, deadline: float
+    ) -> tuple[Connection, asyncio.Lock]:
+        """Return the connection to a peer and the lock of its receive slot.
+
+        Callers that come while it is being made wait for the same one; `connect` of the first is
+        called. A connect that raises TransportRefused lets the next transport be tried.
+
+        Raises:
+            TransferTimeout: When there is no connection at `deadline`.
+            TransferError: When setting it up failed; also what `connect` raised.
+        """
+        self._forget_broken()
+        for name, incarnation in list(self._entries):
+            if name == peer_key[0] and incarnation != peer_key[1]:
+                self._remove((name, incarnation))
+        entry = self._entries.get(peer_key)
+        if entry is None:
+            entry = asyncio.get_running_loop().create_task(self._set_up(connect, deadline))
+            entry.add_done_callback(_connection_of)  # its error counts as seen
+            self._entries[peer_key] = entry
+        try:
+            async with asyncio.timeout_at(deadline):
+                # Shielded: one caller that leaves must not end the set-up of the others.
+                shared = await asyncio.shield(entry)
+        except TimeoutError as error:
+            raise TransferTimeout(f"no connection to {peer_key[0]} in time") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if entry.cancelled() and task is not None and not task.cancelling():
+                raise ConnectionBroken(f"the connection to {peer_key[0]} was dropped") from None
+            raise
+        return shared.connection, shared.receive_lock
+
+    def drop(self, connection: Connection) -> None:
+        """Forget a connection and abort it, if that has not happened yet."""
+        for peer_key, entry in list(self._entries.items()):
+            if _connection_of(entry) is connection:
+                self._remove(peer_key)
+
+    def drop_peer(self, peer_key: PeerKey) -> None:
+        """Forget and abort the connection to a peer that is known to be gone."""
+        if peer_key in self._entries:
+            self._remove(peer_key)
+
+    async def close(self) -> None:
+        """Abort all connections."""
+        for peer_key in list(self._entries):
+            self._remove(peer_key)
+        if self._aborts:
+            await asyncio.wait(set(self._aborts))
+
+    async def _set_up(self, connect: ConnectCall, deadline: float) -> _Shared:
+        refusal: TransportRefused | None = None
+        for transport in self._transports:
+            try:
+                return _Shared(await self._connect(transport, connect, deadline))
+            except TransportRefused as error:
+                refusal = error
+        raise refusal or TransportRefused("no transport is configured")
+
+    async def _connect(
+        self, transport: Transport, connect: ConnectCall, deadline: float
+    ) -> Connection:
+        connection_id = self._random_id()
+        offer = transport.offer(connection_id)
+        loop = asyncio.get_running_loop()
+        accepting = loop.create_task(transport.accept(connection_id, deadline))
+        try:
+            await connect(connection_id, transport.name, offer)
+            return await accepting
+        finally:
+            if not accepting.done():
+                accepting.cancel()
+            await asyncio.wait({accepting})
+            if not accepting.cancelled():
+                accepting.exception()  # seen: connect's own error says more
+
+    def _forget_broken(self) -> None:
+        for peer_key, entry in list(self._entries.items()):
+            connection = _connection_of(entry)
+            if entry.done() and (connection is None or connection.is_broken):
+                self._remove(peer_key)
+
+    def _remove(self, peer_key: PeerKey) -> None:
+        entry = self._entries.pop(peer_key)
+        task = asyncio.get_running_loop().create_task(_abort(entry))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+class AcceptedConnections:
+    """The sender's connections, by the id that the receiver gave them; one per receiver."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._transports = {transport.name: transport for transport in transports}
+        self._connections: dict[str, Connection] = {}
+        self._of_peer: dict[str, str] = {}  # name of the receiver |-> connection_id
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def connect(
+        self,
+        *,
+        peer_name: str,
+        connection_id: str,
+        transport_name: str,
+        offer: bytes,
+        deadline: float,
+    ) -> None:
+        """Run the sender's half of a set-up. A receiver's new connection replaces its last one.
+
+        Raises:
+            TransportRefused: When this worker has no transport of that name.
+            ConnectionBroken: When the receiver does not come before `deadline`.
+        """
+        transport = self._transports.get(transport_name)
+        if transport is None:
+            raise TransportRefused(
+                f"transport {transport_name!r} is not offered, only {sorted(self._transports)}"
+            )
+        if connection_id in self._connections:
+            raise ConnectionBroken(f"connection {connection_id!r} exists already")
+        connection = await transport.connect(connection_id, offer, deadline)
+        last_id = self._of_peer.get(peer_name)
+        if last_id is not None:
+            self._remove(last_id)
+        self._connections[connection_id] = connection
+        self._of_peer[peer_name] = connection_id
+
+    def get(self, connection_id: str) -> Connection:
+        """Return a healthy connection.
+
+        Raises:
+            ConnectionBroken: When it is unknown or broken; the receiver must connect anew.
+        """
+        connection = self._connections.get(connection_id)
+        if connection is None:
+            raise ConnectionBroken(f"no connection {connection_id!r}; call Connect first")
+        if connection.is_broken:
+            self._remove(connection_id)
+            raise ConnectionBroken(f"connection {connection_id!r} is broken; call Connect again")
+        return connection
+
+    async def close(self) -> None:
+        """Abort all connections."""
+        for connection_id in list(self._connections):
+            self._remove(connection_id)
+        if self._aborts:
+            await asyncio.wait(set(self._aborts))
+
+    def _remove(self, connection_id: str) -> None:
+        connection = self._connections.pop(connection_id)
+        self._of_peer = {name: i for name, i in self._of_peer.items() if i != connection_id}
+        task = asyncio.get_running_loop().create_task(connection.abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+def _connection_of(entry: asyncio.Task[_Shared]) -> Connection | None:
+    if not entry.done() or entry.cancelled() or entry.exception() is not None:
+        return None
+    return entry.result().connection
+
+
+async def _abort(entry: asyncio.Task[_Shared]) -> None:
+    if not entry.done():
+        entry.cancel()
+        await asyncio.wait({entry})
+    connection = _connection_of(entry)
+    if connection is not None:
+        await connection.abort()

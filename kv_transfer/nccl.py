@@ -1,0 +1,236 @@
+"""Pages over NCCL: one two-rank communicator per pair of GPUs, the receiver is rank 0.
+
+All NCCL calls of a GPU come from one PollingThread; the asyncio side only waits for its results,
+each with a deadline. A dead peer shows no NCCL error: the deadline passes, and abort, in a helper
+thread, ends what is posted.
+"""
+
+import asyncio
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kv_cache.page_storage import PageStorage
+from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.polling_thread import PollingThread, Steps
+
+UNIQUE_ID_BYTES = 128
+STAGING_BYTES = 64 << 20  # per connection, two slabs
+WARM_UP_S = 120.0  # Triton may compile
+MAX_CTAS = 16  # more for a shorter time disturb the neighbours less than few for long
+
+# unique id | NCCL version | pages in a message | bytes of a page
+_OFFER = struct.Struct(f"!{UNIQUE_ID_BYTES}sIIQ")
+
+
+class Link(Protocol):
+    """The device side of one connection. Generators run in the GPU's PollingThread."""
+
+    def open(self) -> Steps[None]: ...
+
+    def send(self, page_ids: Sequence[int]) -> Steps[None]: ...
+
+    def receive(self, page_ids: Sequence[int]) -> Steps[None]: ...
+
+    def abort(self) -> None:
+        """Block until nothing is posted and the streams are idle; from any thread."""
+        ...
+
+
+class Device(Protocol):
+    """One GPU with its pages; implemented by nccl_link.NcclDevice."""
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def nccl_version(self) -> int: ...
+
+    def warm_up(self) -> Steps[None]:
+        """Make the thread use this GPU, and load every kernel that transfers need."""
+        ...
+
+    def unique_id(self) -> bytes: ...
+
+    def link(
+        self, name: str, *, is_sender: bool, unique_id: bytes, pages_in_message: int
+    ) -> Link: ...
+
+
+class NcclTransport:
+    """Implements `kv_transfer.transport.Transport` for a storage in GPU memory.
+
+    The process should run with CUDA_MODULE_LOADING=EAGER, and its engine should be warm: a kernel
+    that is loaded for the first time while a transfer hangs would hang with it.
+
+    Raises:
+        LayoutMismatch: When the storage is not on a CUDA device.
+        ConnectionBroken: When nccl4py is missing.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        storage: PageStorage,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        max_ctas: int = MAX_CTAS,
+        make_device: Callable[[PageStorage, int], Device] | None = None,
+    ) -> None:
+        self._device = (make_device or _nccl_device)(storage, max_ctas)
+        self._pages_in_message = max(1, staging_bytes // 2 // self._device.page_bytes)
+        self._thread = PollingThread("nccl")
+        self._thread.submit(self, self._device.warm_up()).result(WARM_UP_S)
+        self._offers: dict[str, bytes] = {}  # connection_id |-> unique id
+        self._connections: list[NcclConnection] = []
+
+    def offer(self, connection_id: str) -> bytes:
+        unique_id = self._device.unique_id()
+        self._offers[connection_id] = unique_id
+        return _OFFER.pack(
+            unique_id, self._device.nccl_version, self._pages_in_message, self._device.page_bytes
+        )
+
+    async def accept(self, connection_id: str, deadline: float) -> "NcclConnection":
+        unique_id = self._offers.pop(connection_id)
+        return await self._open(connection_id, False, unique_id, self._pages_in_message, deadline)
+
+    async def connect(self, connection_id: str, offer: bytes, deadline: float) -> "NcclConnection":
+        if len(offer) != _OFFER.size:
+            raise ConnectionBroken(f"the offer has {len(offer)} bytes, must have {_OFFER.size}")
+        unique_id, nccl_version, pages_in_message, page_bytes = _OFFER.unpack(offer)
+        found = (nccl_version, page_bytes)
+        own = (self._device.nccl_version, self._device.page_bytes)
+        if found != own:
+            raise LayoutMismatch(
+                f"NCCL version and page bytes are {found} at the receiver, {own} here; "
+                "both workers must run the same installation"
+            )
+        return await self._open(connection_id, True, unique_id, pages_in_message, deadline)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(connection.abort() for connection in self._connections))
+        self._thread.close(timeout_s=1.0)
+
+    async def _open(
+        self,
+        connection_id: str,
+        is_sender: bool,
+        unique_id: bytes,
+        pages_in_message: int,
+        deadline: float,
+    ) -> "NcclConnection":
+        link = self._device.link(
+            connection_id,
+            is_sender=is_sender,
+            unique_id=unique_id,
+            pages_in_message=pages_in_message,
+        )
+        connection = NcclConnection(connection_id, link, self._thread)
+        self._connections = [each for each in self._connections if not each.is_broken]
+        self._connections.append(connection)
+        await connection.open(deadline)
+        return connection
+
+
+class NcclConnection:
+    """Implements `kv_transfer.transport.Connection` over a Link."""
+
+    def __init__(self, connection_id: str, link: Link, thread: PollingThread) -> None:
+        self._connection_id = connection_id
+        self._link = link
+        self._thread = thread
+        self._is_broken = False
+        self._order = asyncio.Lock()
+        self._aborting: asyncio.Task[None] | None = None
+
+    @property
+    def connection_id(self) -> str:
+        return self._connection_id
+
+    @property
+    def is_broken(self) -> bool:
+        return self._is_broken
+
+    async def open(self, deadline: float) -> None:
+        """Run this side's half of the set-up; on failure abort and raise ConnectionBroken."""
+        try:
+            await self._run(self._link.open, deadline)
+        except BaseException:
+            # Not awaited: the caller has a deadline, and abort of a dead peer takes seconds.
+            self._begin_abort()
+            raise
+
+    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+        await self._run(lambda: self._link.send(page_ids), deadline)
+
+    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
+        await self._run(lambda: self._link.receive(page_ids), deadline)
+
+    async def abort(self) -> None:
+        # Shielded: a caller that gives up must not stop it half-way.
+        await asyncio.shield(self._begin_abort())
+
+    async def _run(self, steps: Callable[[], Steps[None]], deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline), self._order:
+                if self._is_broken:
+                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
+                await asyncio.wrap_future(self._thread.submit(self, steps()))
+        except TimeoutError as error:
+            self._is_broken = True
+            raise ConnectionBroken("no progress before the deadline") from error
+        except ConnectionBroken:
+            self._is_broken = True
+            raise
+        except Exception as error:
+            self._is_broken = True
+            raise ConnectionBroken(f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            self._is_broken = True
+            raise
+
+    def _begin_abort(self) -> asyncio.Task[None]:
+        self._is_broken = True
+        if self._aborting is None:
+            self._aborting = asyncio.get_running_loop().create_task(self._abort())
+        return self._aborting
+
+    async def _abort(self) -> None:
+        # NCCL forbids abort while a thread is inside another call on the communicator.
+        await asyncio.wrap_future(self._thread.drop(self))
+        await _in_daemon_thread(self._link.abort)
+
+
+async def _in_daemon_thread(function: Callable[[], None]) -> None:
+    """Run a function that may hang for ever, in a thread that cannot keep the process alive."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def finish(error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            function()
+        except Exception as raised:
+            error = raised
+        loop.call_soon_threadsafe(finish, error)
+
+    threading.Thread(target=run, name="nccl-abort", daemon=True).start()
+    await done
+
+
+def _nccl_device(storage: PageStorage, max_ctas: int) -> Device:
+    # Imported here: hosts without GPUs have neither nccl4py nor use for it.
+    from kv_transfer.nccl_link import NcclDevice
+
+    return NcclDevice(storage, max_ctas=max_ctas)

@@ -1,0 +1,219 @@
+"""The device side of an NCCL connection: communicator, streams, staging slabs.
+
+    sender    pages --gather--> slab --send-->         copy stream, wire stream
+    receiver                    --receive--> slab --scatter--> pages
+
+Two slabs alternate, so that the copy of one message overlaps the wire time of the next. Everything
+is enqueued ahead and ordered by events; the host only polls the last event and the communicator.
+Slabs belong to one connection: nobody else can be given one that an aborted message still writes.
+"""
+
+import importlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch  # NOTE: before nccl4py, which then uses the libnccl that torch has loaded
+from torch import Tensor
+
+from kv_cache.page_storage import PageStorage
+from kv_cache.torch_storage import TorchPageStorage
+from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.polling_thread import Steps
+
+cuda: Any = torch.cuda  # its streams and events are not typed
+
+WARM_UP_BYTES = 4096
+IDLE_POLL_S = 0.001
+
+
+class NcclDevice:
+    """One GPU with its pages; implements `kv_transfer.nccl.Device`."""
+
+    def __init__(self, storage: PageStorage, *, max_ctas: int) -> None:
+        if not isinstance(storage, TorchPageStorage) or storage.device.type != "cuda":
+            raise LayoutMismatch("transport nccl needs pages in the memory of a CUDA device")
+        try:
+            self.core: Any = importlib.import_module("nccl.core")
+            self.result: Any = importlib.import_module("nccl.bindings.nccl").Result
+            self._cuda_core: Any = importlib.import_module("cuda.core")
+        except ImportError as error:
+            raise ConnectionBroken(
+                "transport nccl needs nccl4py: install pagewire[cuda], then run `pagewire doctor`"
+            ) from error
+        self._storage = storage
+        self.device = storage.device
+        self.page_bytes = storage.page_bytes
+        self.max_ctas = max_ctas
+        # [num_pages, page words]; copies need no other shape or type.
+        self.words = storage.pages.view(storage.num_pages, -1).view(torch.int32)
+        libnccl = self.core.get_version().libnccl
+        if libnccl is None:
+            raise ConnectionBroken("libnccl.so.2 is missing; torch for CUDA brings it as a wheel")
+        major, minor, patch = libnccl.version.release
+        self.nccl_version: int = major * 10_000 + minor * 100 + patch
+
+    def warm_up(self) -> Steps[None]:
+        """Load the kernels of copies and digests; page 0 is copied onto itself."""
+        cuda.set_device(self.device)
+        stream, _owner = self.new_stream()
+        with cuda.stream(stream):
+            page_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+            slab = torch.empty_like(self.words[:1])
+            gather(self.words, page_ids, slab)
+            scatter(slab, page_ids, self.words)
+            for num_pages in (1, 2, 16):  # Triton may compile each of these on its own
+                self._storage.digest_pages([0] * num_pages)
+        while not stream.query():
+            yield
+
+    def new_stream(self) -> tuple[Any, object]:
+        """Return a stream that nothing else uses, and the object that keeps it alive.
+
+        torch's own streams come from a pool of 32 and are given out again: work of the engine
+        could find itself behind a transfer that hangs.
+        """
+        device = self._cuda_core.Device(self.device.index or 0)
+        device.set_current()
+        owner = device.create_stream()  # does not wait for the default stream, nor it for this
+        return cuda.ExternalStream(int(owner.handle), device=self.device), owner
+
+    def unique_id(self) -> bytes:
+        return bytes(self.core.get_unique_id())
+
+    def link(
+        self, name: str, *, is_sender: bool, unique_id: bytes, pages_in_message: int
+    ) -> "NcclLink":
+        return NcclLink(self, name, is_sender, unique_id, pages_in_message)
+
+
+class NcclLink:
+    """One communicator of two ranks; implements `kv_transfer.nccl.Link`."""
+
+    def __init__(
+        self,
+        device: NcclDevice,
+        name: str,
+        is_sender: bool,
+        unique_id: bytes,
+        pages_in_message: int,
+    ) -> None:
+        self._device = device
+        self._name = name
+        self._rank, self._peer = (1, 0) if is_sender else (0, 1)
+        self._is_sender = is_sender
+        self._unique_id = unique_id
+        self._pages_in_message = pages_in_message
+        self._communicator: Any = device.core.Communicator()
+        self._wire, self._wire_owner = device.new_stream()
+        self._copy, self._copy_owner = device.new_stream()
+        self._slabs: tuple[Tensor, ...] = ()
+        # Held until the next operation: copies that an abort leaves behind still read them.
+        self._ids: list[Tensor] = []
+
+    def open(self) -> Steps[None]:
+        core = self._device.core
+        config = core.NCCLConfig(
+            blocking=False, max_ctas=self._device.max_ctas, comm_name=self._name
+        )
+        self._communicator.initialize(
+            2, self._rank, core.UniqueId.from_bytes(self._unique_id), config
+        )
+        yield from self._settled()
+        shape = (self._pages_in_message, self._device.words.shape[1])
+        self._slabs = tuple(
+            torch.empty(shape, dtype=torch.int32, device=self._device.device) for _ in range(2)
+        )
+        # A first message makes NCCL connect the peers and load its kernel while both live.
+        first = self._bytes(self._slabs[0])[:WARM_UP_BYTES]
+        yield from self._move(first, is_send=self._is_sender)
+        yield from self._reached(_recorded(self._wire))
+
+    def send(self, page_ids: Sequence[int]) -> Steps[None]:
+        free: list[Any] = [None, None]  # recorded when the slab may be written again
+        for turn, some in enumerate(self._messages(page_ids)):
+            slab = self._slabs[turn % 2][: len(some)]
+            with cuda.stream(self._copy):
+                if (event := free[turn % 2]) is not None:
+                    self._copy.wait_event(event)
+                gather(self._device.words, some, slab)
+            self._wire.wait_event(_recorded(self._copy))
+            yield from self._move(self._bytes(slab), is_send=True)
+            free[turn % 2] = _recorded(self._wire)
+        yield from self._reached(_recorded(self._wire))
+
+    def receive(self, page_ids: Sequence[int]) -> Steps[None]:
+        free: list[Any] = [None, None]  # recorded when the slab may be written again
+        for turn, some in enumerate(self._messages(page_ids)):
+            slab = self._slabs[turn % 2][: len(some)]
+            if (event := free[turn % 2]) is not None:
+                self._wire.wait_event(event)
+            yield from self._move(self._bytes(slab), is_send=False)
+            with cuda.stream(self._copy):
+                self._copy.wait_event(_recorded(self._wire))
+                scatter(slab, some, self._device.words)
+            free[turn % 2] = _recorded(self._copy)
+        yield from self._reached(_recorded(self._copy))
+
+    def abort(self) -> None:
+        cuda.set_device(self._device.device)
+        self._communicator.abort()
+        # Copies that were enqueued behind the aborted message still run, on quarantined pages.
+        while not (self._wire.query() and self._copy.query()):
+            time.sleep(IDLE_POLL_S)
+
+    def _messages(self, page_ids: Sequence[int]) -> list[Tensor]:
+        # All before anything is enqueued, since a copy to the device would then wait for the wire;
+        # each a tensor of its own, since Triton compiles anew for another alignment.
+        step = self._pages_in_message
+        with cuda.stream(self._copy):
+            self._ids = [
+                torch.tensor(page_ids[i : i + step], dtype=torch.int64, device=self._device.device)
+                for i in range(0, len(page_ids), step)
+            ]
+        return self._ids
+
+    def _move(self, message: Tensor, *, is_send: bool) -> Steps[None]:
+        stream = self._wire.cuda_stream
+        if is_send:
+            self._communicator.send(message, self._peer, stream=stream)
+        else:
+            self._communicator.recv(message, self._peer, stream=stream)
+        yield from self._settled()
+
+    def _settled(self) -> Steps[None]:
+        """Wait until the communicator has taken the last call; only then may another follow."""
+        while (state := self._communicator.get_async_error()) == self._device.result.InProgress:
+            yield
+        if state != self._device.result.Success:
+            raise ConnectionBroken(f"NCCL reports {state.name} on connection {self._name!r}")
+
+    def _reached(self, event: Any) -> Steps[None]:
+        while not event.query():
+            yield from self._settled()
+            yield
+
+    @staticmethod
+    def _bytes(slab: Tensor) -> Tensor:
+        return slab.view(-1).view(torch.uint8)
+
+
+def gather(words: Tensor, page_ids: Tensor, slab: Tensor) -> None:
+    """Copy pages into the slab, on the current stream."""
+    # Imported here: loads Triton, which hosts without GPUs do not need.
+    from attn_kernels.pages import gather_pages
+
+    gather_pages(words, page_ids, slab)
+
+
+def scatter(slab: Tensor, page_ids: Tensor, words: Tensor) -> None:
+    """Copy the slab into pages, on the current stream."""
+    from attn_kernels.pages import scatter_pages
+
+    scatter_pages(slab, page_ids, words)
+
+
+def _recorded(stream: Any) -> Any:
+    event = cuda.Event()
+    event.record(stream)
+    return event

@@ -1,0 +1,190 @@
+"""Receives the pages of one attempt on a decode worker; executes `receiver_protocol`.
+
+The worker feeds it the messages of its Prefill stream and awaits `run`. After a failure or a
+cancellation, keep feeding messages until `wait_quiescent` returned and only then end the stream and
+reuse the pages: so the connection usually survives, because the sender's answer to Abort says
+whether a send is under way.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from kv_cache.page_storage import PageStorage
+from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
+from kv_transfer.driver import Driver, RunBlocking, TransferStats
+from kv_transfer.messages import ReceiverMessage, SenderMessage, Ticket
+from kv_transfer.protocol import (
+    AbortConnection,
+    ConnectionAborted,
+    ConnectionLost,
+    DigestPages,
+    PagesDigested,
+    Send,
+    StreamLost,
+)
+from kv_transfer.receiver_protocol import (
+    Commit,
+    LeaveSlot,
+    PostReceive,
+    ReceiveDone,
+    ReceiverAction,
+    ReceiverEvent,
+    ReceiverState,
+    SlotTaken,
+    TakeSlot,
+    begin,
+    step,
+    waiting_for,
+)
+from kv_transfer.transport import Connection
+
+
+class Receiver:
+    """One attempt to receive the pages [first_page, len(page_ids)) of a sequence.
+
+    Args:
+        page_ids: All pages of the sequence, in order.
+        receive_lock: The connection's receive slot, shared by all its receivers.
+        send: Sends a message to the sender over the Prefill stream; raises when that is closed.
+        on_commit: Called in order with n when the first n pages of the sequence are verified.
+        run_blocking: Runs digests; see driver.RunBlocking.
+    """
+
+    def __init__(
+        self,
+        *,
+        ticket: Ticket,
+        page_ids: Sequence[int],
+        first_page: int,
+        storage: PageStorage,
+        connection: Connection,
+        receive_lock: asyncio.Lock,
+        send: Callable[[ReceiverMessage], Awaitable[None]],
+        on_commit: Callable[[int], None],
+        deadlines: TransferDeadlines,
+        run_blocking: RunBlocking = asyncio.to_thread,
+    ) -> None:
+        self._page_ids = tuple(page_ids)
+        self._storage = storage
+        self._connection = connection
+        self._lock = receive_lock
+        self._send = send
+        self._on_commit = on_commit
+        self._deadlines = deadlines
+        self._run_blocking = run_blocking
+        self._slot: asyncio.Task[None] | None = None  # takes the slot, or has taken it
+        self._has_slot = False
+        self._stats = TransferStats()
+        self._driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
+            state=begin(ticket, first_page=first_page, num_pages=len(page_ids)),
+            step=step,
+            waiting_for=waiting_for,
+            seconds=self._seconds,
+            execute=self._execute,
+        )
+
+    async def handle(self, message: SenderMessage) -> None:
+        """Take a message of the sender; one with another ticket changes nothing."""
+        self._driver.post(message)
+
+    def stream_lost(self, detail: str) -> None:
+        """Say that the Prefill stream ended: no message will come any more."""
+        self._driver.post(StreamLost(detail))
+
+    async def run(self) -> TransferStats:
+        """Return when all wanted pages are committed.
+
+        Raises:
+            TransferError: When the attempt failed; what was committed stays committed.
+        """
+        await self._driver.outcome()
+        return self._stats
+
+    async def cancel(self, reason: str) -> None:
+        """Give up: tell the sender, start nothing new."""
+        await self._driver.cancel(reason)
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was received until now, committed or not."""
+        return self._stats
+
+    @property
+    def is_quiescent(self) -> bool:
+        """True when no receive is posted that may still write into a page."""
+        return self._driver.is_quiescent
+
+    async def wait_quiescent(self) -> None:
+        """Return when no receive may still write: a posted one ended, or abort returned.
+
+        Raises:
+            ConnectionBroken: When abort hangs; the pages must stay in quarantine for ever.
+        """
+        await self._driver.wait_quiescent()
+
+    def _seconds(self, wait: Wait) -> float:
+        state = self._driver.state
+        num_pages = len(state.current.digests) if state.current else 0
+        return self._deadlines.seconds(wait, num_pages * self._storage.page_bytes)
+
+    async def _execute(self, action: ReceiverAction) -> None:
+        match action:
+            case Send(message=message):
+                assert isinstance(message, ReceiverMessage)
+                async with asyncio.timeout(self._deadlines.post_s):
+                    await self._send(message)
+            case TakeSlot():
+                self._slot = self._driver.spawn(self._take_slot())
+            case LeaveSlot():
+                self._leave_slot()
+            case PostReceive():
+                self._driver.spawn(self._receive(action))
+            case DigestPages():
+                self._driver.spawn(self._digest(action))
+            case Commit(num_pages=num_pages):
+                self._on_commit(num_pages)
+            case AbortConnection():
+                self._driver.spawn(self._abort())
+
+    async def _take_slot(self) -> None:
+        await self._lock.acquire()
+        self._has_slot = True
+        if self._connection.is_broken:
+            self._driver.post(ConnectionLost("the connection broke while another transfer used it"))
+        else:
+            self._driver.post(SlotTaken())
+
+    def _leave_slot(self) -> None:
+        if self._has_slot:
+            self._has_slot = False
+            self._lock.release()
+        elif self._slot is not None:
+            self._slot.cancel()
+
+    async def _receive(self, post: PostReceive) -> None:
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        page_ids = self._page_ids[post.first_page : post.first_page + post.num_pages]
+        num_bytes = post.num_pages * self._storage.page_bytes
+        wait = Wait(kind=WaitKind.TRANSFER, chunk=post.chunk)
+        deadline = started_at + self._deadlines.seconds(wait, num_bytes)
+        try:
+            await self._connection.receive(page_ids, deadline)
+        except Exception as error:
+            self._driver.post(ConnectionLost(f"receive failed: {error}"))
+            return
+        self._stats = TransferStats(
+            pages_moved=self._stats.pages_moved + post.num_pages,
+            bytes_moved=self._stats.bytes_moved + num_bytes,
+            wire_s=self._stats.wire_s + loop.time() - started_at,
+        )
+        self._driver.post(ReceiveDone(post.chunk))
+
+    async def _digest(self, action: DigestPages) -> None:
+        page_ids = self._page_ids[action.first_page : action.first_page + action.num_pages]
+        digests = await self._run_blocking(lambda: self._storage.digest_pages(page_ids))
+        self._driver.post(PagesDigested(action.chunk, tuple(digests)))
+
+    async def _abort(self) -> None:
+        await self._connection.abort()
+        self._driver.post(ConnectionAborted())

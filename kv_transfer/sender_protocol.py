@@ -1,0 +1,299 @@
+"""Pure state machine of a transfer's sender (the prefill worker).
+
+Life of a chunk:
+1. COMPUTED    the engine wrote its pages; their digests are being computed
+2. ANNOUNCED   ChunkReady was sent
+3. SENDING     ChunkGo came; the send is posted and ChunkPosted sent
+4. SENT        the transport has read the pages
+5. released    ChunkAck came as well; the lease of the pages ends
+
+The sender answers an Abort with its own, after all that it posted: so the receiver learns whether a
+send is under way. A failure while SENDING does not end the machine: the transport may still read
+the pages. It is quiescent when the posted sends are over or the connection's abort returned.
+"""
+
+import enum
+from dataclasses import dataclass, replace
+
+from kv_transfer.deadlines import Wait, WaitKind
+from kv_transfer.messages import (
+    Abort,
+    ChunkAck,
+    ChunkGo,
+    ChunkPosted,
+    ChunkReady,
+    Granted,
+    ReceiverMessage,
+    Ticket,
+)
+from kv_transfer.protocol import (
+    AbortConnection,
+    Cancelled,
+    CommonEvent,
+    ConnectionAborted,
+    ConnectionLost,
+    DeadlinePassed,
+    DigestPages,
+    Failure,
+    FailureKind,
+    PagesDigested,
+    Send,
+    StreamLost,
+)
+
+
+class Stage(enum.Enum):
+    """Where a chunk is in its life."""
+
+    COMPUTED = "computed"
+    ANNOUNCED = "announced"
+    SENDING = "sending"
+    SENT = "sent"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutgoingChunk:
+    """A chunk that is not yet released."""
+
+    chunk: int
+    first_page: int
+    num_pages: int
+    is_last: bool
+    stage: Stage = Stage.COMPUTED
+    is_acked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GrantGiven:
+    """Event: the worker accepted the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkComputed:
+    """Event: the next pages of the prompt are in the storage."""
+
+    first_page: int
+    num_pages: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """Event: the posted send completed."""
+
+    chunk: int
+
+
+SenderEvent = ReceiverMessage | CommonEvent | GrantGiven | ChunkComputed | SendDone
+
+
+@dataclass(frozen=True, slots=True)
+class PostSend:
+    """Action: send the chunk's pages, then report SendDone."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePages:
+    """Action: the receiver has committed these pages; their lease ends."""
+
+    first_page: int
+    num_pages: int
+
+
+SenderAction = Send | DigestPages | AbortConnection | PostSend | ReleasePages
+Actions = tuple[SenderAction, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SenderState:
+    """One attempt. `chunks` are in order; stages never increase from one to the next."""
+
+    ticket: Ticket
+    is_granted: bool = False
+    num_chunks: int = 0  # computed so far
+    has_last: bool = False
+    chunks: tuple[OutgoingChunk, ...] = ()
+    is_aborting: bool = False
+    is_stuck: bool = False  # abort did not return in time
+    failure: Failure | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """True when the attempt's outcome is known."""
+        return self.failure is not None or (self.has_last and not self.chunks)
+
+    @property
+    def is_quiescent(self) -> bool:
+        """True when no send is posted, so that the transport reads no page."""
+        return not (
+            self.is_aborting or self.is_stuck or any(c.stage is Stage.SENDING for c in self.chunks)
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """True when no event changes anything any more."""
+        return self.is_ended and (self.is_quiescent or self.is_stuck)
+
+
+def begin(ticket: Ticket) -> SenderState:
+    """Return the state before the grant."""
+    return SenderState(ticket=ticket)
+
+
+def waiting_for(state: SenderState) -> Wait | None:
+    """Return what must happen before a deadline; None when the machine is finished."""
+    if state.is_aborting:
+        return Wait(kind=WaitKind.ABORT)
+    sending = [c for c in state.chunks if c.stage is Stage.SENDING]
+    if sending and not state.is_stuck:
+        return Wait(kind=WaitKind.TRANSFER, chunk=sending[0].chunk)
+    if state.is_ended:
+        return None
+    if not state.is_granted:
+        return Wait(kind=WaitKind.GRANT)
+    computed = [c for c in state.chunks if c.stage is Stage.COMPUTED]
+    if computed:
+        return Wait(kind=WaitKind.DIGEST, chunk=computed[0].chunk)
+    if state.chunks:
+        return Wait(kind=WaitKind.ACK, chunk=state.chunks[0].chunk)
+    return Wait(kind=WaitKind.CHUNK, chunk=state.num_chunks)
+
+
+def step(state: SenderState, event: SenderEvent) -> tuple[SenderState, Actions]:
+    """Apply one event. A message with another ticket and a repeated event change nothing."""
+    if isinstance(event, ReceiverMessage) and event.ticket != state.ticket:
+        return state, ()
+    match event:
+        case GrantGiven() if not (state.is_granted or state.is_ended):
+            return replace(state, is_granted=True), (Send(Granted(state.ticket)),)
+        case ChunkComputed():
+            return _computed(state, event)
+        case PagesDigested(chunk=chunk, digests=digests):
+            return _digested(state, chunk, digests)
+        case ChunkGo(chunk=chunk):
+            return _called(state, chunk)
+        case SendDone(chunk=chunk):
+            return _sent(state, chunk)
+        case ChunkAck(chunk=chunk):
+            return _acked(state, chunk)
+        case Abort(reason=reason):
+            return _fail(state, FailureKind.ABORTED, f"the receiver aborted: {reason}")
+        case Cancelled(reason=reason):
+            return _fail(state, FailureKind.CANCELLED, reason)
+        case StreamLost(detail=detail):
+            return _fail(state, FailureKind.BROKEN, detail)
+        case ConnectionLost(detail=detail):
+            return _break(state, FailureKind.BROKEN, detail)
+        case ConnectionAborted() if state.is_aborting:
+            return replace(state, is_aborting=False, chunks=()), ()
+        case DeadlinePassed(wait=wait) if wait == waiting_for(state):
+            return _late(state, wait)
+    return state, ()
+
+
+def _computed(state: SenderState, event: ChunkComputed) -> tuple[SenderState, Actions]:
+    if state.is_ended:
+        return state, ()
+    assert state.is_granted, "a chunk was computed before the grant"
+    assert not state.has_last, "a chunk was computed after the last one"
+    outgoing = OutgoingChunk(
+        chunk=state.num_chunks,
+        first_page=event.first_page,
+        num_pages=event.num_pages,
+        is_last=event.is_last,
+    )
+    is_digesting = any(c.stage is Stage.COMPUTED for c in state.chunks)
+    state = replace(
+        state,
+        num_chunks=state.num_chunks + 1,
+        has_last=event.is_last,
+        chunks=(*state.chunks, outgoing),
+    )
+    return state, () if is_digesting else (_digest(outgoing),)
+
+
+def _digest(outgoing: OutgoingChunk) -> DigestPages:
+    return DigestPages(outgoing.chunk, outgoing.first_page, outgoing.num_pages)
+
+
+def _digested(
+    state: SenderState, chunk: int, digests: tuple[bytes, ...]
+) -> tuple[SenderState, Actions]:
+    outgoing = _find(state, chunk, Stage.COMPUTED)
+    if outgoing is None:
+        return state, ()
+    ready = ChunkReady(state.ticket, chunk, outgoing.first_page, digests, outgoing.is_last)
+    actions: Actions = (Send(ready),)
+    waiting = _find(state, chunk + 1, Stage.COMPUTED)
+    if waiting is not None:
+        actions += (_digest(waiting),)
+    return _update(state, replace(outgoing, stage=Stage.ANNOUNCED)), actions
+
+
+def _called(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
+    outgoing = _find(state, chunk, Stage.ANNOUNCED)
+    if outgoing is None:
+        return state, ()
+    # An earlier send may still be posted: its data arrived before its completion was seen here.
+    # The connection keeps the order.
+    posted = Send(ChunkPosted(state.ticket, chunk))
+    return _update(state, replace(outgoing, stage=Stage.SENDING)), (PostSend(chunk), posted)
+
+
+def _sent(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
+    outgoing = _find(state, chunk, Stage.SENDING)
+    if outgoing is None or state.is_aborting:
+        return state, ()
+    if state.failure is not None:
+        return _remove(state, chunk), ()
+    if outgoing.is_acked:
+        return _remove(state, chunk), (ReleasePages(outgoing.first_page, outgoing.num_pages),)
+    return _update(state, replace(outgoing, stage=Stage.SENT)), ()
+
+
+def _acked(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
+    if state.failure is not None:
+        return state, ()
+    if (outgoing := _find(state, chunk, Stage.SENDING)) is not None:
+        return _update(state, replace(outgoing, is_acked=True)), ()
+    if (outgoing := _find(state, chunk, Stage.SENT)) is not None:
+        return _remove(state, chunk), (ReleasePages(outgoing.first_page, outgoing.num_pages),)
+    return state, ()
+
+
+def _fail(state: SenderState, kind: FailureKind, detail: str) -> tuple[SenderState, Actions]:
+    if state.is_ended:
+        return state, ()
+    sending = tuple(c for c in state.chunks if c.stage is Stage.SENDING)
+    state = replace(state, failure=Failure(kind, detail), chunks=sending)
+    return state, (Send(Abort(state.ticket, detail)),)
+
+
+def _break(state: SenderState, kind: FailureKind, detail: str) -> tuple[SenderState, Actions]:
+    must_abort = not state.is_quiescent and not (state.is_aborting or state.is_stuck)
+    state, actions = _fail(state, kind, detail)
+    if not must_abort:
+        return state, actions
+    return replace(state, is_aborting=True), (*actions, AbortConnection())
+
+
+def _late(state: SenderState, wait: Wait) -> tuple[SenderState, Actions]:
+    if wait.kind is WaitKind.ABORT:
+        return replace(state, is_aborting=False, is_stuck=True), ()
+    detail = f"waiting for {wait.kind.value} of chunk {wait.chunk} took too long"
+    return _break(state, FailureKind.TIMEOUT, detail)
+
+
+def _find(state: SenderState, chunk: int, stage: Stage) -> OutgoingChunk | None:
+    return next((c for c in state.chunks if c.chunk == chunk and c.stage is stage), None)
+
+
+def _update(state: SenderState, outgoing: OutgoingChunk) -> SenderState:
+    chunks = tuple(outgoing if c.chunk == outgoing.chunk else c for c in state.chunks)
+    return replace(state, chunks=chunks)
+
+
+def _remove(state: SenderState, chunk: int) -> SenderState:
+    return replace(state, chunks=tuple(c for c in state.chunks if c.chunk != chunk))

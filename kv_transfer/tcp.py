@@ -1,0 +1,293 @@
+"""Pages over plain TCP, through host memory: the transport of hosts without GPUs.
+
+The receiver listens. Its offer names host, port and a secret of 32 random bytes; it travels over
+the authenticated Connect call. The sender opens with
+
+    magic (8) | connection id length (2) | secret (32) | connection id
+
+and, once that is accepted, sends one frame per operation:
+
+    magic (8) | frame number (8) | number of pages (4) | bytes of a page (8) | pages
+
+All integers are big-endian. A frame that the receiver does not expect breaks the connection.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kv_cache.page_storage import PageBytes, PageStorage
+from kv_transfer.driver import RunBlocking
+from kv_transfer.errors import ConnectionBroken
+
+T = TypeVar("T")
+
+SECRET_BYTES = 32
+MAX_HANDSHAKE_S = 5.0
+CHUNK_BYTES = 8 << 20  # copied out of or into the storage at a time
+
+_HELLO = struct.Struct(f"!8sH{SECRET_BYTES}s")
+_HELLO_MAGIC = b"PWHELLO1"
+_FRAME = struct.Struct("!8sQIQ")
+_FRAME_MAGIC = b"PWFRAME1"
+_ACCEPTED = b"\x01"
+
+
+class TcpTransport:
+    """Implements `kv_transfer.transport.Transport`.
+
+    Args:
+        host: Address to listen on, and for senders to connect to.
+        random_bytes: Makes the secrets.
+        run_blocking: Runs the copies between storage and host memory.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        storage: PageStorage,
+        *,
+        host: str,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        run_blocking: RunBlocking = asyncio.to_thread,
+    ) -> None:
+        self._storage = storage
+        self._host = host
+        self._random_bytes = random_bytes
+        self._run_blocking = run_blocking
+        self._listener: socket.socket | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._greetings: set[asyncio.Task[None]] = set()
+        # connection_id |-> (secret, the accepted socket)
+        self._offers: dict[str, tuple[bytes, asyncio.Future[socket.socket]]] = {}
+        self._connections: list[TcpConnection] = []
+
+    def offer(self, connection_id: str) -> bytes:
+        loop = asyncio.get_running_loop()
+        if self._listener is None:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            self._listener = socket.create_server((self._host, 0), family=family)
+            self._listener.setblocking(False)
+            self._listening = loop.create_task(self._listen(self._listener))
+        secret = self._random_bytes(SECRET_BYTES)
+        self._offers[connection_id] = (secret, loop.create_future())
+        port = self._listener.getsockname()[1]
+        return json.dumps({"host": self._host, "port": port, "secret": secret.hex()}).encode()
+
+    async def accept(self, connection_id: str, deadline: float) -> "TcpConnection":
+        _, accepted = self._offers[connection_id]
+        try:
+            async with asyncio.timeout_at(deadline):
+                sock = await accepted
+        except BaseException as error:
+            if accepted.done() and not accepted.cancelled():
+                accepted.result().close()
+            if isinstance(error, TimeoutError):
+                raise ConnectionBroken("the sender did not connect in time") from error
+            raise
+        finally:
+            self._offers.pop(connection_id, None)
+        return self._connection(connection_id, sock)
+
+    async def connect(self, connection_id: str, offer: bytes, deadline: float) -> "TcpConnection":
+        host, port, secret = _parse_offer(offer)
+        loop = asyncio.get_running_loop()
+        encoded = connection_id.encode()
+        hello = _HELLO.pack(_HELLO_MAGIC, len(encoded), secret) + encoded
+        sock: socket.socket | None = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                family, kind, protocol, _, address = found[0]
+                sock = socket.socket(family, kind, protocol)
+                sock.setblocking(False)
+                await loop.sock_connect(sock, address)
+                await loop.sock_sendall(sock, hello)
+                if await loop.sock_recv(sock, 1) != _ACCEPTED:
+                    raise ConnectionBroken(f"the receiver refused connection {connection_id!r}")
+        except BaseException as error:
+            if sock is not None:
+                sock.close()
+            if isinstance(error, (OSError, TimeoutError)):
+                message = f"no TCP connection to {host}:{port}: {str(error) or 'no answer in time'}"
+                raise ConnectionBroken(message) from error
+            raise
+        return self._connection(connection_id, sock)
+
+    async def close(self) -> None:
+        for task in (self._listening, *self._greetings):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections:
+            await connection.abort()
+
+    def _connection(self, connection_id: str, sock: socket.socket) -> "TcpConnection":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = TcpConnection(connection_id, sock, self._storage, self._run_blocking)
+        self._connections = [c for c in self._connections if not c.is_broken]
+        self._connections.append(connection)
+        return connection
+
+    async def _listen(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            sock.setblocking(False)
+            greeting = loop.create_task(self._greet(sock))
+            self._greetings.add(greeting)
+            greeting.add_done_callback(self._greetings.discard)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Hand the socket to the offer that it knows the secret of, or close it."""
+        is_taken = False
+        try:
+            async with asyncio.timeout(MAX_HANDSHAKE_S):
+                header = await _read_bytes(sock, _HELLO.size)
+                magic, id_length, secret = _HELLO.unpack(header)
+                if magic != _HELLO_MAGIC:
+                    return
+                connection_id = (await _read_bytes(sock, id_length)).decode(errors="replace")
+                offer = self._offers.get(connection_id)
+                if offer is None or not hmac.compare_digest(secret, offer[0]):
+                    return
+                await asyncio.get_running_loop().sock_sendall(sock, _ACCEPTED)
+                if not offer[1].done():
+                    offer[1].set_result(sock)
+                    is_taken = True
+        except (OSError, TimeoutError, ConnectionBroken):
+            # A stranger, or a sender that left: whoever waits for the offer has a deadline.
+            return
+        finally:
+            if not is_taken:
+                sock.close()
+
+
+class TcpConnection:
+    """Implements `kv_transfer.transport.Connection` over one socket."""
+
+    def __init__(
+        self,
+        connection_id: str,
+        sock: socket.socket,
+        storage: PageStorage,
+        run_blocking: RunBlocking,
+    ) -> None:
+        self._connection_id = connection_id
+        self._socket = sock
+        self._storage = storage
+        self._run_blocking = run_blocking
+        self._is_broken = False
+        self._order = asyncio.Lock()
+        self._num_frames = 0
+        self._copy: asyncio.Task[Any] | None = None  # touches the storage right now
+        self._pages_at_once = max(1, CHUNK_BYTES // storage.page_bytes)
+
+    @property
+    def connection_id(self) -> str:
+        return self._connection_id
+
+    @property
+    def is_broken(self) -> bool:
+        return self._is_broken
+
+    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+        loop = asyncio.get_running_loop()
+        async with self._operating(deadline):
+            header = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
+            await loop.sock_sendall(self._socket, _FRAME.pack(*header))
+            for some in self._pieces(page_ids):
+                contents = await self._touch(partial(self._storage.export_pages, some))
+                view = np.ascontiguousarray(contents).data.cast("B")
+                await loop.sock_sendall(self._socket, view)
+
+    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
+        async with self._operating(deadline):
+            header = _FRAME.unpack(await _read_bytes(self._socket, _FRAME.size))
+            expected = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
+            if header != expected:
+                raise ConnectionBroken(f"frame {header[1:]} arrived, expected {expected[1:]}")
+            for some in self._pieces(page_ids):
+                contents: PageBytes = np.empty((len(some), self._storage.page_bytes), np.uint8)
+                await _read_into(self._socket, contents.data.cast("B"))
+                await self._touch(partial(self._storage.import_pages, some, contents))
+
+    async def abort(self) -> None:
+        self._is_broken = True
+        with contextlib.suppress(OSError):
+            # Makes a posted operation fail at once; closing under it would confuse the selector.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        async with self._order:
+            pass
+        if self._copy is not None:
+            # A thread cannot be stopped; it ends on its own within one copy.
+            await asyncio.wait({self._copy})
+        self._socket.close()
+
+    def _pieces(self, page_ids: Sequence[int]) -> list[Sequence[int]]:
+        step = self._pages_at_once
+        return [page_ids[i : i + step] for i in range(0, len(page_ids), step)]
+
+    async def _touch(self, function: Callable[[], T]) -> T:
+        async def run() -> T:
+            return await self._run_blocking(function)
+
+        copy = asyncio.get_running_loop().create_task(run())
+        self._copy = copy
+        # Shielded: a deadline must not make the copy look finished.
+        return await asyncio.shield(copy)
+
+    @asynccontextmanager
+    async def _operating(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline), self._order:
+                if self._is_broken:
+                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
+                yield
+                self._num_frames += 1
+        except (OSError, TimeoutError) as error:
+            self._is_broken = True
+            raise ConnectionBroken(str(error) or "no progress before the deadline") from error
+        except BaseException:
+            self._is_broken = True
+            raise
+
+
+def _parse_offer(offer: bytes) -> tuple[str, int, bytes]:
+    try:
+        fields = json.loads(offer)
+        host, port, secret = str(fields["host"]), int(fields["port"]), fields["secret"]
+        parsed = bytes.fromhex(secret)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConnectionBroken("the offer is not one of TCP: host, port and secret") from error
+    if not 0 < port < 1 << 16 or len(parsed) != SECRET_BYTES:
+        raise ConnectionBroken(f"the offer names port {port} and {len(parsed)} secret bytes")
+    return host, port, parsed
+
+
+async def _read_bytes(sock: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    await _read_into(sock, memoryview(buffer))
+    return bytes(buffer)
+
+
+async def _read_into(sock: socket.socket, view: memoryview) -> None:
+    loop = asyncio.get_running_loop()
+    while view:
+        received = await loop.sock_recv_into(sock, view)
+        if not received:
+            raise ConnectionBroken("the other side closed the connection")
+        view = view[received:]

@@ -1,0 +1,117 @@
+"""Transfer control messages as protobuf, for the Prefill stream.
+
+What comes from the network is checked here once: lengths, presence, direction.
+"""
+
+from kv_transfer.errors import TransferError
+from kv_transfer.messages import (
+    Abort,
+    ChunkAck,
+    ChunkGo,
+    ChunkPosted,
+    ChunkReady,
+    Granted,
+    ReceiverMessage,
+    SenderMessage,
+    Ticket,
+    TransferMessage,
+)
+from protos import worker_pb2
+
+TRANSFER_ID_BYTES = 16
+DIGEST_BYTES = 16
+MAX_REASON_CHARS = 500
+
+
+def ticket_to_proto(ticket: Ticket) -> worker_pb2.TransferTicket:
+    """Return the ticket as protobuf."""
+    return worker_pb2.TransferTicket(
+        transfer_id=ticket.transfer_id,
+        attempt=ticket.attempt,
+        sender_incarnation=ticket.sender_incarnation,
+        receiver_incarnation=ticket.receiver_incarnation,
+    )
+
+
+def ticket_from_proto(proto: worker_pb2.TransferTicket) -> Ticket:
+    """Return the ticket; raises TransferError if its id has a wrong length."""
+    if len(proto.transfer_id) != TRANSFER_ID_BYTES:
+        raise TransferError(
+            f"ticket.transfer_id has {len(proto.transfer_id)} bytes, must have {TRANSFER_ID_BYTES}"
+        )
+    return Ticket(
+        transfer_id=proto.transfer_id,
+        attempt=proto.attempt,
+        sender_incarnation=proto.sender_incarnation,
+        receiver_incarnation=proto.receiver_incarnation,
+    )
+
+
+def transfer_message_to_proto(message: TransferMessage) -> worker_pb2.TransferMessage:
+    """Return a control message as protobuf."""
+    ticket = ticket_to_proto(message.ticket)
+    make = worker_pb2.TransferMessage
+    match message:
+        case Granted():
+            return make(ticket=ticket, granted=worker_pb2.Granted())
+        case ChunkReady():
+            ready = worker_pb2.ChunkReady(
+                chunk=message.chunk,
+                first_page=message.first_page,
+                digests=b"".join(message.digests),
+                is_last=message.is_last,
+            )
+            return make(ticket=ticket, chunk_ready=ready)
+        case ChunkGo(chunk=chunk):
+            return make(ticket=ticket, chunk_go=worker_pb2.ChunkGo(chunk=chunk))
+        case ChunkPosted(chunk=chunk):
+            return make(ticket=ticket, chunk_posted=worker_pb2.ChunkPosted(chunk=chunk))
+        case ChunkAck(chunk=chunk):
+            return make(ticket=ticket, chunk_ack=worker_pb2.ChunkAck(chunk=chunk))
+        case Abort(reason=reason):
+            return make(ticket=ticket, abort=worker_pb2.Abort(reason=reason[:MAX_REASON_CHARS]))
+
+
+def sender_message_from_proto(proto: worker_pb2.TransferMessage) -> SenderMessage:
+    """Return what a sender said; raises TransferError if a sender cannot say it."""
+    message = _message(proto)
+    if not isinstance(message, SenderMessage):
+        raise TransferError(f"the sender sent {proto.WhichOneof('kind')}, a receiver's message")
+    return message
+
+
+def receiver_message_from_proto(proto: worker_pb2.TransferMessage) -> ReceiverMessage:
+    """Return what a receiver said; raises TransferError if a receiver cannot say it."""
+    message = _message(proto)
+    if not isinstance(message, ReceiverMessage):
+        raise TransferError(f"the receiver sent {proto.WhichOneof('kind')}, a sender's message")
+    return message
+
+
+def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
+    ticket = ticket_from_proto(proto.ticket)
+    match proto.WhichOneof("kind"):
+        case "granted":
+            return Granted(ticket)
+        case "chunk_ready":
+            ready = proto.chunk_ready
+            digests = _digests(ready.digests)
+            return ChunkReady(ticket, ready.chunk, ready.first_page, digests, ready.is_last)
+        case "chunk_go":
+            return ChunkGo(ticket, proto.chunk_go.chunk)
+        case "chunk_posted":
+            return ChunkPosted(ticket, proto.chunk_posted.chunk)
+        case "chunk_ack":
+            return ChunkAck(ticket, proto.chunk_ack.chunk)
+        case "abort":
+            return Abort(ticket, proto.abort.reason[:MAX_REASON_CHARS])
+        case _:
+            raise TransferError("a transfer message has no kind")
+
+
+def _digests(joined: bytes) -> tuple[bytes, ...]:
+    if not joined or len(joined) % DIGEST_BYTES:
+        raise TransferError(
+            f"chunk_ready.digests has {len(joined)} bytes, must be a multiple of {DIGEST_BYTES}"
+        )
+    return tuple(joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES))

@@ -1,0 +1,175 @@
+"""A sender and a receiver in one event loop, joined by an in-memory message stream."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kv_transfer.connections import AcceptedConnections, ConnectionPool
+from kv_transfer.deadlines import TransferDeadlines
+from kv_transfer.driver import run_inline
+from kv_transfer.errors import ConnectionBroken
+from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from kv_transfer.messages import Ticket
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from kv_transfer.transport import Connection
+from llm_engine.fake_engine import FakePageStorage
+
+TICKET = Ticket(transfer_id=b"t" * 16, attempt=0, sender_incarnation=7, receiver_incarnation=9)
+DEADLINES = TransferDeadlines(
+    grant_s=1, chunk_s=5, slot_s=5, post_s=1, transfer_s=2, digest_s=5, ack_s=5, abort_s=4
+)
+
+
+def make_storage(num_pages: int, seed: int) -> FakePageStorage:
+    """Return a storage of random pages; different seeds share no page."""
+    storage = FakePageStorage(num_pages=num_pages, page_size=4)
+    storage.slots[:] = np.random.default_rng(seed).integers(
+        0, 256, storage.slots.shape, dtype=np.uint8
+    )
+    return storage
+
+
+class Workers:
+    """Two workers' storages, transports and connections over one loopback network."""
+
+    def __init__(self, network: LoopbackNetwork, *, num_pages: int = 64, seed: int = 1) -> None:
+        self.network = network
+        self.source = make_storage(num_pages, seed)
+        self.target = make_storage(num_pages, seed + 1)
+        self.sender_transport = LoopbackTransport(network, self.source)
+        self.receiver_transport = LoopbackTransport(network, self.target)
+        ids = iter(range(1000))
+        self.pool = ConnectionPool([self.receiver_transport], random_id=lambda: f"c{next(ids)}")
+        self.accepted = AcceptedConnections([self.sender_transport])
+        self.num_connects = 0
+
+    async def connect(self) -> tuple[Connection, asyncio.Lock, Connection]:
+        """Return the receiver's side, its lock, and the sender's side."""
+        deadline = asyncio.get_running_loop().time() + 1
+
+        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
+            self.num_connects += 1
+            await self.accepted.connect(
+                peer_name="decode-0",
+                connection_id=connection_id,
+                transport_name=transport_name,
+                offer=offer,
+                deadline=deadline,
+            )
+
+        connection, lock = await self.pool.get(("prefill-0", 7), call, deadline)
+        return connection, lock, self.accepted.get(connection.connection_id)
+
+
+class Stream:
+    """One direction of the control stream: in order, with a delay; can be cut."""
+
+    def __init__(self, delay_s: float = 0.001) -> None:
+        self.delay_s = delay_s
+        self.is_cut = False
+        self.seen: list[object] = []
+        self.deliver: Callable[..., Awaitable[None]] | None = None
+        self.drop: Callable[[object], bool] = lambda message: False
+        self._tail: asyncio.Task[None] | None = None
+
+    async def send(self, message: object) -> None:
+        if self.is_cut:
+            raise ConnectionError("the stream is closed")
+        self.seen.append(message)
+        if not self.drop(message):
+            self._tail = asyncio.create_task(self._carry(message, self._tail))
+
+    async def _carry(self, message: object, before: asyncio.Task[None] | None) -> None:
+        await asyncio.sleep(self.delay_s)
+        if before is not None:
+            await before
+        if not self.is_cut:
+            assert self.deliver is not None
+            await self.deliver(message)
+
+
+class Attempt:
+    """One transfer of `source_pages` into `target_pages`, computed in chunks."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        sides: tuple[Connection, asyncio.Lock, Connection],
+        *,
+        source_pages: Sequence[int],
+        target_pages: Sequence[int],
+        first_page: int = 0,
+        chunk_pages: int = 4,
+        compute_s: float = 0.01,
+        ticket: Ticket = TICKET,
+        deadlines: TransferDeadlines = DEADLINES,
+    ) -> None:
+        receiving, lock, sending = sides
+        self.workers = workers
+        self.source_pages = tuple(source_pages)
+        self.target_pages = tuple(target_pages)
+        self.first_page = first_page
+        self.chunk_pages = chunk_pages
+        self.compute_s = compute_s
+        self.committed: list[int] = []
+        self.acked: list[tuple[int, int]] = []
+        self.to_receiver, self.to_sender = Stream(), Stream()
+        self.receiver = Receiver(
+            ticket=ticket,
+            page_ids=target_pages,
+            first_page=first_page,
+            storage=workers.target,
+            connection=receiving,
+            receive_lock=lock,
+            send=self.to_sender.send,
+            on_commit=self.committed.append,
+            deadlines=deadlines,
+            run_blocking=run_inline,
+        )
+        self.sender = Sender(
+            ticket=ticket,
+            storage=workers.source,
+            connection=sending,
+            send=self.to_receiver.send,
+            on_ack=lambda first, num: self.acked.append((first, num)),
+            deadlines=deadlines,
+            run_blocking=run_inline,
+        )
+        self.to_receiver.deliver = self.receiver.handle
+        self.to_sender.deliver = self.sender.handle
+
+    async def compute(self) -> None:
+        """Play the sender's engine."""
+        await self.sender.grant()
+        for first in range(self.first_page, len(self.source_pages), self.chunk_pages):
+            await asyncio.sleep(self.compute_s)
+            pages = self.source_pages[first : first + self.chunk_pages]
+            is_last = first + self.chunk_pages >= len(self.source_pages)
+            self.sender.chunk_computed(first, pages, is_last)
+
+    async def run(self) -> list[object]:
+        """Run both sides; return their results or errors, receiver first."""
+        return await asyncio.gather(
+            self.receiver.run(), self.sender.run(), self.compute(), return_exceptions=True
+        )
+
+    async def wait_quiescent(self) -> None:
+        await asyncio.gather(self.receiver.wait_quiescent(), self.sender.wait_quiescent())
+
+    def is_equal(self, num_pages: int) -> bool:
+        """Tell whether the first pages arrived unchanged."""
+        source = self.workers.source.export_pages(self.source_pages[self.first_page : num_pages])
+        target = self.workers.target.export_pages(self.target_pages[self.first_page : num_pages])
+        return bool((source == target).all())
+
+
+def shuffled(num_pages: int, seed: int, of: int = 64) -> list[int]:
+    """Return distinct page ids in random order."""
+    return random.Random(seed).sample(range(of), num_pages)
+
+
+__all__ = ["DEADLINES", "TICKET", "Attempt", "ConnectionBroken", "Stream", "Workers", "replace"]

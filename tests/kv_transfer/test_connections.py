@@ -1,0 +1,218 @@
+"""The pools of connections on both sides."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from kv_transfer.connections import AcceptedConnections, ConnectionPool
+from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
+from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from tests.kv_transfer.pair import Workers, make_storage
+from tests.support.virtual_time import run_virtual
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
+
+
+class OtherTransport(LoopbackTransport):
+    name = "other"
+
+
+def test_concurrent_callers_share_one_set_up() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+
+        sides = await asyncio.gather(*(workers.connect() for _ in range(16)))
+
+        assert workers.num_connects == 1
+        assert len({id(side[0]) for side in sides}) == 1
+        assert len({id(side[1]) for side in sides}) == 1
+
+    run(scenario)
+
+
+def test_a_broken_connection_is_made_anew() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        first, _, first_sending = await workers.connect()
+        await first.abort()
+
+        with pytest.raises(ConnectionBroken, match="Connect again"):
+            workers.accepted.get(first.connection_id)
+        second, _, _ = await workers.connect()
+
+        assert second is not first
+        assert first_sending.is_broken
+        assert not second.is_broken
+        assert workers.num_connects == 2
+
+    run(scenario)
+
+
+def test_dropping_aborts_both_views_of_the_connection() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        connection, _, _ = await workers.connect()
+
+        workers.pool.drop(connection)
+        workers.pool.drop(connection)
+        await workers.pool.close()
+
+        assert connection.is_broken
+        with pytest.raises(ConnectionBroken):
+            workers.accepted.get(connection.connection_id)
+
+    run(scenario)
+
+
+def test_a_new_incarnation_of_the_peer_gets_a_new_connection() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        old, _, _ = await workers.connect()
+
+        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
+            await workers.accepted.connect(
+                peer_name="decode-0",
+                connection_id=connection_id,
+                transport_name=transport_name,
+                offer=offer,
+                deadline=5,
+            )
+
+        new, _ = await workers.pool.get(("prefill-0", 8), call, 5)
+        await asyncio.sleep(0.1)
+
+        assert old.is_broken
+        assert not new.is_broken
+
+    run(scenario)
+
+
+def test_a_failed_set_up_fails_all_its_callers_and_the_next_call_tries_again() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+
+        async def refuse(connection_id: str, transport_name: str, offer: bytes) -> None:
+            await asyncio.sleep(0.1)
+            raise ConnectionRefusedError("nobody there")
+
+        results = await asyncio.gather(
+            *(workers.pool.get(("prefill-0", 7), refuse, 5) for _ in range(3)),
+            return_exceptions=True,
+        )
+
+        assert [type(result) for result in results] == [ConnectionRefusedError] * 3
+        assert workers.network.offers == {}
+        connection, _, _ = await workers.connect()
+        assert not connection.is_broken
+
+    run(scenario)
+
+
+def test_a_set_up_that_hangs_ends_at_the_deadline() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+
+        async def hang(connection_id: str, transport_name: str, offer: bytes) -> None:
+            await asyncio.sleep(1000)
+
+        with pytest.raises(TransferTimeout):
+            await workers.pool.get(("prefill-0", 7), hang, 2)
+
+        assert asyncio.get_running_loop().time() == pytest.approx(2)
+        await workers.pool.close()
+
+    run(scenario)
+
+
+def test_a_peer_dropped_during_the_set_up_fails_its_callers_and_cancels_nobody() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+
+        async def hang(connection_id: str, transport_name: str, offer: bytes) -> None:
+            await asyncio.sleep(1000)
+
+        waiting = asyncio.create_task(workers.pool.get(("prefill-0", 7), hang, 50))
+        await asyncio.sleep(0.1)
+        workers.pool.drop_peer(("prefill-0", 7))
+
+        with pytest.raises(ConnectionBroken, match="dropped"):
+            await waiting
+        await workers.pool.close()
+
+    run(scenario)
+
+
+def test_one_caller_that_leaves_does_not_end_the_set_up_of_others() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        started = asyncio.Event()
+
+        async def slow(connection_id: str, transport_name: str, offer: bytes) -> None:
+            started.set()
+            await asyncio.sleep(0.5)
+            await workers.accepted.connect(
+                peer_name="decode-0",
+                connection_id=connection_id,
+                transport_name=transport_name,
+                offer=offer,
+                deadline=5,
+            )
+
+        leaving = asyncio.create_task(workers.pool.get(("prefill-0", 7), slow, 5))
+        staying = asyncio.create_task(workers.pool.get(("prefill-0", 7), slow, 5))
+        await started.wait()
+        leaving.cancel()
+
+        connection, _ = await staying
+
+        assert not connection.is_broken
+
+    run(scenario)
+
+
+def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
+    async def scenario() -> None:
+        network = LoopbackNetwork()
+        source, target = make_storage(4, 1), make_storage(4, 2)
+        ids = iter("abc")
+        pool = ConnectionPool(
+            [OtherTransport(network, target), LoopbackTransport(network, target)],
+            random_id=lambda: next(ids),
+        )
+        accepted = AcceptedConnections([LoopbackTransport(network, source)])
+        tried = []
+
+        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
+            tried.append(transport_name)
+            await accepted.connect(
+                peer_name="decode-0",
+                connection_id=connection_id,
+                transport_name=transport_name,
+                offer=offer,
+                deadline=5,
+            )
+
+        connection, _ = await pool.get(("prefill-0", 7), call, 5)
+
+        assert tried == ["other", "loopback"]
+        assert accepted.get(connection.connection_id).connection_id == connection.connection_id
+
+    run(scenario)
+
+
+def test_an_unknown_transport_or_connection_is_named() -> None:
+    async def scenario() -> None:
+        accepted = AcceptedConnections([LoopbackTransport(LoopbackNetwork(), make_storage(4, 1))])
+
+        with pytest.raises(TransportRefused, match=r"'nccl' is not offered, only \['loopback'\]"):
+            await accepted.connect(
+                peer_name="d", connection_id="x", transport_name="nccl", offer=b"", deadline=1
+            )
+        with pytest.raises(ConnectionBroken, match="no connection 'x'"):
+            accepted.get("x")
+
+    run(scenario)

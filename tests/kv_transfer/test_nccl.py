@@ -1,0 +1,225 @@
+"""The NCCL transport's threads and deadlines, with a device that lives in host memory."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kv_transfer.driver import TransferStats
+from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.loopback import LoopbackNetwork
+from kv_transfer.nccl import NcclConnection, NcclTransport
+from kv_transfer.polling_thread import PollingThread, Steps
+from tests.kv_transfer.pair import Attempt, Workers, make_storage, shuffled
+
+
+class HostLink:
+    """A Link over a shared list of messages; hangs when told to."""
+
+    def __init__(self, device: "HostDevice", wire: list[Any], is_sender: bool) -> None:
+        self.device = device
+        self.wire = wire
+        self.is_sender = is_sender
+        self.abort_s = 0.0
+        self.is_hanging = False
+        self.is_aborted = False
+
+    def open(self) -> Steps[None]:
+        self.wire.append(self)
+        while len(self.wire) < 2:
+            yield
+
+    def send(self, page_ids: Sequence[int]) -> Steps[None]:
+        self.wire.append(self.device.storage.export_pages(page_ids))
+        while self.wire[2:] or self.is_hanging:
+            yield
+
+    def receive(self, page_ids: Sequence[int]) -> Steps[None]:
+        while not self.wire[2:] or self.is_hanging:
+            yield
+        self.device.storage.import_pages(page_ids, self.wire.pop())
+
+    def abort(self) -> None:
+        time.sleep(self.abort_s)
+        self.is_aborted = True
+
+
+class HostDevice:
+    wires: dict[bytes, list[Any]]
+
+    def __init__(self, storage: Any, wires: dict[bytes, list[Any]]) -> None:
+        self.storage = storage
+        self.page_bytes = storage.page_bytes
+        self.nccl_version = 22809
+        self.wires = wires
+        self.links: list[HostLink] = []
+        self.warm_up_thread = ""
+
+    def warm_up(self) -> Steps[None]:
+        yield
+        self.warm_up_thread = threading.current_thread().name
+
+    def unique_id(self) -> bytes:
+        return bytes([len(self.wires)]) * 128
+
+    def link(
+        self, name: str, *, is_sender: bool, unique_id: bytes, pages_in_message: int
+    ) -> HostLink:
+        link = HostLink(self, self.wires.setdefault(unique_id, []), is_sender)
+        self.links.append(link)
+        return link
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.source, self.target = make_storage(64, 1), make_storage(64, 2)
+        wires: dict[bytes, list[Any]] = {}
+        self.devices = HostDevice(self.source, wires), HostDevice(self.target, wires)
+        self.sender = NcclTransport(self.source, make_device=lambda *_: self.devices[0])
+        self.receiver = NcclTransport(self.target, make_device=lambda *_: self.devices[1])
+
+    async def connect(self) -> tuple[NcclConnection, NcclConnection]:
+        offer = self.receiver.offer("c0")
+        receiving, sending = await asyncio.gather(
+            self.receiver.accept("c0", soon()), self.sender.connect("c0", offer, soon())
+        )
+        return receiving, sending
+
+
+@asynccontextmanager
+async def a_pair() -> AsyncIterator[Pair]:
+    pair = Pair()
+    try:
+        yield pair
+    finally:
+        await pair.sender.close()
+        await pair.receiver.close()
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def soon(seconds: float = 5.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def test_whole_transfers_run_over_the_polling_threads() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            workers = Workers(LoopbackNetwork())
+            workers.source, workers.target = pair.source, pair.target
+            attempt = Attempt(
+                workers,
+                (receiving, asyncio.Lock(), sending),
+                source_pages=shuffled(10, 1),
+                target_pages=shuffled(10, 2),
+            )
+
+            received, _, _ = await attempt.run()
+
+            assert isinstance(received, TransferStats)
+            assert received.bytes_moved > 0
+            assert attempt.is_equal(10)
+            assert pair.devices[0].warm_up_thread == "nccl"
+
+    run(scenario)
+
+
+def test_a_hanging_peer_ends_at_the_deadline_and_abort_runs_beside_the_event_loop() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            pair.devices[1].links[0].is_hanging = True
+            pair.devices[1].links[0].abort_s = 0.2
+            before = pair.target.slots.copy()
+            posted = asyncio.create_task(sending.send([1, 2], soon(0.5)))
+
+            with pytest.raises(ConnectionBroken, match="deadline"):
+                await receiving.receive([3, 4], soon(0.1))
+            aborting = asyncio.create_task(receiving.abort())
+            ticks = 0
+            while not aborting.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+            assert ticks > 5
+            assert pair.devices[1].links[0].is_aborted
+            pair.devices[1].links[0].is_hanging = False
+            await asyncio.sleep(0.01)
+            assert (pair.target.slots == before).all()
+            with pytest.raises(ConnectionBroken):
+                await posted
+            with pytest.raises(ConnectionBroken, match="is broken"):
+                await receiving.receive([3], soon())
+
+    run(scenario)
+
+
+def test_a_peer_that_never_comes_aborts_the_set_up() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            pair.receiver.offer("c0")
+
+            with pytest.raises(ConnectionBroken, match="deadline"):
+                await pair.receiver.accept("c0", soon(0.05))
+            await asyncio.sleep(0.05)
+
+            assert pair.devices[1].links[0].is_aborted
+
+    run(scenario)
+
+
+def test_another_nccl_version_is_refused_before_the_set_up() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            pair.devices[0].nccl_version = 22907
+            offer = pair.receiver.offer("c0")
+
+            with pytest.raises(LayoutMismatch, match=r"22809.*22907"):
+                await pair.sender.connect("c0", offer, soon())
+            with pytest.raises(ConnectionBroken, match="offer has 3 bytes"):
+                await pair.sender.connect("c0", b"abc", soon())
+
+    run(scenario)
+
+
+def test_pages_in_host_memory_are_refused_by_name() -> None:
+    with pytest.raises(LayoutMismatch, match="CUDA device"):
+        NcclTransport(make_storage(4, 1))
+
+
+def test_one_operation_that_fails_or_hangs_leaves_the_others_alone() -> None:
+    def hang() -> Steps[None]:
+        while True:
+            yield
+
+    def fail() -> Steps[None]:
+        yield
+        raise ValueError("broken")
+
+    def count() -> Steps[int]:
+        for _ in range(10):
+            yield
+        return 10
+
+    thread = PollingThread("test")
+    hanging = thread.submit("a", hang())
+    failing = thread.submit("b", fail())
+
+    assert thread.submit("c", count()).result(5) == 10
+    with pytest.raises(ValueError, match="broken"):
+        failing.result(5)
+    assert not hanging.done()
+    thread.drop("a").result(5)
+    with pytest.raises(ConnectionBroken):
+        hanging.result(0)
+    left = thread.submit("a", hang())
+    thread.close(5)
+    with pytest.raises(ConnectionBroken):
+        left.result(0)

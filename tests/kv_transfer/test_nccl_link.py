@@ -1,0 +1,143 @@
+"""How a link cuts pages into messages and alternates its slabs, with streams that do nothing."""
+
+import contextlib
+import enum
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_transfer import nccl_link
+from kv_transfer.errors import ConnectionBroken
+from kv_transfer.nccl_link import NcclLink
+from kv_transfer.polling_thread import Steps
+
+
+class Result(enum.Enum):
+    Success = 0
+    RemoteError = 6
+    InProgress = 7
+
+
+class Stream:
+    cuda_stream = 0
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Communicator:
+    """Moves messages through a queue; every call is in progress for two polls."""
+
+    def __init__(self, wire: deque[Tensor]) -> None:
+        self.wire = wire
+        self.polls = 0
+        self.error: Result | None = None
+        self.is_aborted = False
+
+    def initialize(self, num_ranks: int, rank: int, unique_id: bytes, config: object) -> None:
+        assert num_ranks == 2
+        self.polls = 2
+
+    def send(self, message: Tensor, peer: int, *, stream: int) -> None:
+        assert self.polls == 0, "a call was made before the last one settled"
+        self.wire.append(message.clone())
+        self.polls = 2
+
+    def recv(self, message: Tensor, peer: int, *, stream: int) -> None:
+        assert self.polls == 0, "a call was made before the last one settled"
+        message.copy_(self.wire.popleft())
+        self.polls = 2
+
+    def get_async_error(self) -> Result:
+        if self.polls:
+            self.polls -= 1
+            return Result.InProgress
+        return self.error or Result.Success
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(
+        Event=Event,
+        stream=lambda stream: contextlib.nullcontext(),
+        set_device=lambda device: None,
+    )
+    monkeypatch.setattr(nccl_link, "cuda", cuda)
+    monkeypatch.setattr(nccl_link, "gather", lambda words, ids, slab: slab.copy_(words[ids]))
+    monkeypatch.setattr(
+        nccl_link, "scatter", lambda slab, ids, words: words.index_copy_(0, ids, slab)
+    )
+
+
+def make_link(words: Tensor, wire: deque[Tensor], is_sender: bool, step: int) -> NcclLink:
+    core = SimpleNamespace(
+        Communicator=lambda: Communicator(wire),
+        NCCLConfig=lambda **options: options,
+        UniqueId=SimpleNamespace(from_bytes=lambda unique_id: unique_id),
+    )
+    device: Any = SimpleNamespace(
+        core=core,
+        result=Result,
+        device=torch.device("cpu"),
+        words=words,
+        max_ctas=4,
+        new_stream=lambda: (Stream(), None),
+    )
+    return NcclLink(device, "c0", is_sender, b"x" * 128, step)
+
+
+def drain(steps: Steps[None]) -> int:
+    return sum(1 for _ in steps)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 100])
+def test_every_page_arrives_where_it_belongs(step: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(-1000, 1000, (16, 8), dtype=torch.int32, generator=generator)
+    target = torch.zeros_like(source)
+    wire: deque[Tensor] = deque()
+    sender, receiver = make_link(source, wire, True, step), make_link(target, wire, False, step)
+    drain(sender.open())
+    drain(receiver.open())
+    from_pages, to_pages = [3, 1, 15, 0, 7, 9, 2, 4, 8, 6], [5, 2, 0, 1, 14, 13, 12, 9, 8, 7]
+
+    num_polls = drain(sender.send(from_pages))
+    num_messages = len(wire)
+    drain(receiver.receive(to_pages))
+
+    assert num_messages == -(-len(from_pages) // step)
+    assert num_polls >= 2 * num_messages
+    assert torch.equal(target[to_pages], source[from_pages])
+    untouched = sorted(set(range(16)) - set(to_pages))
+    assert not target[untouched].any()
+
+
+def test_an_error_of_nccl_breaks_the_connection() -> None:
+    wire: deque[Tensor] = deque()
+    link = make_link(torch.zeros(4, 8, dtype=torch.int32), wire, True, 2)
+    drain(link.open())
+    link._communicator.error = Result.RemoteError
+
+    with pytest.raises(ConnectionBroken, match="RemoteError"):
+        drain(link.send([1, 2]))
+    link.abort()
+
+    assert link._communicator.is_aborted

@@ -1,0 +1,140 @@
+"""The state machines under every interleaving, and planted bugs that the model must find."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer import receiver_protocol as receiving
+from kv_transfer import sender_protocol as sending
+from kv_transfer.deadlines import WaitKind
+from kv_transfer.messages import ChunkAck
+from kv_transfer.protocol import Send
+from tests.kv_transfer.model import Rules, Violation, explore, settle, walk
+
+
+def test_no_interleaving_with_two_faults_breaks_an_invariant() -> None:
+    num_states = explore(Rules(), faults=2)
+
+    assert num_states > 100_000
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 10_000), max_size=120))
+def test_random_paths_with_many_faults_keep_the_invariants_and_end(choices: list[int]) -> None:
+    rules = Rules(num_pages=4)
+
+    world = settle(rules, walk(rules, choices, faults=8))
+
+    for attempt in world.attempts:
+        assert attempt.receiver.state.is_finished
+        assert attempt.posted_receive is None
+        assert attempt.sender is None or attempt.sender.state.is_finished
+        assert not attempt.posted_sends
+
+
+def test_without_faults_every_page_is_committed() -> None:
+    rules = Rules(num_pages=4)
+
+    world = settle(rules, walk(rules, [], faults=0))
+
+    assert world.commits == (1, 1, 1, 1)
+    assert len(world.attempts) == 1
+
+
+def find_violation(rules: Rules) -> str:
+    for faults in (1, 2, 3):
+        try:
+            explore(rules, faults=faults)
+        except Violation as violation:
+            return str(violation)
+    raise AssertionError("the planted bug was not found")
+
+
+def test_model_finds_missing_quarantine() -> None:
+    assert "T2" in find_violation(Rules(has_quarantine=False))
+
+
+def test_model_finds_missing_digest_check() -> None:
+    assert "T2" in find_violation(Rules(has_digest_check=False))
+
+
+def test_model_finds_missing_ticket_fence() -> None:
+    assert "lease" in find_violation(Rules(has_ticket_fence=False))
+
+
+def commits_after_a_failure(state: Any, event: Any) -> Any:
+    following, actions = receiving.step(state, event)
+    if following.failure and not state.failure:
+        following = replace(following, verifying=state.verifying)
+    return following, actions
+
+
+def acknowledges_before_the_commit(state: Any, event: Any) -> Any:
+    following, actions = receiving.step(state, event)
+    if isinstance(event, receiving.ReceiveDone) and following.verifying:
+        actions = (*actions, Send(ChunkAck(state.ticket, event.chunk)))
+    return following, actions
+
+
+def frees_pages_of_a_posted_receive(state: Any, event: Any) -> Any:
+    following, actions = receiving.step(state, event)
+    if following.failure and following.slot in (receiving.Slot.RECEIVING, receiving.Slot.ABORTING):
+        following = replace(following, slot=receiving.Slot.IDLE, current=None)
+    return following, actions
+
+
+def frees_pages_of_a_posted_send(state: Any, event: Any) -> Any:
+    following, actions = sending.step(state, event)
+    if following.failure:
+        following = replace(following, chunks=(), is_aborting=False)
+    return following, actions
+
+
+def releases_before_the_ack(state: Any, event: Any) -> Any:
+    following, actions = sending.step(state, event)
+    if isinstance(event, sending.SendDone) and following.chunks:
+        done = following.chunks[0]
+        actions = (*actions, sending.ReleasePages(done.first_page, done.num_pages))
+    return following, actions
+
+
+@pytest.mark.parametrize(
+    ("bug", "invariant"),
+    [
+        (commits_after_a_failure, "T1"),
+        (acknowledges_before_the_commit, "lease"),
+        (frees_pages_of_a_posted_receive, "T3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_model_finds_a_receiver_that(bug: Callable[..., Any], invariant: str) -> None:
+    assert invariant in find_violation(Rules(receiver_step=bug))
+
+
+@pytest.mark.parametrize(
+    ("bug", "invariant"),
+    [(frees_pages_of_a_posted_send, "T3"), (releases_before_the_ack, "lease")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_model_finds_a_sender_that(bug: Callable[..., Any], invariant: str) -> None:
+    assert invariant in find_violation(Rules(sender_step=bug))
+
+
+@pytest.mark.parametrize("kind", list(WaitKind), ids=lambda kind: kind.value)
+def test_model_finds_a_missing_deadline_for(kind: WaitKind) -> None:
+    def forgetful(waiting_for: Callable[..., Any]) -> Callable[..., Any]:
+        def waits(state: Any) -> Any:
+            wait = waiting_for(state)
+            return None if wait is not None and wait.kind is kind else wait
+
+        return waits
+
+    rules = Rules(
+        receiver_wait=forgetful(receiving.waiting_for), sender_wait=forgetful(sending.waiting_for)
+    )
+
+    assert "T6" in find_violation(rules)

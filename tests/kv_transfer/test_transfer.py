@@ -1,0 +1,434 @@
+"""Sender and receiver over the loopback transport, in virtual time, with every fault."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kv_transfer.driver import TransferStats
+from kv_transfer.errors import (
+    ConnectionBroken,
+    DigestMismatch,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
+from kv_transfer.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
+from kv_transfer.messages import ChunkGo, ChunkPosted, ChunkReady, Granted
+from tests.kv_transfer.pair import DEADLINES, TICKET, Attempt, Workers, shuffled
+from tests.support.virtual_time import run_virtual
+
+
+def network(*faults: LoopbackFault, hang_on_peer_death: bool = True) -> LoopbackNetwork:
+    return LoopbackNetwork(fault_policy=planned(faults), hang_on_peer_death=hang_on_peer_death)
+
+
+async def ten_pages(workers: Workers, **options: Any) -> Attempt:
+    return Attempt(
+        workers,
+        await workers.connect(),
+        source_pages=shuffled(10, 1),
+        target_pages=shuffled(10, 2),
+        **options,
+    )
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
+
+
+def test_pages_arrive_unchanged_and_are_committed_in_order() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+
+        received, sent, _ = await attempt.run()
+
+        assert isinstance(received, TransferStats)
+        assert isinstance(sent, TransferStats)
+        assert received.pages_moved == sent.pages_moved == 10
+        assert received.bytes_moved == sent.bytes_moved == 10 * workers.source.page_bytes > 0
+        assert received.wire_s > 0
+        assert attempt.committed == [4, 8, 10]
+        assert attempt.acked == [(0, 4), (4, 4), (8, 2)]
+        assert attempt.is_equal(10)
+        assert attempt.receiver.is_quiescent
+        assert attempt.sender.is_quiescent
+
+    run(scenario)
+
+
+def test_only_the_wanted_pages_move() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers, first_page=7)
+        before = workers.target.export_pages(attempt.target_pages[:7])
+
+        received, _, _ = await attempt.run()
+
+        assert isinstance(received, TransferStats)
+        assert received.pages_moved == 3
+        assert attempt.committed == [10]
+        assert attempt.is_equal(10)
+        assert (workers.target.export_pages(attempt.target_pages[:7]) == before).all()
+
+    run(scenario)
+
+
+def test_transfers_of_one_pair_share_the_connection_one_receive_at_a_time() -> None:
+    async def scenario() -> None:
+        net = network()
+        net.latency_s = 0.05
+        workers = Workers(net)
+        sides = await workers.connect()
+        pages = shuffled(64, 3)
+        attempts = [
+            Attempt(
+                workers,
+                sides,
+                source_pages=pages[i * 8 : i * 8 + 8],
+                target_pages=pages[i * 8 : i * 8 + 8],
+                ticket=replace(TICKET, transfer_id=bytes([i]) * 16),
+                chunk_pages=2,
+            )
+            for i in range(8)
+        ]
+
+        await asyncio.gather(*(attempt.run() for attempt in attempts))
+
+        assert workers.num_connects == 1
+        assert all(attempt.is_equal(8) for attempt in attempts)
+        assert net.copies == 32
+        assert asyncio.get_running_loop().time() >= 32 * 0.05
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "kind", [FaultKind.FLIP, FaultKind.SWAP, FaultKind.STALE, FaultKind.TRUNCATE]
+)
+def test_damaged_pages_are_never_committed(kind: FaultKind) -> None:
+    async def scenario() -> None:
+        healthy, damaged = LoopbackFault(), LoopbackFault(kind=kind)
+        workers = Workers(network(healthy, damaged))
+        attempt = await ten_pages(workers)
+
+        received, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert workers.network.num_faults == 1
+        assert isinstance(received, DigestMismatch)
+        assert isinstance(sent, TransferAborted)
+        assert attempt.committed == [4]
+        assert not attempt.receiver._connection.is_broken
+
+    run(scenario)
+
+
+def test_without_digests_damage_would_be_committed() -> None:
+    async def scenario() -> None:
+        workers = Workers(network(LoopbackFault(kind=FaultKind.FLIP)))
+        attempt = await ten_pages(workers)
+        for storage in (workers.source, workers.target):
+            storage.digest_pages = lambda page_ids: [b"blind" for _ in page_ids]  # type: ignore[method-assign]
+
+        received, _, _ = await attempt.run()
+
+        assert isinstance(received, TransferStats)
+        assert not attempt.is_equal(10)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("kind", "errors"),
+    [
+        (FaultKind.HANG, (TransferTimeout, ConnectionBroken)),
+        (FaultKind.DROP, (TransferTimeout, ConnectionBroken)),
+        (FaultKind.LATE_WRITE, (TransferTimeout, ConnectionBroken)),
+        (FaultKind.BREAK, (ConnectionBroken,)),
+    ],
+)
+@pytest.mark.parametrize("hang_on_peer_death", [True, False])
+def test_a_stuck_transfer_ends_within_its_deadlines(
+    kind: FaultKind, errors: tuple[type[TransferError], ...], hang_on_peer_death: bool
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        fault = LoopbackFault(kind=kind)
+        workers = Workers(network(fault, hang_on_peer_death=hang_on_peer_death))
+        attempt = await ten_pages(workers)
+
+        received, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert workers.network.num_faults == 1
+        assert isinstance(received, errors)
+        assert isinstance(sent, TransferError)
+        assert attempt.committed == []
+        assert loop.time() < DEADLINES.transfer_s + DEADLINES.abort_s
+        assert attempt.receiver._connection.is_broken
+
+    run(scenario)
+
+
+def test_a_late_write_lands_before_the_pages_are_quiescent_and_never_after() -> None:
+    async def scenario() -> None:
+        fault = LoopbackFault(kind=FaultKind.LATE_WRITE, abort_s=1.5)
+        workers = Workers(network(fault))
+        attempt = await ten_pages(workers)
+        before = workers.target.export_pages(range(64))
+
+        await attempt.run()
+        assert not attempt.receiver.is_quiescent
+        assert (workers.target.export_pages(range(64)) == before).all()
+        await attempt.receiver.wait_quiescent()
+
+        assert attempt.receiver.is_quiescent
+        after = workers.target.export_pages(range(64))
+        assert not (after == before).all()
+        await asyncio.sleep(60)
+        assert (workers.target.export_pages(range(64)) == after).all()
+
+    run(scenario)
+
+
+def test_a_hanging_abort_keeps_the_pages_for_ever_but_frees_the_receive_slot() -> None:
+    async def scenario() -> None:
+        fault = LoopbackFault(kind=FaultKind.HANG, abort_s=100.0)
+        workers = Workers(network(fault))
+        sides = await workers.connect()
+        attempt = Attempt(workers, sides, source_pages=shuffled(4, 1), target_pages=shuffled(4, 2))
+
+        await attempt.run()
+        with pytest.raises(ConnectionBroken, match="restart"):
+            await attempt.receiver.wait_quiescent()
+
+        assert not attempt.receiver.is_quiescent
+        assert not sides[1].locked()
+
+    run(scenario)
+
+
+def test_a_killed_sender_costs_one_deadline_and_the_next_one_delivers() -> None:
+    async def scenario() -> None:
+        workers = Workers(network(LoopbackFault(), LoopbackFault(delay_s=0.5)))
+        attempt = await ten_pages(workers)
+        running = asyncio.create_task(attempt.receiver.run())
+        computing = asyncio.create_task(attempt.compute())
+        await asyncio.sleep(0.1)
+        workers.sender_transport.kill()
+        attempt.to_receiver.is_cut = attempt.to_sender.is_cut = True
+
+        with pytest.raises((TransferTimeout, ConnectionBroken)):
+            await running
+        await attempt.receiver.wait_quiescent()
+        await computing
+
+        assert attempt.committed == [4]
+        healthy = Workers(network())
+        healthy.source.slots[:] = workers.source.slots
+        again = await ten_pages(healthy, first_page=4, ticket=replace(TICKET, attempt=1))
+        received, _, _ = await again.run()
+        assert isinstance(received, TransferStats)
+        assert received.pages_moved == 6
+        assert again.is_equal(10)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("after_s", [0.0005, 0.005, 0.0125, 0.0135, 0.0145, 0.02, 0.031])
+@pytest.mark.parametrize("side", ["receiver", "sender"])
+def test_cancelling_at_any_point_frees_both_sides_at_once_and_keeps_the_connection(
+    after_s: float, side: str
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+        running = asyncio.create_task(attempt.run())
+        await asyncio.sleep(after_s)
+
+        await getattr(attempt, side).cancel("the client left")
+        await attempt.wait_quiescent()
+        cancelled_after_s = loop.time() - after_s
+        received, sent, _ = await running
+
+        assert cancelled_after_s < 0.01
+        assert isinstance(received, TransferAborted)
+        assert isinstance(sent, TransferAborted)
+        assert not attempt.receiver._connection.is_broken
+        again = await ten_pages(workers, ticket=replace(TICKET, attempt=1))
+        results = await again.run()
+        assert isinstance(results[0], TransferStats)
+        assert workers.num_connects == 1
+        assert again.is_equal(10)
+
+    run(scenario)
+
+
+def test_cancelling_the_task_that_runs_the_receiver_cancels_the_attempt() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+        others = asyncio.gather(attempt.sender.run(), attempt.compute(), return_exceptions=True)
+        running = asyncio.create_task(attempt.receiver.run())
+        await asyncio.sleep(0.0125)
+
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await attempt.wait_quiescent()
+
+        assert isinstance((await others)[0], TransferAborted)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("lost", "error"),
+    [
+        (Granted, TransferError),
+        (ChunkReady, TransferTimeout),
+        (ChunkGo, TransferTimeout),
+        (ChunkPosted, TransferTimeout),
+    ],
+)
+def test_a_lost_message_ends_in_a_deadline(lost: type, error: type[TransferError]) -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+        attempt.to_receiver.drop = attempt.to_sender.drop = lambda m: isinstance(m, lost)
+
+        received, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert isinstance(received, TransferError)
+        assert isinstance(sent, TransferError)
+        assert isinstance(received, error) or isinstance(sent, error)
+        assert attempt.committed == []
+        assert asyncio.get_running_loop().time() < 10
+
+    run(scenario)
+
+
+def test_a_lost_last_ack_does_not_undo_what_the_receiver_committed() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers, chunk_pages=10)
+        attempt.to_sender.drop = lambda m: not isinstance(m, ChunkGo)
+
+        received, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert isinstance(received, TransferStats)
+        assert isinstance(sent, TransferTimeout)
+        assert attempt.committed == [10]
+        assert attempt.acked == []
+
+    run(scenario)
+
+
+def test_repeated_and_foreign_messages_change_nothing() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+        receiver_handle, sender_handle = attempt.receiver.handle, attempt.sender.handle
+        foreign = replace(TICKET, attempt=5)
+
+        async def to_receiver(message: Any) -> None:
+            for each in (replace(message, ticket=foreign), message, message):
+                await receiver_handle(each)
+
+        async def to_sender(message: Any) -> None:
+            for each in (replace(message, ticket=foreign), message, message):
+                await sender_handle(each)
+
+        attempt.to_receiver.deliver, attempt.to_sender.deliver = to_receiver, to_sender
+
+        received, _, _ = await attempt.run()
+
+        assert isinstance(received, TransferStats)
+        assert received.pages_moved == 10
+        assert workers.network.copies == 3
+        assert attempt.committed == [4, 8, 10]
+
+    run(scenario)
+
+
+def test_a_closed_stream_ends_the_attempt() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+        running = asyncio.create_task(attempt.run())
+        await asyncio.sleep(0.0115)
+        attempt.to_sender.is_cut = attempt.to_receiver.is_cut = True
+        attempt.sender.stream_lost("the call ended")
+        attempt.receiver.stream_lost("the call ended")
+
+        received, sent, _ = await running
+        await attempt.wait_quiescent()
+
+        assert isinstance(received, ConnectionBroken)
+        assert isinstance(sent, ConnectionBroken)
+        assert asyncio.get_running_loop().time() < 0.1
+
+    run(scenario)
+
+
+def test_a_callback_that_raises_is_reported_and_ends_only_its_attempt() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+
+        def refuse(num_pages: int) -> None:
+            raise ValueError(f"no page {num_pages}")
+
+        attempt.receiver._on_commit = refuse
+
+        received, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert isinstance(received, ValueError)
+        assert isinstance(sent, TransferAborted)
+        assert not attempt.receiver._lock.locked()
+
+    run(scenario)
+
+
+def test_a_slow_prefill_is_waited_for_up_to_the_chunk_deadline() -> None:
+    async def scenario(compute_s: float) -> object:
+        workers = Workers(network())
+        attempt = await ten_pages(workers, compute_s=compute_s)
+        received, _, _ = await attempt.run()
+        await attempt.wait_quiescent()
+        return received
+
+    assert isinstance(run_virtual(scenario(DEADLINES.chunk_s - 0.01)), TransferStats)
+    assert isinstance(run_virtual(scenario(DEADLINES.chunk_s + 0.01)), TransferTimeout)
+
+
+def test_an_attempt_that_wants_no_page_is_refused() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        with pytest.raises(ValueError, match="first_page is 10"):
+            await ten_pages(workers, first_page=10)
+
+    run(scenario)
+
+
+def test_nothing_is_left_running_after_a_transfer() -> None:
+    async def scenario() -> None:
+        workers = Workers(network(LoopbackFault(kind=FaultKind.HANG)))
+        for number in range(3):
+            attempt = await ten_pages(workers, ticket=replace(TICKET, attempt=number))
+            await attempt.run()
+            await attempt.wait_quiescent()
+        await asyncio.sleep(1)
+
+        assert workers.num_connects == 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(scenario)
