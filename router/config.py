@@ -1,0 +1,49 @@
+"""Configuration of a router; the composition root fills it from the cluster's configuration."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """Limits, deadlines and policy weights. Times are seconds, lengths are as named."""
+
+    router_id: str = "router-0"  # in logs and session greetings
+
+    # Admission
+    max_active_requests: int = 1024  # more are refused with RESOURCE_EXHAUSTED before any work
+    retry_delay_s: float = 0.5  # suggested to clients that were refused
+    max_prompt_chars: int = 1_000_000  # of text or rendered chat; about half a second to tokenize
+    request_timeout_s: float = 3600.0  # for calls without a deadline of their own
+    slow_client_timeout_s: float = 30.0  # a client that takes nothing for so long is cancelled
+    cache_salt: bytes = b""  # of the prefix cache; part of every page hash
+    page_hash_key: bytes = b""  # the cluster's secret for page hashes; the same as the workers'
+
+    # Workers
+    dead_after_s: float = 2.0  # silence of a worker that sends a heartbeat each half second
+    stuck_after_s: float = 30.0  # heartbeats go on, sequences run, but no engine step was made
+    connect_timeout_s: float = 5.0  # of the first call to a worker
+    reconnect_delay_s: float = 0.2  # between attempts to reach a worker that cannot be reached
+    forget_dead_after_s: float = 60.0  # so long a dead worker stays in the cluster status
+    worker_wait_s: float = 5.0  # a new request waits so long for a decode worker
+    resume_wait_s: float = 30.0  # an interrupted one so long: its client has tokens already
+    max_resumptions: int = 3  # attempts after the first
+
+    # Policy (see router/policy.py)
+    max_prefill_candidates: int = 3  # named to the decode worker, best first
+    prefill_tokens_per_s: float = 8000.0  # of one worker; turns tokens into seconds of work
+    decode_load_s: float = 0.05  # cost of one request that a decode worker already has
+    page_pressure_s: float = 0.5  # cost of a decode worker whose pages are all referenced
+    speculative_ttl_s: float = 5.0  # own decisions count as cached so long
+    max_index_pages: int = 2_000_000  # about 250 MB
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not value >= 0:
+                raise ValueError(f"router.{field.name} is {value}; it must be 0 or more")
+        for name in ("max_active_requests", "max_prefill_candidates", "max_index_pages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"router.{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("prefill_tokens_per_s", "dead_after_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"router.{name} is {getattr(self, name)}; it must be positive")

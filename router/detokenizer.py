@@ -1,0 +1,69 @@
+"""Turns a stream of token ids into text, never splitting a character.
+
+The text of all pieces equals `decode` of all ids. A decoder looks at its neighbours (a leading
+space goes, bytes join to characters), so each piece is decoded behind the tokens of the piece
+before it, and the text of those is cut off. Text that ends in U+FFFD may be half a character and
+waits for more tokens. One difference remains, for tokenizers with byte-fallback tokens: where
+a malformed byte follows complete characters of the same run, `decode` replaces the whole run; the
+stream keeps the characters it has sent.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_INCOMPLETE = "\ufffd"
+_MAX_WAITING = 32  # tokens without a complete character; then the waiting ones are cut down
+_MAX_CHARACTER_TOKENS = 3  # an incomplete character has at most three bytes, each one token
+
+
+class Decoder(Protocol):
+    """What the detokenizer needs of a tokenizer."""
+
+    def has_text(self, token_id: int) -> bool: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Detokenizer:
+    """State of one choice's text."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._window: list[int] = []  # tokens of the last piece, then those that wait
+        self._num_sent = 0  # tokens of the window whose text was returned
+        self._sent_text = ""  # text of the window that was returned
+
+    def push(self, token_id: int) -> str:
+        """Return the text that became complete with this token."""
+        if not self._decoder.has_text(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._decoder.decode(self._window)
+        if text != self._sent_text and not text.endswith(_INCOMPLETE):
+            return self._send(text, len(self._window))
+        if len(self._window) - self._num_sent > _MAX_WAITING:
+            return self._send_oldest(text)
+        return ""
+
+    def finish(self) -> str:
+        """Return what is still waiting, as it stands."""
+        return self._send(self._decoder.decode(self._window), len(self._window))
+
+    def _send(self, text: str, num_tokens: int) -> str:
+        """Return the unsent part of `text`, which is that of the first tokens of the window."""
+        if text.startswith(self._sent_text):
+            new_text = text[len(self._sent_text) :]
+        else:  # sent characters turned malformed; see the module's docstring
+            new_text = self._decoder.decode(self._window[self._num_sent : num_tokens])
+        self._window = self._window[self._num_sent :]
+        self._num_sent = num_tokens - self._num_sent
+        self._sent_text = self._decoder.decode(self._window[: self._num_sent])
+        return new_text
+
+    def _send_oldest(self, text: str) -> str:
+        """Send waiting garbage up to a token where the text can be cut without changing it."""
+        for end in range(len(self._window) - _MAX_CHARACTER_TOKENS - 1, self._num_sent, -1):
+            head = self._decoder.decode(self._window[:end])
+            if head + self._decoder.decode(self._window[end:]) == text:
+                return self._send(head, end)
+        return ""

@@ -1,0 +1,247 @@
+"""Gets requests served: places them on decode workers, receives their tokens, resumes them.
+
+Life of a request here:
+1. PLACED     the policy chose a decode worker; load is counted there
+2. SUBMITTED  on the one session that this router has with that worker
+3. STREAMING  each message of the session feeds the `Generation`s it names; the client's call takes
+              from them at its own pace and never holds up the session
+4. FINISHED   all choices ended, or an error of the request's own came
+
+When a session breaks, its worker dies, refuses or skips a token, the request goes back to 1 with
+what it has emitted, as the next attempt; late messages of earlier attempts are dropped. Leaving
+`Dispatcher.serve` in whatever way cancels what is left at the worker.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from router import wire
+from router.config import RouterConfig
+from router.errors import (
+    AttemptFailed,
+    DeadlineExceeded,
+    NoWorker,
+    Overloaded,
+    RequestFailed,
+    RequestLost,
+    RouterError,
+)
+from router.generation import Generation
+from router.membership import WorkerMember
+from router.placement import Placement
+from router.policy import PolicyWeights, RouteQuery, route
+from router.prefix_index import PrefixIndex
+from router.session import Session, SessionCounters, Stream
+from router.token_ids import pack_token_ids
+from router.worker_registry import Worker, WorkerRegistry
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """All requests and sessions of one router."""
+
+    def __init__(
+        self, *, config: RouterConfig, registry: WorkerRegistry, index: PrefixIndex
+    ) -> None:
+        self.counters = SessionCounters()
+        self.num_resumed = 0  # attempts after the first
+        self._config = config
+        self._registry = registry
+        self._index = index
+        self._weights = PolicyWeights(
+            prefill_tokens_per_s=config.prefill_tokens_per_s,
+            decode_load_s=config.decode_load_s,
+            page_pressure_s=config.page_pressure_s,
+            max_prefill_candidates=config.max_prefill_candidates,
+        )
+        self._sessions: dict[Worker, Session] = {}
+        self._drivers: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def serve(self, generation: Generation) -> AsyncIterator[Stream]:
+        """Drive a request while the body runs; leaving it cancels what is not finished."""
+        stream = Stream(generation)
+        request_id = generation.request.request_id
+        driver = asyncio.create_task(self._drive(stream), name=f"request-{request_id}")
+        self._drivers.add(driver)
+        try:
+            yield stream
+        finally:
+            self._drivers.discard(driver)
+            driver.cancel()
+            await asyncio.wait([driver], timeout=1)
+
+    def worker_lost(self, worker: Worker, reason: str) -> None:
+        """Resume all requests of a worker that died."""
+        session = self._sessions.pop(worker, None)
+        if session:
+            session.fail(f"{worker.member.worker_id}: {reason}")
+            if session.task:
+                session.task.cancel()
+
+    def abandon(self) -> None:
+        """End all requests that are still running."""
+        for driver in self._drivers:
+            driver.cancel()
+
+    async def stop(self) -> None:
+        """End all sessions; call it when no request is left."""
+        sessions, self._sessions = self._sessions, {}
+        tasks = [session.task for session in sessions.values() if session.task]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1)
+
+    async def _drive(self, stream: Stream) -> None:
+        try:
+            async with asyncio.timeout_at(stream.generation.request.deadline_at):
+                await self._attempt_until_done(stream)
+            stream.end(None)
+        except TimeoutError:
+            stream.end(DeadlineExceeded(f"not finished in time: {_progress(stream.generation)}"))
+        except RouterError as error:
+            stream.end(error)
+        except Exception:
+            request_id = stream.generation.request.request_id
+            logger.exception("request_crashed request_id=%s", request_id)
+            stream.end(RequestFailed(grpc.StatusCode.INTERNAL.value[0], "internal error"))
+        finally:
+            stream.end(NoWorker("the router stopped"))  # no effect on an end before
+
+    async def _attempt_until_done(self, stream: Stream) -> None:
+        generation = stream.generation
+        refused: set[WorkerMember] = set()  # not to be tried again while there is another
+        num_lost = 0
+        patience_ends_at: float | None = None  # with workers that take nothing more
+        while True:
+            placement = await self._place(generation, refused)
+            try:
+                await self._attempt(stream, placement)
+                return
+            except AttemptFailed as failed:
+                refused.add(placement.decode.member)
+                if failed.is_overload:
+                    now = asyncio.get_running_loop().time()
+                    patience_ends_at = patience_ends_at or now + self._config.resume_wait_s
+                    is_new = generation.num_tokens == 0
+                    if now >= patience_ends_at or (is_new and not self._others(refused)):
+                        raise Overloaded(
+                            f"no decode worker takes more: {failed}", self._config.retry_delay_s
+                        ) from failed
+                else:
+                    num_lost += 1
+                    if num_lost > self._config.max_resumptions:
+                        raise RequestLost(
+                            f"gave up after {num_lost} lost attempts, {_progress(generation)};"
+                            f" the last one: {failed}"
+                        ) from failed
+                self.num_resumed += 1
+                logger.info(
+                    "request_resumed request_id=%s attempt=%d emitted=%d reason=%r",
+                    generation.request.request_id,
+                    generation.attempt + 1,
+                    generation.num_tokens,
+                    str(failed),
+                )
+
+    def _others(self, refused: set[WorkerMember]) -> list[Worker]:
+        return [w for w in self._registry.ready("decode") if w.member not in refused]
+
+    async def _candidates(self, generation: Generation, refused: set[WorkerMember]) -> list[Worker]:
+        """Return the decode workers to choose from, waiting for one if there is none."""
+        loop = asyncio.get_running_loop()
+        is_first = generation.attempt < 0
+        wait_s = self._config.worker_wait_s if is_first else self._config.resume_wait_s
+        if refused and not self._others(refused):
+            # Whoever is left has just refused: give it, or a new worker, a moment.
+            await self._registry.wait_changed(loop.time() + self._config.retry_delay_s)
+        until = loop.time() + wait_s
+        while not (ready := self._registry.ready("decode")):
+            if not await self._registry.wait_changed(until):
+                raise NoWorker(f"no decode worker for {wait_s:g} s; {_progress(generation)}")
+        return self._others(refused) or ready
+
+    async def _place(self, generation: Generation, refused: set[WorkerMember]) -> Placement:
+        """Choose workers and count the request's load there."""
+        decode_workers = await self._candidates(generation, refused)
+        now = asyncio.get_running_loop().time()
+        request = generation.request
+        overlaps = self._index.match(request.page_hashes, now)
+        decision = route(
+            RouteQuery(
+                num_tokens=len(request.token_ids),
+                page_size=request.page_size,
+                affinity=(request.page_hashes or (pack_token_ids(request.token_ids),))[0],
+            ),
+            decode_workers=[worker.load for worker in decode_workers],
+            prefill_workers=[each.load for each in self._registry.ready("prefill")],
+            overlaps=overlaps,
+            weights=self._weights,
+        )
+        computing = decision.prefill_candidates[:1] or (decision.decode_worker,)
+        expires_at = now + self._config.speculative_ttl_s
+        for worker_id in dict.fromkeys((decision.decode_worker, *computing)):
+            self._index.expect(worker_id, request.page_hashes, expires_at)
+        overlap = max(decision.decode_overlap, *decision.prefill_overlaps[:1], 0)
+        return Placement(
+            self._registry.get(decision.decode_worker),
+            [self._registry.get(each) for each in decision.prefill_candidates],
+            len(request.token_ids) - overlap,
+        )
+
+    async def _attempt(self, stream: Stream, placement: Placement) -> None:
+        """Run one attempt to its end; raise AttemptFailed when another should follow."""
+        generation = stream.generation
+        choices = generation.begin_attempt(placement.decode.member.worker_id)
+        stream.placement = placement
+        over = stream.begin_attempt()
+        session = self._session(placement.decode)
+        remaining_s = generation.request.deadline_at - asyncio.get_running_loop().time()
+        message = wire.submit(
+            generation.request,
+            attempt=generation.attempt,
+            choices=choices,
+            prefill_candidates=[worker.member for worker in placement.prefill],
+            cache_salt=self._config.cache_salt,
+            timeout_s=remaining_s,
+        )
+        session.add(stream, message)
+        try:
+            await over
+        finally:
+            session.remove(stream)
+            placement.release()
+
+    def _session(self, worker: Worker) -> Session:
+        session = self._sessions.get(worker)
+        if session is None:
+            session = Session(worker, self._config.router_id, self.counters)
+            self._sessions[worker] = session
+            session.task = asyncio.create_task(
+                self._run_session(session), name=f"session-{worker.member.worker_id}"
+            )
+        return session
+
+    async def _run_session(self, session: Session) -> None:
+        reason = "the session ended"
+        try:
+            reason = await session.run()
+        except Exception:
+            logger.exception("session_crashed worker_id=%s", session.worker.member.worker_id)
+            reason = "the session crashed"
+        finally:
+            if self._sessions.get(session.worker) is session:
+                self.counters.broken_sessions += 1
+                # Declares the worker dead, which comes back to worker_lost.
+                self._registry.report_broken(session.worker, reason)
+                self.worker_lost(session.worker, reason)
+
+
+def _progress(generation: Generation) -> str:
+    return f"{generation.num_tokens} tokens were generated"

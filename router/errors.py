@@ -1,0 +1,91 @@
+"""What can go wrong with a request, as the router sees it.
+
+RouterError
+  InvalidRequest         a field is wrong; says which, what was found and what is allowed
+    UnknownModel         the model name is not served
+  Overloaded             too many active requests; try again after `retry_delay_s`
+  NoWorker               no decode worker became available in time, or the router stops
+  RequestFailed          a worker ended the request with an error of the request's own
+  RequestLost            the stream broke more often than it may be resumed
+  DeadlineExceeded       the client's or the router's time limit passed
+  SlowClient             the client did not take its messages
+
+ModelFolderError         a file of the model folder is missing or broken (at start)
+ChatTemplateError        a chat template is not valid or broke a rule of the sandbox
+
+Inside the router only:
+AttemptFailed            this attempt is over, another worker may go on
+DeltaGap                 tokens are missing between two deltas of a choice
+
+`server.py` maps these to gRPC status codes.
+"""
+
+
+class RouterError(Exception):
+    """Base of everything that ends a request without a result."""
+
+
+class InvalidRequest(RouterError):
+    """A field of the request is wrong."""
+
+    def __init__(self, field: str, found: str, allowed: str) -> None:
+        super().__init__(f"{field}: found {found}; allowed: {allowed}")
+        self.field = field
+        self.found = found
+        self.allowed = allowed
+
+
+class UnknownModel(InvalidRequest):
+    """The model name is not served."""
+
+
+class Overloaded(RouterError):
+    """There is no room for another request."""
+
+    def __init__(self, message: str, retry_delay_s: float) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
+
+
+class NoWorker(RouterError):
+    """Nobody can serve the request now."""
+
+
+class RequestFailed(RouterError):
+    """A worker ended the request; another would do the same."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code  # a google.rpc.Code number
+
+
+class RequestLost(RouterError):
+    """The request was resumed as often as allowed and broke again."""
+
+
+class DeadlineExceeded(RouterError):
+    """Time is up."""
+
+
+class SlowClient(RouterError):
+    """The client stopped reading."""
+
+
+class ModelFolderError(Exception):
+    """A file of the model folder cannot be used."""
+
+
+class ChatTemplateError(Exception):
+    """The model's chat template cannot be compiled or broke a rule of the sandbox."""
+
+
+class AttemptFailed(Exception):
+    """The worker, the session or the stream of deltas failed; the request can go on elsewhere."""
+
+    def __init__(self, reason: str, *, is_overload: bool = False) -> None:
+        super().__init__(reason)
+        self.is_overload = is_overload  # the worker is healthy but takes nothing more
+
+
+class DeltaGap(Exception):
+    """A delta begins after the next expected token."""

@@ -1,0 +1,270 @@
+"""The state of one request's streams: fed with a worker's deltas, drained by the client's call.
+
+It is pure: no clock, no waiting.
+
+Rules, in the order in which a delta meets them:
+- another attempt than the current one, or a choice that is over: dropped;
+- tokens that were received before (first_index below the next index): dropped;
+- tokens missing in between: DeltaGap, the request is resumed elsewhere;
+- a stop string: the choice ends there, whatever else the worker says about it.
+
+What a slow client has not taken merges into one output per choice, so that the memory of a request
+is bounded by its tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from router.detokenizer import Detokenizer
+from router.errors import DeltaGap
+from router.request import GenerationRequest
+from router.stop_strings import StopStrings
+from router.tokenizer import Tokenizer
+
+
+class Finish(Enum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStats:
+    """What a request cost; see RequestStats in protos/common.proto."""
+
+    decode_cached_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    prefill_computed_tokens: int = 0
+    decode_computed_tokens: int = 0
+    pages_moved: int = 0
+    bytes_moved: int = 0
+    preemptions: int = 0
+    prefill_retries: int = 0
+    resumptions: int = 0
+
+    def plus(self, other: "WorkerStats") -> "WorkerStats":
+        """Return the sum, field by field."""
+        return WorkerStats(
+            **{
+                each.name: getattr(self, each.name) + getattr(other, each.name)
+                for each in fields(self)
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """New tokens of one choice, from a decode worker."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    first_index: int  # in the output
+    token_ids: list[int]
+    logprobs: tuple[Any, ...] = ()  # one per token, or none; passed on as they are
+    finish: Finish | None = None
+    stats: WorkerStats | None = None  # with the last delta of a request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A request that a decode worker ended without a result."""
+
+    request_id: str
+    attempt: int
+    code: int  # google.rpc.Code
+    message: str
+
+
+@dataclass(slots=True)
+class Output:
+    """What a choice has for the client since the client last took something."""
+
+    choice: int
+    first_index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    finish: Finish | None = None
+    stopped_by: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """Of one finished request, as Usage in protos/inference.proto defines them."""
+
+    ttft_ms: float
+    total_ms: float
+    tpot_ms: float
+
+
+class Choice:
+    """One of a request's n streams.
+
+    Invariant: `token_ids` is what the client has or will get, without gap or repetition.
+    """
+
+    def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.is_finished = False
+        self._end_token_ids = request.end_token_ids
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self._stop_strings = StopStrings(request.sampling.stop)
+        self._output: Output | None = None
+
+    def accept(self, delta: Delta) -> int:
+        """Take over a delta; return how many of its tokens are new.
+
+        Raises:
+            DeltaGap: The delta begins after the next expected token; nothing was taken.
+        """
+        if self.is_finished:
+            return 0
+        next_index = len(self.token_ids)
+        if delta.first_index > next_index:
+            raise DeltaGap(
+                f"choice {self.index}: tokens {next_index} to {delta.first_index - 1} are missing"
+            )
+        num_known = next_index - delta.first_index
+        new_ids = delta.token_ids[num_known:]
+        logprobs = delta.logprobs[num_known:]
+        is_last_delta = delta.finish is not None and num_known <= len(delta.token_ids)
+        for offset, token_id in enumerate(new_ids):
+            is_last = is_last_delta and offset == len(new_ids) - 1
+            ends = is_last and delta.finish is Finish.STOP and token_id in self._end_token_ids
+            self._add(token_id, logprobs[offset : offset + 1], has_text=not ends)
+            if self.is_finished:  # by a stop string
+                return offset + 1
+        if is_last_delta:
+            self._finish(delta.finish, stopped_by=self._end_token_text(delta.finish))
+        return len(new_ids)
+
+    def take(self) -> Output | None:
+        """Return what the client has not got yet, if anything."""
+        output, self._output = self._output, None
+        return output
+
+    def _pending(self) -> Output:
+        if self._output is None:
+            self._output = Output(self.index, first_index=len(self.token_ids))
+        return self._output
+
+    def _add(self, token_id: int, logprobs: Sequence[Any], *, has_text: bool) -> None:
+        output = self._pending()
+        output.token_ids.append(token_id)
+        output.logprobs.extend(logprobs)
+        self.token_ids.append(token_id)
+        if self._detokenizer and has_text:
+            self._add_text(self._detokenizer.push(token_id))
+
+    def _add_text(self, text: str) -> None:
+        result = self._stop_strings.push(text)
+        output = self._pending()
+        output.text += result.text
+        if result.stopped_by:
+            self.is_finished = True
+            output.finish = Finish.STOP
+            output.stopped_by = result.stopped_by
+
+    def _finish(self, finish: Finish | None, *, stopped_by: str) -> None:
+        if self._detokenizer:
+            self._add_text(self._detokenizer.finish())
+            if self.is_finished:  # the last half character made up a stop string
+                return
+        output = self._pending()
+        output.text += self._stop_strings.finish()
+        output.finish = finish
+        output.stopped_by = stopped_by
+        self.is_finished = True
+
+    def _end_token_text(self, finish: Finish | None) -> str:
+        if finish is not Finish.STOP or not self._tokenizer or not self.token_ids:
+            return ""
+        return self._tokenizer.token_text(self.token_ids[-1])
+
+
+class Generation:
+    """All choices of a request over all its attempts."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.choices = [Choice(i, request, tokenizer) for i in range(request.sampling.n)]
+        self.attempt = -1  # of the last begin_attempt
+        self.stats = WorkerStats()  # of the attempts that reported any
+        self.decode_workers: list[str] = []  # in order of use
+        self.first_token_at: float | None = None  # loop time
+        self.last_token_at: float | None = None
+        self.finished_at = 0.0  # valid when is_finished
+        self._running: set[int] = set()  # choices that the current worker still works on
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.is_finished for choice in self.choices)
+
+    @property
+    def is_running_at_worker(self) -> bool:
+        """Whether the current attempt's worker holds anything that a cancel would free."""
+        return bool(self._running)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_resumptions(self) -> int:
+        return max(0, self.attempt)
+
+    def begin_attempt(self, worker_id: str) -> list[tuple[int, Sequence[int]]]:
+        """Count a new attempt and return what it has to go on with: (choice, tokens so far)."""
+        self.attempt += 1
+        self.decode_workers.append(worker_id)
+        unfinished = [choice for choice in self.choices if not choice.is_finished]
+        self._running = {choice.index for choice in unfinished}
+        return [(choice.index, tuple(choice.token_ids)) for choice in unfinished]
+
+    def accept(self, delta: Delta, now: float) -> bool:
+        """Take over a delta; False means that it was stale.
+
+        Raises:
+            DeltaGap: Tokens are missing before it.
+        """
+        if delta.attempt != self.attempt or delta.choice >= len(self.choices):
+            return False
+        if delta.stats:
+            self.stats = self.stats.plus(delta.stats)
+        if delta.finish is not None:
+            self._running.discard(delta.choice)
+        if self.choices[delta.choice].accept(delta):
+            self.first_token_at = now if self.first_token_at is None else self.first_token_at
+            self.last_token_at = now
+        self.finished_at = now
+        return True
+
+    def fail_attempt(self, attempt: int) -> bool:
+        """Note that the worker gave up; False means that the failure was stale."""
+        if attempt != self.attempt:
+            return False
+        self._running.clear()
+        return True
+
+    def timings(self) -> "Timings":
+        """Return the times of a request that has finished."""
+        first_at, last_at = self.first_token_at, self.last_token_at
+        if first_at is None or last_at is None:
+            first_at = last_at = self.finished_at
+        num_gaps = max(len(choice.token_ids) for choice in self.choices) - 1
+        return Timings(
+            ttft_ms=1000 * (first_at - self.request.arrived_at),
+            total_ms=1000 * (self.finished_at - self.request.arrived_at),
+            tpot_ms=1000 * (last_at - first_at) / num_gaps if num_gaps > 0 else 0.0,
+        )
+
+    def take_outputs(self) -> list[Output]:
+        """Return what the client has not got yet, one output per choice at most."""
+        return [output for choice in self.choices if (output := choice.take())]

@@ -1,0 +1,83 @@
+"""A request in the forms it takes on its way in: as asked, and complete."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The model that the workers serve; all workers of a router report an equal one."""
+
+    name: str
+    fingerprint: str  # identity of weights and configuration
+    vocab_size: int  # token ids are below it
+    max_context_tokens: int  # longest prompt plus output
+    page_size: int  # token slots in a page
+    eos_token_ids: tuple[int, ...] = ()
+    has_chat_template: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedSampling:
+    """Sampling parameters as a client gave them; None is unset."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingDefaults:
+    """What unset parameters become: the model's generation_config, else these."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Complete and checked sampling parameters."""
+
+    temperature: float  # 0 is greedy
+    top_p: float
+    top_k: int  # 0 is off
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    max_tokens: int  # at most what the context holds
+    min_tokens: int
+    stop: tuple[str, ...]  # the router's own business
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    n: int
+    logprobs: int | None  # None: none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """An admitted request: everything that dispatch needs to get it served."""
+
+    request_id: str  # 32 hexadecimal digits
+    token_ids: tuple[int, ...]  # the prompt
+    sampling: Sampling
+    end_token_ids: frozenset[int]  # those that end a choice and are not part of its text
+    page_hashes: tuple[bytes, ...]  # of the prompt's full pages
+    page_size: int
+    arrived_at: float  # loop time
+    deadline_at: float  # loop time

@@ -1,0 +1,95 @@
+"""The router: composes registry, index, admission, dispatch and the public service."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import grpc
+
+from router.admission import Admission
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.health import Health
+from router.membership import WorkerMember
+from router.model_folder import ModelFolder, read_model_folder
+from router.prefix_index import PrefixIndex
+from router.server import InferenceServicer, add_to_server
+from router.worker_registry import WorkerRegistry
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """One router process. Everything runs in the event loop that it is constructed in.
+
+    Args:
+        config: Limits and weights.
+        model_dir: Folder with tokenizer.json, chat template and generation_config.json; None serves
+            token ids only (no text, no chat, no stop strings).
+        connect_channel: Makes a grpc.aio channel to a worker's address.
+        random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
+
+    Raises:
+        ModelFolderError: A file of the model folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        model_dir: Path | None,
+        connect_channel: Callable[[str], grpc.aio.Channel],
+        random_id: Callable[[], str],
+    ) -> None:
+        folder = ModelFolder()
+        if model_dir is not None:
+            folder = read_model_folder(model_dir, max_prompt_chars=config.max_prompt_chars)
+        self.index = PrefixIndex(max_pages=config.max_index_pages)
+        self.registry = WorkerRegistry(
+            config=config,
+            connect_channel=connect_channel,
+            index=self.index,
+            on_lost=lambda worker, reason: self.dispatcher.worker_lost(worker, reason),
+        )
+        self.dispatcher = Dispatcher(config=config, registry=self.registry, index=self.index)
+        self.admission = Admission(
+            config=config, folder=folder, registry=self.registry, random_id=random_id
+        )
+        self._servicer = InferenceServicer(
+            admission=self.admission,
+            dispatcher=self.dispatcher,
+            registry=self.registry,
+            index=self.index,
+            random_id=random_id,
+            slow_client_timeout_s=config.slow_client_timeout_s,
+        )
+        self._health = Health(self.registry)
+        self._health_task: asyncio.Task[None] | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add InferenceService and the health service to a server."""
+        add_to_server(self._servicer, server)
+        self._health.add_to_server(server)
+
+    async def start(self) -> None:
+        """Begin to report health; workers are followed from `set_workers` on."""
+        self._health_task = asyncio.create_task(self._health.run(), name="router-health")
+
+    async def set_workers(self, workers: Iterable[WorkerMember]) -> None:
+        """Set the membership. Idempotent; a worker that is absent is gone."""
+        self.registry.set_members(workers)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests, give the running ones `grace_s` seconds, then end them."""
+        self.admission.is_closed = True
+        if self._health_task:
+            self._health_task.cancel()
+            await asyncio.wait([self._health_task], timeout=1)
+        await self._health.stop()
+        if not await self.admission.wait_idle(grace_s):
+            logger.warning("requests_abandoned num_requests=%d", self.admission.num_active)
+            self.dispatcher.abandon()
+            await self.admission.wait_idle(1.0)
+        await self.dispatcher.stop()
+        await self.registry.stop()

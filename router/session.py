@@ -1,0 +1,181 @@
+"""The stream between this router and a decode worker, and the requests that share it.
+
+The session's reader feeds each `Stream` and never waits for a client; a client's call takes from
+its stream at its own pace. A stream outlives a session: when one breaks, the request goes on over
+another, as the next attempt.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from router import wire
+from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
+from router.generation import Delta, Failure, Generation, Output
+from router.placement import Placement
+from router.worker_registry import Worker
+
+# google.rpc.Code numbers of failures that another worker, or a later start of it, may not have.
+_FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE, _RESOURCE_EXHAUSTED = 9, 10, 14, 8
+_RETRYABLE = {_FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE}
+
+
+@dataclass(slots=True)
+class SessionCounters:
+    """What happened on all sessions of a router since its start."""
+
+    stale_deltas: int = 0  # of an earlier attempt, or for a request that is over
+    gaps: int = 0
+    broken_sessions: int = 0
+
+
+class Stream:
+    """A request on its way: fed by a session, drained by the client's call."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.placement: Placement | None = None
+        self._attempt_over: asyncio.Future[None] | None = None
+        self._ready = asyncio.Event()  # there is something to take, or the end
+        self._is_over = False
+        self._error: RouterError | None = None
+
+    async def next_outputs(self) -> list[Output]:
+        """Wait until there is something new and return it; nothing means that all was returned.
+
+        Raises:
+            RouterError: The request failed; after everything that was received before.
+        """
+        while True:
+            outputs = self.generation.take_outputs()
+            if outputs:
+                return outputs
+            if self._is_over:
+                if self._error:
+                    raise self._error
+                return []
+            # No deadline here: the task that drives the request has one, and ends this.
+            await self._ready.wait()
+            self._ready.clear()
+
+    def begin_attempt(self) -> "asyncio.Future[None]":
+        self._attempt_over = asyncio.get_running_loop().create_future()
+        # A client that leaves at the same moment leaves nobody to look at the failure.
+        self._attempt_over.add_done_callback(lambda over: over.cancelled() or over.exception())
+        return self._attempt_over
+
+    def on_delta(self, delta: Delta) -> bool:
+        """Take over a delta; False means that it was stale.
+
+        Raises:
+            DeltaGap: Tokens are missing before it; this attempt is over.
+        """
+        over = self._attempt_over
+        if over is None or over.done():
+            return False
+        try:
+            is_fresh = self.generation.accept(delta, asyncio.get_running_loop().time())
+        except DeltaGap as gap:
+            self.fail_attempt(AttemptFailed(str(gap)))
+            raise
+        if is_fresh and self.placement:
+            self.placement.prefilled()
+        if self.generation.is_finished:
+            over.set_result(None)
+        self._ready.set()
+        return is_fresh
+
+    def on_failure(self, failure: Failure) -> bool:
+        """End the attempt because the worker says so; False means that it was stale."""
+        if not self.generation.fail_attempt(failure.attempt):
+            return False
+        if failure.code in _RETRYABLE:
+            self.fail_attempt(AttemptFailed(failure.message))
+        elif failure.code == _RESOURCE_EXHAUSTED:
+            self.fail_attempt(AttemptFailed(failure.message, is_overload=True))
+        else:
+            self.fail_attempt(RequestFailed(failure.code, failure.message))
+        return True
+
+    def fail_attempt(self, error: Exception) -> None:
+        if self._attempt_over and not self._attempt_over.done():
+            self._attempt_over.set_exception(error)
+
+    def end(self, error: RouterError | None) -> None:
+        """Let the client's call see the end; the first end counts."""
+        if not self._is_over:
+            self._is_over = True
+            # A deadline may pass between the last token and this; the client has its result.
+            self._error = None if self.generation.is_finished else error
+            self._ready.set()
+
+
+class Session:
+    """The stream between this router and one incarnation of a decode worker."""
+
+    def __init__(self, worker: Worker, router_id: str, counters: SessionCounters) -> None:
+        self.worker = worker
+        self.streams: dict[str, Stream] = {}  # request_id |-> stream
+        self._counters = counters
+        self._outbox: asyncio.Queue[Any] = asyncio.Queue()  # holds at most two messages per request
+        self._outbox.put_nowait(wire.hello(router_id, worker.member.incarnation))
+        self.task: asyncio.Task[None] | None = None
+
+    def add(self, stream: Stream, message: Any) -> None:
+        self.streams[stream.generation.request.request_id] = stream
+        self._outbox.put_nowait(message)
+
+    def remove(self, stream: Stream) -> None:
+        """Drop a stream; what the worker still holds for it is cancelled."""
+        request_id = stream.generation.request.request_id
+        if self.streams.get(request_id) is stream:
+            del self.streams[request_id]
+            if stream.generation.is_running_at_worker:
+                self._outbox.put_nowait(wire.cancel(request_id))
+
+    def fail(self, reason: str) -> None:
+        """End the attempts of all streams; each goes on elsewhere."""
+        streams, self.streams = self.streams, {}
+        for stream in streams.values():
+            stream.fail_attempt(AttemptFailed(reason))
+
+    async def run(self) -> str:
+        """Exchange messages until the session breaks; return why it did."""
+        call = wire.open_session(self.worker.channel)
+        writer = asyncio.create_task(
+            self._write(call), name=f"session-writer-{self.worker.member.worker_id}"
+        )
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self._receive(message)
+            return "the worker ended the session"
+        except grpc.aio.AioRpcError as error:
+            return f"the session broke: {error.code().name}: {error.details()}"
+        finally:
+            writer.cancel()
+            call.cancel()
+            await asyncio.wait([writer], timeout=1)
+
+    async def _write(self, call: Any) -> None:
+        try:
+            while True:
+                await call.write(await self._outbox.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader learns the same and says why
+
+    def _receive(self, message: Any) -> None:
+        for event in wire.session_events(message):
+            stream = self.streams.get(event.request_id)
+            if stream is None:
+                self._counters.stale_deltas += 1
+            elif isinstance(event, Failure):
+                if not stream.on_failure(event):
+                    self._counters.stale_deltas += 1
+            else:
+                try:
+                    if not stream.on_delta(event):
+                        self._counters.stale_deltas += 1
+                except DeltaGap:
+                    self._counters.gaps += 1

@@ -1,0 +1,205 @@
+"""The one validator: what a client may ask for, whichever front end it used.
+
+Each refusal is an `InvalidRequest` that names the field, what was found and what is allowed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from router.errors import InvalidRequest, UnknownModel
+from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
+from router.token_ids import unpack_token_ids
+
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 256
+MAX_SEED = 2**64 - 1
+# Divisors of logits: beyond these float32 overflows, and the draw would be of NaN.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    """Refuse a model name that is not served; empty means the only model."""
+    if name and name != model.name:
+        raise UnknownModel("model", _quote(name), f"{_quote(model.name)}, or empty")
+
+
+def check_packed_token_ids(packed: bytes) -> list[int]:
+    """Return the ids of a packed prompt."""
+    if len(packed) % 4:
+        raise InvalidRequest(
+            "prompt.token_ids", f"{len(packed)} bytes", "packed uint32: a multiple of 4 bytes"
+        )
+    return unpack_token_ids(packed)
+
+
+def check_text(field: str, text: str, max_chars: int) -> None:
+    """Refuse an empty text, and one that is too long to tokenize."""
+    if not text:
+        raise InvalidRequest(field, "an empty text", "at least one character")
+    if len(text) > max_chars:
+        raise InvalidRequest(field, f"{len(text)} characters", f"at most {max_chars}")
+
+
+def check_prompt(token_ids: Sequence[int], model: ServedModel) -> None:
+    """Refuse a prompt that is empty, leaves no room for output or has foreign token ids."""
+    if not token_ids:
+        raise InvalidRequest("prompt", "no tokens", "at least one token")
+    if len(token_ids) >= model.max_context_tokens:
+        raise InvalidRequest(
+            "prompt",
+            f"{len(token_ids)} tokens",
+            f"at most {model.max_context_tokens - 1}: the context holds"
+            f" {model.max_context_tokens} with at least one token of output",
+        )
+    if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
+        index, token_id = next(
+            (i, t) for i, t in enumerate(token_ids) if not 0 <= t < model.vocab_size
+        )
+        raise InvalidRequest(
+            f"prompt.token_ids[{index}]", str(token_id), f"0 to {model.vocab_size - 1}"
+        )
+
+
+def complete_sampling(
+    asked: AskedSampling,
+    *,
+    defaults: SamplingDefaults,
+    model: ServedModel,
+    prompt_len: int,
+    has_tokenizer: bool,
+    draw_seed: Callable[[], int],
+) -> Sampling:
+    """Check sampling parameters and fill in what is unset.
+
+    Args:
+        asked: What the client gave.
+        defaults: What the model folder gives.
+        model: Limits.
+        prompt_len: Of an already checked prompt, tokens.
+        has_tokenizer: Whether stop strings can be found.
+        draw_seed: Called when no seed is given, so that a resumed stream draws the same tokens.
+
+    Raises:
+        InvalidRequest: A value is out of range, not finite or contradicts another.
+    """
+    room = model.max_context_tokens - prompt_len
+    max_tokens = _integer("max_tokens", asked.max_tokens, room, 1, 2**32 - 1)
+    min_tokens = _integer("min_tokens", asked.min_tokens, 0, 0, 2**32 - 1)
+    if min_tokens > min(max_tokens, room):
+        raise InvalidRequest(
+            "sampling.min_tokens",
+            str(min_tokens),
+            f"at most {min(max_tokens, room)}: max_tokens, or what the context holds",
+        )
+    top_k = _integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
+    temperature = _number("temperature", asked.temperature, defaults.temperature, 0, None)
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise InvalidRequest(
+            "sampling.temperature",
+            repr(temperature),
+            f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+        )
+    top_p = _number("top_p", asked.top_p, defaults.top_p, 0, 1)
+    if top_p == 0:
+        raise InvalidRequest("sampling.top_p", "0", "above 0, up to 1")
+    _check_stop_strings(asked.stop, has_tokenizer=has_tokenizer)
+    _check_stop_tokens(asked, model)
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=0 if top_k >= model.vocab_size else top_k,
+        min_p=_number("min_p", asked.min_p, defaults.min_p, 0, 1),
+        repetition_penalty=_number(
+            "repetition_penalty",
+            asked.repetition_penalty,
+            defaults.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        ),
+        presence_penalty=_number("presence_penalty", asked.presence_penalty, 0.0, -2, 2),
+        frequency_penalty=_number("frequency_penalty", asked.frequency_penalty, 0.0, -2, 2),
+        seed=draw_seed() if asked.seed is None else _integer("seed", asked.seed, 0, 0, MAX_SEED),
+        max_tokens=min(max_tokens, room),
+        min_tokens=min_tokens,
+        stop=asked.stop,
+        stop_token_ids=asked.stop_token_ids,
+        ignore_eos=asked.ignore_eos,
+        n=_integer("n", asked.n, 1, 1, MAX_CHOICES),
+        logprobs=(
+            None
+            if asked.logprobs is None
+            else _integer("logprobs", asked.logprobs, 0, 0, min(MAX_LOGPROBS, model.vocab_size))
+        ),
+    )
+
+
+def end_token_ids(sampling: Sampling, model: ServedModel) -> frozenset[int]:
+    """Return the tokens that end a choice."""
+    eos = () if sampling.ignore_eos else model.eos_token_ids
+    return frozenset(eos) | frozenset(sampling.stop_token_ids)
+
+
+def _number(
+    name: str, value: float | None, default: float, low: float, high: float | None
+) -> float:
+    if value is None:
+        return default
+    if math.isfinite(value) and value >= low and (high is None or value <= high):
+        return value
+    allowed = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
+    raise InvalidRequest(f"sampling.{name}", repr(value), allowed)
+
+
+def _integer(name: str, value: int | None, default: int, low: int, high: int) -> int:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise InvalidRequest(f"sampling.{name}", str(value), f"{low} to {high}")
+    return value
+
+
+def _check_stop_strings(stop: tuple[str, ...], *, has_tokenizer: bool) -> None:
+    if stop and not has_tokenizer:
+        raise InvalidRequest(
+            "sampling.stop",
+            f"{len(stop)} strings",
+            "none: this router has no tokenizer and makes no text; use stop_token_ids",
+        )
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("sampling.stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS}")
+    for index, each in enumerate(stop):
+        if not 1 <= len(each) <= MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"sampling.stop[{index}]",
+                f"{len(each)} characters",
+                f"1 to {MAX_STOP_CHARS} characters",
+            )
+
+
+def _check_stop_tokens(asked: AskedSampling, model: ServedModel) -> None:
+    if len(asked.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            "sampling.stop_token_ids",
+            f"{len(asked.stop_token_ids)} ids",
+            f"at most {MAX_STOP_TOKENS}",
+        )
+    for index, token_id in enumerate(asked.stop_token_ids):
+        if not 0 <= token_id < model.vocab_size:
+            raise InvalidRequest(
+                f"sampling.stop_token_ids[{index}]", str(token_id), f"0 to {model.vocab_size - 1}"
+            )
+    eos = () if asked.ignore_eos else model.eos_token_ids
+    if asked.min_tokens and len({*eos, *asked.stop_token_ids}) >= model.vocab_size:
+        raise InvalidRequest(
+            "sampling.stop_token_ids",
+            "every token of the vocabulary",
+            "fewer, or min_tokens 0: before min_tokens no stop token can be drawn",
+        )
+
+
+def _quote(name: str) -> str:
+    return repr(name if len(name) <= 100 else name[:100] + "...")

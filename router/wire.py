@@ -1,0 +1,266 @@
+"""Converts between the router's values and protobuf, and makes the calls to workers."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc
+
+from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from router.generation import Delta, Failure, Finish, Output, WorkerStats
+from router.membership import PoolName, WorkerMember
+from router.prefix_index import CacheBatch, Position
+from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.token_ids import pack_token_ids, unpack_token_ids
+from router.worker_report import WorkerHeartbeat, WorkerInfo
+
+_POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
+_FINISHES = {
+    common_pb2.FINISH_REASON_STOP: Finish.STOP,
+    common_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
+}
+_FINISH_NUMBERS = {finish: number for number, finish in _FINISHES.items()}
+_OPTIONAL_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "n",
+    "logprobs",
+)
+_STATS = (
+    "decode_cached_tokens",
+    "prefill_cached_tokens",
+    "prefill_computed_tokens",
+    "decode_computed_tokens",
+    "pages_moved",
+    "bytes_moved",
+    "preemptions",
+    "prefill_retries",
+    "resumptions",
+)
+
+
+async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
+    """Ask a worker who it is."""
+    request = worker_pb2.GetInfoRequest()
+    info = await _worker_service(channel).GetInfo(request, timeout=timeout_s)
+    return WorkerInfo(
+        worker_id=info.worker.worker_id,
+        incarnation=info.worker.incarnation,
+        pool=_POOLS.get(info.pool),
+        model=ServedModel(
+            name=info.model.name,
+            fingerprint=info.model_fingerprint,
+            vocab_size=info.model.vocab_size,
+            max_context_tokens=info.model.max_context_tokens,
+            page_size=info.model.page_size,
+            eos_token_ids=tuple(info.eos_token_ids),
+            has_chat_template=info.model.has_chat_template,
+        ),
+    )
+
+
+def watch(channel: grpc.aio.Channel) -> Any:
+    """Open the stream of heartbeats; read it with `read_heartbeat`."""
+    return _worker_service(channel).Watch(worker_pb2.WatchRequest())
+
+
+def heartbeat(response: worker_pb2.WatchResponse) -> WorkerHeartbeat:
+    """Convert a message of the Watch stream."""
+    beat = response.heartbeat
+    pages = beat.pages
+    return WorkerHeartbeat(
+        incarnation=beat.worker.incarnation,
+        steps=beat.steps,
+        num_running=beat.running,
+        num_waiting=beat.waiting,
+        queued_tokens=beat.queued_tokens,
+        num_pages=pages.total,
+        num_used_pages=pages.live + pages.leased + pages.incoming + pages.quarantine,
+        is_draining=beat.draining,
+        message=beat.SerializeToString(),
+    )
+
+
+async def cache_batches(
+    channel: grpc.aio.Channel, position: Position | None
+) -> AsyncGenerator[CacheBatch, None]:
+    """Follow a worker's cache from a position on; None starts with a snapshot."""
+    call = _worker_service(channel).SubscribeCacheEvents(
+        worker_pb2.SubscribeCacheEventsRequest(
+            incarnation=position.incarnation if position else 0,
+            after_sequence=position.sequence if position else 0,
+        )
+    )
+    try:
+        async for batch in call:
+            yield CacheBatch(
+                incarnation=batch.incarnation,
+                sequence=batch.sequence,
+                is_snapshot=batch.snapshot,
+                stored=batch.stored,
+                removed=batch.removed,
+            )
+    finally:
+        call.cancel()
+
+
+def open_session(channel: grpc.aio.Channel) -> Any:
+    """Open a session with a decode worker; the first message must be a hello."""
+    stub = worker_pb2_grpc.DecodeServiceStub(channel)  # type: ignore[no-untyped-call]
+    return stub.Session()
+
+
+def hello(router_id: str, incarnation: int) -> worker_pb2.SessionRequest:
+    """Make the first message of a session."""
+    greeting = worker_pb2.SessionHello(router_id=router_id, incarnation=incarnation)
+    return worker_pb2.SessionRequest(hello=greeting)
+
+
+def submit(
+    request: GenerationRequest,
+    *,
+    attempt: int,
+    choices: Sequence[tuple[int, Sequence[int]]],
+    prefill_candidates: Sequence[WorkerMember],
+    cache_salt: bytes,
+    timeout_s: float,
+) -> worker_pb2.SessionRequest:
+    """Make the message that hands a request to a decode worker.
+
+    Args:
+        request: What to generate.
+        attempt: 0 at first, one more at each resumption.
+        choices: (choice, token ids already received) of those that are not finished.
+        prefill_candidates: Best first.
+        cache_salt: Part of the page hashes.
+        timeout_s: The worker gives up after it.
+    """
+    sampling = request.sampling
+    return worker_pb2.SessionRequest(
+        submit=worker_pb2.SubmitRequest(
+            request_id=request.request_id,
+            attempt=attempt,
+            prompt_token_ids=pack_token_ids(request.token_ids),
+            sampling=common_pb2.SamplingParams(
+                **{name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING},
+                stop_token_ids=sampling.stop_token_ids,
+                ignore_eos=sampling.ignore_eos,
+            ),
+            choices=[
+                worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_token_ids(emitted))
+                for choice, emitted in choices
+            ],
+            prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
+            cache_salt=cache_salt,
+            timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
+        )
+    )
+
+
+def cancel(request_id: str) -> worker_pb2.SessionRequest:
+    """Make the message that frees whatever a worker holds for a request."""
+    return worker_pb2.SessionRequest(cancel=worker_pb2.CancelRequest(request_id=request_id))
+
+
+def session_events(response: worker_pb2.SessionResponse) -> list[Delta | Failure]:
+    """Convert what one step of a decode worker produced for this router."""
+    events: list[Delta | Failure] = [
+        Delta(
+            request_id=delta.request_id,
+            attempt=delta.attempt,
+            choice=delta.choice,
+            first_index=delta.first_index,
+            token_ids=unpack_token_ids(delta.token_ids),
+            logprobs=tuple(delta.logprobs),
+            finish=_FINISHES.get(delta.finish_reason),
+            stats=_stats(delta.stats) if delta.HasField("stats") else None,
+        )
+        for delta in response.deltas
+    ]
+    events += [
+        Failure(
+            request_id=failure.request_id,
+            attempt=failure.attempt,
+            code=failure.code,
+            message=failure.message,
+        )
+        for failure in response.failures
+    ]
+    return events
+
+
+def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
+    """Convert what a client asked for; unset fields become None."""
+    return AskedSampling(
+        **{name: getattr(params, name) for name in _OPTIONAL_SAMPLING if params.HasField(name)},
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def response(request_id: str, output: Output) -> inference_pb2.GenerateResponse:
+    """Convert a piece of a choice for the client."""
+    finish = output.finish
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        choice=output.choice,
+        text=output.text,
+        token_ids=pack_token_ids(output.token_ids),
+        first_index=output.first_index,
+        logprobs=output.logprobs,
+        finish_reason=_FINISH_NUMBERS[finish] if finish else common_pb2.FINISH_REASON_UNSPECIFIED,
+        stopped_by=output.stopped_by,
+    )
+
+
+def request_stats(stats: WorkerStats) -> common_pb2.RequestStats:
+    """Convert what a request cost."""
+    return common_pb2.RequestStats(**{name: getattr(stats, name) for name in _STATS})
+
+
+def model(served: ServedModel) -> inference_pb2.Model:
+    """Convert the served model."""
+    return inference_pb2.Model(
+        name=served.name,
+        max_context_tokens=served.max_context_tokens,
+        vocab_size=served.vocab_size,
+        page_size=served.page_size,
+        has_chat_template=served.has_chat_template,
+    )
+
+
+def worker_status(
+    member: WorkerMember, state: str, beat: WorkerHeartbeat | None, age_s: float
+) -> inference_pb2.WorkerStatus:
+    """Convert what the registry knows of a worker; `state` is a name of WorkerState."""
+    status = inference_pb2.WorkerStatus(
+        worker=_worker_ref(member),
+        pool=f"POOL_{member.pool.upper()}",
+        state=f"WORKER_STATE_{state}",
+    )
+    if beat:
+        status.heartbeat.ParseFromString(beat.message)
+        status.heartbeat_age_ms = int(age_s * 1000)
+    return status
+
+
+def _worker_service(channel: grpc.aio.Channel) -> Any:
+    return worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def _worker_ref(member: WorkerMember) -> common_pb2.WorkerRef:
+    return common_pb2.WorkerRef(
+        worker_id=member.worker_id, incarnation=member.incarnation, address=member.address
+    )
+
+
+def _stats(stats: common_pb2.RequestStats) -> WorkerStats:
+    return WorkerStats(**{name: getattr(stats, name) for name in _STATS})

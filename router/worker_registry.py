@@ -1,0 +1,323 @@
+"""The workers a router knows: who is alive, how loaded, and what their caches hold.
+
+Life of a worker's entry (one per incarnation):
+    CONNECTING  announced by the controller; GetInfo and the first heartbeat are awaited
+    READY       heartbeats arrive; takes requests
+    DRAINING    heartbeats arrive and say so; finishes what it has
+    DEAD        silent, stuck, its stream or session broke, or it left the membership. While it is a
+                member the registry goes on trying to reach it, and it may become READY again.
+
+Load is counted here at the moment of a decision, because heartbeats lag behind a burst; the
+heartbeat's own numbers count where they are larger, since they include other routers' requests.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from router import wire
+from router.config import RouterConfig
+from router.membership import PoolName, WorkerMember
+from router.policy import WorkerLoad
+from router.prefix_index import PrefixIndex
+from router.request import ServedModel
+from router.worker_report import WorkerHeartbeat
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerGone(Exception):
+    """The worker cannot be used; the message says why."""
+
+
+class Worker:
+    """One incarnation of one worker, as this router sees it."""
+
+    def __init__(self, member: WorkerMember, channel: grpc.aio.Channel) -> None:
+        self.member = member
+        self.channel = channel
+        self.state = "CONNECTING"
+        self.model: ServedModel | None = None
+        self.heartbeat: WorkerHeartbeat | None = None
+        self.heartbeat_at = 0.0  # loop time
+        self.num_requests = 0  # that this router has there now
+        self.queued_tokens = 0  # of them, prompt tokens to compute before their first token
+        self.broken = asyncio.Event()  # set to make the registry reconnect
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> WorkerLoad:
+        beat = self.heartbeat
+        return WorkerLoad(
+            worker_id=self.member.worker_id,
+            num_requests=max(self.num_requests, beat.num_running + beat.num_waiting if beat else 0),
+            queued_tokens=max(self.queued_tokens, beat.queued_tokens if beat else 0),
+            used_page_share=beat.used_page_share if beat else 0.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownWorker:
+    """A worker as the cluster status shows it."""
+
+    member: WorkerMember
+    state: str
+    heartbeat: WorkerHeartbeat | None
+    heartbeat_age_s: float
+
+
+class WorkerRegistry:
+    """Follows every member with one task; owned by the event loop that calls it."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        connect_channel: Callable[[str], grpc.aio.Channel],
+        index: PrefixIndex,
+        on_lost: Callable[[Worker, str], None],
+    ) -> None:
+        """Create an empty registry.
+
+        Args:
+            config: Deadlines.
+            connect_channel: Makes a channel to a worker's address.
+            index: Kept up to date with the caches of living workers.
+            on_lost: Called with the reason when a worker that was in use becomes DEAD.
+        """
+        self._config = config
+        self._connect_channel = connect_channel
+        self._index = index
+        self._on_lost = on_lost
+        self._workers: dict[str, Worker] = {}  # worker_id |-> current incarnation
+        self._departed: dict[tuple[str, int], tuple[Worker, float]] = {}  # |-> (worker, left_at)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self.model: ServedModel | None = None  # of the first worker that answered
+
+    def set_members(self, members: Iterable[WorkerMember]) -> None:
+        """Follow exactly these members; idempotent."""
+        wanted = {member.worker_id: member for member in members}
+        for worker_id, worker in list(self._workers.items()):
+            if wanted.get(worker_id) != worker.member:
+                del self._workers[worker_id]
+                self._depart(worker)
+        for worker_id, member in wanted.items():
+            if worker_id not in self._workers:
+                worker = Worker(member, self._connect_channel(member.address))
+                self._workers[worker_id] = worker
+                worker.task = asyncio.create_task(self._follow(worker), name=f"follow-{worker_id}")
+        self._notify()
+
+    def ready(self, pool: PoolName) -> list[Worker]:
+        """Return the workers of a pool that take requests."""
+        return [w for w in self._workers.values() if w.member.pool == pool and w.state == "READY"]
+
+    def get(self, worker_id: str) -> Worker:
+        return self._workers[worker_id]
+
+    def report_broken(self, worker: Worker, reason: str) -> None:
+        """Note that a call to a worker broke: it is DEAD until it answers again."""
+        self._lose(worker, reason)
+        worker.broken.set()
+
+    async def wait_changed(self, until: float) -> bool:
+        """Wait for any change of any worker's state; False when time is up."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def known_workers(self) -> Sequence[KnownWorker]:
+        """Return all members, and those that left less than a minute ago."""
+        now = asyncio.get_running_loop().time()
+        self._departed = {
+            key: (worker, left_at)
+            for key, (worker, left_at) in self._departed.items()
+            if now - left_at < self._config.forget_dead_after_s
+        }
+        workers = [*self._workers.values(), *(worker for worker, _ in self._departed.values())]
+        return [
+            KnownWorker(
+                member=worker.member,
+                state=worker.state,
+                heartbeat=worker.heartbeat,
+                heartbeat_age_s=now - worker.heartbeat_at,
+            )
+            for worker in workers
+        ]
+
+    async def stop(self) -> None:
+        """Leave all workers."""
+        self.set_members(())
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=self._config.connect_timeout_s)
+
+    def _depart(self, worker: Worker) -> None:
+        self._lose(worker, "left the membership")
+        left_at = asyncio.get_running_loop().time()
+        self._departed[worker.member.worker_id, worker.member.incarnation] = worker, left_at
+        task = asyncio.create_task(self._close(worker), name=f"close-{worker.member.worker_id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, worker: Worker) -> None:
+        if worker.task:
+            worker.task.cancel()
+            await asyncio.wait([worker.task], timeout=self._config.connect_timeout_s)
+        await worker.channel.close()
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        was_used = worker.state in ("READY", "DRAINING")
+        worker.state = "DEAD"
+        if self._workers.get(worker.member.worker_id, worker) is worker:
+            self._index.remove_worker(worker.member.worker_id)
+        if was_used:
+            is_member = worker.member.worker_id in self._workers
+            logger.log(
+                logging.WARNING if is_member else logging.INFO,
+                "worker_lost worker_id=%s incarnation=%016x reason=%r",
+                worker.member.worker_id,
+                worker.member.incarnation,
+                reason,
+            )
+            self._on_lost(worker, reason)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _follow(self, worker: Worker) -> None:
+        """Keep a worker's entry up to date until the member leaves."""
+        last_reason = ""
+        while True:
+            worker.broken.clear()
+            try:
+                await self._connect_and_watch(worker)
+            except Exception as error:
+                if not isinstance(error, WorkerGone | grpc.aio.AioRpcError | OSError):
+                    logger.exception("worker_follow_failed worker_id=%s", worker.member.worker_id)
+                reason = _reason(error)
+                if worker.state not in ("READY", "DRAINING") and reason != last_reason:
+                    logger.info(
+                        "worker_unreachable worker_id=%s reason=%r", worker.member.worker_id, reason
+                    )
+                last_reason = reason
+                self._lose(worker, reason)
+            await asyncio.sleep(self._config.reconnect_delay_s)
+
+    async def _connect_and_watch(self, worker: Worker) -> None:
+        info = await wire.get_info(worker.channel, self._config.connect_timeout_s)
+        if info.incarnation != worker.member.incarnation:
+            raise WorkerGone(
+                f"{worker.member.address} is another incarnation,"
+                f" {info.incarnation:016x} instead of {worker.member.incarnation:016x}"
+            )
+        if info.pool != worker.member.pool:
+            raise WorkerGone(f"is in pool {info.pool}, was announced as {worker.member.pool}")
+        self._adopt_model(worker, info.model)
+        worker.state = "CONNECTING"
+        events = asyncio.create_task(
+            self._follow_cache(worker), name=f"cache-events-{worker.member.worker_id}"
+        )
+        call = wire.watch(worker.channel)
+        try:
+            await self._watch(worker, call)
+        finally:
+            call.cancel()
+            events.cancel()
+            await asyncio.wait([events], timeout=self._config.connect_timeout_s)
+
+    def _adopt_model(self, worker: Worker, model: ServedModel) -> None:
+        others = [w.model for w in self._workers.values() if w is not worker and w.state != "DEAD"]
+        for other in others:
+            if other is not None and other != model:
+                raise WorkerGone(
+                    f"serves {model.name!r} ({model.fingerprint}, page size {model.page_size}), the"
+                    f" others {other.name!r} ({other.fingerprint}, page size {other.page_size})"
+                )
+        worker.model = self.model = model
+
+    async def _watch(self, worker: Worker, call: Any) -> None:
+        loop = asyncio.get_running_loop()
+        steps, progress_at = -1, loop.time()
+        while True:
+            message = await self._next_heartbeat(worker, call)
+            if message is grpc.aio.EOF:
+                raise WorkerGone("it ended the heartbeat stream")
+            beat = wire.heartbeat(message)
+            if beat.incarnation != worker.member.incarnation:
+                raise WorkerGone("a heartbeat came from another incarnation")
+            now = loop.time()
+            if beat.steps != steps or not beat.num_running:
+                steps, progress_at = beat.steps, now
+            if now - progress_at > self._config.stuck_after_s:
+                raise WorkerGone(f"no engine step for {now - progress_at:.1f} s with work to do")
+            worker.heartbeat, worker.heartbeat_at = beat, now
+            state = "DRAINING" if beat.is_draining else "READY"
+            if worker.state != state:
+                worker.state = state
+                self._notify()
+
+    async def _next_heartbeat(self, worker: Worker, call: Any) -> Any:
+        """Return the next message of the stream, or raise when the worker is silent or broken."""
+        read = asyncio.ensure_future(call.read())
+        broken = asyncio.ensure_future(worker.broken.wait())
+        try:
+            # In two parts: if this loop itself was busy for the whole time, the heartbeats that
+            # arrived meanwhile are taken in during the second.
+            for part_s in (0.9 * self._config.dead_after_s, 0.1 * self._config.dead_after_s):
+                await asyncio.wait(
+                    {read, broken}, timeout=part_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if broken.done():
+                    raise WorkerGone("a session with it broke")
+                if read.done():
+                    return read.result()
+            raise WorkerGone(f"silent for {self._config.dead_after_s} s")
+        finally:
+            for task in (read, broken):
+                task.cancel()
+                task.add_done_callback(_retrieve)
+
+    async def _follow_cache(self, worker: Worker) -> None:
+        """Feed the index; a broken stream or a gap starts the subscription again."""
+        worker_id = worker.member.worker_id
+        while True:
+            try:
+                position = self._index.position(worker_id)
+                async with aclosing(wire.cache_batches(worker.channel, position)) as batches:
+                    async for batch in batches:
+                        if worker.state == "DEAD":  # this task is about to be cancelled
+                            return
+                        if batch.incarnation != worker.member.incarnation:
+                            break
+                        if not self._index.apply(worker_id, batch):
+                            self._index.forget(worker_id)
+                            break
+            except Exception as error:
+                logger.warning(
+                    "cache_events_broken worker_id=%s reason=%r", worker_id, _reason(error)
+                )
+                # Whatever went wrong, a snapshot puts it right.
+                self._index.forget(worker_id)
+            await asyncio.sleep(self._config.reconnect_delay_s)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)
+
+
+def _retrieve(task: "asyncio.Future[Any]") -> None:
+    if not task.cancelled():
+        task.exception()  # nobody else will look

@@ -1,0 +1,307 @@
+"""A worker that does what a test says, and a router in front of it, on the in-memory network."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.config import RouterConfig
+from router.membership import PoolName, WorkerMember
+from router.router import Router
+from router.token_ids import pack_token_ids, unpack_token_ids
+from tests.support.memory_grpc import MemoryNetwork
+from tests.support.virtual_time import seeded, wait_until
+
+PAGE_SIZE = 4
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+EOS = 2
+
+
+def token_at(choice: int, index: int) -> int:
+    """What every honest worker draws, whatever happened before."""
+    return 100 + (7 * index + 31 * choice) % 150
+
+
+def tokens(choice: int, count: int) -> list[int]:
+    return [token_at(choice, index) for index in range(count)]
+
+
+def delta(
+    submit: worker_pb2.SubmitRequest, choice: int, first: int, count: int = 1, **fields: Any
+) -> worker_pb2.TokenDelta:
+    """A delta with tokens [first, first + count) of a choice; finishes it at max_tokens."""
+    fields.setdefault("attempt", submit.attempt)
+    fields.setdefault(
+        "token_ids", pack_token_ids([token_at(choice, i) for i in range(first, first + count)])
+    )
+    if first + count >= submit.sampling.max_tokens:
+        fields.setdefault("finish_reason", LENGTH)
+    return worker_pb2.TokenDelta(
+        request_id=submit.request_id, choice=choice, first_index=first, **fields
+    )
+
+
+class Session:
+    """The worker's end of one session."""
+
+    def __init__(self, worker: "ScriptedWorker") -> None:
+        self.worker = worker
+        self.outbox: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
+        self.cancelled: set[str] = set()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def send(self, *deltas: worker_pb2.TokenDelta) -> None:
+        self.outbox.put_nowait(worker_pb2.SessionResponse(deltas=deltas))
+
+    def fail(
+        self, submit: worker_pb2.SubmitRequest, code: grpc.StatusCode, message: str = "no"
+    ) -> None:
+        failure = worker_pb2.RequestFailure(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            code=code.value[0],
+            message=message,
+        )
+        self.outbox.put_nowait(worker_pb2.SessionResponse(failures=[failure]))
+
+    def end(self) -> None:
+        self.outbox.put_nowait(None)
+
+
+Serve = Callable[[Session, worker_pb2.SubmitRequest], Awaitable[None]]
+
+
+async def honest(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+    """Send one token per choice and step until the end or a cancellation."""
+    positions = {c.choice: len(unpack_token_ids(c.emitted_token_ids)) for c in submit.choices}
+    while positions:
+        await asyncio.sleep(session.worker.token_s)
+        if submit.request_id in session.cancelled:
+            return
+        deltas = [delta(submit, choice, first) for choice, first in positions.items()]
+        positions = {c: p + 1 for c, p in positions.items() if p + 1 < submit.sampling.max_tokens}
+        if not positions:
+            deltas[-1].stats.CopyFrom(common_pb2.RequestStats(pages_moved=3, bytes_moved=300))
+        session.send(*deltas)
+        session.worker.steps += 1
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.DecodeServiceServicer):
+    """One incarnation of a worker."""
+
+    worker_id: str
+    incarnation: int = 1
+    pool: PoolName = "decode"
+    token_s: float = 0.01
+    serve: Serve = honest
+    fingerprint: str = "f"
+    heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
+    is_silent: bool = False
+    steps: int = 0
+    submits: list[worker_pb2.SubmitRequest] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    cache_batches: list[worker_pb2.SubscribeCacheEventsResponse] = field(default_factory=list)
+    subscriptions: list[worker_pb2.SubscribeCacheEventsRequest] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"{self.worker_id}:{self.incarnation}"
+
+    @property
+    def member(self) -> WorkerMember:
+        return WorkerMember(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            address=self.address,
+            pool=self.pool,
+        )
+
+    @property
+    def ref(self) -> common_pb2.WorkerRef:
+        return common_pb2.WorkerRef(
+            worker_id=self.worker_id, incarnation=self.incarnation, address=self.address
+        )
+
+    async def GetInfo(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> worker_pb2.GetInfoResponse:
+        return worker_pb2.GetInfoResponse(
+            worker=self.ref,
+            pool=f"POOL_{self.pool.upper()}",
+            model=inference_pb2.Model(
+                name="tiny", max_context_tokens=512, vocab_size=400, page_size=PAGE_SIZE
+            ),
+            model_fingerprint=self.fingerprint,
+            eos_token_ids=[EOS],
+        )
+
+    async def Watch(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        while True:
+            if not self.is_silent:
+                fields = {"steps": self.steps, **self.heartbeat}
+                yield worker_pb2.WatchResponse(
+                    heartbeat=inference_pb2.Heartbeat(worker=self.ref, **fields)
+                )
+            await asyncio.sleep(0.5)
+
+    async def SubscribeCacheEvents(  # noqa: N802
+        self, request: worker_pb2.SubscribeCacheEventsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.SubscribeCacheEventsResponse]:
+        self.subscriptions.append(request)
+        for batch in list(self.cache_batches):
+            yield batch
+        while True:
+            await asyncio.sleep(1.0)
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[worker_pb2.SessionRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        hello = await anext(requests)
+        if hello.hello.incarnation != self.incarnation:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stale incarnation")
+        session = Session(self)
+        reader = asyncio.create_task(self._read(session, requests))
+        try:
+            while (response := await session.outbox.get()) is not None:
+                yield response
+        finally:
+            for task in (reader, *session.tasks):
+                task.cancel()
+
+    async def _read(
+        self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]
+    ) -> None:
+        async for message in requests:
+            if message.HasField("cancel"):
+                self.cancels.append(message.cancel.request_id)
+                session.cancelled.add(message.cancel.request_id)
+            else:
+                self.submits.append(message.submit)
+                session.cancelled.discard(message.submit.request_id)
+                session.tasks.append(
+                    asyncio.ensure_future(self.serve(session, message.submit))  # type: ignore[arg-type]
+                )
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got of one call."""
+
+    messages: list[inference_pb2.GenerateResponse] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: grpc.aio.AioRpcError | None = None
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        return self.messages[-1].usage
+
+    def token_ids(self, choice: int = 0) -> list[int]:
+        """The tokens of a choice, after checking that their indices are contiguous."""
+        received: list[int] = []
+        for message in self.messages:
+            if message.choice == choice:
+                assert message.first_index == len(received), "a gap or a repetition"
+                received += unpack_token_ids(message.token_ids)
+        return received
+
+    def text(self, choice: int = 0) -> str:
+        return "".join(message.text for message in self.messages if message.choice == choice)
+
+
+class RouterUnderTest:
+    """A router with scripted workers."""
+
+    def __init__(
+        self, config: RouterConfig, model_dir: Path | None = None, *, window_bytes: int = 65536
+    ) -> None:
+        self.network = MemoryNetwork(window_bytes=window_bytes)
+        rng = seeded(0, "router")
+        self.router = Router(
+            config=config,
+            model_dir=model_dir,
+            connect_channel=self.network.channel,
+            random_id=lambda: rng.randbytes(16).hex(),
+        )
+        self.workers: dict[str, ScriptedWorker] = {}
+        self.server = self.network.server("router:1")
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self.network.channel("router:1"))
+
+    async def add(self, *workers: ScriptedWorker) -> None:
+        """Start workers, instead of older incarnations, and wait until they take requests."""
+        for worker in workers:
+            server = self.network.server(worker.address)
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+            worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+            await server.start()
+            self.workers[worker.worker_id] = worker
+        await self.announce()
+        await wait_until(
+            lambda: all(self.state(worker.worker_id) == "READY" for worker in workers),
+            timeout_s=10,
+        )
+
+    async def announce(self) -> None:
+        await self.router.set_workers([worker.member for worker in self.workers.values()])
+
+    def state(self, worker_id: str) -> str:
+        return self.router.registry.get(worker_id).state
+
+    async def generate(
+        self,
+        *,
+        max_tokens: int = 10,
+        prompt: Sequence[int] = (5, 6, 7),
+        timeout_s: float | None = 60.0,
+        read_s: float = 0.0,
+        request: inference_pb2.GenerateRequest | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """Make one call and read it to its end."""
+        request = request or inference_pb2.GenerateRequest(
+            token_ids=pack_token_ids(prompt),
+            sampling=common_pb2.SamplingParams(max_tokens=max_tokens, **sampling),
+        )
+        answer = Answer()
+        try:
+            async for message in self.stub.Generate(request, timeout=timeout_s):
+                answer.messages.append(message)
+                answer.times.append(asyncio.get_running_loop().time())
+                if read_s:
+                    await asyncio.sleep(read_s)
+        except grpc.aio.AioRpcError as error:
+            answer.error = error
+        return answer
+
+    def check_idle(self) -> None:
+        """Assert that no load and no stream is left over (R4)."""
+        assert self.router.admission.num_active == 0
+        for known in self.router.registry._workers.values():
+            assert (known.num_requests, known.queued_tokens) == (0, 0), known.member.worker_id
+        for session in self.router.dispatcher._sessions.values():
+            assert not session.streams
+
+
+@asynccontextmanager
+async def running_router(
+    *workers: ScriptedWorker,
+    model_dir: Path | None = None,
+    window_bytes: int = 65536,
+    **config: Any,
+) -> AsyncIterator[RouterUnderTest]:
+    """A started router; at the end it must be idle, and it stops."""
+    tested = RouterUnderTest(RouterConfig(**config), model_dir, window_bytes=window_bytes)
+    tested.router.register(tested.server)
+    await tested.router.start()
+    await tested.server.start()
+    await tested.add(*workers)
+    yield tested
+    tested.check_idle()
+    await tested.router.stop(1.0)

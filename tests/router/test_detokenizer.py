@@ -1,0 +1,112 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.detokenizer import Detokenizer
+from router.tokenizer import Tokenizer
+from tests.router.tokenizers_for_tests import byte_fallback, byte_level
+
+BYTE_LEVEL = Tokenizer(byte_level().to_str())
+BYTE_FALLBACK = Tokenizer(byte_fallback().to_str())
+NUM_BYTE_LEVEL = byte_level().get_vocab_size()
+FIRST_BYTE, FIRST_PIECE = 3, 3 + 256  # ids of byte_fallback
+NUM_BYTE_FALLBACK = byte_fallback().get_vocab_size()
+
+TEXTS = st.text(
+    alphabet=st.sampled_from("the quickzäöß€日本東😀👩‍🇯\ufffd \n") | st.characters(codec="utf-8"),
+    max_size=40,
+)
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    return [*pieces, detokenizer.finish()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, NUM_BYTE_LEVEL + 5), max_size=80))
+def test_any_byte_level_tokens_stream_to_the_text_of_a_full_decode(token_ids: list[int]) -> None:
+    # Random ids make mostly malformed bytes, and some ids are special or unknown.
+    assert "".join(stream(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(token_ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]))
+def test_encoded_text_streams_back_whole(text: str, tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(text, add_special_tokens=True)
+
+    pieces = stream(tokenizer, token_ids)
+
+    assert "".join(pieces) == tokenizer.decode(token_ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="日本語😀é", min_size=1, max_size=20))
+def test_no_piece_holds_half_a_character(text: str) -> None:
+    token_ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
+
+    pieces = stream(BYTE_LEVEL, token_ids)
+
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces[-1] == "", "complete characters do not wait for the end"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.text(alphabet="日😀é", min_size=1, max_size=3).map(
+                lambda text: [FIRST_BYTE + byte for byte in text.encode()]
+            ),
+            st.integers(FIRST_PIECE, NUM_BYTE_FALLBACK - 1).map(lambda piece: [piece]),
+            st.integers(0, 2).map(lambda special: [special]),
+        ),
+        max_size=30,
+    )
+)
+def test_byte_fallback_streams_well_formed_runs_like_a_full_decode(runs: list[list[int]]) -> None:
+    token_ids = [token_id for run in runs for token_id in run]
+
+    assert "".join(stream(BYTE_FALLBACK, token_ids)) == BYTE_FALLBACK.decode(token_ids)
+
+
+def test_a_malformed_run_keeps_the_characters_that_were_sent() -> None:
+    sent = [FIRST_BYTE + byte for byte in "é".encode()]
+
+    pieces = stream(BYTE_FALLBACK, [*sent, FIRST_BYTE + 0xFF, FIRST_PIECE + 1])
+
+    assert "".join(pieces) == "é\ufffda"
+
+
+def test_endless_garbage_is_sent_in_time_and_in_bounded_work() -> None:
+    class Counting:
+        num_decoded = 0
+
+        def has_text(self, token_id: int) -> bool:
+            return True
+
+        def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
+            Counting.num_decoded += len(token_ids)
+            return BYTE_LEVEL.decode(token_ids)
+
+    garbage = BYTE_LEVEL._tokenizer.token_to_id("ÿ")  # byte 0xFF
+    detokenizer = Detokenizer(Counting())
+
+    pieces = [detokenizer.push(garbage) for _ in range(2000)]
+
+    assert len("".join(pieces)) > 1900
+    assert Counting.num_decoded < 2000 * 200
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    assert "".join(stream(tokenizer, [0, 1, 0])) == ""
+
+
+def test_an_ascii_token_is_sent_at_once() -> None:
+    token_ids = BYTE_LEVEL.encode("the dog", add_special_tokens=False)
+
+    pieces = stream(BYTE_LEVEL, token_ids)
+
+    assert all(pieces[:-1])

@@ -1,0 +1,669 @@
+"""The router with scripted decode workers: R1 one terminal status, R2 contiguous tokens, R3 nothing
+after the end, R4 load counters return to zero (checked by running_router), R5 one worker at a time,
+R6 bounded retries, R7 dead workers leave the index."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from kv_cache.page_hash import page_hashes
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from router.token_ids import pack_token_ids, unpack_token_ids
+from tests.router.scripted_worker import (
+    EOS,
+    LENGTH,
+    PAGE_SIZE,
+    STOP,
+    ScriptedWorker,
+    Serve,
+    Session,
+    delta,
+    honest,
+    running_router,
+    token_at,
+    tokens,
+)
+from tests.support.virtual_time import run_virtual, seeded, wait_until
+
+Submit = worker_pb2.SubmitRequest
+
+
+def once(first: Serve, then: Serve = honest) -> Serve:
+    """Behave differently for the first attempt of a request."""
+
+    async def serve(session: Session, submit: Submit) -> None:
+        await (first if submit.attempt == 0 else then)(session, submit)
+
+    return serve
+
+
+def test_tokens_usage_and_timings_of_an_undisturbed_request() -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0", token_s=0.1)) as tested:
+            answer = await tested.generate(max_tokens=5)
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 5)
+            assert [m.finish_reason for m in answer.messages] == [0, 0, 0, 0, LENGTH]
+            assert len({m.request_id for m in answer.messages}) == 1
+            assert not any(m.HasField("usage") for m in answer.messages[:-1])
+            usage = answer.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (3, 5)
+            assert usage.stats.pages_moved == 3
+            assert list(usage.decode_workers) == ["decode-0"]
+            assert usage.ttft_ms == pytest.approx(100, abs=5)
+            assert usage.tpot_ms == pytest.approx(100, abs=5)
+            assert usage.total_ms == pytest.approx(500, abs=5)
+
+    run_virtual(main())
+
+
+def test_the_worker_gets_a_complete_request() -> None:
+    async def main() -> None:
+        prefill = ScriptedWorker("prefill-0", pool="prefill")
+        async with running_router(ScriptedWorker("decode-0"), prefill) as tested:
+            request = inference_pb2.GenerateRequest(token_ids=pack_token_ids([5, 6]))
+            request.sampling.n = 2
+            await tested.generate(request=request, timeout_s=9.0)
+
+            [submit] = tested.workers["decode-0"].submits
+            assert unpack_token_ids(submit.prompt_token_ids) == [5, 6]
+            assert submit.sampling.max_tokens == 510, "what the context holds"
+            assert submit.sampling.temperature == 1.0
+            for name in ("top_p", "top_k", "min_p", "seed", "min_tokens", "n", "seed"):
+                assert submit.sampling.HasField(name), name
+            assert [choice.choice for choice in submit.choices] == [0, 1]
+            assert [each.worker_id for each in submit.prefill_candidates] == ["prefill-0"]
+            assert submit.prefill_candidates[0].address == "prefill-0:1"
+            assert 0 < submit.timeout_ms <= 9000
+
+    run_virtual(main())
+
+
+def test_a_killed_worker_costs_a_pause_but_no_token() -> None:
+    async def main() -> None:
+        workers = [ScriptedWorker("decode-0", token_s=0.1), ScriptedWorker("decode-1")]
+        async with running_router(*workers) as tested:
+            call = asyncio.create_task(tested.generate(max_tokens=30, n=2, seed=9))
+            await wait_until(lambda: any(worker.steps == 5 for worker in workers))
+            victim = next(worker for worker in workers if worker.submits)
+            tested.network.kill(victim.address)
+            answer = await call
+
+            assert answer.error is None
+            assert [answer.token_ids(choice) for choice in (0, 1)] == [tokens(0, 30), tokens(1, 30)]
+            assert answer.usage.stats.resumptions == 1
+            assert len(set(answer.usage.decode_workers)) == 2
+            other = next(worker for worker in workers if worker is not victim)
+            [resumed] = other.submits
+            assert resumed.attempt == 1
+            assert resumed.sampling.seed == 9
+            emitted = {
+                choice.choice: unpack_token_ids(choice.emitted_token_ids)
+                for choice in resumed.choices
+            }
+            assert emitted[0] == tokens(0, len(emitted[0]))
+            assert len(emitted[0]) >= 4
+
+    run_virtual(main())
+
+
+def test_a_seed_is_drawn_at_admission_and_kept_over_resumptions() -> None:
+    async def main() -> None:
+        async def break_off(session: Session, submit: Submit) -> None:
+            session.fail(submit, grpc.StatusCode.ABORTED)
+
+        worker = ScriptedWorker("decode-0", serve=once(break_off))
+        async with running_router(worker) as tested:
+            await tested.generate()
+
+            first, second = worker.submits
+            assert first.sampling.seed == second.sampling.seed != 0
+
+    run_virtual(main())
+
+
+def test_a_silent_worker_is_dead_after_two_seconds_and_the_stream_goes_on() -> None:
+    async def main() -> None:
+        async def stall(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 3))
+            session.worker.is_silent = True
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=once(stall)) for i in range(2)]
+        async with running_router(*workers) as tested:
+            answer = await tested.generate(max_tokens=6)
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 6)
+            pause = max(b - a for a, b in zip(answer.times, answer.times[1:], strict=False))
+            assert pause < 2.6
+
+    run_virtual(main())
+
+
+def test_a_worker_that_is_silent_for_less_than_the_limit_is_kept() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", token_s=0.3)
+        async with running_router(worker) as tested:
+            call = asyncio.create_task(tested.generate(max_tokens=10))
+            await asyncio.sleep(0.5)
+            tested.network.pause(worker.address)
+            await asyncio.sleep(1.0)
+            tested.network.resume(worker.address)
+            answer = await call
+
+            assert answer.token_ids() == tokens(0, 10)
+            assert answer.usage.stats.resumptions == 0
+
+    run_virtual(main())
+
+
+def test_a_worker_that_beats_but_makes_no_step_is_stuck() -> None:
+    async def main() -> None:
+        async def hang(session: Session, submit: Submit) -> None:
+            session.worker.heartbeat["running"] = 1
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=once(hang)) for i in range(2)]
+        async with running_router(*workers, stuck_after_s=5.0) as tested:
+            answer = await tested.generate()
+
+            assert answer.token_ids() == tokens(0, 10)
+            assert answer.usage.ttft_ms < 6500
+
+    run_virtual(main())
+
+
+def test_repeated_tokens_are_dropped() -> None:
+    async def main() -> None:
+        async def repeat(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 3), delta(submit, 0, 1, 2), delta(submit, 0, 0, 1))
+            session.send(delta(submit, 0, 2, 3))
+            session.send(delta(submit, 0, 4, 6), delta(submit, 0, 4, 6), delta(submit, 0, 0, 10))
+
+        async with running_router(ScriptedWorker("decode-0", serve=repeat)) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+
+    run_virtual(main())
+
+
+def test_missing_tokens_are_never_skipped() -> None:
+    async def main() -> None:
+        async def skip(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 3))
+            session.send(delta(submit, 0, 4, 2))
+            session.send(delta(submit, 0, 3, 3))  # too late: the attempt is over
+
+        worker = ScriptedWorker("decode-0", serve=once(skip))
+        async with running_router(worker) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert tested.router.dispatcher.counters.gaps == 1
+            assert len(worker.cancels) == 1, "the worker frees the attempt that was given up"
+            assert [each.attempt for each in worker.submits] == [0, 1]
+
+    run_virtual(main())
+
+
+def test_late_messages_of_an_earlier_attempt_change_nothing() -> None:
+    async def main() -> None:
+        async def haunt(session: Session, submit: Submit) -> None:
+            if submit.attempt == 0:
+                session.send(delta(submit, 0, 0, 2))
+                session.fail(submit, grpc.StatusCode.UNAVAILABLE)
+                return
+            lies = pack_token_ids([399, 399])
+            session.send(delta(submit, 0, 2, token_ids=lies, attempt=0, finish_reason=STOP))
+            stale = Submit(request_id=submit.request_id, attempt=0)
+            session.fail(stale, grpc.StatusCode.INTERNAL)
+            session.send(delta(submit, 0, 2, token_ids=lies, attempt=7))
+            await honest(session, submit)
+
+        async with running_router(ScriptedWorker("decode-0", serve=haunt)) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert tested.router.dispatcher.counters.stale_deltas == 3
+
+    run_virtual(main())
+
+
+def test_a_finished_choice_is_not_asked_for_again() -> None:
+    async def main() -> None:
+        async def finish_one(session: Session, submit: Submit) -> None:
+            session.send(
+                delta(submit, 1, 0, 2, finish_reason=STOP),
+                delta(submit, 0, 0, 1),
+                delta(submit, 2, 0, 4),
+            )
+            session.end()
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=once(finish_one)) for i in range(2)]
+        async with running_router(*workers) as tested:
+            answer = await tested.generate(n=3, max_tokens=6)
+
+            resumed = next(each for w in workers for each in w.submits if each.attempt == 1)
+            assert {c.choice: len(c.emitted_token_ids) // 4 for c in resumed.choices} == {
+                0: 1,
+                2: 4,
+            }
+            assert answer.error is None
+            expected = [tokens(0, 6), tokens(1, 2), tokens(2, 6)]
+            assert [answer.token_ids(choice) for choice in range(3)] == expected
+            assert [m.HasField("usage") for m in answer.messages].count(True) == 1
+            assert answer.usage.completion_tokens == 14
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL),
+        (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN),
+    ],
+)
+def test_an_error_of_the_request_itself_is_not_retried(
+    code: grpc.StatusCode, expected: grpc.StatusCode
+) -> None:
+    async def main() -> None:
+        async def refuse(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 2))
+            session.fail(submit, code, "because")
+
+        worker = ScriptedWorker("decode-0", serve=refuse)
+        async with running_router(worker) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is not None
+            assert answer.error.code() is expected
+            assert answer.error.details() == "because"
+            assert answer.token_ids() == tokens(0, 2), "what came before the error is delivered"
+            assert len(worker.submits) == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ],
+)
+def test_a_request_is_given_up_after_three_resumptions(code: grpc.StatusCode) -> None:
+    async def main() -> None:
+        async def refuse(session: Session, submit: Submit) -> None:
+            session.fail(submit, code)
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=refuse) for i in range(2)]
+        async with running_router(*workers) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.ABORTED
+            attempts = sorted(each.attempt for worker in workers for each in worker.submits)
+            assert attempts == [0, 1, 2, 3]
+
+    run_virtual(main())
+
+
+def test_a_full_worker_passes_the_request_on() -> None:
+    async def main() -> None:
+        async def full(session: Session, submit: Submit) -> None:
+            session.fail(submit, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=once(full)) for i in range(2)]
+        async with running_router(*workers) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert [len(worker.submits) for worker in workers] == [1, 1]
+
+    run_virtual(main())
+
+
+def test_when_all_are_full_the_client_hears_so_at_once() -> None:
+    async def main() -> None:
+        async def full(session: Session, submit: Submit) -> None:
+            session.fail(submit, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=full) for i in range(2)]
+        async with running_router(*workers) as tested:
+            started = asyncio.get_running_loop().time()
+            answer = await tested.generate()
+
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert asyncio.get_running_loop().time() - started < 0.1
+            assert sum(len(worker.submits) for worker in workers) == 2
+
+    run_virtual(main())
+
+
+def test_without_a_worker_a_request_waits_a_while_and_then_fails() -> None:
+    async def main() -> None:
+        prefill = ScriptedWorker("prefill-0", pool="prefill")
+        async with running_router(prefill, worker_wait_s=5.0) as tested:
+            started = asyncio.get_running_loop().time()
+            answer = await tested.generate()
+
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.UNAVAILABLE
+            assert asyncio.get_running_loop().time() - started == pytest.approx(5.0, abs=0.1)
+
+            call = asyncio.create_task(tested.generate())
+            await asyncio.sleep(3.0)
+            await tested.add(ScriptedWorker("decode-0"))
+            assert (await call).token_ids() == tokens(0, 10), "a worker came in time"
+
+    run_virtual(main())
+
+
+def test_a_new_incarnation_of_the_only_worker_takes_over_its_requests() -> None:
+    async def main() -> None:
+        old = ScriptedWorker("decode-0", incarnation=1, token_s=0.1)
+        async with running_router(old) as tested:
+            call = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: old.steps == 5)
+            tested.network.kill(old.address)
+            await asyncio.sleep(4.0)
+            new = ScriptedWorker("decode-0", incarnation=2)
+            await tested.add(new)
+            answer = await call
+
+            assert answer.token_ids() == tokens(0, 20)
+            assert [each.attempt for each in new.submits] == [1]
+            assert list(answer.usage.decode_workers) == ["decode-0", "decode-0"]
+
+    run_virtual(main())
+
+
+def test_a_worker_that_left_the_membership_is_fenced_although_it_goes_on_sending() -> None:
+    async def main() -> None:
+        zombie, other = ScriptedWorker("decode-0", token_s=0.1), ScriptedWorker("decode-1")
+        async with running_router(zombie) as tested:
+            call = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: zombie.steps == 5)
+            del tested.workers["decode-0"]
+            await tested.add(other)
+            answer = await call
+
+            assert answer.token_ids() == tokens(0, 20)
+            assert [each.attempt for each in other.submits] == [1]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("phase", ["before the first token", "while streaming"])
+def test_a_client_that_leaves_cancels_at_the_worker_at_once(phase: str) -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker) as tested:
+            request = inference_pb2.GenerateRequest(token_ids=pack_token_ids([5, 6]))
+            call = tested.stub.Generate(request)
+            if phase == "while streaming":
+                for _ in range(3):
+                    await call.read()
+            else:
+                await wait_until(lambda: bool(worker.submits))
+            call.cancel()
+            took = await wait_until(lambda: bool(worker.cancels))
+
+            assert took < 0.05
+            assert worker.cancels == [worker.submits[0].request_id]
+            await asyncio.sleep(0.01)
+            tested.check_idle()
+
+    run_virtual(main())
+
+
+def test_a_deadline_ends_the_call_and_the_work() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker, request_timeout_s=1.0) as tested:
+            answer = await tested.generate(max_tokens=100, timeout_s=None)
+
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert 8 <= len(answer.token_ids()) <= 10
+            await wait_until(lambda: bool(worker.cancels), timeout_s=0.1)
+
+    run_virtual(main())
+
+
+def test_a_slow_client_gets_merged_messages_and_holds_up_nobody() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", token_s=0.01)
+        async with running_router(worker, window_bytes=500) as tested:
+            slow = asyncio.create_task(tested.generate(max_tokens=400, read_s=1.0))
+            quick = await tested.generate(max_tokens=400)
+            answer = await slow
+
+            assert quick.usage.total_ms < 5000
+            assert answer.token_ids() == tokens(0, 400)
+            assert answer.usage.total_ms < 5000, "the worker was not held up either"
+            assert len(answer.messages) < 40
+
+    run_virtual(main())
+
+
+def test_a_client_that_stops_reading_is_given_up() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", token_s=0.2)
+        config = {"window_bytes": 500, "slow_client_timeout_s": 10.0}
+        async with running_router(worker, **config) as tested:
+            request = inference_pb2.GenerateRequest(token_ids=pack_token_ids([5, 6]))
+            call = tested.stub.Generate(request)
+            await call.read()
+            took = await wait_until(lambda: bool(worker.cancels))
+
+            assert 10.0 < took < 20.0
+            call.cancel()
+
+    run_virtual(main())
+
+
+def test_end_tokens_are_delivered_and_end_the_choice() -> None:
+    async def main() -> None:
+        async def end(session: Session, submit: Submit) -> None:
+            ids = pack_token_ids([token_at(0, 0), EOS])
+            session.send(delta(submit, 0, 0, token_ids=ids, finish_reason=STOP))
+            session.send(delta(submit, 0, 2, 3))
+
+        async with running_router(ScriptedWorker("decode-0", serve=end)) as tested:
+            answer = await tested.generate()
+
+            assert answer.token_ids() == [token_at(0, 0), EOS]
+            assert answer.messages[-1].finish_reason == STOP
+            assert answer.text() == "", "no tokenizer, no text"
+
+    run_virtual(main())
+
+
+def test_requests_go_where_their_prefix_is_and_events_of_the_dead_are_forgotten() -> None:
+    async def main() -> None:
+        prompt = list(range(1, 16 * PAGE_SIZE + 1))
+        workers = [ScriptedWorker(f"decode-{i}") for i in range(3)]
+        async with running_router(*workers, speculative_ttl_s=0.0) as tested:
+            hashes = page_hashes(prompt, PAGE_SIZE, fingerprint="f")
+            for worker in workers:
+                stored = hashes if worker.worker_id == "decode-2" else hashes[:2]
+                worker.cache_batches.append(
+                    worker_pb2.SubscribeCacheEventsResponse(
+                        incarnation=2, sequence=1, snapshot=True, stored=b"".join(stored)
+                    )
+                )
+                await tested.add(
+                    ScriptedWorker(
+                        worker.worker_id, incarnation=2, cache_batches=worker.cache_batches
+                    )
+                )
+            await asyncio.sleep(0.1)
+            answer = await tested.generate(prompt=prompt)
+
+            assert list(answer.usage.decode_workers) == ["decode-2"]
+            assert tested.router.index.num_pages == 16
+            tested.network.kill("decode-2:2", silently=True)
+            await asyncio.sleep(2.6)
+            assert tested.router.index.num_pages == 2
+
+    run_virtual(main())
+
+
+def test_a_gap_in_cache_events_asks_for_a_snapshot() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0")
+        worker.cache_batches += [
+            worker_pb2.SubscribeCacheEventsResponse(
+                incarnation=1, sequence=5, snapshot=True, stored=b"a" * 16
+            ),
+            worker_pb2.SubscribeCacheEventsResponse(incarnation=1, sequence=7, stored=b"b" * 16),
+        ]
+        async with running_router(worker) as tested:
+            await asyncio.sleep(1.0)
+
+            assert len(worker.subscriptions) > 1
+            assert {each.after_sequence for each in worker.subscriptions} == {0}
+            assert len(worker.subscriptions) < 10, "with a pause in between"
+            assert tested.router.index.num_pages <= 1
+
+    run_virtual(main())
+
+
+def test_a_draining_worker_finishes_but_gets_nothing_new() -> None:
+    async def main() -> None:
+        draining = ScriptedWorker("decode-0", token_s=0.2)
+        async with running_router(draining) as tested:
+            first = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: draining.steps > 1)
+            draining.heartbeat["draining"] = True
+            await tested.add(ScriptedWorker("decode-1"))
+            await wait_until(lambda: tested.state("decode-0") == "DRAINING")
+            answers = await asyncio.gather(*(tested.generate() for _ in range(5)))
+
+            assert {each.usage.decode_workers[0] for each in answers} == {"decode-1"}
+            assert list((await first).usage.decode_workers) == ["decode-0"]
+
+    run_virtual(main())
+
+
+def test_a_worker_with_another_model_is_not_used() -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested:
+            stranger = ScriptedWorker("decode-1", fingerprint="other")
+            server = tested.network.server(stranger.address)
+            tested.workers["decode-1"] = stranger
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(stranger, server)
+            await server.start()
+            await tested.announce()
+            await asyncio.sleep(1.0)
+
+            assert tested.state("decode-1") == "DEAD"
+            assert tested.state("decode-0") == "READY"
+
+    run_virtual(main())
+
+
+def test_membership_is_idempotent() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", token_s=0.05)
+        async with running_router(worker) as tested:
+            call = asyncio.create_task(tested.generate(max_tokens=20))
+            for _ in range(10):
+                await asyncio.sleep(0.05)
+                await tested.announce()
+
+            assert (await call).usage.stats.resumptions == 0
+            assert len(worker.submits) == 1
+
+    run_virtual(main())
+
+
+def test_stopping_lets_running_requests_finish_within_the_grace() -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0", token_s=0.1)) as tested:
+            short = asyncio.create_task(tested.generate(max_tokens=10))
+            long = asyncio.create_task(tested.generate(max_tokens=400))
+            await asyncio.sleep(0.3)
+            stopping = asyncio.create_task(tested.router.stop(2.0))
+            await asyncio.sleep(0.1)
+            refused = await tested.generate()
+            await stopping
+
+            assert refused.error is not None
+            assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await short).error is None
+            error = (await long).error
+            assert error is not None
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_workers_do_each_stream_is_right_or_ends_with_one_error(seed: int) -> None:
+    rng = seeded(seed, "faults")
+
+    async def unreliable(session: Session, submit: Submit) -> None:
+        position = {c.choice: len(c.emitted_token_ids) // 4 for c in submit.choices}
+        while position:
+            await asyncio.sleep(rng.uniform(0.001, 0.05))
+            if submit.request_id in session.cancelled:
+                return
+            choice = rng.choice(sorted(position))
+            first = position[choice]
+            count = rng.randrange(1, 4)
+            fault = rng.random()
+            if fault < 0.02:
+                session.end()
+                return
+            if fault < 0.04:
+                session.fail(submit, rng.choice([grpc.StatusCode.ABORTED] * 3))
+                return
+            if fault < 0.05:
+                session.send(delta(submit, choice, first + 1))  # a gap
+                return
+            if fault < 0.15:
+                first = max(0, first - rng.randrange(4))  # a repetition
+            elif fault < 0.2:
+                session.send(delta(submit, choice, first, attempt=submit.attempt + 1))
+            elif fault < 0.21:
+                session.worker.is_silent = True
+                loop = asyncio.get_running_loop()
+                loop.call_later(4.0, setattr, session.worker, "is_silent", False)
+                return
+            count = min(count, submit.sampling.max_tokens - first)
+            session.send(delta(submit, choice, first, count))
+            position[choice] = max(position[choice], first + count)
+            if position[choice] >= submit.sampling.max_tokens:
+                del position[choice]
+
+    async def main() -> None:
+        workers = [ScriptedWorker(f"decode-{i}", serve=unreliable) for i in range(3)]
+        async with running_router(*workers) as tested:
+            shapes = [(rng.randrange(1, 30), rng.randrange(1, 4)) for _ in range(12)]
+            answers = await asyncio.gather(
+                *(tested.generate(max_tokens=count, n=n) for count, n in shapes)
+            )
+
+            for answer, (count, n) in zip(answers, shapes, strict=True):
+                for choice in range(n):
+                    received = answer.token_ids(choice)
+                    assert received == tokens(choice, len(received))
+                    assert answer.error or len(received) == count
+                if answer.error:
+                    assert answer.error.code() is grpc.StatusCode.ABORTED
+            attempts = [each.attempt for worker in workers for each in worker.submits]
+            assert max(attempts) <= 3
+
+    run_virtual(main())
