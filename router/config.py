@@ -31,6 +31,7 @@ class RouterConfig:
     # Policy (see router/policy.py)
     max_prefill_candidates: int = 3  # named to the decode worker, best first
     prefill_tokens_per_s: float = 8000.0  # of one worker; turns tokens into seconds of work
+    new_work_weight: float = 2.0  # of tokens to compute again, against tokens to wait for
     decode_load_s: float = 0.05  # cost of one request that a decode worker already has
     page_pressure_s: float = 0.5  # cost of a decode worker whose pages are all referenced
     speculative_ttl_s: float = 5.0  # own decisions count as cached so long

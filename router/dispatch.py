@@ -55,6 +55,7 @@ class Dispatcher:
         self._index = index
         self._weights = PolicyWeights(
             prefill_tokens_per_s=config.prefill_tokens_per_s,
+            new_work_weight=config.new_work_weight,
             decode_load_s=config.decode_load_s,
             page_pressure_s=config.page_pressure_s,
             max_prefill_candidates=config.max_prefill_candidates,

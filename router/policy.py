@@ -2,6 +2,8 @@
 
 A worker's cost is the time that the request would take it, in seconds: the work in its queue, plus
 the tokens it would have to compute or receive, plus what its load slows down. The cheapest wins.
+New work weighs more than waiting: computing a prefix again takes from everybody, waiting for one
+that is being computed only from oneself.
 Overlap alone never decides: it saves exactly the work that it saves, and a busy worker loses what
 its queue costs. On decode workers overlap also groups requests that share a prefix, which cascade
 attention then reads once.
@@ -17,6 +19,7 @@ class PolicyWeights:
     """What turns counts into seconds; see RouterConfig for the meaning."""
 
     prefill_tokens_per_s: float
+    new_work_weight: float
     decode_load_s: float
     page_pressure_s: float
     max_prefill_candidates: int
@@ -90,7 +93,8 @@ def _order(
     def cost(worker: WorkerLoad) -> tuple[float, bytes]:
         missing = query.num_tokens - _overlap(query, overlaps, worker.worker_id)
         seconds = (
-            (worker.queued_tokens + missing) / weights.prefill_tokens_per_s
+            (worker.queued_tokens + weights.new_work_weight * missing)
+            / weights.prefill_tokens_per_s
             + worker.num_requests * load_s
             + worker.used_page_share * weights.page_pressure_s
         )

@@ -7,7 +7,11 @@ import pytest
 from router.policy import PolicyWeights, RouteDecision, RouteQuery, WorkerLoad, route
 
 WEIGHTS = PolicyWeights(
-    prefill_tokens_per_s=8000.0, decode_load_s=0.05, page_pressure_s=0.5, max_prefill_candidates=3
+    prefill_tokens_per_s=8000.0,
+    new_work_weight=2.0,
+    decode_load_s=0.05,
+    page_pressure_s=0.5,
+    max_prefill_candidates=3,
 )
 PAGE = 16
 
@@ -80,7 +84,7 @@ def test_prefill_candidates_come_cheapest_first_and_are_bounded() -> None:
         WorkerLoad(worker_id="p0", queued_tokens=5000),
         WorkerLoad(worker_id="p1"),
         WorkerLoad(worker_id="p2", queued_tokens=1000),
-        WorkerLoad(worker_id="p3", queued_tokens=2000),
+        WorkerLoad(worker_id="p3", queued_tokens=3000),
     ]
 
     decision = decide(idle("d0"), prefill, overlaps={"p3": 90, "p1": 1})
@@ -162,3 +166,11 @@ def test_cold_prompts_on_an_idle_cluster_spread() -> None:
     )
 
     assert min(chosen.values()) >= 30, chosen
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for_rather_than_computed_twice() -> None:
+    prefill = [WorkerLoad(worker_id="p0", queued_tokens=1600), WorkerLoad(worker_id="p1")]
+
+    decision = decide(idle("d0"), prefill, overlaps={"p0": 98})
+
+    assert decision.prefill_candidates == ("p0", "p1")
