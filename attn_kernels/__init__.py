@@ -1,1 +1,1 @@
-"""Shared GPU code: launchers here, Triton kernel bodies in jit/, slow references in reference.py."""
+"""Shared GPU code: launchers here, kernel bodies in jit/, slow references in reference.py."""

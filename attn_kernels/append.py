@@ -1,0 +1,95 @@
+"""Rotary embedding fused with the write of keys and values to their pages."""
+
+import torch
+from torch import Tensor
+
+from attn_kernels.checks import check_heads, check_layer, check_pages, check_tensor
+from attn_kernels.jit.append import rotate_and_append_kernel
+from attn_kernels.tiles import padded
+
+
+def rotate_and_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    layer: int,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    append_page: Tensor,
+    append_offset: Tensor,
+) -> Tensor:
+    """Rotate q and k by their positions, write k and v to their page slots, return the rotated q.
+
+    The rotation pairs dimension i with i + head_dim / 2, in float32.
+
+    Args:
+        q: [num_tokens, num_qo_heads, head_dim], dtype of the pool; tokens may have any stride.
+        k, v: [num_tokens, num_kv_heads, head_dim], likewise.
+        pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; mutated.
+        layer: Layer of the pool to write.
+        cos, sin: [max_positions, head_dim / 2], float32.
+        positions: [num_tokens], int64, less than max_positions.
+        append_page: [num_tokens], int64, page that receives the token; negative writes nothing.
+        append_offset: [num_tokens], int64, slot within that page.
+
+    Returns:
+        The rotated queries, newly allocated and contiguous.
+    """
+    check_pages(pages)
+    _, num_layers, _, num_kv_heads, page_size, head_dim = pages.shape
+    device = pages.device
+    check_tensor(
+        "q", q, shape=(None, None, head_dim), dtype=pages.dtype, device=device, contiguous_from=1
+    )
+    num_tokens, num_qo_heads, _ = q.shape
+    group = check_heads(num_qo_heads, num_kv_heads, head_dim)
+    check_layer(layer, num_layers)
+    for name, new in (("k", k), ("v", v)):
+        check_tensor(
+            name,
+            new,
+            shape=(num_tokens, num_kv_heads, head_dim),
+            dtype=pages.dtype,
+            device=device,
+            contiguous_from=1,
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table, shape=(None, head_dim // 2), dtype=torch.float32, device=device)
+    for name, index in (
+        ("positions", positions),
+        ("append_page", append_page),
+        ("append_offset", append_offset),
+    ):
+        check_tensor(name, index, shape=(num_tokens,), dtype=torch.int64, device=device)
+
+    q_out = torch.empty((num_tokens, num_qo_heads, head_dim), dtype=q.dtype, device=device)
+    if num_tokens:
+        rotate_and_append_kernel[(num_tokens, num_kv_heads)](
+            q_out,
+            q,
+            k,
+            v,
+            pages,
+            cos,
+            sin,
+            positions,
+            append_page,
+            append_offset,
+            layer,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            pages.stride(0),
+            pages.stride(1),
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            BLOCK_G=padded(group),
+            BLOCK_HALF=padded(head_dim // 2),
+            num_warps=1,
+        )
+    return q_out

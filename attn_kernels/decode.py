@@ -1,0 +1,228 @@
+"""Paged decode attention: one query token per request over its pages, plan once, run per layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_kernels.checks import (
+    FLOAT_DTYPES,
+    check_heads,
+    check_layer,
+    check_pages,
+    check_tensor,
+)
+from attn_kernels.decode_plan import ITEM_FIELDS, SplitRule, plan_decode
+from attn_kernels.errors import CapacityError, ShapeError
+from attn_kernels.jit.paged_decode import paged_decode_kernel
+from attn_kernels.tiles import LOG2_E, padded, programs_for
+
+DEFAULT_RULE = SplitRule()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeTile:
+    """How the kernel is compiled; every choice gives valid results, each has bits of its own."""
+
+    block_n: int  # keys of a tile, divides the split length
+    num_warps: int
+    num_stages: int  # tiles in flight
+    programs_per_sm: int
+
+
+def decode_tile(head_dim: int, element_bytes: int) -> DecodeTile:
+    """Return the tile for a head size: two programs' tiles must fit a multiprocessor's 227 KB."""
+    if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
+        return DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2)
+    block_n = {256: 32, 128: 64}.get(padded(head_dim), 128)
+    return DecodeTile(block_n=block_n, num_warps=4, num_stages=3, programs_per_sm=2)
+
+
+class DecodeAttention:
+    """Attention of one new token per request, with fixed device buffers.
+
+    `plan` cuts requests into work items on the host and copies them once; `run` launches for one
+    layer and may be captured in a CUDA graph, which then replays for any later plan. A request's
+    result does not depend on its batch mates, its position among them or its physical pages.
+
+    Args:
+        pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
+        num_qo_heads: Query heads, 1 to 16 for each key-value head.
+        scale: Factor of the scores, usually head_dim ** -0.5.
+        max_requests: Most requests of a plan.
+        max_kv_tokens: Most tokens of a plan, summed over its requests.
+        sliding_window: Number of last tokens that a query sees, itself included; None is all.
+        rule: Where keys are cut.
+        tile: How the kernel is compiled; None takes the shipped choice.
+        num_programs: Programs of a launch; None takes what the device holds at once.
+    """
+
+    def __init__(
+        self,
+        pages: Tensor,
+        *,
+        num_qo_heads: int,
+        scale: float,
+        max_requests: int,
+        max_kv_tokens: int,
+        sliding_window: int | None = None,
+        rule: SplitRule = DEFAULT_RULE,
+        tile: DecodeTile | None = None,
+        num_programs: int | None = None,
+    ) -> None:
+        check_pages(pages)
+        _, _, _, num_kv_heads, _, head_dim = pages.shape
+        self.group = check_heads(num_qo_heads, num_kv_heads, head_dim)
+        self.tile = tile or decode_tile(head_dim, pages.element_size())
+        if rule.split_len % self.tile.block_n:
+            raise ShapeError(
+                f"split_len {rule.split_len} must be a multiple of the {self.tile.block_n} keys "
+                "of a tile"
+            )
+        if sliding_window is not None and sliding_window < 1:
+            raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
+        device = pages.device
+        self.pages = pages
+        self.num_qo_heads = num_qo_heads
+        self.scale_log2 = scale * LOG2_E
+        self.sliding_window = sliding_window
+        self.rule = rule
+        self.max_requests = max_requests
+        self.max_kv_tokens = max_kv_tokens
+        self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
+        # Segments always fit; single splits are for batches too small to fill the device.
+        self.max_items = max(
+            max_kv_tokens // rule.segment_len + 2 * max_requests, 8 * self.num_programs
+        )
+        pinned = device.type == "cuda"
+        size = 1 + self.max_items * ITEM_FIELDS
+        self._host_plan = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._plan = torch.zeros(size, dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._partial_acc = torch.empty(
+            (self.max_items, num_qo_heads, head_dim), dtype=torch.float32, device=device
+        )
+        self._partial_stats = torch.empty(
+            (self.max_items, num_qo_heads, 2), dtype=torch.float32, device=device
+        )
+        self._arrivals = torch.zeros(
+            (self.max_items, num_kv_heads), dtype=torch.int32, device=device
+        )
+
+    def plan(
+        self,
+        kv_lens: Sequence[int],
+        *,
+        rows: Sequence[int] | None = None,
+        requests: Sequence[int] | None = None,
+    ) -> None:
+        """Make the work items of a batch; one copy to the device on the current stream.
+
+        Args:
+            kv_lens: Tokens of each request, the new one included; 0 gives a row of zeros.
+            rows: Row of each request in q and out; None is 0, 1, 2, ...
+            requests: Row of each request in the page table; None is 0, 1, 2, ...
+
+        Raises:
+            CapacityError: If the batch is larger than the buffers.
+        """
+        if len(kv_lens) > self.max_requests:
+            raise CapacityError(f"{len(kv_lens)} requests, at most {self.max_requests} are planned")
+        if sum(kv_lens) > self.max_kv_tokens:
+            raise CapacityError(f"{sum(kv_lens)} tokens, at most {self.max_kv_tokens} are planned")
+        default = range(len(kv_lens))
+        items = plan_decode(
+            kv_lens,
+            rows=default if rows is None else rows,
+            requests=default if requests is None else requests,
+            rule=self.rule,
+            sliding_window=self.sliding_window,
+            num_programs=self.num_programs,
+            num_kv_heads=self.pages.shape[3],
+            max_items=self.max_items,
+        )
+        if self._copied is not None:
+            self._copied.synchronize()  # the last plan has left the host buffer
+        used = 1 + items.num_items * ITEM_FIELDS
+        host = self._host_plan.numpy()
+        host[0] = items.num_items
+        host[1:used] = np.ravel(items.fields)
+        self._plan[:used].copy_(self._host_plan[:used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        kv_page_indptr: Tensor,
+        kv_page_indices: Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in one layer.
+
+        Args:
+            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool.
+            layer: Layer of the pool.
+            kv_page_indptr: First page-table entry of each request, [num_requests + 1], int32.
+            kv_page_indices: Page ids of all requests, int32.
+            out: Written at the planned rows; None makes a new one. Other rows are left as they are.
+            lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
+                scores (natural log).
+
+        Returns:
+            The output, shaped as q.
+        """
+        _, num_layers, _, num_kv_heads, page_size, head_dim = self.pages.shape
+        device = self.pages.device
+        rows = q.shape[0]
+        heads = (rows, self.num_qo_heads)
+        check_tensor(
+            "q", q, shape=(None, self.num_qo_heads, head_dim), dtype=self.pages.dtype, device=device
+        )
+        check_layer(layer, num_layers)
+        check_tensor(
+            "kv_page_indptr", kv_page_indptr, shape=(None,), dtype=torch.int32, device=device
+        )
+        check_tensor(
+            "kv_page_indices", kv_page_indices, shape=(None,), dtype=torch.int32, device=device
+        )
+        if out is None:
+            out = torch.empty_like(q)
+        check_tensor("out", out, shape=(*heads, head_dim), dtype=FLOAT_DTYPES, device=device)
+        if lse is not None:
+            check_tensor("lse", lse, shape=heads, dtype=torch.float32, device=device)
+
+        paged_decode_kernel[(self.num_programs,)](
+            out,
+            lse if lse is not None else self._partial_stats,
+            q,
+            self.pages,
+            kv_page_indptr,
+            kv_page_indices,
+            self._plan,
+            self._partial_acc,
+            self._partial_stats,
+            self._arrivals,
+            layer,
+            self.pages.stride(0),
+            self.pages.stride(1),
+            self.scale_log2,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=self.group,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            SPLIT_LEN=self.rule.split_len,
+            BLOCK_M=max(16, padded(self.group)),
+            BLOCK_N=self.tile.block_n,
+            BLOCK_D=padded(head_dim),
+            ITEM_FIELDS=ITEM_FIELDS,
+            HAS_LSE=lse is not None,
+            num_stages=self.tile.num_stages,
+            num_warps=self.tile.num_warps,
+        )
+        return out

@@ -1,0 +1,38 @@
+"""What the launchers raise before any launch.
+
+KernelInputError (ValueError)
+├── DtypeError      a tensor's dtype is not supported, or differs from its partner's
+├── ShapeError      a dimension does not fit the others, or no kernel exists for it
+├── StrideError     a tensor is not laid out as the kernel reads it
+├── DeviceError     a tensor is not on the kernel's device
+├── CapacityError   a plan does not fit the buffers it was made for
+└── PageTableError  a page table points outside the pool (found only by the debug check)
+"""
+
+
+class KernelInputError(ValueError):
+    """An argument does not fit the kernel; the message says what was found and what is allowed."""
+
+
+class DtypeError(KernelInputError):
+    """A dtype is not supported, or differs from its partner's."""
+
+
+class ShapeError(KernelInputError):
+    """A dimension does not fit the others, or no kernel exists for it."""
+
+
+class StrideError(KernelInputError):
+    """A tensor is not laid out as the kernel reads it."""
+
+
+class DeviceError(KernelInputError):
+    """A tensor is not on the kernel's device."""
+
+
+class CapacityError(KernelInputError):
+    """A plan does not fit the buffers it was made for."""
+
+
+class PageTableError(KernelInputError):
+    """A page table points outside the pool."""

@@ -1,0 +1,190 @@
+"""Builds ragged paged batches whose every unused element is NaN, and states the tolerance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_kernels import reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCase:
+    q: Tensor  # [tokens, num_qo_heads, head_dim]
+    pages: Tensor  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
+    layer: int
+    page_tables: list[list[int]]
+    qo_lens: list[int]
+    kv_lens: list[int]
+    kv_page_indptr: Tensor
+    kv_page_indices: Tensor
+    scale: float
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self.q.shape[1]
+
+    def expected(self, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+        return reference.paged_attention(
+            self.q,
+            self.pages,
+            self.layer,
+            self.page_tables,
+            self.qo_lens,
+            self.kv_lens,
+            scale=self.scale,
+            sliding_window=sliding_window,
+        )
+
+    def only(self, request: int) -> "PagedCase":
+        """The same request alone, in the same pages."""
+        first = sum(self.qo_lens[:request])
+        return _with_tables(
+            q=self.q[first : first + self.qo_lens[request]].contiguous(),
+            pages=self.pages,
+            layer=self.layer,
+            page_tables=[self.page_tables[request]],
+            qo_lens=[self.qo_lens[request]],
+            kv_lens=[self.kv_lens[request]],
+            scale=self.scale,
+        )
+
+    def moved(self, seed: int = 1) -> "PagedCase":
+        """The same contents in other physical pages."""
+        generator = torch.Generator().manual_seed(seed)
+        new_ids = torch.randperm(self.pages.shape[0], generator=generator)
+        pages = torch.empty_like(self.pages)
+        pages[new_ids.to(self.pages.device)] = self.pages
+        return _with_tables(
+            q=self.q,
+            pages=pages,
+            layer=self.layer,
+            page_tables=[[int(new_ids[page]) for page in table] for table in self.page_tables],
+            qo_lens=self.qo_lens,
+            kv_lens=self.kv_lens,
+            scale=self.scale,
+        )
+
+    def chunk(self, ends: Sequence[int], lengths: Sequence[int]) -> "PagedCase":
+        """For each request its tokens [end - length, end), as a chunk over what is before."""
+        parts, tables = [], []
+        first = 0
+        for qo_len, kv_len, end, length, table in zip(
+            self.qo_lens, self.kv_lens, ends, lengths, self.page_tables, strict=True
+        ):
+            start = first + end - length - (kv_len - qo_len)
+            parts.append(self.q[start : start + length])
+            tables.append(table[: -(-end // self.pages.shape[4])])
+            first += qo_len
+        return _with_tables(
+            q=torch.cat(parts),
+            pages=self.pages,
+            layer=self.layer,
+            page_tables=tables,
+            qo_lens=list(lengths),
+            kv_lens=list(ends),
+            scale=self.scale,
+        )
+
+
+def make_case(
+    qo_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    num_qo_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    page_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    num_layers: int = 2,
+    spare_pages: int = 3,
+    seed: int = 0,
+) -> PagedCase:
+    """Random contents in shuffled pages; other layers, unused pages and tail rows are NaN."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    counts = [-(-kv_len // page_size) for kv_len in kv_lens]
+    num_pages = sum(counts) + spare_pages
+    shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
+    page_shape = (num_layers, 2, num_kv_heads, page_size, head_dim)
+    pages = torch.full((num_pages, *page_shape), float("nan"), dtype=dtype, device=device)
+    layer = num_layers - 1
+    tables = []
+    for count, kv_len in zip(counts, kv_lens, strict=True):
+        table, shuffled = shuffled[:count], shuffled[count:]
+        tables.append(table)
+        for index, page in enumerate(table):
+            used = min(page_size, kv_len - index * page_size)
+            shape = (2, num_kv_heads, used, head_dim)
+            contents = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+            pages[page, layer, :, :, :used] = contents.to(dtype)
+    shape = (sum(qo_lens), num_qo_heads, head_dim)
+    q = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    return _with_tables(
+        q=q,
+        pages=pages,
+        layer=layer,
+        page_tables=tables,
+        qo_lens=list(qo_lens),
+        kv_lens=list(kv_lens),
+        scale=head_dim**-0.5,
+    )
+
+
+def assert_close(actual: Tensor, case: PagedCase, sliding_window: int | None = None) -> None:
+    """Accept twice the error of attention in the case's dtype, plus a small absolute part.
+
+    The absolute part is a few units in the last place of float32: the device's exp2 has two.
+    """
+    expected, _ = case.expected(sliding_window)
+    eager_error = (_eager(case, sliding_window).float() - expected).abs().max()
+    error = (actual.float() - expected).abs().max()
+    assert not torch.isnan(actual).any()
+    assert error <= 2 * eager_error + 4e-6, f"error {error}, eager attention has {eager_error}"
+
+
+def _eager(case: PagedCase, sliding_window: int | None) -> Tensor:
+    """Attention as a few torch operations in the case's own dtype."""
+    outs = []
+    first = 0
+    group = case.num_qo_heads // case.pages.shape[3]
+    for table, qo_len, kv_len in zip(case.page_tables, case.qo_lens, case.kv_lens, strict=True):
+        kv = case.pages[table, case.layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
+        k, v = (each.repeat_interleave(group, dim=0) for each in kv)
+        q = case.q[first : first + qo_len].transpose(0, 1)
+        scores = (q @ k.transpose(1, 2)) * case.scale
+        position = torch.arange(kv_len - qo_len, kv_len, device=q.device)[:, None]
+        distance = position - torch.arange(kv_len, device=q.device)
+        hidden = distance < 0
+        if sliding_window is not None:
+            hidden = hidden | (distance >= sliding_window)
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        outs.append((weights @ v).transpose(0, 1))
+        first += qo_len
+    return torch.cat(outs)
+
+
+def _with_tables(
+    *,
+    q: Tensor,
+    pages: Tensor,
+    layer: int,
+    page_tables: list[list[int]],
+    qo_lens: list[int],
+    kv_lens: list[int],
+    scale: float,
+) -> PagedCase:
+    ends = torch.tensor([0, *(len(table) for table in page_tables)]).cumsum(0)
+    indices = [page for table in page_tables for page in table]
+    return PagedCase(
+        q=q,
+        pages=pages,
+        layer=layer,
+        page_tables=page_tables,
+        qo_lens=qo_lens,
+        kv_lens=kv_lens,
+        kv_page_indptr=ends.to(dtype=torch.int32, device=q.device),
+        kv_page_indices=torch.tensor(indices, dtype=torch.int32, device=q.device),
+        scale=scale,
+    )

@@ -1,0 +1,105 @@
+"""Compiles what launchers launch for sm_90, on any host: no GPU, no driver."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tests.support.triton_interpreter import patched
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    kernel: JITFunction
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    ptx: str
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+
+
+def launches_of(action: Callable[[], object]) -> list[Launch]:
+    """Return what an action would launch; nothing runs."""
+    launches: list[Launch] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel=self, args=args, options=options))
+
+    with patched(run=run, call=JITFunction.__call__):
+        action()
+    return launches
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    """Compile one launch with the specialization that Triton would give it."""
+    names = launch.kernel.arg_names
+    values = dict(zip(names, launch.args, strict=False))
+    values.update({name: launch.options[name] for name in names if name in launch.options})
+    signature: dict[str, str] = {}
+    constexprs: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], list[list[object]]] = {}
+    for index, name in enumerate(names):
+        value = values[name]
+        parameter = launch.kernel.params[index]
+        is_specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or (is_specialized and type(value) is int and value == 1):
+            signature[name] = "constexpr"
+            constexprs[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if is_specialized and value % 16 == 0:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    options = {
+        name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options
+    }
+    compiled = triton.compile(source, target=TARGET, options=options)
+    registers, spill_bytes = _resources(compiled.asm["cubin"])
+    return Compiled(
+        ptx=compiled.asm["ptx"],
+        shared_bytes=compiled.metadata.shared,
+        registers=registers,
+        spill_bytes=spill_bytes,
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Return registers per thread and bytes of local memory, as cuobjdump reads them."""
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [cuobjdump, "--dump-resource-usage", str(path)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1]), int(found[2])

@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from attn_kernels import reference
+from attn_kernels.append import rotate_and_append
+
+
+def make_inputs(
+    device: str, *, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, page_size = 7, 4
+    # Queries, keys and values as a fused projection leaves them: parts of one row per token.
+    heads = num_qo_heads + 2 * num_kv_heads
+    fused = torch.randn(num_tokens, heads, head_dim, generator=generator).to(device, dtype)
+    q, k, v = fused.split([num_qo_heads, num_kv_heads, num_kv_heads], dim=1)
+    angles = torch.randn(50, head_dim // 2, generator=generator).to(device)
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "positions": torch.tensor([0, 1, 49, 5, 5, 7, 30], device=device),
+        "append_page": torch.tensor([4, 4, 0, 2, 1, -1, 2], device=device),
+        "append_offset": torch.tensor([0, 1, 3, 0, 2, 0, 3], device=device),
+    }
+    pages = torch.full((6, 3, 2, num_kv_heads, page_size, head_dim), 7.0, dtype=dtype)
+    return inputs, pages.to(device)
+
+
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (5, 1, 32), (3, 3, 96), (8, 1, 128)]
+)
+def test_rotates_and_writes_only_the_slots_named(
+    device: str, num_qo_heads: int, num_kv_heads: int, head_dim: int
+):
+    inputs, pages = make_inputs(
+        device,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=torch.float32,
+    )
+    expected_pages = pages.clone()
+
+    q = rotate_and_append(pages=pages, layer=1, **inputs)
+
+    expected_q = reference.rotate_and_append(pages=expected_pages, layer=1, **inputs)
+    torch.testing.assert_close(q, expected_q)
+    torch.testing.assert_close(pages, expected_pages)
+    assert torch.equal(pages[:, [0, 2]], expected_pages[:, [0, 2]])
+    assert (pages[[3, 5]] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_are_copied_bit_for_bit_in_half_precision(device: str, dtype: torch.dtype):
+    inputs, pages = make_inputs(device, num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype=dtype)
+    expected_pages = pages.clone()
+
+    q = rotate_and_append(pages=pages, layer=2, **inputs)
+
+    expected_q = reference.rotate_and_append(pages=expected_pages, layer=2, **inputs)
+    torch.testing.assert_close(q, expected_q)
+    torch.testing.assert_close(pages[:, :, 0], expected_pages[:, :, 0])
+    assert torch.equal(pages[:, :, 1], expected_pages[:, :, 1])

@@ -1,0 +1,171 @@
+"""Every kernel as launched, compiled for Hopper: it fits, spills nothing, uses the right unit."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from attn_kernels.append import rotate_and_append
+from attn_kernels.decode import DecodeAttention, decode_tile
+from attn_kernels.digest import digest_pages
+from attn_kernels.elementwise import rms_norm, silu_mul
+from attn_kernels.merge import merge_states
+from attn_kernels.pages import gather_pages, scatter_pages
+from attn_kernels.prefill import PrefillAttention
+from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
+
+MAX_SHARED_BYTES = 227 * 1024
+MAX_REGISTERS_OF_SM = 65_536
+INT32 = torch.int32
+
+# Llama-3-8B's shape first, then each head size, page size, group and dtype that ships.
+SHAPES = [
+    # num_qo_heads, num_kv_heads, head_dim, page_size, dtype
+    (32, 8, 128, 64, torch.bfloat16),
+    (32, 8, 128, 16, torch.float16),
+    (32, 8, 64, 32, torch.bfloat16),
+    (40, 8, 96, 64, torch.bfloat16),
+    (28, 4, 128, 128, torch.bfloat16),
+    (16, 1, 128, 64, torch.bfloat16),
+    (4, 4, 128, 64, torch.bfloat16),
+    (16, 8, 256, 64, torch.bfloat16),
+    (16, 8, 256, 16, torch.bfloat16),
+    (32, 8, 128, 64, torch.float32),
+]
+IDS = [
+    f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}"
+    for qo, kv, dim, page, dtype in SHAPES
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path) -> Iterator[None]:
+    """Compile, whatever the user's cache holds."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        yield
+
+
+def check(compiled: Compiled, num_warps: int) -> None:
+    assert compiled.shared_bytes <= MAX_SHARED_BYTES
+    assert compiled.spill_bytes == 0, f"{compiled.spill_bytes} bytes of local memory"
+    assert compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
+
+
+def only_launch(action: Callable[[], object]) -> tuple[Compiled, int]:
+    (launch,) = launches_of(action)
+    return compile_launch(launch), launch.options["num_warps"]
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "dtype"), SHAPES, ids=IDS
+)
+def test_decode(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+):
+    pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+
+    def launch() -> None:
+        attention = DecodeAttention(
+            pages, num_qo_heads=num_qo_heads, scale=0.1, max_requests=1, max_kv_tokens=64
+        )
+        attention.plan([5])
+        q = empty(1, num_qo_heads, head_dim, dtype=dtype)
+        attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32))
+
+    compiled, num_warps = only_launch(launch)
+
+    check(compiled, num_warps)
+    tile = decode_tile(head_dim, dtype.itemsize)
+    programs = tile.programs_per_sm
+    assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
+    assert programs * compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
+    if dtype != torch.float32:
+        assert "mma.sync.aligned.m16n8k16" in compiled.ptx
+        assert "cp.async.cg.shared.global" in compiled.ptx
+        assert "cp.async.wait_group \t0;" not in _loop_of(compiled.ptx), "the pipeline drains"
+
+
+WINDOWED = [0, 2, 8]  # shapes to compile with a sliding window too: it adds a loop
+PREFILL_SHAPES = [(*shape, None) for shape in SHAPES] + [(*SHAPES[i], 4096) for i in WINDOWED]
+PREFILL_IDS = IDS + [f"{IDS[i]}-window" for i in WINDOWED]
+
+
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "dtype", "sliding_window"),
+    PREFILL_SHAPES,
+    ids=PREFILL_IDS,
+)
+def test_prefill(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    sliding_window: int | None,
+):
+    pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+
+    def launch() -> None:
+        attention = PrefillAttention(
+            pages, num_qo_heads=num_qo_heads, scale=0.1, sliding_window=sliding_window
+        )
+        attention.plan([5], [5])
+        q = empty(5, num_qo_heads, head_dim, dtype=dtype)
+        attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32))
+
+    compiled, num_warps = only_launch(launch)
+
+    check(compiled, num_warps)
+    if dtype != torch.float32:
+        assert "wgmma.mma_async" in compiled.ptx
+        assert "mma.sync" not in compiled.ptx
+
+
+def small_launches() -> dict[str, Callable[[], object]]:
+    ids = empty(4, dtype=torch.int64)
+    pages = empty(4, 32, 2, 8, 64, 128)
+    words = empty(4, 1 << 16, dtype=INT32)
+    return {
+        "merge": lambda: merge_states(empty(3, 4, 32, 128), empty(3, 4, 32, dtype=torch.float32)),
+        "rotate_and_append": lambda: rotate_and_append(
+            empty(4, 32, 128),
+            empty(4, 8, 128),
+            empty(4, 8, 128),
+            pages,
+            0,
+            cos=empty(9, 64, dtype=torch.float32),
+            sin=empty(9, 64, dtype=torch.float32),
+            positions=ids,
+            append_page=ids,
+            append_offset=ids,
+        ),
+        "rms_norm": lambda: rms_norm(empty(4, 4096), empty(4096), 1e-5, residual=empty(4, 4096)),
+        "rms_norm_wide": lambda: rms_norm(empty(4, 8192), empty(8192), 1e-5),
+        "silu_mul": lambda: silu_mul(empty(4, 14336), empty(4, 14336)),
+        "gather_pages": lambda: gather_pages(pages, ids, empty(4, 1 << 22)),
+        "scatter_pages": lambda: scatter_pages(empty(4, 1 << 22), ids, pages),
+        "digest_pages": lambda: digest_pages(words, ids, empty(2, 1 << 16, dtype=torch.int64)),
+    }
+
+
+@pytest.mark.parametrize("name", small_launches())
+def test_other_kernels(name: str):
+    compiled, num_warps = only_launch(small_launches()[name])
+
+    check(compiled, num_warps)
+    if name in {"gather_pages", "scatter_pages"}:
+        assert "ld.global.v4.b32" in compiled.ptx, "copies in 16-byte vectors"
+        assert "st.global.v4.b32" in compiled.ptx
+
+
+def _loop_of(ptx: str) -> str:
+    """The innermost loop that multiplies matrices: from the last label before its mma."""
+    before = ptx.rindex("\n$L__BB", 0, ptx.index("mma.sync"))
+    return ptx[before : ptx.index("bra", ptx.index("mma.sync"))]

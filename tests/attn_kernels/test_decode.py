@@ -1,0 +1,201 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_kernels import decode_plan
+from attn_kernels.decode import DecodeAttention, DecodeTile
+from attn_kernels.decode_plan import SplitRule
+from attn_kernels.errors import CapacityError, ShapeError
+from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
+
+TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
+RULE = SplitRule(split_len=16, splits_per_segment=2)
+EDGES = [1, 7, 8, 9, 16, 17, 33, 97]  # one token, page and split boundaries, several segments
+
+
+def make_attention(
+    case: PagedCase,
+    *,
+    window: int | None = None,
+    rule: SplitRule = RULE,
+    num_programs: int = 3,
+) -> DecodeAttention:
+    return DecodeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        max_requests=len(case.kv_lens),
+        max_kv_tokens=sum(case.kv_lens),
+        sliding_window=window,
+        rule=rule,
+        tile=TILE,
+        num_programs=num_programs,
+    )
+
+
+def run(attention: DecodeAttention, case: PagedCase, **options: Tensor) -> Tensor:
+    tables = (case.kv_page_indptr, case.kv_page_indices)
+    return attention.run(case.q, case.layer, *tables, **options)
+
+
+def decode(case: PagedCase, *, window: int | None = None, **options: Tensor) -> Tensor:
+    attention = make_attention(case, window=window)
+    attention.plan(case.kv_lens)
+    return run(attention, case, **options)
+
+
+def test_edge_lengths_give_the_reference_and_never_read_unused_rows(device: str):
+    case = make_case([1] * len(EDGES), EDGES, device=device)
+    lse = torch.empty(len(EDGES), case.num_qo_heads, device=device)
+
+    out = decode(case, lse=lse)
+
+    assert_close(out, case)
+    torch.testing.assert_close(lse, case.expected()[1])
+
+
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads"), [(1, 1), (5, 1), (8, 1), (14, 2), (16, 1)]
+)
+def test_group_sizes(device: str, num_qo_heads: int, num_kv_heads: int):
+    case = make_case(
+        [1, 1], [5, 40], num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, device=device
+    )
+
+    assert_close(decode(case), case)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64])
+def test_page_sizes_smaller_and_larger_than_a_tile(device: str, page_size: int):
+    case = make_case(
+        [1, 1, 1], [page_size, 2 * page_size + 1, 70], page_size=page_size, device=device
+    )
+
+    assert_close(decode(case), case)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_head_dims(device: str, head_dim: int):
+    case = make_case([1], [19], head_dim=head_dim, device=device)
+
+    assert_close(decode(case), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(device: str, dtype: torch.dtype):
+    case = make_case([1, 1, 1], [3, 16, 50], dtype=dtype, device=device)
+
+    assert_close(decode(case), case)
+
+
+@pytest.mark.parametrize("window", [1, 8, 20])
+def test_sliding_window_hides_older_tokens(device: str, window: int):
+    case = make_case([1] * 5, [1, 8, 20, 21, 97], device=device)
+
+    assert_close(decode(case, window=window), case, window)
+
+
+def test_a_request_has_the_same_bits_in_any_batch_and_in_any_pages(device: str):
+    case = make_case([1] * len(EDGES), EDGES, num_qo_heads=6, device=device)
+
+    together = decode(case)
+
+    assert torch.equal(decode(case.moved()), together)
+    for request in range(len(EDGES)):
+        assert torch.equal(decode(case.only(request))[0], together[request])
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_items_of_splits_and_of_segments_give_the_same_bits(
+    device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    case = make_case([1, 1], [97, 70], device=device)
+    num_items, outs = [], []
+    for busy_rounds in (1e9, 0):  # never and always too busy to look at splits
+        monkeypatch.setattr(decode_plan, "BUSY_ROUNDS", busy_rounds)
+        monkeypatch.setattr(decode_plan, "PROGRAM_TOKENS_PER_US", 0.01)  # splits win
+        attention = make_attention(case, window=window, num_programs=64)
+        attention.plan(case.kv_lens)
+        num_items.append(int(attention._plan[0]))
+        outs.append(run(attention, case))
+
+    assert num_items[0] > num_items[1]
+    assert torch.equal(*outs)
+
+
+def test_one_plan_serves_many_runs(device: str):
+    case = make_case([1, 1], [97, 40], device=device)
+    attention = make_attention(case, num_programs=64)
+    attention.plan(case.kv_lens)
+
+    for seed in range(3):  # each run leaves its partial results behind
+        q = make_case([1, 1], [1, 1], device=device, seed=seed).q
+        assert torch.equal(run(attention, replace(case, q=q)), decode(replace(case, q=q)))
+
+
+def test_rows_and_requests_select_a_part_of_a_mixed_batch(device: str):
+    case = make_case([1, 1, 1], [20, 33, 5], device=device)
+    attention = make_attention(case)
+    q = torch.full((7, 4, 16), float("nan"), device=device)
+    q[[5, 2]] = case.q[[0, 2]]
+    out = torch.full_like(q, -1.0)
+
+    attention.plan([20, 5], rows=[5, 2], requests=[0, 2])
+    attention.run(q, case.layer, case.kv_page_indptr, case.kv_page_indices, out=out)
+
+    torch.testing.assert_close(out[[5, 2]], case.expected()[0][[0, 2]])
+    assert (out[[0, 1, 3, 4, 6]] == -1.0).all()
+
+
+def test_a_padding_request_of_no_tokens_gives_zeros(device: str):
+    case = make_case([1, 1], [20, 0], device=device)
+    lse = torch.empty(2, 4, device=device)
+
+    out = decode(case, lse=lse)
+
+    assert_close(out, case)
+    assert (out[1] == 0).all()
+    assert (lse[1] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_worked_example_of_the_block_sparse_primer(device: str, page_size: int):
+    # softmax(1, 1, 2) over values [1, 1], [2, 0], [0, 1]
+    pages = torch.full((5, 1, 2, 1, page_size, 16), float("nan"), device=device)
+    table = [3, 0, 4][: -(-3 // page_size)]
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=device)
+    values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 1.0]], device=device)
+    for token in range(3):
+        slot = pages[table[token // page_size], 0, :, 0, token % page_size]
+        slot.zero_()
+        slot[0, :2], slot[1, :2] = keys[token], values[token]
+    q = torch.zeros(1, 1, 16, device=device)
+    q[..., :2] = 1.0
+    attention = DecodeAttention(
+        pages, num_qo_heads=1, scale=1.0, max_requests=1, max_kv_tokens=3, tile=TILE
+    )
+
+    attention.plan([3])
+    indptr = torch.tensor([0, len(table)], dtype=torch.int32, device=device)
+    indices = torch.tensor(table, dtype=torch.int32, device=device)
+    out = attention.run(q, 0, indptr, indices)
+
+    expected = torch.softmax(torch.tensor([1.0, 1.0, 2.0], device=device), 0) @ values
+    torch.testing.assert_close(out[0, 0, :2], expected)
+    torch.testing.assert_close(expected.cpu(), torch.tensor([0.63, 0.79]), atol=0.01, rtol=0)
+
+
+def test_plans_beyond_the_buffers_are_refused(device: str):
+    case = make_case([1], [20], device=device)
+    attention = DecodeAttention(
+        case.pages, num_qo_heads=4, scale=1.0, max_requests=2, max_kv_tokens=64, tile=TILE
+    )
+
+    with pytest.raises(CapacityError, match="3 requests, at most 2"):
+        attention.plan([1, 1, 1])
+    with pytest.raises(CapacityError, match="65 tokens, at most 64"):
+        attention.plan([65])
+    with pytest.raises(ShapeError, match="split_len 24 must be a multiple of the 16 keys"):
+        make_attention(case, rule=SplitRule(split_len=24))

@@ -1,0 +1,138 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attn_kernels.append import rotate_and_append
+from attn_kernels.checks import check_page_table
+from attn_kernels.decode import DecodeAttention
+from attn_kernels.elementwise import rms_norm, silu_mul
+from attn_kernels.errors import (
+    DeviceError,
+    DtypeError,
+    KernelInputError,
+    PageTableError,
+    ShapeError,
+    StrideError,
+)
+from attn_kernels.merge import merge_states
+from attn_kernels.prefill import PrefillAttention
+from tests.support.triton_interpreter import patched
+
+# Checks come before any launch, so these tests need neither a GPU nor the interpreter.
+
+
+@pytest.fixture(autouse=True)
+def _no_launch():
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("launched")
+
+    with patched(run=fail, call=fail):
+        yield
+
+
+def decode(**changes: object) -> torch.Tensor:
+    pages = changes.pop("pages", torch.zeros(4, 2, 2, 2, 16, 64))
+    num_qo_heads = changes.pop("num_qo_heads", 8)
+    attention = DecodeAttention(
+        pages,
+        num_qo_heads=num_qo_heads,
+        scale=1.0,
+        max_requests=4,
+        max_kv_tokens=64,
+        sliding_window=changes.pop("sliding_window", None),
+    )
+    arguments = {
+        "q": torch.zeros(2, 8, 64),
+        "layer": 0,
+        "kv_page_indptr": torch.zeros(3, dtype=torch.int32),
+        "kv_page_indices": torch.zeros(2, dtype=torch.int32),
+    }
+    return attention.run(**(arguments | changes))
+
+
+CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
+    ({"q": torch.zeros(2, 8, 64, dtype=torch.float16)}, DtypeError, "q is torch.float16"),
+    ({"q": torch.zeros(2, 4, 64)}, ShapeError, r"q has shape \[2, 4, 64\], must be \[any, 8, 64\]"),
+    ({"q": torch.zeros(2, 64, 8).transpose(1, 2)}, StrideError, "q has strides"),
+    ({"q": torch.zeros(2, 8, 64, device="meta")}, DeviceError, "q is on meta, must be on cpu"),
+    ({"layer": 2}, ShapeError, "layer is 2, must be 0 to 1"),
+    ({"kv_page_indices": torch.zeros(2)}, DtypeError, "kv_page_indices is torch.float32"),
+    ({"lse": torch.zeros(2, 4)}, ShapeError, "lse has shape"),
+    ({"num_qo_heads": 7}, ShapeError, "num_qo_heads 7 must be a multiple of num_kv_heads 2"),
+    ({"num_qo_heads": 34}, ShapeError, "17 query heads per key-value head, must be 1 to 16"),
+    ({"pages": torch.zeros(4, 2, 2, 2, 16, 40)}, ShapeError, "head_dim is 40"),
+    ({"pages": torch.zeros(4, 2, 2, 2, 16, 512)}, ShapeError, "head_dim is 512"),
+    ({"pages": torch.zeros(4, 2, 3, 2, 16, 64)}, ShapeError, "pages has shape"),
+    ({"pages": torch.zeros(4, 2, 2, 2, 16, 64).double()}, DtypeError, "pages is torch.float64"),
+    ({"sliding_window": 0}, ShapeError, "sliding_window is 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), CASES, ids=[case[2] for case in CASES])
+def test_bad_arguments_of_decode_name_what_was_found_and_what_is_allowed(
+    changes: dict[str, object], error: type[KernelInputError], message: str
+):
+    with pytest.raises(error, match=message):
+        decode(**dict(changes))
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda: rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-5), "weight has shape"),
+        (lambda: silu_mul(torch.zeros(2, 8), torch.zeros(2, 9)), "up has shape"),
+        (lambda: merge_states(torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 5)), "lses has shape"),
+        (
+            lambda: PrefillAttention(torch.zeros(1, 1, 2, 1, 4, 16), num_qo_heads=32, scale=1.0),
+            "32 query heads per key-value head",
+        ),
+        (
+            lambda: rotate_and_append(
+                torch.zeros(2, 4, 16),
+                torch.zeros(2, 2, 16),
+                torch.zeros(2, 2, 16),
+                torch.zeros(3, 1, 2, 2, 4, 16),
+                0,
+                cos=torch.zeros(9, 16),
+                sin=torch.zeros(9, 8),
+                positions=torch.zeros(2, dtype=torch.int64),
+                append_page=torch.zeros(2, dtype=torch.int64),
+                append_offset=torch.zeros(2, dtype=torch.int64),
+            ),
+            r"cos has shape \[9, 16\], must be \[any, 8\]",
+        ),
+    ],
+)
+def test_bad_arguments_of_other_launchers(action: Callable[[], object], message: str):
+    with pytest.raises(ShapeError, match=message):
+        action()
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "last", "message"),
+    [
+        ([0, 1], [4], [1], "page 4 is outside the pool of 4 pages"),
+        ([0, 1], [-1], [1], "page -1 is outside"),
+        ([0, 2], [0], [1], "ends with 2, kv_page_indices has 1"),
+        ([1, 0], [0], [1], "must begin with 0"),
+        ([0, 1], [0], [17], "kv_last_page_len 17 must be 1 to 16"),
+        ([0, 1], [0], [0], "kv_last_page_len 0"),
+    ],
+)
+def test_debug_check_finds_page_tables_that_leave_the_pool(
+    indptr: list[int], indices: list[int], last: list[int], message: str
+):
+    tables = [torch.tensor(each, dtype=torch.int32) for each in (indptr, indices, last)]
+
+    with pytest.raises(PageTableError, match=message):
+        check_page_table(*tables, torch.zeros(4, 1, 2, 1, 16, 16))
+
+
+def test_a_cpu_tensor_is_refused_outside_the_interpreter():
+    import triton
+
+    triton.knobs.runtime.interpret = False
+
+    with pytest.raises(DeviceError, match="x is on cpu, must be on a CUDA device"):
+        rms_norm(torch.zeros(2, 8), torch.zeros(8), 1e-5)

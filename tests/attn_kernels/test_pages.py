@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from attn_kernels import reference
+from attn_kernels.digest import digest_pages
+from attn_kernels.errors import DtypeError, ShapeError
+from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
+from kv_cache.torch_storage import digest_multipliers, torch_digest
+
+
+def random_pages(device: str, num_pages: int, page_words: int) -> torch.Tensor:
+    """Random bits: some are NaN as floats, and must survive a copy."""
+    generator = torch.Generator().manual_seed(num_pages)
+    shape = (num_pages, page_words)
+    words = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+    return words.to(torch.int32).to(device)
+
+
+@pytest.mark.parametrize("page_words", [1, 4, 24, 8192, 10_000])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_gathered_pages_scatter_back(device: str, page_words: int, id_dtype: torch.dtype):
+    pages = random_pages(device, 6, page_words)
+    ids = torch.tensor([4, 0, 5], dtype=id_dtype, device=device)
+    staging = torch.zeros(4, page_words, dtype=torch.int32, device=device)
+
+    gather_pages(pages, ids, staging)
+
+    expected = torch.zeros_like(staging)
+    reference.gather_pages(pages, ids, expected)
+    assert torch.equal(staging, expected)
+
+    target = torch.zeros_like(pages)
+    expected_target = torch.zeros_like(pages)
+    scatter_pages(staging, ids, target)
+    reference.scatter_pages(staging, ids, expected_target)
+    assert torch.equal(target, expected_target)
+    assert torch.equal(target[ids.long()], pages[ids.long()])
+
+
+def test_pages_of_a_pool_copy_by_bytes_whatever_their_dtype(device: str):
+    words = random_pages(device, 5, 2 * 2 * 3 * 4 * 16 // 2)
+    pool = words.view(torch.bfloat16).view(5, 2, 2, 3, 4, 16)
+    staging = torch.zeros(2, words.shape[1] * 4, dtype=torch.uint8, device=device)
+
+    gather_pages(pool, torch.tensor([3, 1], device=device), staging)
+
+    assert torch.equal(staging.view(torch.int32), words[[3, 1]])
+
+
+def test_copy_within_a_pool(device: str):
+    pages = random_pages(device, 6, 100)
+    expected = pages.clone()
+    sources = torch.tensor([0, 5], device=device)
+    targets = torch.tensor([2, 3], device=device)
+
+    copy_pages(pages, sources, targets)
+
+    reference.copy_pages(expected, sources, targets)
+    assert torch.equal(pages, expected)
+
+
+def test_no_ids_copy_nothing(device: str):
+    pages = random_pages(device, 2, 8)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+
+    gather_pages(pages, none, torch.zeros(1, 8, dtype=torch.int32, device=device))
+    assert digest_pages(pages, none, digest_multipliers(8).to(device)).shape == (0, 2)
+
+
+def test_pages_that_do_not_fit_are_refused(device: str):
+    pages = random_pages(device, 4, 8)
+    ids = torch.tensor([0, 1], device=device)
+
+    with pytest.raises(ShapeError, match="32 bytes at the source and 36 at the target"):
+        gather_pages(pages, ids, random_pages(device, 2, 9))
+    with pytest.raises(ShapeError, match="target holds 1 pages, 2 ids"):
+        gather_pages(pages, ids, random_pages(device, 1, 8))
+    with pytest.raises(ShapeError, match="6 bytes, must be a multiple of 4"):
+        gather_pages(torch.zeros(4, 6, dtype=torch.uint8, device=device), ids, pages)
+    with pytest.raises(DtypeError, match="source_ids is torch"):
+        gather_pages(pages, ids.float(), pages.clone())
+    with pytest.raises(ShapeError, match=r"lengths \[1, 2\]"):
+        copy_pages(pages, ids, ids[:1])
+
+
+@pytest.mark.parametrize("page_words", [1, 100, 2048, 5000])
+def test_digest_equals_the_storage_s_own(device: str, page_words: int):
+    words = random_pages(device, 20, page_words)
+    ids = torch.tensor([7, 0, 19, 7, *range(18)], device=device)
+    multipliers = digest_multipliers(page_words).to(device)
+
+    lanes = digest_pages(words, ids, multipliers)
+
+    assert torch.equal(lanes, torch_digest(words, ids, multipliers))
+    assert torch.equal(lanes, reference.digest_pages(words, ids, multipliers))
+    assert torch.equal(lanes[0], lanes[3])

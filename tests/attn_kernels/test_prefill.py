@@ -1,0 +1,122 @@
+import pytest
+import torch
+from torch import Tensor
+
+from attn_kernels.errors import ShapeError
+from attn_kernels.prefill import PrefillAttention, PrefillTile
+from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
+
+TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
+
+
+def prefill(case: PagedCase, *, window: int | None = None, lse: Tensor | None = None) -> Tensor:
+    attention = PrefillAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        sliding_window=window,
+        tile=TILE,
+    )
+    attention.plan(case.qo_lens, case.kv_lens)
+    tables = (case.kv_page_indptr, case.kv_page_indices)
+    return attention.run(case.q, case.layer, *tables, lse=lse)
+
+
+def test_ragged_batch_of_whole_prompts_and_chunks_gives_the_reference(device: str):
+    case = make_case([1, 8, 9, 5, 20, 1], [1, 8, 9, 40, 65, 33], device=device)
+    lse = torch.empty(case.q.shape[:2], device=device)
+
+    out = prefill(case, lse=lse)
+
+    assert_close(out, case)
+    torch.testing.assert_close(lse, case.expected()[1])
+
+
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads"), [(1, 1), (5, 1), (8, 1), (6, 2), (16, 1)]
+)
+def test_group_sizes(device: str, num_qo_heads: int, num_kv_heads: int):
+    case = make_case(
+        [11, 7], [11, 30], num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, device=device
+    )
+
+    assert_close(prefill(case), case)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64])
+def test_page_sizes_smaller_and_larger_than_a_tile(device: str, page_size: int):
+    case = make_case([9, 5], [page_size + 9, 70], page_size=page_size, device=device)
+
+    assert_close(prefill(case), case)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_head_dims(device: str, head_dim: int):
+    case = make_case([6], [19], head_dim=head_dim, device=device)
+
+    assert_close(prefill(case), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(device: str, dtype: torch.dtype):
+    case = make_case([3, 17], [16, 50], dtype=dtype, device=device)
+
+    assert_close(prefill(case), case)
+
+
+@pytest.mark.parametrize("window", [1, 8, 17, 40])
+def test_sliding_window_hides_older_tokens(device: str, window: int):
+    case = make_case([1, 20, 12, 70], [1, 20, 65, 70], device=device)
+
+    assert_close(prefill(case, window=window), case, window)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_token_has_the_same_bits_in_any_chunk_any_batch_and_any_pages(
+    device: str, window: int | None
+):
+    case = make_case([37, 20], [37, 52], num_qo_heads=6, device=device)
+
+    whole = prefill(case, window=window)
+
+    assert torch.equal(prefill(case.moved(), window=window), whole)
+    for request, rows in ((0, slice(0, 37)), (1, slice(37, 57))):
+        assert torch.equal(prefill(case.only(request), window=window), whole[rows])
+    first, second = case.chunk([21, 40], [21, 8]), case.chunk([37, 52], [16, 12])
+    first_out, second_out = prefill(first, window=window), prefill(second, window=window)
+    for part, rows in (
+        (first_out[:21], slice(0, 21)),
+        (second_out[:16], slice(21, 37)),
+        (first_out[21:], slice(37, 45)),
+        (second_out[16:], slice(45, 57)),
+    ):
+        assert torch.equal(part, whole[rows])
+
+
+def test_worked_example_of_the_block_sparse_primer_for_three_query_rows(device: str):
+    # softmax(1, 1, 2) over values [1, 1], [2, 0], [0, 1], for the last of three tokens
+    pages = torch.zeros(2, 1, 2, 1, 2, 16, device=device)
+    pages[1, 0, 0, 0, :, :2] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    pages[0, 0, 0, 0, 0, :2] = torch.tensor([1.0, 1.0])
+    pages[1, 0, 1, 0, :, :2] = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
+    pages[0, 0, 1, 0, 0, :2] = torch.tensor([0.0, 1.0])
+    q = torch.zeros(3, 1, 16, device=device)
+    q[..., :2] = 1.0
+    attention = PrefillAttention(pages, num_qo_heads=1, scale=1.0, tile=TILE)
+
+    attention.plan([3], [3])
+    indptr = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    indices = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    out = attention.run(q, 0, indptr, indices)
+
+    # The three tokens see scores 1; 1, 1; 1, 1, 2. The primer prints the last row cut short.
+    expected = torch.tensor([[1.0, 1.0], [1.5, 0.5], [0.63, 0.79]])
+    torch.testing.assert_close(out[:, 0, :2].cpu(), expected, atol=0.01, rtol=0)
+
+
+def test_more_new_tokens_than_tokens_are_refused(device: str):
+    case = make_case([1], [20], device=device)
+    attention = PrefillAttention(case.pages, num_qo_heads=4, scale=1.0, tile=TILE)
+
+    with pytest.raises(ShapeError, match="21 new tokens of 20"):
+        attention.plan([21], [20])
