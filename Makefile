@@ -3,13 +3,19 @@ VENV ?= .venv
 BASE_PYTHON ?= python3
 PY ?= $(VENV)/bin/python
 CLUSTER_ENV = RAY_AUTH_MODE=disabled RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH=$(CURDIR):$(PYTHONPATH)
+# One thread per test process: two processes with a pool each would fight for the same cores.
+TEST_ENV = $(CLUSTER_ENV) OMP_NUM_THREADS=1
+JOBS ?= 2
 
 ifeq ($(PY),$(VENV)/bin/python)
 READY = $(VENV)/ready
 DEV_READY = $(VENV)/dev-ready
 endif
 
-.PHONY: demo serve test test-gpu check format protos clean
+.PHONY: help demo serve test test-gpu check format protos docs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1: \2/p' $(MAKEFILE_LIST)
 
 demo: $(READY) ## a local cluster answers prompts that share a prefix; MODEL=DIR for a real checkpoint
 	$(CLUSTER_ENV) $(PY) -m cluster.cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -18,10 +24,11 @@ serve: $(READY) ## make serve MODEL=DIR ARGS="--prefill 1 --decode 1"
 	$(CLUSTER_ENV) $(PY) -m cluster.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(DEV_READY) ## the suite for hosts without GPUs
-	$(CLUSTER_ENV) $(PY) -m pytest -m "not gpu" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu and not cluster" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu" $(ARGS)
 
 test-gpu: $(DEV_READY) ## the suite for hosts with GPUs
-	$(CLUSTER_ENV) $(PY) -m pytest -m gpu $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m gpu $(ARGS)
 
 check: $(DEV_READY) ## format, lint, types, import contracts, generated code
 	$(PY) -m ruff format --check .
@@ -37,7 +44,12 @@ format: $(DEV_READY)
 protos: $(DEV_READY) ## regenerate protos/*_pb2*
 	$(PY) -m protos.generate
 
+docs: $(DEV_READY) ## rewrite docs/configuration.md from the configuration classes
+	$(PY) -m cluster.reference
+
 $(VENV)/bin/python:
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(BASE_PYTHON) is older than Python 3.11; set BASE_PYTHON"; exit 1; }
 	$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -1,0 +1,68 @@
+"""The controller: a named Ray actor that hears of each start of a worker and tells the routers.
+
+It holds nothing that the next announcements do not bring again, so its death stops no request and
+its restart needs no storage: workers and routers announce themselves every two seconds.
+"""
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+
+from cluster.membership import Membership
+from observability.logs import configure_logging
+from router.membership import PoolName, WorkerMember
+
+log = logging.getLogger(__name__)
+
+PUSH_TIMEOUT_S = 5.0
+
+
+class ControllerActor:
+    """Hears announcements and pushes the membership to every router that announced itself."""
+
+    async def __init__(  # type: ignore[misc] # Ray awaits it
+        self, log_level: str, log_format: str
+    ) -> None:
+        configure_logging(log_level, log_format)
+        self._membership = Membership()
+        self._routers: dict[str, Any] = {}  # router_id |-> actor handle
+
+    async def announce_worker(
+        self, worker_id: str, incarnation: int, address: str, pool: PoolName
+    ) -> None:
+        """Enter one start of a worker; idempotent."""
+        member = WorkerMember(
+            worker_id=worker_id, incarnation=incarnation, address=address, pool=pool
+        )
+        if self._membership.announce(member):
+            log.info(
+                "worker_announced worker_id=%s incarnation=%016x address=%s",
+                worker_id,
+                incarnation,
+                address,
+            )
+            await asyncio.gather(*(self._push(router_id) for router_id in self._routers))
+
+    async def announce_router(self, router_id: str, handle: Any) -> None:
+        """Enter a router and tell it the workers; a restarted one knows none, so each time."""
+        self._routers[router_id] = handle
+        await self._push(router_id)
+
+    async def was_ready(self, name: str) -> bool:
+        """Return whether an earlier process of this worker or router has served."""
+        return name in self._membership or name in self._routers
+
+    async def pid(self) -> int:
+        """Return the process id on its host."""
+        return os.getpid()
+
+    async def _push(self, router_id: str) -> None:
+        call = self._routers[router_id].set_workers.remote(self._membership.members)
+        try:
+            await asyncio.wait_for(call, PUSH_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            # A router that comes back announces itself and is told then.
+            log.warning("push_failed router_id=%s error=%s", router_id, error)

@@ -1,0 +1,60 @@
+"""What this host has to offer: GPUs and free ports. Imports torch only where a driver is."""
+
+import errno
+import shutil
+import socket
+from pathlib import Path
+
+from cluster.errors import PlacementError
+
+
+def count_gpus() -> int:
+    """Return the number of CUDA devices that this process may use."""
+    has_driver = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi")
+    if not has_driver:
+        return 0
+    import torch  # takes seconds, so only where there can be a GPU
+
+    return int(torch.cuda.device_count())
+
+
+def resolve_device(asked: str, num_gpus: int) -> str:
+    """Turn "auto" into "cuda" or "cpu"."""
+    if asked != "auto":
+        return asked
+    return "cuda" if num_gpus else "cpu"
+
+
+def check_gpus(device: str, num_prefill: int, num_decode: int, num_gpus: int) -> None:
+    """Refuse more workers than GPUs.
+
+    Raises:
+        PlacementError: Each CUDA worker needs a GPU of its own.
+    """
+    needed = num_prefill + num_decode
+    if device == "cuda" and needed > num_gpus:
+        raise PlacementError(
+            f"{num_prefill} prefill and {num_decode} decode workers need {needed} GPUs, and there "
+            f"{'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for fewer workers, or for "
+            "--device cpu"
+        )
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Refuse a port that something else listens on; 0 is always free.
+
+    Raises:
+        PlacementError: Names the address and the reason.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error}"
+        raise PlacementError(
+            f"port {port} on {host} {reason}; choose another with --port, 0 takes a free one"
+        ) from error

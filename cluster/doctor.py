@@ -1,0 +1,279 @@
+"""Examines a host before anything is started on it: each check says ok, warn or fail, and a remedy.
+
+The checks are functions of facts, `collect_facts` gathers those; so each fault can be planted.
+"""
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from cluster.devices import check_port_free
+from cluster.errors import ClusterError
+from cluster.model_folder import check_model_folder
+
+Level = Literal["ok", "warn", "fail"]
+Versions = Mapping[str, str]  # distribution name, lower case |-> version
+
+MIN_PYTHON = (3, 11)
+SHM_PATH = "/dev/shm"  # noqa: S108 - the mount itself
+MIN_SHM_BYTES = 256 * 2**20
+GENCODE_PATTERN = re.compile(r"^# Protobuf Python Version: (\d+)\.(\d+)\.(\d+)", re.MULTILINE)
+GRPC_GENCODE_PATTERN = re.compile(r"^GRPC_GENERATED_VERSION = '([\d.]+)'", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    level: Level
+    found: str
+    remedy: str = ""  # empty when all is well
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts:
+    """What the checks look at."""
+
+    python: tuple[int, int, int]
+    system: str  # "Linux"
+    versions: Versions
+    torch_cuda: str | None  # CUDA version that torch was built for; None: a CPU build
+    torch_error: str  # why torch cannot be imported; empty if it can
+    driver_gpus: int  # GPUs that the driver shows
+    torch_gpus: int  # GPUs that torch can use
+    compiler: str | None  # path of a C compiler
+    shm_free_bytes: int | None  # None: there is no /dev/shm
+    protobuf_gencode: str  # version that wrote protos/*_pb2.py
+    grpc_gencode: str  # version that wrote protos/*_pb2_grpc.py
+
+
+def examine(
+    facts: HostFacts, *, host: str, port: int, model_dir: Path | None
+) -> tuple[Finding, ...]:
+    """Run all checks; none raises."""
+    findings = [
+        check_python(facts),
+        check_torch(facts),
+        check_nccl(facts),
+        check_triton(facts),
+        check_ray(facts),
+        check_gencode(facts),
+        check_shared_memory(facts),
+        check_port(host, port),
+    ]
+    if model_dir is not None:
+        findings.append(check_model(model_dir))
+    return tuple(findings)
+
+
+def check_python(facts: HostFacts) -> Finding:
+    """Python is new enough and the system is Linux."""
+    found = f"Python {'.'.join(map(str, facts.python))} on {facts.system}"
+    if facts.python[:2] < MIN_PYTHON:
+        return Finding(
+            check="python", level="fail", found=found, remedy="install Python 3.11 or newer"
+        )
+    if facts.system != "Linux":
+        remedy = "only Linux is tested; GPUs need it"
+        return Finding(check="python", level="warn", found=found, remedy=remedy)
+    return Finding(check="python", level="ok", found=found)
+
+
+def check_torch(facts: HostFacts) -> Finding:
+    """Torch can be imported and sees the GPUs that the driver shows."""
+    if facts.torch_error:
+        remedy = "install torch, see README.md"
+        return Finding(check="torch", level="fail", found=facts.torch_error, remedy=remedy)
+    build = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPU only"
+    found = f"torch {facts.versions.get('torch')} ({build}), {facts.torch_gpus} GPUs"
+    if facts.driver_gpus > facts.torch_gpus:
+        reason = "torch is a CPU build" if facts.torch_cuda is None else "torch cannot use them"
+        return Finding(
+            check="torch",
+            level="warn",
+            found=f"{found}; the driver shows {facts.driver_gpus}, {reason}",
+            remedy='pip install "pagewire[cuda]", and a driver that is new enough for its CUDA',
+        )
+    return Finding(check="torch", level="ok", found=found)
+
+
+def check_nccl(facts: HostFacts) -> Finding:
+    """Exactly one NCCL wheel is there, for the CUDA that torch was built for, and nccl4py."""
+    wheels = {
+        name: version
+        for name, version in facts.versions.items()
+        if re.fullmatch(r"nvidia-nccl-cu\d+", name)
+    }
+    found = ", ".join(f"{name} {version}" for name, version in sorted(wheels.items())) or "none"
+    if facts.torch_cuda is None:
+        if wheels:
+            remedy = "harmless without GPUs"
+            return Finding(check="nccl", level="ok", found=found, remedy=remedy)
+        return Finding(check="nccl", level="ok", found="not needed: torch is a CPU build")
+    wanted = f"nvidia-nccl-cu{facts.torch_cuda.split('.')[0]}"
+    if len(wheels) > 1:
+        return Finding(
+            check="nccl",
+            level="fail",
+            found=f"{found}; they overwrite each other's libnccl.so.2",
+            remedy=f"pip uninstall {' '.join(sorted(wheels))}; "
+            f"pip install --force-reinstall {wanted}",
+        )
+    if wheels and wanted not in wheels:
+        return Finding(
+            check="nccl",
+            level="fail",
+            found=f"{found}, but torch is built for CUDA {facts.torch_cuda}",
+            remedy=f"pip uninstall {next(iter(wheels))}; pip install --force-reinstall {wanted}",
+        )
+    if not wheels:
+        remedy = f"pip install {wanted}, unless the system's libnccl is the one torch was built on"
+        return Finding(check="nccl", level="warn", found="no NCCL wheel", remedy=remedy)
+    if "nccl4py" not in facts.versions:
+        remedy = 'pip install "nccl4py~=0.6.0"; without it pages cannot move between GPUs'
+        return Finding(check="nccl", level="fail", found=f"{found}, no nccl4py", remedy=remedy)
+    return Finding(check="nccl", level="ok", found=f"{found}, nccl4py {facts.versions['nccl4py']}")
+
+
+def check_triton(facts: HostFacts) -> Finding:
+    """Triton is there, with the C compiler that it calls for each kernel's launcher."""
+    version = facts.versions.get("triton")
+    needs_it = facts.torch_gpus > 0
+    if version is None:
+        return Finding(
+            check="triton",
+            level="fail" if needs_it else "ok",
+            found="not installed",
+            remedy='pip install "triton>=3.6"' if needs_it else "",
+        )
+    if facts.compiler is None:
+        return Finding(
+            check="triton",
+            level="fail" if needs_it else "warn",
+            found=f"triton {version}, no C compiler",
+            remedy="install gcc or clang: Triton compiles its launchers when they are first used",
+        )
+    return Finding(check="triton", level="ok", found=f"triton {version}, {facts.compiler}")
+
+
+def check_ray(facts: HostFacts) -> Finding:
+    """Ray is there."""
+    version = facts.versions.get("ray")
+    if version is None:
+        return Finding(
+            check="ray", level="fail", found="not installed", remedy='pip install "ray>=2.60"'
+        )
+    return Finding(check="ray", level="ok", found=f"ray {version}")
+
+
+def check_gencode(facts: HostFacts) -> Finding:
+    """The protobuf and grpcio that run are not older than those that wrote protos/*_pb2*."""
+    for library, written_by in (
+        ("protobuf", facts.protobuf_gencode),
+        ("grpcio", facts.grpc_gencode),
+    ):
+        version = facts.versions.get(library)
+        if version is None or _numbers(version) < _numbers(written_by):
+            return Finding(
+                check="generated code",
+                level="fail",
+                found=f"{library} {version or 'not installed'}, protos/ needs {written_by}",
+                remedy=f'pip install "{library}>={written_by}"',
+            )
+    found = f"protobuf {facts.versions['protobuf']}, grpcio {facts.versions['grpcio']}"
+    return Finding(check="generated code", level="ok", found=found)
+
+
+def check_shared_memory(facts: HostFacts) -> Finding:
+    """Ray and NCCL find room in /dev/shm."""
+    if facts.shm_free_bytes is None:
+        remedy = "mount a tmpfs there; Ray falls back on /tmp, which is slower"
+        return Finding(check=SHM_PATH, level="warn", found="is not there", remedy=remedy)
+    found = f"{facts.shm_free_bytes / 2**20:.0f} MiB free"
+    if facts.shm_free_bytes < MIN_SHM_BYTES:
+        remedy = f"make it {MIN_SHM_BYTES // 2**20} MiB or larger (docker run --shm-size=1g)"
+        return Finding(check=SHM_PATH, level="warn", found=found, remedy=remedy)
+    return Finding(check=SHM_PATH, level="ok", found=found)
+
+
+def check_port(host: str, port: int) -> Finding:
+    """The router's port is free."""
+    return _from_exception(
+        "port", lambda: check_port_free(host, port), f"{host}:{port} is free", "choose another"
+    )
+
+
+def check_model(model_dir: Path) -> Finding:
+    """The model folder can be served."""
+    return _from_exception(
+        "model", lambda: check_model_folder(model_dir), f"{model_dir} can be served", "see above"
+    )
+
+
+def collect_facts() -> HostFacts:
+    """Look at this host; imports torch, which takes seconds."""
+    torch_cuda, torch_gpus, torch_error = _ask_torch()
+    protos = Path(__file__).resolve().parent.parent / "protos"
+    return HostFacts(
+        python=sys.version_info[:3],
+        system=platform.system(),
+        versions=_versions(),
+        torch_cuda=torch_cuda,
+        torch_error=torch_error,
+        driver_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        torch_gpus=torch_gpus,
+        compiler=shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
+        shm_free_bytes=_free_bytes(Path(SHM_PATH)),
+        protobuf_gencode=".".join(_written_by(protos / "common_pb2.py", GENCODE_PATTERN)),
+        grpc_gencode=".".join(_written_by(protos / "worker_pb2_grpc.py", GRPC_GENCODE_PATTERN)),
+    )
+
+
+def _ask_torch() -> tuple[str | None, int, str]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return None, 0, f"torch cannot be imported: {error}"
+    return torch.version.cuda, torch.cuda.device_count(), ""
+
+
+def _versions() -> Versions:
+    versions: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        if name := distribution.metadata["Name"]:
+            # The first on the path is the one that is imported.
+            versions.setdefault(name.lower().replace("_", "-"), distribution.version)
+    return versions
+
+
+def _free_bytes(path: Path) -> int | None:
+    if not path.is_dir():
+        return None
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _written_by(path: Path, pattern: re.Pattern[str]) -> tuple[str, ...]:
+    found = pattern.search(path.read_text(encoding="utf-8"))
+    assert found, f"{path} does not say which version wrote it"
+    return found.groups()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _from_exception(check: str, run: Callable[[], None], found: str, remedy: str) -> Finding:
+    try:
+        run()
+    except ClusterError as error:
+        return Finding(check=check, level="fail", found=str(error), remedy=remedy)
+    return Finding(check=check, level="ok", found=found)

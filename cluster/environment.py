@@ -1,0 +1,26 @@
+"""The environment variables of a cluster's processes; nothing else copies or sets any."""
+
+import os
+
+# Of the launching process: settings of a user's own kind that workers must see too.
+FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH")
+
+
+def prepare_local_ray() -> None:
+    """Set what a Ray that is started here reads; call it before Ray is imported."""
+    # It listens on the loopback address only, and without it writes a token to the home folder.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # The router gets no GPU and never asks for one; 0 says that hiding them is not needed.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def worker_environment(device: str, cpu_threads: int) -> dict[str, str]:
+    """Return the variables that a worker's process is started with."""
+    forwarded = {
+        name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
+    }
+    if device == "cuda":
+        # A kernel that is loaded lazily can deadlock with a transfer that waits for its peer.
+        return {"CUDA_MODULE_LOADING": "EAGER", **forwarded}
+    return {"OMP_NUM_THREADS": str(cpu_threads), "CUDA_VISIBLE_DEVICES": "", **forwarded}

@@ -1,0 +1,28 @@
+"""Exceptions of the composition root; the command line prints their text and exits with 1.
+
+ClusterError
+├── ConfigError        an option is wrong; names its path, the value found and what is allowed
+├── PlacementError     the hosts do not have what was asked for
+├── StartError         something did not start, or not in time
+└── DemoError          the demo ran but did not show what it must
+"""
+
+
+class ClusterError(Exception):
+    """Base; its text is for people and says what to do."""
+
+
+class ConfigError(ClusterError):
+    """An option is wrong."""
+
+
+class PlacementError(ClusterError):
+    """The hosts do not have what was asked for."""
+
+
+class StartError(ClusterError):
+    """Something did not start, or not in time."""
+
+
+class DemoError(ClusterError):
+    """The demo ran but did not show what it must."""

@@ -1,0 +1,277 @@
+"""Starts a cluster through Ray and stops it: placement, deadlines, and a diagnosis when one passes.
+
+What can be refused without starting anything (model folder, GPUs, port) is refused first.
+"""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.config import ClusterConfig
+from cluster.controller import ControllerActor
+from cluster.devices import check_gpus, check_port_free, count_gpus, resolve_device
+from cluster.environment import worker_environment
+from cluster.errors import ConfigError, StartError
+from cluster.model_folder import check_model_folder
+from decode_worker.actor import CONTROL_GROUP, DecodeActor
+from llm_engine.worker_process import WorkerSettings
+from pagewire import Client, ClusterStatus, PagewireError
+from prefill_worker.actor import PrefillActor
+from router.actor import RouterActor
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "pagewire"
+CONTROLLER_NAME = "pagewire-controller"
+ROUTER_NAME = "router-0"
+OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its least
+LOOPBACK = "127.0.0.1"
+STATUS_PERIOD_S = 0.1
+PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
+STOP_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningCluster:
+    """Handles of what was started."""
+
+    address: str  # of the router
+    device: str
+    workers: Mapping[str, Any]  # worker_id |-> actor handle
+    router: Any
+    controller: Any
+
+    @property
+    def actors(self) -> dict[str, Any]:
+        """All handles by name, in the order in which they are to be stopped."""
+        return {ROUTER_NAME: self.router, **self.workers, CONTROLLER_NAME: self.controller}
+
+    def pid(self, name: str) -> int:
+        """Return the process id of an actor on its host."""
+        return int(ray.get(self.actors[name].pid.remote(), timeout=PLACE_TIMEOUT_S))
+
+    def stop(self, grace_s: float) -> None:
+        """Give running requests `grace_s` seconds, then end all processes."""
+        timeout_s = grace_s + STOP_MARGIN_S
+        try:
+            ray.get(self.router.stop.remote(grace_s), timeout=timeout_s)
+            ray.get([each.stop.remote(0.0) for each in self.workers.values()], timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            log.warning("stop_incomplete error=%s", error)
+        for actor in self.actors.values():
+            ray.kill(actor, no_restart=True)
+        ray.shutdown()
+
+
+def start_cluster(config: ClusterConfig, *, shows_worker_logs: bool) -> RunningCluster:
+    """Start everything and wait until the router sees all workers ready.
+
+    Raises:
+        ClusterError: What was wrong and what to do; nothing is left running.
+    """
+    if config.model is None:
+        raise ConfigError("model is not set; give a checkpoint folder with --model")
+    deadline = time.monotonic() + config.start_timeout_s
+    check_model_folder(config.model)
+    if config.ray_address:
+        _attach_ray(config, shows_worker_logs)
+    else:
+        check_port_free(config.host, config.port)
+        device = _choose_device(config, count_gpus() if config.device != "cpu" else 0)
+        _start_local_ray(config, device, shows_worker_logs)
+    try:
+        if config.ray_address:
+            device = _choose_device(config, int(_cluster_resources().get("GPU", 0)))
+        cluster = _start_actors(config, device, deadline)
+        _wait_until_served(cluster, deadline)
+    except BaseException:
+        ray.shutdown()
+        raise
+    return cluster
+
+
+def worker_ids(config: ClusterConfig) -> list[str]:
+    """Return the names of all workers, prefill first."""
+    prefill = [f"prefill-{index}" for index in range(config.prefill)]
+    return prefill + [f"decode-{index}" for index in range(config.decode)]
+
+
+def _choose_device(config: ClusterConfig, num_gpus: int) -> str:
+    device = resolve_device(config.device, num_gpus)
+    check_gpus(device, config.prefill, config.decode, num_gpus)
+    return device
+
+
+def _attach_ray(config: ClusterConfig, shows_worker_logs: bool) -> None:
+    try:
+        ray.init(
+            address=config.ray_address,
+            namespace=NAMESPACE,
+            log_to_driver=shows_worker_logs,
+            logging_level=logging.WARNING,
+        )
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+        raise StartError(f"cannot attach to Ray at {config.ray_address}: {error}") from error
+
+
+def _start_local_ray(config: ClusterConfig, device: str, shows_worker_logs: bool) -> None:
+    try:
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            # Actors ask for no CPUs: Ray's count limits nothing here, and hosts may have two.
+            num_cpus=os.cpu_count(),
+            num_gpus=config.prefill + config.decode if device == "cuda" else 0,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=shows_worker_logs,
+            logging_level=logging.WARNING,
+        )
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+        raise StartError(f"cannot start Ray on this host: {error}") from error
+
+
+def _start_actors(config: ClusterConfig, device: str, deadline: float) -> RunningCluster:
+    assert config.model is not None
+    controller = _place(ControllerActor, CONTROLLER_NAME, {}, config.log_level, config.log_format)
+    options = {
+        "num_gpus": 1 if device == "cuda" else 0,
+        "runtime_env": {"env_vars": worker_environment(device, config.cpu_threads)},
+    }
+    hash_key = secrets.token_bytes(16)  # of page hashes, unknown to clients
+    workers = {}
+    for worker_id in worker_ids(config):
+        settings = _settings(config, worker_id, device)
+        if worker_id.startswith("prefill"):
+            prefill = replace(
+                config.prefill_worker, transfer_deadlines=config.transfer, hash_key=hash_key
+            )
+            workers[worker_id] = _place(
+                PrefillActor, worker_id, options, settings, prefill, CONTROLLER_NAME
+            )
+        else:
+            decode = replace(
+                config.decode_worker, transfer_deadlines=config.transfer, hash_key=hash_key
+            )
+            workers[worker_id] = _place(
+                DecodeActor, worker_id, options, settings, decode, CONTROLLER_NAME
+            )
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    router = _place(
+        RouterActor,
+        ROUTER_NAME,
+        {"scheduling_strategy": here},  # clients know it by an address of this host
+        replace(config.router, router_id=ROUTER_NAME, page_hash_key=hash_key),
+        config.model.resolve(),
+        config.host,
+        config.port,
+        config.log_level,
+        config.log_format,
+        CONTROLLER_NAME,
+    )
+    addresses = _wait_ready({ROUTER_NAME: router, **workers}, deadline, config.start_timeout_s)
+    return RunningCluster(
+        address=addresses[ROUTER_NAME],
+        device=device,
+        workers=workers,
+        router=router,
+        controller=controller,
+    )
+
+
+def _settings(config: ClusterConfig, worker_id: str, device: str) -> WorkerSettings:
+    assert config.model is not None
+    model_dir = config.model.resolve()
+    return WorkerSettings(
+        worker_id=worker_id,
+        model_dir=model_dir,
+        served_model_name=config.served_model_name or model_dir.name,
+        device=device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        gpu_memory_fraction=config.gpu_memory_fraction,
+        cpu_pages_bytes=config.cpu_pages_mib * 2**20,
+        cpu_threads=config.cpu_threads,
+        host="" if config.ray_address else LOOPBACK,
+        has_progress=worker_id == "prefill-0",
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )
+
+
+def _place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
+    """Ask Ray for a named actor that is started again whenever its process dies."""
+    remote = ray.remote(  # type: ignore[call-overload] # Ray's hints lack concurrency_groups
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,  # replaying work is the router's decision
+        concurrency_groups={CONTROL_GROUP: 2},
+    )(actor)
+    try:
+        return remote.options(name=name, **options).remote(*arguments)
+    except ValueError as error:
+        raise StartError(
+            f"cannot start {name}: {error}; another cluster runs on this Ray, stop it first"
+        ) from error
+
+
+def _wait_ready(actors: Mapping[str, Any], deadline: float, timeout_s: float) -> dict[str, str]:
+    """Wait for each actor's address; the first failure ends the wait."""
+    names = {actor.wait_ready.remote(): name for name, actor in actors.items()}
+    addresses: dict[str, str] = {}
+    while waiting := [call for call, name in names.items() if name not in addresses]:
+        remaining_s = deadline - time.monotonic()
+        done, _ = ray.wait(waiting, num_returns=1, timeout=max(remaining_s, 0))
+        if not done:
+            missing = [names[call] for call in waiting]
+            raise StartError(_diagnosis(missing, timeout_s))
+        name = names[done[0]]
+        try:
+            addresses[name] = ray.get(done[0])
+        except ray.exceptions.RayError as error:
+            raise StartError(f"{name} did not start: {_last_line(error)}") from error
+    return addresses
+
+
+def _wait_until_served(cluster: RunningCluster, deadline: float) -> None:
+    status: ClusterStatus | None = None
+    with Client(cluster.address, default_timeout_s=PLACE_TIMEOUT_S) as client:
+        while time.monotonic() < deadline:
+            try:
+                status = client.status()
+            except PagewireError as error:
+                raise StartError(f"the router does not answer: {error}") from error
+            ready = {each.worker_id for each in status.workers if each.state == "ready"}
+            if ready >= cluster.workers.keys():
+                return
+            time.sleep(STATUS_PERIOD_S)
+    states = {each.worker_id: each.state for each in status.workers} if status else {}
+    missing = [f"{each} is {states.get(each, 'unknown')}" for each in cluster.workers]
+    raise StartError(f"the router does not see all workers ready: {', '.join(missing)}")
+
+
+def _diagnosis(missing: list[str], timeout_s: float) -> str:
+    free: Mapping[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return (
+        f"{', '.join(missing)} not ready after {timeout_s:.0f} s; {free.get('GPU', 0):.0f} of "
+        f"{_cluster_resources().get('GPU', 0):.0f} GPUs are free; see the logs of the Ray "
+        "session, or raise start_timeout_s"
+    )
+
+
+def _cluster_resources() -> Mapping[str, float]:
+    resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

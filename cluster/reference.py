@@ -1,0 +1,56 @@
+"""Writes docs/configuration.md from the configuration itself (make docs)."""
+
+from pathlib import Path
+
+from cluster.config import ConfigOption, config_options
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+Written by `make docs`; a test compares it with the code.
+
+Every option can stand in a YAML file (`pagewire serve --config cluster.yaml`) and is a flag of
+`serve` and `demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags override
+the file, the file overrides the defaults. An unknown option, or a value that is not allowed, ends
+the command with exit code 1 and a line that names the file, the option, the value found and what
+is allowed.
+
+```yaml
+model: /models/llama-3-8b
+prefill: 1
+decode: 3
+device: cuda
+page_size: 64
+router:
+  max_active_requests: 512
+```
+
+Names carry their units: `_s` seconds, `_mib` mebibytes, `_tokens` tokens, `_pages` pages.
+"""
+SECTIONS = {
+    "": "Cluster",
+    "router": "Router: `router`",
+    "prefill_worker": "Prefill workers: `prefill_worker`",
+    "decode_worker": "Decode workers: `decode_worker`",
+    "transfer": "Page transfer, both sides: `transfer`",
+}
+
+
+def configuration_page() -> str:
+    """Return the page."""
+    parts = [INTRODUCTION]
+    for section, title in SECTIONS.items():
+        options = [each for each in config_options().values() if each.section == section]
+        parts += [f"\n## {title}\n\n| option | default | meaning |\n|---|---|---|\n"]
+        parts += [_row(option) for option in options]
+    return "".join(parts)
+
+
+def _row(option: ConfigOption) -> str:
+    default = "" if option.default in (None, "") else f"`{option.default}`"
+    return f"| `{option.path}` | {default} | {option.description} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(configuration_page(), encoding="utf-8")

@@ -1,0 +1,32 @@
+"""Asks several questions about one document; after the first, only the questions are computed.
+
+Start a cluster first: `make serve MODEL=DIR`. Then: `python examples/shared_prefix.py README.md`.
+"""
+
+import sys
+from pathlib import Path
+
+from pagewire import Client
+
+QUESTIONS = ("What is it?", "How do I start it?", "What is missing?")
+
+
+def main() -> None:
+    """Ask, and print what each answer cost."""
+    document = Path(sys.argv[1]).read_text(encoding="utf-8")
+    with Client("localhost:50051") as client:
+        for question in QUESTIONS:
+            with client.stream(f"{document}\n\nQ: {question}\nA:", max_tokens=64) as stream:
+                for delta in stream:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+            usage = stream.completion.usage
+            assert usage is not None  # the stream was read to its end
+            sys.stdout.write(
+                f"\n[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached, "
+                f"{usage.pages_moved} pages moved, first token after {usage.ttft_ms:.0f} ms]\n"
+            )
+
+
+if __name__ == "__main__":
+    main()

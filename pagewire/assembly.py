@@ -1,0 +1,52 @@
+"""Puts the deltas of a stream together into a completion. Pure."""
+
+from dataclasses import dataclass, field
+
+from pagewire.types import Choice, Completion, Delta, TokenLogprob, Usage
+
+
+@dataclass(kw_only=True, slots=True)
+class _ChoiceSoFar:
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stopped_by: str | None = None
+
+
+class CompletionBuilder:
+    """Collects deltas of interleaved choices; `completion` is what has arrived so far."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._choices = [_ChoiceSoFar() for _ in range(num_choices)]
+        self._request_id = ""
+        self._usage: Usage | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append one delta."""
+        choice = self._choices[delta.choice]
+        choice.text.append(delta.text)
+        choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+        choice.stopped_by = delta.stopped_by or choice.stopped_by
+        self._request_id = delta.request_id
+        self._usage = delta.usage or self._usage
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far; `usage` is set once the stream has ended."""
+        return Completion(
+            request_id=self._request_id,
+            choices=tuple(
+                Choice(
+                    text="".join(choice.text),
+                    token_ids=tuple(choice.token_ids),
+                    logprobs=tuple(choice.logprobs),
+                    finish_reason=choice.finish_reason,
+                    stopped_by=choice.stopped_by,
+                )
+                for choice in self._choices
+            ),
+            usage=self._usage,
+        )

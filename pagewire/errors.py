@@ -1,0 +1,88 @@
+"""Exceptions of the client.
+
+PagewireError
+├── RequestError                the request cannot succeed as it is
+│   ├── InvalidRequestError     a field is wrong; `violations` names each
+│   ├── NotFoundError           the model is not served
+│   ├── AuthenticationError     the caller is unknown or not allowed
+│   └── OverloadedError         the cluster is full; try again after `retry_after_s`
+├── TransportError              the answer did not arrive; the request itself may be fine
+│   ├── ConnectionFailedError   nobody answers at the address, or the connection broke
+│   ├── UnavailableError        the router answers, but no worker can serve the request now
+│   ├── TimeoutError            `timeout_s` passed
+│   └── CancelledError          the call was cancelled by the other side
+└── ServerError                 a bug or a broken worker on the cluster's side
+
+Each carries `code`, the name of the gRPC status it was made from.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldViolation:
+    """One wrong field of a request."""
+
+    field: str  # path in the request, "sampling.top_p"
+    description: str  # what was found and what is allowed
+
+
+class PagewireError(Exception):
+    """Base of all errors that the client raises for a call."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+class RequestError(PagewireError):
+    """The request was refused; sending it again unchanged does not help, unless it says so."""
+
+
+class InvalidRequestError(RequestError):
+    """The request has wrong fields."""
+
+    def __init__(self, message: str, *, code: str, violations: tuple[FieldViolation, ...]) -> None:
+        super().__init__(message, code=code)
+        self.violations = violations
+
+
+class NotFoundError(RequestError):
+    """The model, or another thing that the request names, does not exist."""
+
+
+class AuthenticationError(RequestError):
+    """The caller is unknown, or may not do this."""
+
+
+class OverloadedError(RequestError):
+    """The request was refused before any work, because too many are being served."""
+
+    def __init__(self, message: str, *, code: str, retry_after_s: float | None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s  # None: the cluster gave no advice
+
+
+class TransportError(PagewireError):
+    """No complete answer arrived."""
+
+
+class ConnectionFailedError(TransportError):
+    """Nobody answers at the address, or the connection broke."""
+
+
+class UnavailableError(TransportError):
+    """The router is there but has no worker for the request at the moment."""
+
+
+class TimeoutError(TransportError):  # noqa: A001 - like asyncio's
+    """The call took longer than `timeout_s`."""
+
+
+class CancelledError(TransportError):
+    """The other side cancelled the call. A caller's own cancellation is not an error."""
+
+
+class ServerError(PagewireError):
+    """The cluster failed in a way that it should not."""

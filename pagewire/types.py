@@ -1,0 +1,191 @@
+"""What the client takes and returns: plain frozen values, no protobuf."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are drawn. An absent option takes the model's default, then the one stated."""
+
+    temperature: float  # >= 0, 0 is greedy; 1
+    top_p: float  # (0, 1]; 1 is off
+    top_k: int  # >= 0; 0 is off
+    min_p: float  # [0, 1]; 0 is off
+    repetition_penalty: float  # > 0; 1 is off
+    presence_penalty: float  # [-2, 2]; 0 is off
+    frequency_penalty: float  # [-2, 2]; 0 is off
+    seed: int  # 0 .. 2**64 - 1; absent: drawn by the router
+    max_tokens: int  # per choice; absent: to the end of the context
+    min_tokens: int  # end and stop tokens are not drawn before; 0
+    stop: Sequence[str]  # generation ends before the first of these
+    stop_token_ids: Sequence[int]  # generation ends at any of these
+    ignore_eos: bool  # go on past the model's end tokens; False
+    n: int  # independent choices, 1..64; 1
+    logprobs: int  # 0: of the drawn token, k: and of the k most probable; absent: none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message of a chat."""
+
+    role: str  # "system", "user", "assistant" or another role of the model's template
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """Log probabilities (natural log) at one drawn token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """What one message of a stream adds to one choice."""
+
+    request_id: str
+    choice: int  # 0 .. n-1
+    text: str  # may be empty while a character or a possible stop string is incomplete
+    token_ids: tuple[int, ...]
+    first_index: int  # output index of the first token
+    logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
+    finish_reason: str | None  # "stop" or "length" in the choice's last delta
+    stopped_by: str | None  # the stop string or token that ended the choice
+    usage: "Usage | None"  # in the last delta of the call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One generated continuation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
+    finish_reason: str | None  # "stop", "length"; None: the stream was left before its end
+    stopped_by: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What a call cost and where; sums over all attempts, so work repeated after a fault shows."""
+
+    prompt_tokens: int
+    completion_tokens: int  # of all choices
+    decode_cached_tokens: int  # prompt tokens found in the decode worker's cache
+    prefill_cached_tokens: int  # prompt tokens found in the prefill worker's cache
+    prefill_computed_tokens: int  # prompt tokens computed by prefill workers
+    decode_computed_tokens: int  # prompt tokens computed by the decode worker itself
+    pages_moved: int  # from prefill to decode workers
+    bytes_moved: int
+    preemptions: int
+    prefill_retries: int
+    resumptions: int  # times the stream went on on another decode worker
+    ttft_ms: float  # arrival at the router to the first token
+    total_ms: float  # arrival to the end
+    tpot_ms: float  # mean time per output token after the first
+    decode_workers: tuple[str, ...]  # ids, in order of use
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that nobody had to compute for this call."""
+        computed = self.prefill_computed_tokens + self.decode_computed_tokens
+        return max(self.prompt_tokens - computed, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    choices: tuple[Choice, ...]  # n of them
+    usage: Usage | None  # None: the stream was left before its end
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first choice's tokens."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The first choice's finish reason."""
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """A tokenized text or chat."""
+
+    token_ids: tuple[int, ...]
+    text: str  # what was tokenized: for a chat the rendered template
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A served model."""
+
+    name: str
+    max_context_tokens: int  # prompt plus output
+    vocab_size: int
+    page_size: int  # token slots in a page
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageCounts:
+    """How a worker's pages are used; the six states sum to total."""
+
+    total: int
+    free: int
+    live: int
+    cached: int
+    leased: int
+    incoming: int
+    quarantine: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStatus:
+    """One worker as a router sees it. Counters are totals since the worker's start."""
+
+    worker_id: str
+    incarnation: int  # another one after each restart
+    address: str
+    pool: str  # "prefill" or "decode"
+    state: str  # "connecting", "ready", "draining" or "dead"
+    heartbeat_age_ms: int
+    steps: int
+    running: int  # sequences in the batch
+    waiting: int  # requests
+    queued_tokens: int  # prompt tokens not computed yet
+    pages: PageCounts
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    pages_moved: int
+    bytes_moved: int
+    transfer_failures: int
+    preemptions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in this worker's cache, 0..1."""
+        return self.cached_tokens / max(self.cached_tokens + self.computed_tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterStatus:
+    """What one router knows."""
+
+    workers: tuple[WorkerStatus, ...]
+    active_requests: int
+    finished_requests: int
+    resumed_requests: int
+    index_pages: int  # page hashes in the router's prefix index

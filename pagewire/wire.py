@@ -1,0 +1,275 @@
+"""Protobuf messages to the client's values and back, and gRPC failures to its exceptions."""
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from pagewire import errors
+from pagewire.types import (
+    ClusterStatus,
+    Delta,
+    Message,
+    Model,
+    PageCounts,
+    SamplingOptions,
+    TokenLogprob,
+    Usage,
+    WorkerStatus,
+)
+from protos import common_pb2, inference_pb2
+
+MAX_TOKEN_ID = 2**32 - 1
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Message | Mapping[str, str]]
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Encode token ids as the wire wants them: little-endian uint32."""
+    for token_id in token_ids:
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            raise _invalid("token_ids", f"{token_id} is not in 0 .. {MAX_TOKEN_ID}")
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
+    """Decode what pack_token_ids makes."""
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def generate_request(
+    prompt: Prompt, model: str, options: SamplingOptions
+) -> inference_pb2.GenerateRequest:
+    """Build the request for text or token ids."""
+    request = inference_pb2.GenerateRequest(model=model, sampling=_sampling(options))
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids = pack_token_ids(prompt)
+    return request
+
+
+def chat_request(
+    messages: Messages, model: str, options: SamplingOptions
+) -> inference_pb2.GenerateRequest:
+    """Build the request for a chat."""
+    return inference_pb2.GenerateRequest(
+        model=model, sampling=_sampling(options), chat=chat_prompt(messages)
+    )
+
+
+def chat_prompt(messages: Messages) -> inference_pb2.ChatPrompt:
+    """Encode a chat; messages may be `Message` values or mappings with role and content."""
+    return inference_pb2.ChatPrompt(
+        messages=[
+            inference_pb2.ChatMessage(role=m.role, content=m.content)
+            if isinstance(m, Message)
+            else inference_pb2.ChatMessage(role=m["role"], content=m["content"])
+            for m in messages
+        ]
+    )
+
+
+def delta_from(response: inference_pb2.GenerateResponse) -> Delta:
+    """Decode one message of a Generate stream."""
+    token_ids = unpack_token_ids(response.token_ids)
+    return Delta(
+        request_id=response.request_id,
+        choice=response.choice,
+        text=response.text,
+        token_ids=token_ids,
+        first_index=response.first_index,
+        logprobs=tuple(
+            TokenLogprob(
+                token_id=token_id,
+                logprob=entry.logprob,
+                top=tuple(
+                    zip(unpack_token_ids(entry.top_token_ids), entry.top_logprobs, strict=True)
+                ),
+            )
+            for token_id, entry in zip(token_ids, response.logprobs, strict=False)
+        ),
+        finish_reason=_finish_reason(response.finish_reason),
+        stopped_by=response.stopped_by or None,
+        usage=_usage(response.usage) if response.HasField("usage") else None,
+    )
+
+
+def model_from(model: inference_pb2.Model) -> Model:
+    """Decode a served model."""
+    return Model(
+        name=model.name,
+        max_context_tokens=model.max_context_tokens,
+        vocab_size=model.vocab_size,
+        page_size=model.page_size,
+        has_chat_template=model.has_chat_template,
+    )
+
+
+def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStatus:
+    """Decode the cluster's status."""
+    return ClusterStatus(
+        workers=tuple(_worker(worker) for worker in response.workers),
+        active_requests=response.active_requests,
+        finished_requests=response.finished_requests,
+        resumed_requests=response.resumed_requests,
+        index_pages=response.index_pages,
+    )
+
+
+def error_from(failure: grpc.aio.AioRpcError, address: str) -> errors.PagewireError:
+    """Make the exception that a failed call raises, with the details the router attached."""
+    code = failure.code()
+    message = failure.details() or code.name
+    details = _details(failure)
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
+            return errors.InvalidRequestError(
+                message, code=code.name, violations=_violations(details)
+            )
+        case grpc.StatusCode.NOT_FOUND:
+            return errors.NotFoundError(message, code=code.name)
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return errors.AuthenticationError(message, code=code.name)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.OverloadedError(
+                message, code=code.name, retry_after_s=_retry_after_s(details)
+            )
+        case grpc.StatusCode.UNAVAILABLE if _is_from_server(failure):
+            return errors.UnavailableError(message, code=code.name)
+        case grpc.StatusCode.UNAVAILABLE:
+            return errors.ConnectionFailedError(f"{address}: {message}", code=code.name)
+        case grpc.StatusCode.ABORTED | grpc.StatusCode.FAILED_PRECONDITION:
+            return errors.UnavailableError(message, code=code.name)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.TimeoutError(message, code=code.name)
+        case grpc.StatusCode.CANCELLED:
+            return errors.CancelledError(message, code=code.name)
+        case _:
+            return errors.ServerError(message, code=code.name)
+
+
+def _invalid(field: str, description: str) -> errors.InvalidRequestError:
+    violation = errors.FieldViolation(field=field, description=description)
+    return errors.InvalidRequestError(
+        f"{field}: {description}", code="INVALID_ARGUMENT", violations=(violation,)
+    )
+
+
+def _sampling(options: SamplingOptions) -> common_pb2.SamplingParams:
+    """Encode options; a value that the field cannot hold is the caller's error."""
+    params = common_pb2.SamplingParams()
+    for name, value in options.items():
+        try:
+            if name in ("stop", "stop_token_ids"):
+                values = [value] if isinstance(value, str) else value
+                getattr(params, name).extend(values)
+            elif value is not None:
+                setattr(params, name, value)
+        except AttributeError:
+            allowed = ", ".join(SamplingOptions.__annotations__)
+            raise _invalid(f"sampling.{name}", f"unknown option; allowed: {allowed}") from None
+        except (TypeError, ValueError) as error:
+            raise _invalid(f"sampling.{name}", f"{value!r}: {error}") from error
+    return params
+
+
+def _finish_reason(reason: int) -> str | None:
+    names = {
+        common_pb2.FINISH_REASON_STOP: "stop",
+        common_pb2.FINISH_REASON_LENGTH: "length",
+    }
+    return names.get(reason)  # type: ignore[call-overload,no-any-return]
+
+
+def _usage(usage: inference_pb2.Usage) -> Usage:
+    stats = usage.stats
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        decode_cached_tokens=stats.decode_cached_tokens,
+        prefill_cached_tokens=stats.prefill_cached_tokens,
+        prefill_computed_tokens=stats.prefill_computed_tokens,
+        decode_computed_tokens=stats.decode_computed_tokens,
+        pages_moved=stats.pages_moved,
+        bytes_moved=stats.bytes_moved,
+        preemptions=stats.preemptions,
+        prefill_retries=stats.prefill_retries,
+        resumptions=stats.resumptions,
+        ttft_ms=usage.ttft_ms,
+        total_ms=usage.total_ms,
+        tpot_ms=usage.tpot_ms,
+        decode_workers=tuple(usage.decode_workers),
+    )
+
+
+def _worker(status: inference_pb2.WorkerStatus) -> WorkerStatus:
+    heartbeat = status.heartbeat
+    pages, totals = heartbeat.pages, heartbeat.totals
+    return WorkerStatus(
+        worker_id=status.worker.worker_id,
+        incarnation=status.worker.incarnation,
+        address=status.worker.address,
+        pool=common_pb2.Pool.Name(status.pool).removeprefix("POOL_").lower(),
+        state=inference_pb2.WorkerState.Name(status.state).removeprefix("WORKER_STATE_").lower(),
+        heartbeat_age_ms=status.heartbeat_age_ms,
+        steps=heartbeat.steps,
+        running=heartbeat.running,
+        waiting=heartbeat.waiting,
+        queued_tokens=heartbeat.queued_tokens,
+        pages=PageCounts(
+            total=pages.total,
+            free=pages.free,
+            live=pages.live,
+            cached=pages.cached,
+            leased=pages.leased,
+            incoming=pages.incoming,
+            quarantine=pages.quarantine,
+        ),
+        cached_tokens=totals.cached_tokens,
+        computed_tokens=totals.computed_tokens,
+        generated_tokens=totals.generated_tokens,
+        pages_moved=totals.pages_moved,
+        bytes_moved=totals.bytes_moved,
+        transfer_failures=totals.transfer_failures,
+        preemptions=totals.preemptions,
+    )
+
+
+def _details(failure: grpc.aio.AioRpcError) -> status_pb2.Status:
+    status = status_pb2.Status()
+    for key, value in failure.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY:
+            status.ParseFromString(value)
+    return status
+
+
+def _violations(details: status_pb2.Status) -> tuple[errors.FieldViolation, ...]:
+    found: list[errors.FieldViolation] = []
+    for detail in details.details:
+        bad_request = error_details_pb2.BadRequest()
+        if detail.Is(bad_request.DESCRIPTOR) and detail.Unpack(bad_request):
+            found += [
+                errors.FieldViolation(field=v.field, description=v.description)
+                for v in bad_request.field_violations
+            ]
+    return tuple(found)
+
+
+def _retry_after_s(details: status_pb2.Status) -> float | None:
+    for detail in details.details:
+        retry = error_details_pb2.RetryInfo()
+        if detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+            return float(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9)
+    return None
+
+
+def _is_from_server(failure: grpc.aio.AioRpcError) -> bool:
+    """Tell an UNAVAILABLE that a router answered from one that the channel made up.
+
+    Only an answering server sends initial or trailing metadata.
+    """
+    return bool(failure.trailing_metadata()) or bool(failure.initial_metadata())

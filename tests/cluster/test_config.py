@@ -1,0 +1,95 @@
+import pytest
+
+from cluster.config import ClusterConfig, config_options, load_config
+from cluster.errors import ConfigError
+from cluster.reference import PAGE, configuration_page
+
+
+def write(folder, text):
+    path = folder / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_file_overrides_defaults_and_flags_override_the_file(tmp_path):
+    path = write(tmp_path, "prefill: 2\ndecode: 3\nrouter:\n  max_resumptions: 1\n")
+
+    config = load_config(
+        path, {"decode": 4, "transfer.post_s": 1.5}, lambda given: {"prefill": 9, "page_size": 16}
+    )
+
+    assert (config.prefill, config.decode, config.page_size) == (2, 4, 16)
+    assert config.router.max_resumptions == 1
+    assert config.transfer.post_s == 1.5
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    assert load_config(write(tmp_path, "# nothing\n"), {}) == ClusterConfig()
+
+
+def test_defaults_of_a_command_see_what_is_given(tmp_path):
+    seen = {}
+
+    def defaults(given):
+        seen.update(given)
+        return {}
+
+    load_config(write(tmp_path, "router: {max_resumptions: 1}"), {"prefill": 2}, defaults)
+
+    assert seen == {"router.max_resumptions": 1, "prefill": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prefil: 2", ["unknown option prefil", "did you mean prefill?"]),
+        ("router: {max_resumption: 2}", ["router.max_resumption", "router.max_resumptions?"]),
+        ("max_resumptions: 2", ["unknown option max_resumptions", "router.max_resumptions?"]),
+        ("router: {router_id: x}", ["unknown option router.router_id"]),
+        ("zebra: 2", ["unknown option zebra", "docs/configuration.md"]),
+        ("router: 3", ["router is a section"]),
+        ("prefill: 0", ["prefill is 0", "greater than or equal to 1"]),
+        ("prefill: many", ["prefill is 'many'", "valid integer"]),
+        ("page_size: 24", ["page_size is 24", "16, 32, 64 or 128"]),
+        ("device: tpu", ["device is 'tpu'", "'auto', 'cpu' or 'cuda'"]),
+        ("port: 70000", ["port is 70000", "65535"]),
+        ("router: {max_active_requests: 0}", ["router.max_active_requests is 0"]),
+        ("router: {dead_after_s: .nan}", ["router.dead_after_s is nan"]),
+        ("transfer: {post_s: -1}", ["post_s is -1"]),
+        ("- prefill", ["holds list, must be a mapping"]),
+        ("prefill: [", ["is not YAML"]),
+    ],
+)
+def test_a_wrong_file_is_explained(tmp_path, text, words):
+    path = write(tmp_path, text)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_errors_say_where_the_value_came_from(tmp_path):
+    path = write(tmp_path, "prefill: 0")
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {"decode": 0})
+
+    assert f"{path}: prefill is 0" in str(caught.value)
+    assert "command line: decode is 0" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        load_config(tmp_path / "absent.yaml", {})
+
+
+def test_every_option_is_described():
+    bare = [path for path, option in config_options().items() if not option.description]
+    assert bare == []
+
+
+def test_configuration_page_is_up_to_date():
+    hint = "run make docs"
+    assert PAGE.read_text(encoding="utf-8") == configuration_page(), hint

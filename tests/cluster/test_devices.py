@@ -1,0 +1,57 @@
+import socket
+
+import pytest
+
+from cluster.devices import check_gpus, check_port_free, resolve_device
+from cluster.environment import worker_environment
+from cluster.errors import PlacementError
+from cluster.status import format_bytes
+
+
+def test_auto_takes_the_gpus_where_there_are_any():
+    assert resolve_device("auto", 0) == "cpu"
+    assert resolve_device("auto", 1) == "cuda"
+    assert resolve_device("cpu", 8) == "cpu"
+    assert resolve_device("cuda", 0) == "cuda"
+
+
+def test_more_workers_than_gpus_are_refused():
+    check_gpus("cuda", 2, 2, 4)
+    check_gpus("cpu", 50, 50, 0)
+    with pytest.raises(PlacementError, match=r"2 prefill and 3 decode workers need 5 GPUs.* 4;"):
+        check_gpus("cuda", 2, 3, 4)
+
+
+def test_a_taken_port_is_refused_and_a_free_one_is_not():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PlacementError, match=f"port {port} on 127.0.0.1 is in use"):
+            check_port_free("127.0.0.1", port)
+    check_port_free("127.0.0.1", port)
+
+
+def test_an_address_of_another_host_is_refused():
+    with pytest.raises(PlacementError, match="cannot be used"):
+        check_port_free("203.0.113.7", 50051)
+
+
+def test_workers_get_named_variables_only(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+
+    environment = worker_environment("cuda", 1)
+
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["CUDA_MODULE_LOADING"] == "EAGER"
+    assert "SECRET_TOKEN" not in environment
+    assert worker_environment("cpu", 3)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**30, "5.0 GiB"), (2**41, "2.0 TiB")],
+)
+def test_sizes_are_written_for_people(num_bytes, text):
+    assert format_bytes(num_bytes) == text

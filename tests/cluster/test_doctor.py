@@ -1,0 +1,129 @@
+import socket
+from dataclasses import replace
+
+import pytest
+
+from cluster.doctor import HostFacts, collect_facts, examine
+
+GPU_VERSIONS = {
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "ray": "2.60.0",
+    "grpcio": "1.85.1",
+    "protobuf": "7.36.2",
+    "nvidia-nccl-cu13": "2.28.9",
+    "nccl4py": "0.6.0",
+}
+GPU_HOST = HostFacts(
+    python=(3, 12, 3),
+    system="Linux",
+    versions=GPU_VERSIONS,
+    torch_cuda="13.0",
+    torch_error="",
+    driver_gpus=2,
+    torch_gpus=2,
+    compiler="/usr/bin/cc",
+    shm_free_bytes=2**30,
+    protobuf_gencode="7.35.1",
+    grpc_gencode="1.85.1",
+)
+CPU_HOST = replace(
+    GPU_HOST,
+    torch_cuda=None,
+    driver_gpus=0,
+    torch_gpus=0,
+    versions={
+        name: version
+        for name, version in GPU_VERSIONS.items()
+        if name not in ("nvidia-nccl-cu13", "nccl4py")
+    },
+)
+
+
+def findings(facts, **places):
+    places = {"host": "127.0.0.1", "port": 0, "model_dir": None} | places
+    return {each.check: each for each in examine(facts, **places)}
+
+
+def with_versions(facts, **changes):
+    versions = dict(facts.versions)
+    for name, version in changes.items():
+        name = name.replace("_", "-")
+        if version is None:
+            versions.pop(name, None)
+        else:
+            versions[name] = version
+    return replace(facts, versions=versions)
+
+
+@pytest.mark.parametrize("facts", [GPU_HOST, CPU_HOST], ids=["gpu", "cpu"])
+def test_a_healthy_host_is_healthy(facts):
+    assert {each.level for each in findings(facts).values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "level", "words"),
+    [
+        (replace(GPU_HOST, python=(3, 10, 1)), "python", "fail", "3.11"),
+        (replace(GPU_HOST, system="Darwin"), "python", "warn", "Linux"),
+        (replace(CPU_HOST, torch_error="no module"), "torch", "fail", "no module"),
+        (replace(CPU_HOST, driver_gpus=2), "torch", "warn", "torch is a CPU build"),
+        (replace(GPU_HOST, torch_gpus=0), "torch", "warn", "torch cannot use them"),
+        (
+            with_versions(GPU_HOST, nvidia_nccl_cu12="2.27.5"),
+            "nccl",
+            "fail",
+            "pip uninstall nvidia-nccl-cu12 nvidia-nccl-cu13",
+        ),
+        (
+            with_versions(GPU_HOST, nvidia_nccl_cu13=None, nvidia_nccl_cu12="2.27.5"),
+            "nccl",
+            "fail",
+            "torch is built for CUDA 13.0",
+        ),
+        (with_versions(GPU_HOST, nvidia_nccl_cu13=None), "nccl", "warn", "no NCCL wheel"),
+        (with_versions(GPU_HOST, nccl4py=None), "nccl", "fail", "nccl4py"),
+        (with_versions(GPU_HOST, triton=None), "triton", "fail", "triton"),
+        (replace(GPU_HOST, compiler=None), "triton", "fail", "C compiler"),
+        (replace(CPU_HOST, compiler=None), "triton", "warn", "C compiler"),
+        (with_versions(GPU_HOST, ray=None), "ray", "fail", "ray"),
+        (with_versions(GPU_HOST, protobuf="6.33.0"), "generated code", "fail", "protobuf>=7.35.1"),
+        (with_versions(GPU_HOST, grpcio="1.85.0"), "generated code", "fail", "grpcio>=1.85.1"),
+        (replace(GPU_HOST, shm_free_bytes=2**20), "/dev/shm", "warn", "1 MiB free"),
+        (replace(GPU_HOST, shm_free_bytes=None), "/dev/shm", "warn", "is not there"),
+    ],
+)
+def test_a_planted_fault_is_found_with_its_remedy(facts, check, level, words):
+    found = findings(facts)
+
+    assert found[check].level == level
+    assert words in f"{found[check].found} {found[check].remedy}"
+    assert found[check].remedy
+    assert {name for name, each in found.items() if each.level != "ok"} == {check}
+
+
+def test_a_port_in_use_is_found():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        finding = findings(CPU_HOST, port=port)["port"]
+
+    assert finding.level == "fail"
+    assert f"port {port} on 127.0.0.1 is in use" in finding.found
+
+
+def test_a_folder_that_cannot_be_served_is_found(tmp_path):
+    finding = findings(CPU_HOST, model_dir=tmp_path)["model"]
+
+    assert finding.level == "fail"
+    assert "config.json" in finding.found
+
+
+def test_facts_of_this_host_can_be_collected():
+    facts = collect_facts()
+
+    assert facts.versions["grpcio"]
+    assert facts.protobuf_gencode.count(".") == 2
+    assert facts.grpc_gencode.count(".") == 2

@@ -1,0 +1,385 @@
+"""A real cluster on this host's CPU: Ray actors, gRPC and TCP on the loopback address, SIGKILL."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+import pagewire
+from cluster.config import load_config
+from cluster.demo_model import write_demo_model
+from cluster.environment import prepare_local_ray
+from pagewire import AsyncClient
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+PAGE_SIZE = 16
+VOCAB_SIZE = 512  # of the demo model
+OPTIONS = {
+    "prefill": 2,
+    "decode": 2,
+    "device": "cpu",
+    "page_size": PAGE_SIZE,
+    "log_level": "warning",
+    "decode_worker.local_prefill_max_tokens": 0,
+    "decode_worker.heartbeat_s": 0.1,
+    "prefill_worker.heartbeat_s": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_demo_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir):
+    prepare_local_ray()
+    from cluster.launch import start_cluster
+
+    # Not 0: a router that is started again must be found at the same address.
+    config = load_config(None, OPTIONS | {"model": model_dir, "port": free_port()})
+    running = start_cluster(config, shows_worker_logs=False)
+    yield running
+    running.stop(0.0)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def oracle(model_dir):
+    from tests.cluster.oracle import GreedyOracle
+
+    return GreedyOracle(model_dir)
+
+
+def run(cluster, work):
+    """Run `await work(client)`, with all workers ready before and after."""
+
+    async def scenario():
+        async with AsyncClient(cluster.address, default_timeout_s=60) as client:
+            await until(client, lambda status: all_ready(status, cluster))
+            result = await work(client)
+            await until(client, lambda status: all_ready(status, cluster))
+            return result
+
+    return asyncio.run(scenario())
+
+
+async def until(client, is_true, timeout_s=30.0):
+    """Wait for a status that satisfies `is_true`; returns it and how long that took."""
+    started = time.monotonic()
+    status = None
+    while time.monotonic() < started + timeout_s:
+        with suppress(pagewire.TransportError):  # while a router is started again
+            status = await client.status(timeout_s=2)
+            if is_true(status):
+                return status, time.monotonic() - started
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"not within {timeout_s} s: {status}")
+
+
+def all_ready(status, cluster):
+    ready = {each.worker_id for each in status.workers if each.state == "ready"}
+    return ready == set(cluster.workers)
+
+
+def is_idle(status):
+    return all(
+        each.pages.live + each.pages.leased + each.pages.incoming + each.pages.quarantine == 0
+        and each.running + each.waiting == 0
+        for each in status.workers
+    )
+
+
+def incarnations(status):
+    return {each.worker_id: each.incarnation for each in status.workers if each.state == "ready"}
+
+
+def prompt_of(seed, length):
+    source = random.Random(str(seed))
+    return [0, *(source.randrange(4, VOCAB_SIZE) for _ in range(length - 1))]
+
+
+async def generate_all(client, prompts, **options):
+    options = {"temperature": 0.0, "ignore_eos": True} | options
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(client.generate(prompt, **options)) for prompt in prompts]
+    return [task.result() for task in tasks]
+
+
+def test_greedy_tokens_equal_those_of_transformers(cluster, oracle):
+    lengths = (1, 15, 16, 17, 33, 100, 250, 640)
+    prompts = [prompt_of(length, length) for length in lengths]
+
+    completions = run(cluster, lambda client: generate_all(client, prompts, max_tokens=64))
+
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.token_ids) == oracle.tokens(prompt, 64)
+        usage = completion.usage
+        assert usage.prompt_tokens == len(prompt)
+        assert usage.decode_computed_tokens == 0
+        assert usage.prefill_computed_tokens == len(prompt)
+        assert usage.pages_moved == -(-len(prompt) // PAGE_SIZE)
+        assert usage.bytes_moved > 0
+
+
+def test_a_second_request_moves_only_what_is_missing(cluster, oracle):
+    prefix = prompt_of("delta", 320)
+    longer = prefix + prompt_of("more", 40)
+
+    async def work(client):
+        first = await client.generate(prefix, temperature=0.0, max_tokens=4)
+        await until(client, is_idle)  # the router weighs load against overlap
+        second = await client.generate(longer, temperature=0.0, max_tokens=4)
+        return first, second
+
+    first, second = run(cluster, work)
+
+    assert first.usage.pages_moved == 20
+    assert second.usage.pages_moved <= 4
+    assert second.usage.decode_cached_tokens >= 304
+    assert list(second.token_ids) == oracle.tokens(longer, 4)
+
+
+def test_choices_share_the_prompt(cluster):
+    prompt = prompt_of("choices", 200)
+
+    async def work(client):
+        return await client.generate(prompt, n=3, seed=5, max_tokens=16, ignore_eos=True)
+
+    completion = run(cluster, work)
+
+    assert len({choice.token_ids for choice in completion.choices}) == 3
+    assert all(len(choice.token_ids) == 16 for choice in completion.choices)
+    assert completion.usage.prefill_computed_tokens == 200
+
+
+def test_text_and_chat_are_tokenized_and_streamed(cluster):
+    messages = [{"role": "user", "content": "Who reads the pages?"}]
+
+    async def work(client):
+        tokens = await client.tokenize_chat(messages)
+        async with client.stream_chat(messages, max_tokens=12, temperature=0.0) as stream:
+            texts = [delta.text async for delta in stream]
+        direct = await client.generate(tokens.token_ids, max_tokens=12, temperature=0.0)
+        return tokens, texts, stream.completion, direct
+
+    tokens, texts, streamed, direct = run(cluster, work)
+
+    assert "<|turn|>user\nWho reads the pages?<|turn_end|>" in tokens.text
+    assert len(texts) > 1
+    assert "".join(texts) == streamed.text == direct.text
+    assert streamed.token_ids == direct.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "field"),
+    [
+        ({"prompt": "x", "model": "other"}, pagewire.NotFoundError, "model"),
+        ({"prompt": ""}, pagewire.InvalidRequestError, "prompt"),
+        ({"prompt": []}, pagewire.InvalidRequestError, "prompt"),
+        ({"prompt": [1] * 9000}, pagewire.InvalidRequestError, "prompt"),
+        ({"prompt": [5, 100_000]}, pagewire.InvalidRequestError, "token"),
+        ({"prompt": "x", "temperature": float("nan")}, pagewire.InvalidRequestError, "temperature"),
+        ({"prompt": "x", "top_p": 2.0}, pagewire.InvalidRequestError, "top_p"),
+        ({"prompt": "x", "min_tokens": 9, "max_tokens": 3}, pagewire.InvalidRequestError, "m"),
+    ],
+)
+def test_bad_input_is_refused_within_a_second_while_others_stream(cluster, options, kind, field):
+    async def work(client):
+        async with client.stream(
+            prompt_of("calm", 40), temperature=0.0, max_tokens=60, ignore_eos=True
+        ) as stream:
+            deltas = aiter(stream)
+            await anext(deltas)
+            started = time.monotonic()
+            with pytest.raises(kind, match=field):
+                await client.generate(**options)
+            seconds = time.monotonic() - started
+            async for _ in deltas:
+                pass
+        return seconds, stream.completion
+
+    seconds, undisturbed = run(cluster, work)
+
+    assert seconds < 1.0
+    assert len(undisturbed.token_ids) == 60
+
+
+def test_a_client_that_leaves_frees_all_pages_within_a_second(cluster):
+    async def work(client):
+        await until(client, is_idle)
+        stream = client.stream(prompt_of("leaves", 700), max_tokens=2000, ignore_eos=True)
+        async with stream:
+            async for _ in stream:
+                break
+            await until(client, lambda status: not is_idle(status))
+        _, decoding_s = await until(client, is_idle)
+        # And once more while the prompt is still computed or moved.
+        stream = client.stream(prompt_of("leaves early", 4000), max_tokens=10)
+        async with stream:
+            await until(client, lambda status: not is_idle(status))
+        _, prefilling_s = await until(client, is_idle)
+        return decoding_s, prefilling_s
+
+    decoding_s, prefilling_s = run(cluster, work)
+
+    # A second, and the period of the heartbeats that show it.
+    assert decoding_s < 1.3
+    assert prefilling_s < 1.3
+
+
+def test_a_killed_prefill_worker_costs_no_token(cluster, oracle):
+    prompts = [prompt_of(("prefill", index), 1200 + index) for index in range(6)]
+
+    async def work(client):
+        before = incarnations(await client.status())
+        answers = asyncio.create_task(generate_all(client, prompts, max_tokens=8))
+        status, _ = await until(client, lambda status: busy(status, "prefill"))
+        victim = busy(status, "prefill")[0]
+        os.kill(cluster.pid(victim), signal.SIGKILL)
+        completions = await answers
+        status, _ = await until(client, lambda status: is_restarted(status, victim, before))
+        after = incarnations(status)
+        return victim, before, after, completions
+
+    victim, before, after, completions = run(cluster, work)
+
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.token_ids) == oracle.tokens(prompt, 8)
+    assert sum(completion.usage.prefill_retries for completion in completions) > 0
+    assert {name for name in before if before[name] != after[name]} == {victim}
+
+
+def is_restarted(status, worker_id, before):
+    now = incarnations(status)
+    return now.keys() == before.keys() and now[worker_id] != before[worker_id]
+
+
+def busy(status, pool):
+    """Workers of a pool that compute now."""
+    return [
+        each.worker_id
+        for each in status.workers
+        if each.pool == pool and each.running + each.waiting > 0
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11, "n": 2}], ids=str
+)
+def test_a_killed_decode_worker_costs_no_token(cluster, oracle, options):
+    prompts = [prompt_of(("decode", index), 60 + index) for index in range(4)]
+    num_tokens = 150
+
+    async def work(client):
+        undisturbed = await generate_all(client, prompts, max_tokens=num_tokens, **options)
+        before = incarnations(await client.status())
+        streams = [
+            client.stream(prompt, max_tokens=num_tokens, ignore_eos=True, **options)
+            for prompt in prompts
+        ]
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        while min(len(stream.completion.token_ids) for stream in streams) < 10:
+            await asyncio.sleep(0.01)
+        victim = busy(await client.status(), "decode")[0]
+        os.kill(cluster.pid(victim), signal.SIGKILL)
+        interrupted = await asyncio.gather(*tasks)
+        status, _ = await until(client, lambda status: is_restarted(status, victim, before))
+        after = incarnations(status)
+        return undisturbed, interrupted, victim, before, after
+
+    undisturbed, interrupted, victim, before, after = run(cluster, work)
+
+    for calm, resumed in zip(undisturbed, interrupted, strict=True):
+        assert [each.token_ids for each in calm.choices] == [
+            each.token_ids for each in resumed.choices
+        ]
+        assert calm.text == resumed.text
+        assert len(resumed.token_ids) == num_tokens
+    if not options["temperature"]:
+        assert list(interrupted[0].token_ids) == oracle.tokens(prompts[0], num_tokens)
+    assert sum(each.usage.resumptions for each in interrupted) > 0
+    assert {name for name in before if before[name] != after[name]} == {victim}
+
+
+async def collect(stream):
+    """Read a stream and check that its indices are contiguous."""
+    next_index: dict[int, int] = {}
+    async with stream:
+        async for delta in stream:
+            if delta.token_ids:
+                assert delta.first_index == next_index.get(delta.choice, 0)
+                next_index[delta.choice] = delta.first_index + len(delta.token_ids)
+    return stream.completion
+
+
+def test_a_killed_controller_and_router_come_back_and_know_all_workers(cluster):
+    from cluster.launch import CONTROLLER_NAME, ROUTER_NAME
+
+    prompt = prompt_of("control", 50)
+
+    async def work(client):
+        before = await client.generate(prompt, temperature=0.0, max_tokens=8)
+        os.kill(cluster.pid(CONTROLLER_NAME), signal.SIGKILL)
+        during = await client.generate(prompt, temperature=0.0, max_tokens=8)
+        os.kill(cluster.pid(ROUTER_NAME), signal.SIGKILL)
+        await until(client, lambda status: all_ready(status, cluster))
+        after = await client.generate(prompt, temperature=0.0, max_tokens=8)
+        return before, during, after
+
+    before, during, after = run(cluster, work)
+
+    assert before.token_ids == during.token_ids == after.token_ids
+
+
+def test_demo_shows_a_disaggregated_cluster():
+    result = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "demo", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+    assert result.returncode == 0, result.stderr
+    moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
+    assert int(moved[1]) > int(moved[2])
+    assert "stopped" in result.stdout
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_answers_and_stops_cleanly(model_dir, signal_number):
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(model_dir)]
+    command += ["--port", "0", "--device", "cpu", "--stop-grace-s", "1"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        ready = next((line for line in server.stdout if line.startswith("ready")), None)
+        assert ready, server.communicate(timeout=30)[1]
+        address = re.search(r"127\.0\.0\.1:\d+", ready)[0]
+        client = [sys.executable, "-m", "cluster.cli", "generate", "The pages", "--address"]
+        answer = subprocess.run(
+            [*client, address, "--max-tokens", "5"], capture_output=True, text=True, timeout=30
+        )
+    finally:
+        server.send_signal(signal_number)
+        output, errors = server.communicate(timeout=30)
+
+    assert answer.returncode == 0, answer.stderr
+    assert "completion_tokens=5" in answer.stderr
+    assert server.returncode == 0, errors
+    assert output.splitlines()[-1] == "stopped"

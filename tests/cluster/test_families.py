@@ -1,0 +1,81 @@
+"""Every family gives the same greedy tokens as transformers, through router and both workers."""
+
+import asyncio
+import random
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from tests.cluster.in_process import one_plus_one
+from tests.support.checkpoints import LLAMA3_ROPE, reference_greedy, write_checkpoint
+
+NUM_TOKENS = 64
+FAMILIES = {
+    "llama2": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE, "max_shard_size": "60KB"}),
+    "mistral": ("mistral", {"sliding_window": 13}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(name, tmp_path):
+    family, changes = FAMILIES[name]
+    model = write_checkpoint(tmp_path, family, seed=7, **changes)
+    source = random.Random(name)
+    prompts = [[source.randrange(3, 211) for _ in range(length)] for length in (1, 8, 9, 40, 100)]
+
+    async def scenario():
+        async with one_plus_one(tmp_path) as client, asyncio.TaskGroup() as group:
+            calls = [
+                client.generate(prompt, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+                for prompt in prompts
+            ]
+            tasks = [group.create_task(call) for call in calls]
+            await asyncio.wait(tasks)
+        return [task.result() for task in tasks]
+
+    completions = asyncio.run(scenario())
+
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.token_ids) == reference_greedy(model, prompt, NUM_TOKENS)
+        assert completion.usage.bytes_moved > 0
+        assert completion.usage.decode_computed_tokens == 0
+
+
+def test_every_server_has_health_and_reflection(tmp_path):
+    write_checkpoint(tmp_path)
+
+    async def scenario():
+        async with one_plus_one(tmp_path) as client:
+            status = await client.status()
+            workers = {each.pool: each.address for each in status.workers}
+            found = {
+                pool: await asyncio.to_thread(_services, address)
+                for pool, address in workers.items()
+            }
+            health = [await _health(address) for address in (client.address, *workers.values())]
+        return found, health
+
+    found, health = asyncio.run(scenario())
+
+    assert "pagewire.v1.PrefillService" in found["prefill"]
+    assert "pagewire.v1.DecodeService" in found["decode"]
+    assert all("grpc.health.v1.Health" in names for names in found.values())
+    assert health == [health_pb2.HealthCheckResponse.SERVING] * 3
+
+
+def _services(address):
+    with grpc.insecure_channel(address) as channel:
+        return ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+async def _health(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status

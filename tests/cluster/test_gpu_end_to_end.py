@@ -1,0 +1,26 @@
+"""The demo on GPUs: Triton attention and NCCL between the pools, bfloat16."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from cluster.devices import count_gpus
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (3, 1)])
+def test_demo_moves_pages_between_gpus(prefill, decode):
+    if count_gpus() < prefill + decode:
+        pytest.skip(f"needs {prefill + decode} GPUs")
+    command = [sys.executable, "-m", "cluster.cli", "demo", "--device", "cuda"]
+    command += ["--prefill", str(prefill), "--decode", str(decode)]
+
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+    assert result.returncode == 0, result.stderr
+    assert "workers compute on cuda" in result.stdout
+    moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
+    assert int(moved[1]) > int(moved[2])

@@ -1,0 +1,137 @@
+"""An InferenceService that answers as its script says, on a real port of this host."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from pagewire.wire import pack_token_ids
+from protos import common_pb2, inference_pb2, inference_pb2_grpc
+
+Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
+
+
+class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
+    """Generate plays `script`; `requests` keeps what came, `cancelled` is set by a lost client."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[Any] = []
+        self.cancelled = asyncio.Event()
+
+    async def Generate(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        try:
+            async for response in self.script(request, context):
+                yield response
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def Tokenize(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        text = request.text or "|".join(each.content for each in request.chat.messages)
+        token_ids = pack_token_ids([ord(each) for each in text])
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, text=text)
+
+    async def ListModels(self, request, context):  # noqa: N802
+        model = inference_pb2.Model(name="tiny", max_context_tokens=64, vocab_size=9, page_size=4)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def GetClusterStatus(self, request, context):  # noqa: N802
+        worker = inference_pb2.WorkerStatus(
+            worker=common_pb2.WorkerRef(worker_id="decode-0", incarnation=7, address="h:1"),
+            pool=common_pb2.POOL_DECODE,
+            state=inference_pb2.WORKER_STATE_READY,
+            heartbeat=inference_pb2.Heartbeat(
+                pages=inference_pb2.PageCounts(total=10, free=4, live=6),
+                totals=inference_pb2.WorkerTotals(cached_tokens=30, computed_tokens=10),
+            ),
+        )
+        return inference_pb2.GetClusterStatusResponse(workers=[worker], active_requests=2)
+
+
+def response(text="", token_ids=(), *, choice=0, first_index=0, **fields):
+    """One message of a stream."""
+    return inference_pb2.GenerateResponse(
+        request_id="r1",
+        choice=choice,
+        text=text,
+        token_ids=pack_token_ids(token_ids),
+        first_index=first_index,
+        **fields,
+    )
+
+
+def usage():
+    """What the last message of a stream carries."""
+    stats = common_pb2.RequestStats(
+        decode_cached_tokens=32, prefill_computed_tokens=8, pages_moved=3, bytes_moved=3000
+    )
+    return inference_pb2.Usage(
+        prompt_tokens=40, completion_tokens=2, stats=stats, ttft_ms=5, decode_workers=["decode-0"]
+    )
+
+
+async def abort(context, code, message, *details):
+    """End a call with a rich status."""
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    rich = rpc_status.to_status(status)
+    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+
+
+def violation(field, description):
+    """The detail that names a wrong field."""
+    entry = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+    return error_details_pb2.BadRequest(field_violations=[entry])
+
+
+def retry_after(seconds):
+    """The detail that asks for a pause."""
+    return error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds))
+
+
+@asynccontextmanager
+async def serving(script: Script) -> AsyncIterator[tuple[str, ScriptedService]]:
+    """Serve on a free port of this loop."""
+    service = ScriptedService(script)
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", service
+    finally:
+        await server.stop(None)
+
+
+@contextmanager
+def serving_in_thread(script: Script) -> Iterator[tuple[str, ScriptedService]]:
+    """Serve from a thread of its own, for callers without an event loop."""
+    started: list[Any] = []
+    is_up = threading.Event()
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        async with serving(script) as served:
+            started.extend([served, asyncio.get_running_loop(), stop])
+            is_up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert is_up.wait(5)
+    served, loop, stop = started
+    try:
+        yield served
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()

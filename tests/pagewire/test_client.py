@@ -1,0 +1,341 @@
+import asyncio
+import math
+import struct
+
+import grpc
+import pytest
+
+import pagewire
+from pagewire import AsyncClient, Client, Message
+from protos import common_pb2
+from tests.pagewire.scripted_service import (
+    abort,
+    response,
+    retry_after,
+    serving,
+    serving_in_thread,
+    usage,
+    violation,
+)
+
+
+async def two_deltas(request, context):
+    yield response("ab", [1])
+    yield response(
+        "c", [2], first_index=1, finish_reason=common_pb2.FINISH_REASON_LENGTH, usage=usage()
+    )
+
+
+async def never_ends(request, context):
+    yield response("a", [1])
+    await asyncio.sleep(60)
+
+
+def failing(code, message, *details, after=()):
+    async def script(request, context):
+        for each in after:
+            yield each
+        await abort(context, code, message, *details)
+
+    return script
+
+
+def run(script, work):
+    """Run `await work(client, service)` against a server that plays `script`."""
+
+    async def scenario():
+        async with serving(script) as (address, service), AsyncClient(address) as client:
+            return await work(client, service)
+
+    return asyncio.run(scenario())
+
+
+def error_of(script, **options):
+    async def work(client, service):
+        await client.generate("x", **options)
+
+    with pytest.raises(pagewire.PagewireError) as caught:
+        run(script, work)
+    return caught.value
+
+
+def test_generate_returns_text_tokens_and_account():
+    async def work(client, service):
+        return await client.generate("prompt", max_tokens=2)
+
+    completion = run(two_deltas, work)
+
+    assert completion.text == "abc"
+    assert completion.token_ids == (1, 2)
+    assert completion.finish_reason == "length"
+    assert completion.usage.pages_moved == 3
+    assert completion.usage.cached_tokens == 32
+    assert completion.usage.decode_workers == ("decode-0",)
+
+
+def test_stream_yields_each_delta_and_collects_the_answer():
+    async def work(client, service):
+        async with client.stream("prompt") as stream:
+            deltas = [delta async for delta in stream]
+        return deltas, stream.completion
+
+    deltas, completion = run(two_deltas, work)
+
+    assert [(delta.text, delta.first_index) for delta in deltas] == [("ab", 0), ("c", 1)]
+    assert deltas[0].usage is None
+    assert deltas[1].usage == completion.usage
+    assert completion.text == "abc"
+
+
+def test_choices_are_kept_apart():
+    async def script(request, context):
+        for choice in (0, 1, 0, 1):
+            yield response(f"<{choice}>", [choice], choice=choice)
+
+    async def work(client, service):
+        return await client.generate("prompt", n=2)
+
+    completion = run(script, work)
+
+    assert [choice.text for choice in completion.choices] == ["<0><0>", "<1><1>"]
+    assert [choice.token_ids for choice in completion.choices] == [(0, 0), (1, 1)]
+
+
+def test_logprobs_belong_to_their_tokens():
+    async def script(request, context):
+        entry = common_pb2.TokenLogprobs(
+            logprob=-0.5, top_token_ids=struct.pack("<2I", 4, 5), top_logprobs=[-0.5, -1.5]
+        )
+        yield response("a", [4], logprobs=[entry])
+
+    async def work(client, service):
+        return await client.generate("prompt", logprobs=2)
+
+    (entry,) = run(script, work).choices[0].logprobs
+
+    assert (entry.token_id, entry.logprob) == (4, -0.5)
+    assert entry.top == ((4, -0.5), (5, -1.5))
+
+
+def test_only_given_options_are_sent():
+    async def work(client, service):
+        await client.generate([3, 2**32 - 1], model="m", temperature=0.0, stop=["x", "y"])
+        return service.requests[0]
+
+    request = run(two_deltas, work)
+
+    assert request.model == "m"
+    assert struct.unpack("<2I", request.token_ids) == (3, 2**32 - 1)
+    assert request.sampling.HasField("temperature")
+    assert list(request.sampling.stop) == ["x", "y"]
+    assert not request.sampling.HasField("top_p")
+    assert not request.sampling.HasField("seed")
+
+
+def test_chat_takes_messages_and_mappings():
+    async def work(client, service):
+        await client.chat(
+            [Message(role="system", content="be brief"), {"role": "user", "content": "hi"}]
+        )
+        return service.requests[0]
+
+    messages = run(two_deltas, work).chat.messages
+
+    assert [(each.role, each.content) for each in messages] == [
+        ("system", "be brief"),
+        ("user", "hi"),
+    ]
+
+
+def test_tokenize_list_models_and_status():
+    async def work(client, service):
+        return (
+            await client.tokenize("ab"),
+            await client.tokenize_chat([Message(role="user", content="cd")]),
+            await client.list_models(),
+            await client.status(),
+        )
+
+    tokens, chat_tokens, models, status = run(two_deltas, work)
+
+    assert (tokens.token_ids, tokens.text) == ((97, 98), "ab")
+    assert chat_tokens.token_ids == (99, 100)
+    assert [(model.name, model.page_size) for model in models] == [("tiny", 4)]
+    (worker,) = status.workers
+    assert (worker.worker_id, worker.pool, worker.state) == ("decode-0", "decode", "ready")
+    assert worker.pages.free == 4
+    assert worker.hit_rate == 0.75
+
+
+def test_invalid_request_names_each_field():
+    detail = violation("sampling.top_p", "found 2, allowed (0, 1]")
+    error = error_of(failing(grpc.StatusCode.INVALID_ARGUMENT, "bad", detail))
+
+    assert isinstance(error, pagewire.InvalidRequestError)
+    assert [(each.field, each.description) for each in error.violations] == [
+        ("sampling.top_p", "found 2, allowed (0, 1]")
+    ]
+
+
+def test_overload_says_when_to_try_again():
+    error = error_of(failing(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after(3)))
+
+    assert isinstance(error, pagewire.OverloadedError)
+    assert error.retry_after_s == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.NOT_FOUND, pagewire.NotFoundError),
+        (grpc.StatusCode.UNAUTHENTICATED, pagewire.AuthenticationError),
+        (grpc.StatusCode.ABORTED, pagewire.UnavailableError),
+        (grpc.StatusCode.UNAVAILABLE, pagewire.UnavailableError),
+        (grpc.StatusCode.CANCELLED, pagewire.CancelledError),
+        (grpc.StatusCode.INTERNAL, pagewire.ServerError),
+    ],
+)
+def test_each_status_has_its_exception(code, kind):
+    error = error_of(failing(code, "words", retry_after(1)))
+
+    assert type(error) is kind
+    assert error.code == code.name
+    assert error.message == "words"
+
+
+def test_nobody_at_the_address_is_a_failed_connection():
+    async def scenario():
+        async with serving(two_deltas) as (address, _):
+            pass
+        async with AsyncClient(address) as client:
+            await client.generate("x")
+
+    with pytest.raises(pagewire.ConnectionFailedError, match=r"127\.0\.0\.1"):
+        asyncio.run(scenario())
+
+
+def test_timeout_ends_the_call_and_the_work_behind_it():
+    async def work(client, service):
+        with pytest.raises(pagewire.TimeoutError):
+            await client.generate("x", timeout_s=0.2)
+        await asyncio.wait_for(service.cancelled.wait(), 5)
+
+    run(never_ends, work)
+
+
+def test_leaving_a_stream_cancels_it_at_the_server():
+    async def work(client, service):
+        async with client.stream("x") as stream:
+            async for _ in stream:
+                break
+        await asyncio.wait_for(service.cancelled.wait(), 5)
+        return stream.completion
+
+    completion = run(never_ends, work)
+
+    assert completion.text == "a"
+    assert completion.finish_reason is None
+    assert completion.usage is None
+
+
+def test_cancelling_the_caller_cancels_the_call():
+    async def work(client, service):
+        task = asyncio.create_task(client.generate("x"))
+        while not service.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(service.cancelled.wait(), 5)
+
+    run(never_ends, work)
+
+
+def test_an_error_after_tokens_leaves_what_came_readable():
+    script = failing(grpc.StatusCode.ABORTED, "lost", after=[response("ab", [1])])
+
+    async def work(client, service):
+        async with client.stream("x") as stream:
+            with pytest.raises(pagewire.UnavailableError):
+                async for _ in stream:
+                    pass
+        return stream.completion
+
+    assert run(script, work).text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"temprature": 1.0}, "sampling.temprature"),
+        ({"top_k": -1}, "sampling.top_k"),
+        ({"top_k": 0.5}, "sampling.top_k"),
+        ({"seed": 2**64}, "sampling.seed"),
+        ({"temperature": "hot"}, "sampling.temperature"),
+        ({"stop_token_ids": [-3]}, "sampling.stop_token_ids"),
+    ],
+)
+def test_values_that_cannot_be_sent_are_refused_here(options, field):
+    error = error_of(two_deltas, **options)
+
+    assert isinstance(error, pagewire.InvalidRequestError)
+    assert error.violations[0].field == field
+
+
+def test_values_out_of_range_reach_the_server_which_judges_them():
+    async def work(client, service):
+        await client.generate("x", temperature=math.nan, top_p=7.0)
+        return service.requests[0].sampling
+
+    sampling = run(two_deltas, work)
+
+    assert math.isnan(sampling.temperature)
+    assert sampling.top_p == 7.0
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_token_ids_that_do_not_fit_are_refused_here(token_id):
+    async def work(client, service):
+        await client.generate([token_id])
+
+    with pytest.raises(pagewire.InvalidRequestError, match=f"{token_id} is not in"):
+        run(two_deltas, work)
+
+
+def test_sync_client_generates_and_streams():
+    with serving_in_thread(two_deltas) as (address, _), Client(address) as client:
+        assert client.generate("x").text == "abc"
+        assert client.chat([Message(role="user", content="hi")]).text == "abc"
+        assert client.tokenize("ab").token_ids == (97, 98)
+        assert client.list_models()[0].name == "tiny"
+        assert client.status().active_requests == 2
+        with client.stream("x") as stream:
+            assert [delta.text for delta in stream] == ["ab", "c"]
+        assert stream.completion.text == "abc"
+
+
+def test_sync_client_raises_the_same_errors():
+    script = failing(grpc.StatusCode.NOT_FOUND, "no such model", retry_after(1))
+    with (
+        serving_in_thread(script) as (address, _),
+        Client(address) as client,
+        pytest.raises(pagewire.NotFoundError, match="no such model"),
+    ):
+        client.generate("x", model="nope")
+
+
+def test_leaving_a_sync_stream_cancels_it_at_the_server():
+    with serving_in_thread(never_ends) as (address, service), Client(address) as client:
+        with client.stream("x") as stream:
+            assert next(stream).text == "a"
+        for _ in range(500):
+            if service.cancelled.is_set():
+                break
+            client.status()
+        assert service.cancelled.is_set()
+
+
+def test_closing_a_sync_client_twice_is_harmless():
+    client = Client("127.0.0.1:1")
+    client.close()
+    client.close()

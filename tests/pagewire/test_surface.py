@@ -1,0 +1,43 @@
+import subprocess
+import sys
+
+import pagewire
+from pagewire import errors
+
+EXPORTED = """
+    Client Stream AsyncClient AsyncStream
+    SamplingOptions Message Completion Choice Delta TokenLogprob Usage Tokens Model
+    ClusterStatus WorkerStatus PageCounts
+    PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
+    AuthenticationError OverloadedError TransportError ConnectionFailedError UnavailableError
+    TimeoutError CancelledError ServerError
+"""
+
+
+def test_exported_names_are_a_decision():
+    assert pagewire.__all__ == EXPORTED.split()
+    assert all(hasattr(pagewire, name) for name in pagewire.__all__)
+
+
+def test_docstring_of_errors_is_the_tree_of_errors():
+    drawn = {
+        word.rstrip(":")
+        for line in errors.__doc__.splitlines()
+        for word in line.replace("│", " ").replace("├──", " ").replace("└──", " ").split()[:1]
+        if word.endswith("Error")
+    }
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.PagewireError)
+    }
+    assert drawn == defined
+
+
+def test_importing_the_client_stays_light():
+    code = (
+        "import sys, pagewire;"
+        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'pydantic'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
