@@ -47,17 +47,27 @@ class Worker:
         self.heartbeat_at = 0.0  # loop time
         self.num_requests = 0  # that this router has there now
         self.queued_tokens = 0  # of them, prompt tokens to compute before their first token
+        self._foreign_requests = 0  # that others had there at the last heartbeat
+        self._foreign_tokens = 0
         self.broken = asyncio.Event()  # set to make the registry reconnect
         self.task: asyncio.Task[None] | None = None
 
+    def take_heartbeat(self, beat: WorkerHeartbeat, now: float) -> None:
+        """Keep it; what it counts beyond this router's own requests is the load of others.
+
+        Own load is counted at the moment it changes: a heartbeat would still show what ended since.
+        """
+        self.heartbeat, self.heartbeat_at = beat, now
+        self._foreign_requests = max(0, beat.num_running + beat.num_waiting - self.num_requests)
+        self._foreign_tokens = max(0, beat.queued_tokens - self.queued_tokens)
+
     @property
     def load(self) -> WorkerLoad:
-        beat = self.heartbeat
         return WorkerLoad(
             worker_id=self.member.worker_id,
-            num_requests=max(self.num_requests, beat.num_running + beat.num_waiting if beat else 0),
-            queued_tokens=max(self.queued_tokens, beat.queued_tokens if beat else 0),
-            used_page_share=beat.used_page_share if beat else 0.0,
+            num_requests=self.num_requests + self._foreign_requests,
+            queued_tokens=self.queued_tokens + self._foreign_tokens,
+            used_page_share=self.heartbeat.used_page_share if self.heartbeat else 0.0,
         )
 
 
@@ -261,7 +271,7 @@ class WorkerRegistry:
                 steps, progress_at = beat.steps, now
             if now - progress_at > self._config.stuck_after_s:
                 raise WorkerGone(f"no engine step for {now - progress_at:.1f} s with work to do")
-            worker.heartbeat, worker.heartbeat_at = beat, now
+            worker.take_heartbeat(beat, now)
             state = "DRAINING" if beat.is_draining else "READY"
             if worker.state != state:
                 worker.state = state
