@@ -12,7 +12,7 @@ class CacheError(Exception):
     """Base of all exceptions of the page pool and the prefix cache."""
 
 
-class OutOfPages(CacheError):  # noqa: N818 - a condition that callers plan for, not a bug
+class OutOfPages(CacheError):
     """More pages are needed than are free or evictable."""
 
     def __init__(self, needed: int, available: int) -> None:
@@ -25,5 +25,5 @@ class PageStateError(CacheError):
     """A page is in another state than the operation allows."""
 
 
-class SequenceEnded(CacheError):  # noqa: N818 - named after what happened
+class SequenceEnded(CacheError):
     """A sequence was used after it had been released or aborted."""

@@ -95,6 +95,8 @@ class Driver(Generic[State, Event, Action]):
         task = asyncio.get_running_loop().create_task(self._guard(job))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
+        # Python warns of a job that was cancelled before it began, unless it is closed.
+        task.add_done_callback(lambda _: job.close())
         return task
 
     async def outcome(self) -> None:

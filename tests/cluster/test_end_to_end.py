@@ -1,4 +1,7 @@
-"""A real cluster on this host's CPU: Ray actors, gRPC and TCP on the loopback address, SIGKILL."""
+"""Real clusters on this host: Ray actors, gRPC, pages over TCP or NCCL, SIGKILL.
+
+On the CPU in float32; where there are GPUs also on them, in float32 and in bfloat16.
+"""
 
 import asyncio
 import os
@@ -16,6 +19,7 @@ import pytest
 import pagewire
 from cluster.config import load_config
 from cluster.demo_model import write_demo_model
+from cluster.devices import count_gpus
 from cluster.environment import prepare_local_ray
 from pagewire import AsyncClient
 
@@ -24,10 +28,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 PAGE_SIZE = 16
 VOCAB_SIZE = 512  # of the demo model
 OPTIONS = {
-    "prefill": 2,
-    "decode": 2,
-    "device": "cpu",
     "page_size": PAGE_SIZE,
+    "num_pages": 4096,
     "log_level": "warning",
     "decode_worker.local_prefill_max_tokens": 0,
     "decode_worker.heartbeat_s": 0.1,
@@ -42,13 +44,33 @@ def model_dir(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("cpu", "float32"), id="cpu"),
+        pytest.param(("cuda", "float32"), id="cuda-float32", marks=pytest.mark.gpu),
+        pytest.param(("cuda", "bfloat16"), id="cuda-bfloat16", marks=pytest.mark.gpu),
+    ],
+)
+def placement(request):
+    """Device, dtype, and workers per pool."""
+    device, dtype = request.param
+    if device == "cpu":
+        return device, dtype, 2
+    if count_gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    return device, dtype, 2 if count_gpus() >= 4 else 1
+
+
 @pytest.fixture(scope="module")
-def cluster(model_dir):
+def cluster(model_dir, placement):
     prepare_local_ray()
     from cluster.launch import start_cluster
 
+    device, dtype, workers = placement
+    options = OPTIONS | {"device": device, "dtype": dtype, "prefill": workers, "decode": workers}
     # Not 0: a router that is started again must be found at the same address.
-    config = load_config(None, OPTIONS | {"model": model_dir, "port": free_port()})
+    config = load_config(None, options | {"model": model_dir, "port": free_port()})
     running = start_cluster(config, shows_worker_logs=False)
     yield running
     running.stop(0.0)
@@ -61,10 +83,12 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def oracle(model_dir):
-    from tests.cluster.oracle import GreedyOracle
+def oracle(model_dir, placement):
+    from tests.cluster.oracle import EngineOracle, GreedyOracle
 
-    return GreedyOracle(model_dir)
+    device, dtype, _ = placement
+    # In bfloat16 no other implementation has the same bits; there the engine alone is the measure.
+    return EngineOracle(model_dir, device) if dtype == "bfloat16" else GreedyOracle(model_dir)
 
 
 def run(cluster, work):
@@ -122,7 +146,7 @@ async def generate_all(client, prompts, **options):
     return [task.result() for task in tasks]
 
 
-def test_greedy_tokens_equal_those_of_transformers(cluster, oracle):
+def test_greedy_tokens_equal_the_oracles(cluster, oracle):
     lengths = (1, 15, 16, 17, 33, 100, 250, 640)
     prompts = [prompt_of(length, length) for length in lengths]
 

@@ -1,0 +1,434 @@
+"""The in-memory gRPC behaves as grpc.aio: each conformance scenario runs on both."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.support.memory_grpc import MemoryNetwork
+from tests.support.virtual_time import DeadlockError, Process, run_virtual, wait_until
+
+Scenario = Callable[[Any, list[str]], Awaitable[list[Any]]]
+ADDRESS = "server:1"
+
+
+class Handlers:
+    """Raw-bytes methods that do what the request says; `log` records what the server saw."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    async def unary(self, request: bytes, context: Any) -> bytes:
+        if request == b"sleep":
+            await self._sleep()
+        if request == b"metadata":
+            context.set_trailing_metadata((("trail", "t"),))
+            await context.send_initial_metadata((("lead", "l"),))
+            return dict(context.invocation_metadata())["asked"].encode()
+        if request == b"code":
+            context.set_code(grpc.StatusCode.DATA_LOSS)
+            context.set_details("lost")
+        if request == b"deadline":
+            return b"none" if context.time_remaining() is None else b"some"
+        return request * 2
+
+    async def stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for index in range(3):
+            yield b"%d" % index
+        if request == b"abort":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "nothing here", (("a", "b"),))
+        if request == b"raise":
+            raise ValueError("a bug")
+        if request == b"sleep":
+            await self._sleep()
+
+    async def collect(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        return b"".join([request async for request in requests])
+
+    async def chat(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            if request == b"bye":
+                return
+            if request == b"sleep":
+                await self._sleep()
+            yield request.upper()
+        yield b"closed"
+
+    async def write_style(self, request: bytes, context: Any) -> None:
+        await context.write(b"one")
+        await context.write(b"two")
+
+    async def _sleep(self) -> None:
+        self.log.append("sleeps")
+        try:
+            await asyncio.sleep(30.0)
+        except asyncio.CancelledError:
+            self.log.append("cancelled")
+            raise
+
+    def register(self, server: Any) -> None:
+        handlers = {
+            "Unary": grpc.unary_unary_rpc_method_handler(self.unary),
+            "Stream": grpc.unary_stream_rpc_method_handler(self.stream),
+            "Collect": grpc.stream_unary_rpc_method_handler(self.collect),
+            "Chat": grpc.stream_stream_rpc_method_handler(self.chat),
+            "Write": grpc.unary_stream_rpc_method_handler(self.write_style),
+        }
+        generic = grpc.method_handlers_generic_handler("test.Test", handlers)
+        server.add_generic_rpc_handlers((generic,))
+
+
+class Client:
+    def __init__(self, channel: Any, server: Any) -> None:
+        self.server = server
+        self.channel = channel
+        self.unary = channel.unary_unary("/test.Test/Unary")
+        self.stream = channel.unary_stream("/test.Test/Stream")
+        self.collect = channel.stream_unary("/test.Test/Collect")
+        self.chat = channel.stream_stream("/test.Test/Chat")
+        self.write = channel.unary_stream("/test.Test/Write")
+        self.missing = channel.unary_unary("/test.Test/Missing")
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> Any:
+    """What awaiting gives, with errors as values."""
+    try:
+        return await awaitable
+    except grpc.aio.AioRpcError as error:
+        return (error.code().name, tuple(error.trailing_metadata() or ()))
+    except (asyncio.InvalidStateError, asyncio.CancelledError, grpc.aio.UsageError) as error:
+        return type(error).__name__
+
+
+async def _read_all(call: Any) -> list[Any]:
+    seen = []
+    try:
+        async for message in call:
+            seen.append(message)
+    except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+        seen.append(error.code().name if isinstance(error, grpc.aio.AioRpcError) else "cancelled")
+    return seen
+
+
+async def _unary_results(client: Client, log: list[str]) -> list[Any]:
+    call = client.unary(b"metadata", metadata=(("asked", "this"),))
+    return [
+        await client.unary(b"ab"),
+        await call,
+        next(iter(await call.initial_metadata())),
+        next(iter(await call.trailing_metadata())),
+        await call.code(),
+        await _outcome(client.unary(b"code")),
+        await _outcome(client.missing(b"x")),
+        await client.unary(b"deadline"),
+        await client.unary(b"deadline", timeout=5.0),
+        await client.collect(iter((b"a", b"b", b"c"))),
+    ]
+
+
+async def _stream_results(client: Client, log: list[str]) -> list[Any]:
+    return [
+        await _read_all(client.stream(b"ok")),
+        await _read_all(client.stream(b"abort")),
+        await _read_all(client.stream(b"raise")),
+        await _read_all(client.write(b"")),
+        await _read_all(client.chat(iter((b"x", b"y", b"bye", b"z")))),
+        await _read_all(client.chat(iter((b"x", b"y")))),
+    ]
+
+
+async def _read_and_write(client: Client, log: list[str]) -> list[Any]:
+    call = client.chat()
+    seen: list[Any] = []
+    await call.write(b"one")
+    seen.append(await call.read())
+    seen.append(call.done())
+    await call.done_writing()
+    seen.append(await _outcome(call.write(b"late")))
+    seen.append(await call.read())
+    seen.append(await call.read() is grpc.aio.EOF)
+    seen.append(await call.read() is grpc.aio.EOF)
+    seen.append((call.done(), call.cancelled(), await call.code()))
+    seen.append(await _outcome(call.write(b"late")))
+    mixed = client.chat(iter((b"x",)))
+    seen.append(await _outcome(mixed.write(b"y")))
+    mixed.cancel()
+    return seen
+
+
+async def _cancellation(client: Client, log: list[str]) -> list[Any]:
+    seen: list[Any] = []
+    call = client.chat()
+    callbacks: list[Any] = []
+    call.add_done_callback(callbacks.append)
+    await call.write(b"sleep")
+    await _until(lambda: log == ["sleeps"])
+    seen.append((call.cancel(), call.cancel(), call.cancelled(), call.done()))
+    seen.append(await _outcome(call.read()))
+    seen.append(await _outcome(call.write(b"x")))
+    seen.append((await call.code(), callbacks == [call]))
+    call.add_done_callback(callbacks.append)
+    seen.append(len(callbacks))
+    await _until(lambda: log == ["sleeps", "cancelled"])
+    log.clear()
+    # Cancelling the task that reads cancels the call.
+    call = client.chat()
+    await call.write(b"sleep")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(call.read(), timeout=0.2)
+    seen.append((call.cancelled(), await call.code()))
+    await _until(lambda: log == ["sleeps", "cancelled"])
+    log.clear()
+    unary = client.unary(b"sleep")
+    await _until(lambda: log == ["sleeps"])
+    unary.cancel()
+    seen.append(await _outcome(unary))
+    await _until(lambda: log == ["sleeps", "cancelled"])
+    return seen
+
+
+async def _deadlines(client: Client, log: list[str]) -> list[Any]:
+    seen = [
+        await _outcome(client.unary(b"sleep", timeout=0.2)),
+        await _read_all(client.stream(b"sleep", timeout=0.2)),
+    ]
+    await _until(lambda: log == ["sleeps", "cancelled"] * 2)
+    return seen
+
+
+async def _stopping(client: Client, log: list[str]) -> list[Any]:
+    call = client.chat()
+    await call.write(b"sleep")
+    await _until(lambda: log == ["sleeps"])
+    await client.server.stop(None)
+    return [await _outcome(call.read()), await _outcome(client.unary(b"x")), log]
+
+
+async def _unread_messages(client: Client, log: list[str]) -> list[Any]:
+    """An OK status waits for its messages; a cancelled call forgets them."""
+    finished = client.stream(b"ok")
+    await asyncio.sleep(0.2)
+    before = finished.done()
+    cancelled = client.stream(b"sleep")
+    await _until(lambda: log == ["sleeps"])
+    cancelled.cancel()
+    return [before, await _read_all(finished), await _read_all(cancelled)]
+
+
+SCENARIOS: list[Scenario] = [
+    _unary_results,
+    _stream_results,
+    _read_and_write,
+    _cancellation,
+    _deadlines,
+    _stopping,
+    _unread_messages,
+]
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition did not become true")
+
+
+async def _on_memory(scenario: Scenario, latency_s: float) -> list[Any]:
+    network = MemoryNetwork(latency_s=latency_s, jitter_s=latency_s)
+    log: list[str] = []
+    server = network.server(ADDRESS)
+    Handlers(log).register(server)
+    await server.start()
+    async with network.channel(ADDRESS) as channel:
+        seen = await scenario(Client(channel, server), log)
+    await server.stop(None)
+    assert network.num_open_calls == 0
+    return seen
+
+
+async def _on_sockets(scenario: Scenario) -> list[Any]:
+    log: list[str] = []
+    server = grpc.aio.server()
+    Handlers(log).register(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        seen = await scenario(Client(channel, server), log)
+    await server.stop(None)
+    return seen
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__.strip("_"))
+def test_memory_grpc_behaves_as_grpc_aio(scenario: Scenario) -> None:
+    expected = asyncio.run(_on_sockets(scenario))
+
+    assert run_virtual(_on_memory(scenario, 0.0)) == expected
+    assert run_virtual(_on_memory(scenario, 0.004)) == expected
+
+
+# Faults, which only the in-memory network has.
+
+
+async def _start(network: MemoryNetwork, log: list[str]) -> Any:
+    server = network.server(ADDRESS)
+    Handlers(log).register(server)
+    await server.start()
+    return server
+
+
+def test_killing_a_server_breaks_its_calls_until_a_new_one_starts() -> None:
+    async def scenario() -> None:
+        network, log = MemoryNetwork(latency_s=0.001), []
+        await _start(network, log)
+        client = Client(network.channel(ADDRESS), None)
+        call = client.chat()
+        await call.write(b"hello")
+        assert await call.read() == b"HELLO"
+        await call.write(b"sleep")
+        await _until(lambda: log == ["sleeps"])
+
+        network.kill(ADDRESS)
+
+        assert await _outcome(call.read()) == ("UNAVAILABLE", ())
+        assert await _outcome(client.unary(b"x")) == ("UNAVAILABLE", ())
+        assert log == ["sleeps"], "a killed handler runs no cleanup"
+        await _start(network, log)
+        assert await client.unary(b"x") == b"xx"
+
+    run_virtual(scenario())
+
+
+def test_a_silently_killed_server_answers_nothing() -> None:
+    async def scenario() -> None:
+        network, log = MemoryNetwork(latency_s=0.001), []
+        await _start(network, log)
+        client = Client(network.channel(ADDRESS), None)
+        call = client.chat(timeout=5.0)
+        await call.write(b"hello")
+        assert await call.read() == b"HELLO"
+
+        network.kill(ADDRESS, silently=True)
+
+        assert await _outcome(call.read()) == ("DEADLINE_EXCEEDED", ())
+        assert await _outcome(client.unary(b"x", timeout=1.0)) == ("DEADLINE_EXCEEDED", ())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.unary(b"x"), timeout=1.0)
+
+    run_virtual(scenario())
+
+
+def test_killing_a_client_process_cancels_its_calls_at_the_server() -> None:
+    async def scenario() -> None:
+        network, log = MemoryNetwork(latency_s=0.001), []
+        await _start(network, log)
+        process = Process("peer:2")
+        with process.entered():
+            peer = network.server("peer:2")
+            await peer.start()
+            client = Client(network.channel(ADDRESS), None)
+            process.spawn(_outcome(client.unary(b"sleep")))
+        await _until(lambda: log == ["sleeps"])
+
+        network.kill("peer:2")
+
+        await _until(lambda: log == ["sleeps", "cancelled"])
+        assert network.num_open_calls == 0
+
+    run_virtual(scenario())
+
+
+def test_a_paused_server_answers_late() -> None:
+    async def scenario() -> float:
+        network, log = MemoryNetwork(latency_s=0.001), []
+        await _start(network, log)
+        client = Client(network.channel(ADDRESS), None)
+        network.pause(ADDRESS)
+        asyncio.get_running_loop().call_later(7.0, network.resume, ADDRESS)
+        assert await client.unary(b"x") == b"xx"
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(scenario()) == pytest.approx(7.0, abs=0.01)
+
+
+def test_a_cut_link_delivers_in_order_once_healed() -> None:
+    async def scenario() -> None:
+        network, log = MemoryNetwork(latency_s=0.001, jitter_s=0.01), []
+        await _start(network, log)
+        client = Client(network.channel(ADDRESS), None)
+        call = client.chat()
+        link = network.link("outside", ADDRESS)
+        link.cut()
+        for index in range(20):
+            await call.write(b"m%d" % index)
+        read = asyncio.create_task(call.read())
+        await asyncio.sleep(10.0)
+        assert not read.done()
+
+        link.heal()
+
+        assert await read == b"M0"
+        assert [await call.read() for _ in range(19)] == [b"M%d" % index for index in range(1, 20)]
+        network.reset("outside", ADDRESS)
+        assert await _outcome(call.read()) == ("UNAVAILABLE", ())
+        assert await client.unary(b"x") == b"xx"
+
+    run_virtual(scenario())
+
+
+def test_a_writer_waits_for_a_slow_reader() -> None:
+    async def scenario() -> None:
+        network, log = MemoryNetwork(latency_s=0.001), []
+        await _start(network, log)
+        call = Client(network.channel(ADDRESS), None).chat()
+        written = 0
+
+        async def writer() -> None:
+            nonlocal written
+            for _ in range(100):
+                await call.write(b"x" * 10_000)
+                written += 1
+
+        writing = asyncio.create_task(writer())
+        await asyncio.sleep(1.0)
+        assert 6 <= written < 30, "both directions hold a window, not everything"
+        for _ in range(100):
+            await call.read()
+        await writing
+
+    run_virtual(scenario())
+
+
+def test_waiting_for_a_server_that_never_comes_needs_a_deadline() -> None:
+    async def scenario(timeout: float | None) -> Any:
+        client = Client(MemoryNetwork().channel(ADDRESS), None)
+        return await _outcome(client.unary(b"x", wait_for_ready=True, timeout=timeout))
+
+    assert run_virtual(scenario(3.0)) == ("DEADLINE_EXCEEDED", ())
+    with pytest.raises(DeadlockError):
+        run_virtual(scenario(None))
+
+
+def test_the_standard_health_service_runs_on_it() -> None:
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+    async def scenario() -> list[int]:
+        network = MemoryNetwork()
+        server = network.server(ADDRESS)
+        servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        await server.start()
+        stub = health_pb2_grpc.HealthStub(network.channel(ADDRESS))
+        await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        first = await watch.read()
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        second = await watch.read()
+        watch.cancel()
+        checked = await stub.Check(health_pb2.HealthCheckRequest())
+        await wait_until(lambda: not server.calls)
+        return [first.status, second.status, checked.status]
+
+    assert run_virtual(scenario()) == [2, 1, 1]

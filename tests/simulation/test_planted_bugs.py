@@ -1,0 +1,368 @@
+"""Each promise has a planted bug that the simulation must find: a checker that never fails proves
+nothing. The same seeds pass without the bug (test_seeded_runs, test_scenarios).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import decode_worker.receiving
+import decode_worker.request
+import decode_worker.scheduler
+import decode_worker.step_plan
+import decode_worker.worker
+import kv_transfer.deadlines
+import kv_transfer.receiver_protocol
+import prefill_worker.scheduler
+import prefill_worker.worker
+import router.dispatch
+import router.generation
+import router.prefix_index
+import router.wire
+import router.worker_registry
+from kv_cache.page_pool import PagePool
+from kv_cache.prefix_cache import PrefixCache
+from kv_cache.radix_tree import RadixTree
+from llm_engine.fake_engine import FakePageStorage
+from tests.simulation import test_scenarios as scenarios
+from tests.simulation.test_seeded_runs import run
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_digest_check(patch: pytest.MonkeyPatch) -> None:
+    """What arrives is committed without a look."""
+    right = kv_transfer.receiver_protocol._digested
+
+    def wrong(state: Any, chunk: int, digests: Any) -> Any:
+        return right(state, chunk, state.verifying[0].digests if state.verifying else digests)
+
+    patch.setattr(kv_transfer.receiver_protocol, "_digested", wrong)
+
+
+def no_quarantine(patch: pytest.MonkeyPatch) -> None:
+    """Pages of a failed transfer are free at once, though a posted receive may still land."""
+    right = PrefixCache.abort
+    patch.setattr(
+        PrefixCache, "abort", lambda self, seq, *, quarantine: right(self, seq, quarantine=False)
+    )
+
+
+def lease_never_released(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "release_lease", lambda self, lease: None)
+
+
+def lease_released_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The sender's pages may be evicted and overwritten before they are sent."""
+    right = PrefixCache.lease
+
+    def wrong(self: PrefixCache, seq: Any, first_page: int, num_pages: int) -> Any:
+        lease = right(self, seq, first_page, num_pages)
+        self.release_lease(lease)
+        return lease
+
+    patch.setattr(PrefixCache, "lease", wrong)
+
+
+def cancel_forgets_the_transfer(patch: pytest.MonkeyPatch) -> None:
+    """The end of a request leaves its running prefill call alone."""
+    patch.setattr(decode_worker.receiving.PrefillReceivers, "cancel", lambda self, request: None)
+
+
+def cancel_forgets_running_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decode_worker.scheduler.Scheduler, "free_ended", lambda self: None)
+
+
+def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "release_quarantine", lambda self, page_ids: None)
+
+
+def wait_without_deadline(patch: pytest.MonkeyPatch) -> None:
+    """A transfer waits for ever."""
+    deadlines = kv_transfer.deadlines.TransferDeadlines
+    patch.setattr(deadlines, "seconds", lambda self, wait, num_bytes: 1e9)
+
+
+def resume_takes_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
+    """The new worker counts positions and penalties as if nothing had been emitted."""
+    right = router.wire.submit
+
+    def wrong(request: Any, *, choices: Any, **rest: Any) -> Any:
+        emitted = list(choices[0][1])
+        prompt = (*request.token_ids, *emitted)
+        forgetful = dataclasses.replace(request, token_ids=prompt)
+        return right(forgetful, choices=[(choice, []) for choice, _ in choices], **rest)
+
+    patch.setattr(router.wire, "submit", wrong)
+
+
+def resume_draws_one_position_early(patch: pytest.MonkeyPatch) -> None:
+    right = decode_worker.step_plan.next_draw
+
+    def wrong(params: Any, *, output_token_ids: Any, **rest: Any) -> Any:
+        draw = right(params, output_token_ids=output_token_ids, **rest)
+        return dataclasses.replace(draw, position=draw.position - bool(output_token_ids))
+
+    patch.setattr(decode_worker.step_plan, "next_draw", wrong)
+
+
+def preempted_choice_loses_a_token(patch: pytest.MonkeyPatch) -> None:
+    right = decode_worker.scheduler.Scheduler._wait_again
+
+    def wrong(self: Any, choice: Any) -> None:
+        if len(choice.output) > 1:
+            choice.output.pop(0)
+        right(self, choice)
+
+    patch.setattr(decode_worker.scheduler.Scheduler, "_wait_again", wrong)
+
+
+def repeated_tokens_are_delivered(patch: pytest.MonkeyPatch) -> None:
+    """The router does not compare a delta's first index with what it has."""
+    right = router.generation.Choice.accept
+
+    def wrong(self: Any, delta: Any) -> int:
+        shifted = dataclasses.replace(delta, first_index=len(self.token_ids))
+        return right(self, shifted)
+
+    def amnesiac(self: Any, worker_id: str) -> Any:
+        return [(choice, []) for choice, _ in begin(self, worker_id)]
+
+    begin = router.generation.Generation.begin_attempt
+    patch.setattr(router.generation.Choice, "accept", wrong)
+    patch.setattr(router.generation.Generation, "begin_attempt", amnesiac)
+
+
+def broken_session_forgets_its_requests(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(router.dispatch.Session, "fail", lambda self, reason: None)
+
+
+def silence_is_not_death(patch: pytest.MonkeyPatch) -> None:
+    """A worker counts as alive as long as its stream does not break."""
+    registry = router.worker_registry.WorkerRegistry
+
+    async def wrong(self: Any, worker: Any, call: Any) -> Any:
+        return await call.read()
+
+    patch.setattr(registry, "_next_heartbeat", wrong)
+
+
+def referenced_pages_are_evicted(patch: pytest.MonkeyPatch) -> None:
+    right = PagePool.reference
+
+    def wrong(self: PagePool, page_ids: Any) -> None:
+        right(self, page_ids)
+        self.dereference(page_ids)
+
+    patch.setattr(PagePool, "reference", wrong)
+    patch.setattr(PagePool, "dereference", _dereference_if_referenced(PagePool.dereference))
+
+
+def _dereference_if_referenced(right: Any) -> Any:
+    def wrong(self: PagePool, page_ids: Any) -> None:
+        right(self, [page_id for page_id in page_ids if self.num_references(page_id)])
+
+    return wrong
+
+
+def uncomputed_pages_are_shared(patch: pytest.MonkeyPatch) -> None:
+    """Others read pages that are still being computed or received."""
+    right = RadixTree.insert
+
+    def wrong(self: RadixTree, parent: Any, *, is_ready: bool, **page: Any) -> Any:
+        return right(self, parent, is_ready=True, **page)
+
+    patch.setattr(RadixTree, "insert", wrong)
+
+
+def fork_copies_nothing(patch: pytest.MonkeyPatch) -> None:
+    """The choices of a request do not get the partial last page of their prompt."""
+    right = PrefixCache.fork
+    patch.setattr(PrefixCache, "fork", lambda self, seq, n: (right(self, seq, n)[0], ()))
+
+
+def pages_of_another_hash_match(patch: pytest.MonkeyPatch) -> None:
+    """The tree takes any child for the right one."""
+    right = RadixTree.match
+
+    def wrong(self: RadixTree, page_tokens: Any, salt: bytes) -> Any:
+        found = right(self, page_tokens, salt)
+        return found[::-1] if len(found) > 2 else found
+
+    patch.setattr(RadixTree, "match", wrong)
+
+
+def imported_pages_are_shifted(patch: pytest.MonkeyPatch) -> None:
+    """Sender and receiver disagree about the order of pages, and the digest with them."""
+    no_digest_check(patch)
+    right = FakePageStorage.import_pages
+    patch.setattr(
+        FakePageStorage,
+        "import_pages",
+        lambda self, page_ids, contents: right(self, page_ids[::-1], contents),
+    )
+
+
+def prefill_draws_for_one_choice(patch: pytest.MonkeyPatch) -> None:
+    """All choices begin with the token of the first."""
+    right = decode_worker.scheduler.Scheduler.receive_done
+
+    def wrong(self: Any, group: Any, tokens: Any, **rest: Any) -> Any:
+        return right(self, group, [tokens[0]] * len(tokens), **rest)
+
+    patch.setattr(decode_worker.scheduler.Scheduler, "receive_done", wrong)
+
+
+def evictions_do_not_reach_the_index(patch: pytest.MonkeyPatch) -> None:
+    right = router.prefix_index.PrefixIndex.apply
+
+    def wrong(self: Any, worker_id: str, batch: Any) -> bool:
+        return right(self, worker_id, dataclasses.replace(batch, removed=b""))
+
+    patch.setattr(router.prefix_index.PrefixIndex, "apply", wrong)
+
+
+def load_is_never_given_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(router.dispatch.Placement, "release", lambda self: None)
+
+
+# (bug, family of faults, what a violation says); found within so many seeds
+SEEDED_BUGS: list[tuple[Plant, str, str]] = [
+    (no_digest_check, "pages_go_wrong", "is wrong"),
+    (lease_never_released, "healthy", "leased"),
+    (lease_released_at_once, "healthy", "retries"),
+    (cancel_forgets_running_pages, "healthy", "live"),
+    (quarantine_never_ends, "pages_go_wrong", "quarantine"),
+    (wait_without_deadline, "pages_go_wrong", "DEADLINE_EXCEEDED"),
+    (resume_takes_output_for_prompt, "decode_dies", ""),
+    (resume_draws_one_position_early, "decode_dies", "is wrong"),
+    (preempted_choice_loses_a_token, "healthy", ""),
+    (repeated_tokens_are_delivered, "decode_dies", ""),
+    (broken_session_forgets_its_requests, "decode_dies", "DEADLINE_EXCEEDED"),
+    (referenced_pages_are_evicted, "healthy", ""),
+    (uncomputed_pages_are_shared, "healthy", ""),
+    (fork_copies_nothing, "healthy", "is wrong"),
+    (pages_of_another_hash_match, "healthy", ""),
+    (imported_pages_are_shifted, "healthy", "is wrong"),
+    (evictions_do_not_reach_the_index, "healthy", "in its index"),
+    (load_is_never_given_back, "healthy", "counts requests"),
+    (prefill_draws_for_one_choice, "healthy", "is wrong"),
+]
+MAX_SEEDS = 150
+
+
+@pytest.mark.parametrize(
+    ("plant", "family", "says"), SEEDED_BUGS, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_seeded_runs_find(
+    plant: Plant, family: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+
+    for seed in range(MAX_SEEDS):
+        if any(says in violation for violation in run(family, seed).violations):
+            return
+    pytest.fail(f"{MAX_SEEDS} seeds of {family} did not find it")
+
+
+def prefix_in_flight_is_not_shared(patch: pytest.MonkeyPatch) -> None:
+    """Pages that are on their way are moved and computed again for the next request."""
+    right = RadixTree.match
+
+    def wrong(self: RadixTree, page_tokens: Any, salt: bytes) -> Any:
+        return [page for page in right(self, page_tokens, salt) if page.is_ready]
+
+    patch.setattr(RadixTree, "match", wrong)
+
+
+def decode_computes_everything(patch: pytest.MonkeyPatch) -> None:
+    """The transfer silently never happens; all outputs stay right."""
+    patch.setattr(decode_worker.scheduler, "prefills_locally", lambda **anything: True)
+
+
+def stale_incarnation_is_served(patch: pytest.MonkeyPatch) -> None:
+    class Anything(int):
+        __eq__ = lambda self, other: True  # noqa: E731
+        __ne__ = lambda self, other: False  # noqa: E731
+        __hash__ = int.__hash__
+
+    right = decode_worker.worker.DecodeWorker.open_session
+    patch.setattr(
+        decode_worker.worker.DecodeWorker,
+        "open_session",
+        lambda self, router_id, incarnation: right(self, router_id, Anything(incarnation)),
+    )
+
+
+def stale_prefill_incarnation_is_served(patch: pytest.MonkeyPatch) -> None:
+    worker = prefill_worker.worker.PrefillWorker
+    patch.setattr(worker, "_check_incarnation", lambda self, incarnation: None)
+
+
+def cancelled_request_is_decoded_on(patch: pytest.MonkeyPatch) -> None:
+    """The router does not tell the worker that a client left."""
+    patch.setattr(router.dispatch.Session, "remove", lambda self, stream: None)
+
+
+def reader_holds_up_the_session(patch: pytest.MonkeyPatch) -> None:
+    """The router hands tokens to a client one message at a time, however slow it is."""
+    right = router.generation.Generation.take_outputs
+
+    def wrong(self: Any) -> Any:
+        outputs = right(self)
+        return [
+            dataclasses.replace(
+                each, token_ids=[token_id], first_index=each.first_index + offset, finish=None
+            )
+            for each in outputs
+            for offset, token_id in enumerate(each.token_ids)
+        ]
+
+    patch.setattr(router.generation.Generation, "take_outputs", wrong)
+
+
+SCENARIO_BUGS: list[tuple[Plant, Callable[[], None]]] = [
+    (
+        prefix_in_flight_is_not_shared,
+        scenarios.test_16_requests_with_one_new_prefix_move_and_compute_its_pages_once,
+    ),
+    (
+        decode_computes_everything,
+        scenarios.test_one_prefill_and_one_decode_worker_answer_as_the_oracle,
+    ),
+    (stale_incarnation_is_served, scenarios.test_a_message_for_another_incarnation_is_refused),
+    (
+        stale_prefill_incarnation_is_served,
+        scenarios.test_a_message_for_another_incarnation_is_refused,
+    ),
+    (no_quarantine, scenarios.test_a_write_that_comes_late_hits_nobody),
+    (
+        cancel_forgets_the_transfer,
+        lambda: scenarios.test_a_client_that_leaves_while_its_request("is computed"),
+    ),
+    (
+        silence_is_not_death,
+        lambda: scenarios.test_a_decode_worker_killed_in_mid_stream_loses_and_changes_no_token(
+            scenarios.GREEDY, 1, silently=True
+        ),
+    ),
+    (
+        cancelled_request_is_decoded_on,
+        lambda: scenarios.test_a_client_that_leaves_while_its_request("is decoded"),
+    ),
+    (reader_holds_up_the_session, scenarios.test_a_slow_reader_does_not_stall_others),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "scenario"), SCENARIO_BUGS, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_scenarios_find(
+    plant: Plant, scenario: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        scenario()

@@ -1,0 +1,167 @@
+"""A simulated run as a value: cluster, requests and faults, all drawn from one seed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llm_engine.sampling import SamplingParams
+from tests.support.oracle import RequestSpec
+
+VOCAB_SIZE = 64
+MAX_CONTEXT_TOKENS = 96
+# What can happen to a copy of pages; names of kv_transfer.loopback.FaultKind.
+DAMAGES = ("flip", "swap", "stale", "truncate", "hang", "drop", "late_write", "break")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterShape:
+    """What runs, and how fast; times in virtual seconds."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_routers: int = 1
+    page_size: int = 4
+    prefill_pages: int = 256
+    decode_pages: int = 256
+    local_prefill_max_tokens: int = 0
+    chunk_pages: int = 2
+    max_step_tokens: int = 64
+    max_running_sequences: int = 32
+    pass_s: float = 0.01
+    token_s: float = 0.0005
+    latency_s: float = 0.0005
+    jitter_s: float = 0.0005
+    window_bytes: int = 65536  # of unread messages, per call and direction
+    page_transfer_s: float = 0.002  # one page over a connection
+    hangs_on_peer_death: bool = True  # as NCCL; False: breaks, as TCP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One fault. `kind` is a method of tests.support.nemesis.Nemesis."""
+
+    at: float
+    kind: str
+    targets: tuple[str, ...]  # worker or router names
+    lasts_s: float = 0.0  # until the healing: a restart, a resumption, a healed link
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """Everything that a run depends on."""
+
+    seed: int
+    shape: ClusterShape = field(default_factory=ClusterShape)
+    requests: tuple[RequestSpec, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    allowed_ends: tuple[str, ...] = ("OK",)
+
+
+def make_scenario(
+    seed: int, fault_kinds: Sequence[str] = (), *, tiny_pools: bool = False
+) -> Scenario:
+    """Draw a run: a small cluster, a handful of requests, up to four faults of the given kinds."""
+    rng = random.Random(f"scenario/{seed}")
+    shape = ClusterShape(
+        num_prefill=rng.randint(1, 3),
+        num_decode=rng.choice((1, 1, 2)) if tiny_pools else rng.randint(1, 3),
+        num_routers=rng.choice((1, 1, 2)),
+        prefill_pages=rng.randint(24, 32) if tiny_pools else 256,
+        decode_pages=rng.randint(24, 32) if tiny_pools else 256,
+        local_prefill_max_tokens=rng.choice((0, 0, 8)),
+        chunk_pages=rng.randint(1, 4),
+        max_step_tokens=rng.choice((40, 64, 256)),
+        max_running_sequences=rng.choice((8, 32)),
+        pass_s=rng.choice((0.01, 0.03)),
+        jitter_s=rng.choice((0.0, 0.0005, 0.02)),
+        window_bytes=rng.choice((64, 1024, 65536)),
+        page_transfer_s=rng.choice((0.0005, 0.005, 0.05)),
+        hangs_on_peer_death=rng.choice((True, False)),
+    )
+    return Scenario(
+        seed=seed,
+        shape=shape,
+        requests=_draw_requests(
+            rng, shape, rng.randint(6, 14) if tiny_pools else rng.randint(3, 9)
+        ),
+        faults=_draw_faults(rng, shape, fault_kinds),
+    )
+
+
+def _draw_requests(
+    rng: random.Random, shape: ClusterShape, num_requests: int
+) -> tuple[RequestSpec, ...]:
+    prefixes = [_draw_tokens(rng, rng.randint(0, 40)) for _ in range(rng.randint(1, 3))]
+    requests = []
+    for index in range(num_requests):
+        prompt = rng.choice(prefixes) + _draw_tokens(rng, rng.randint(1, 20))
+        temperature = rng.choice((0.0, 0.8))
+        params = SamplingParams(
+            temperature=temperature,
+            seed=rng.randrange(2**32),
+            max_tokens=rng.randint(1, 36 if shape.decode_pages < 64 else 24),
+            min_tokens=rng.choice((0, 0, 1)),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+            stop_token_ids=rng.choice(((), (1, 2, 3))),
+            ignore_eos=rng.choice((True, False)),
+            logprobs=rng.choice((None, None, 2)),
+        )
+        cancels_after_s = rng.uniform(0.0, 0.6) if rng.random() < 0.15 else None
+        requests.append(
+            RequestSpec(
+                name=f"r{index}",
+                prompt=prompt,
+                params=params,
+                n=rng.choice((1, 1, 1, 2, 3)),
+                arrives_at=rng.choice((0.0, rng.uniform(0.0, 1.0))),
+                cancels_after_s=cancels_after_s,
+                reads_slowly_s=rng.choice((0.0, 0.0, 0.0, 0.1)),
+                router=rng.randrange(shape.num_routers),
+            )
+        )
+    return tuple(requests)
+
+
+def _draw_tokens(rng: random.Random, num_tokens: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
+
+
+def _draw_faults(
+    rng: random.Random, shape: ClusterShape, kinds: Sequence[str]
+) -> tuple[Fault, ...]:
+    if not kinds:
+        return ()
+    prefills = [f"prefill-{index}" for index in range(shape.num_prefill)]
+    decodes = [f"decode-{index}" for index in range(shape.num_decode)]
+    routers = [f"router-{index}" for index in range(shape.num_routers)]
+    # The pools that a fault may hit; those between two pools have two targets.
+    pools: dict[str, tuple[list[str], ...]] = {
+        "damage": (list(DAMAGES),),
+        "delay": (prefills,),
+        "kill_prefill": (prefills,),
+        "kill_decode": (decodes,),
+        "lose_prefill": (prefills,),
+        "lose_decode": (decodes,),
+        "kill_router": (routers,),
+        "pause_prefill": (prefills,),
+        "pause_decode": (decodes,),
+        "slow_down": (prefills + decodes,),
+        "fail_pass": (prefills + decodes,),
+        "cut_data": (prefills, decodes),
+        "cut_control": (routers, prefills + decodes),
+        "reset_data": (prefills, decodes),
+        "reset_control": (routers, decodes),
+    }
+    faults = []
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.choice(kinds)
+        targets = pools[kind]
+        faults.append(
+            Fault(
+                at=rng.uniform(0.0, 0.9),
+                kind=kind,
+                targets=tuple(rng.choice(pool) for pool in targets),
+                lasts_s=rng.choice((0.1, 0.5, 1.0, 3.0)),
+            )
+        )
+    return tuple(sorted(faults, key=lambda fault: fault.at))
