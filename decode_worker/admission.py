@@ -1,0 +1,52 @@
+"""Whether a submitted request can be served here at all, before it costs anything."""
+
+from decode_worker.config import DecodeConfig
+from decode_worker.errors import InvalidRequest, Overloaded
+from decode_worker.request import Request
+from llm_engine.worker_identity import ModelInfo
+
+
+def check_request(
+    request: Request, *, config: DecodeConfig, model: ModelInfo, num_waiting: int
+) -> None:
+    """Check a request against the limits of worker and model.
+
+    Routers validate for people. This check keeps a router's mistake from reaching other requests.
+
+    Raises:
+        InvalidRequest: Names the field, what was found and what is allowed.
+        Overloaded: Too many requests wait already.
+    """
+    if not request.prompt:
+        raise InvalidRequest("prompt_token_ids is empty; at least one token is needed")
+    max_choices = min(config.max_request_choices, config.max_running_sequences)
+    if not 1 <= len(request.emitted) <= max_choices:
+        raise InvalidRequest(
+            f"choices has {len(request.emitted)} entries, allowed are 1 to {max_choices}"
+        )
+    _check_tokens("prompt_token_ids", request.prompt, model)
+    params = request.params
+    if params.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {params.max_tokens}, must be 1 or more")
+    for index, output in request.emitted.items():
+        _check_tokens(f"emitted_token_ids of choice {index}", output, model)
+        if len(output) >= params.max_tokens:
+            raise InvalidRequest(
+                f"choice {index} has {len(output)} emitted tokens, "
+                f"max_tokens is {params.max_tokens}"
+            )
+        num_tokens = len(request.prompt) + len(output)
+        if num_tokens >= model.max_context_tokens:
+            raise InvalidRequest(
+                f"choice {index} begins after {num_tokens} tokens, "
+                f"the context ends at {model.max_context_tokens}"
+            )
+    if num_waiting >= config.max_waiting_requests:
+        raise Overloaded(f"{num_waiting} of {config.max_waiting_requests} places to wait are taken")
+
+
+def _check_tokens(field: str, token_ids: tuple[int, ...], model: ModelInfo) -> None:
+    try:
+        model.check_tokens(field, token_ids)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None

@@ -1,0 +1,77 @@
+"""What one router is still to be told. A slow router gets longer messages and delays nobody."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from decode_worker.errors import RequestError, SlowRouter
+from decode_worker.request import Request, TokenDelta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestFailure:
+    """A request ended without a result."""
+
+    request_id: str
+    attempt: int
+    error: RequestError
+
+
+class Outbox:
+    """Collects deltas until the session's writer takes them all; those of a choice are merged."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._deltas: dict[tuple[Request, int], TokenDelta] = {}  # (request, choice) |-> delta
+        self._failures: list[RequestFailure] = []
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._error: RequestError | None = None
+
+    def push(self, delta: TokenDelta) -> None:
+        """Add the next tokens of a choice; closes the outbox when too many wait to be read."""
+        key = (delta.request, delta.choice)
+        earlier = self._deltas.get(key)
+        if earlier is not None:
+            delta = replace(
+                delta, tokens=earlier.tokens + delta.tokens, first_index=earlier.first_index
+            )
+        self._deltas[key] = delta
+        self._num_tokens += 1
+        if self._num_tokens > self._max_tokens:
+            self.close(SlowRouter(f"more than {self._max_tokens} tokens wait to be read"))
+        self._changed.set()
+
+    def fail(self, failure: RequestFailure) -> None:
+        """Add the failure of a request; its tokens so far go first."""
+        self._failures.append(failure)
+        self._changed.set()
+
+    def discard(self, request: Request) -> None:
+        """Forget what was to be told about a request that its router no longer wants."""
+        for key in [key for key in self._deltas if key[0] is request]:
+            self._num_tokens -= len(self._deltas.pop(key).tokens)
+
+    def close(self, error: RequestError | None = None) -> None:
+        """Let `take` end, after what waits already, or at once with an error."""
+        self._is_closed = True
+        self._error = self._error or error
+        self._changed.set()
+
+    async def take(self) -> tuple[list[TokenDelta], list[RequestFailure]] | None:
+        """Return all that waits, as soon as there is something; None when closed and empty.
+
+        Raises:
+            RequestError: The error that the outbox was closed with.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._deltas or self._failures:
+                deltas, failures = list(self._deltas.values()), self._failures
+                self._deltas, self._failures, self._num_tokens = {}, [], 0
+                return deltas, failures
+            if self._is_closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,188 @@
+"""One attempt to have a prefill worker fill the pages of a group.
+
+Life of an attempt:
+1. connection   taken from the pool, or made with the Connect call
+2. call         Prefill is opened and names what to compute and which pages are wanted
+3. pages        the Receiver takes them chunk by chunk; each commit is reported at once
+4. result       the first tokens, drawn after the last token of the prompt
+5. close        in any case, after a failure preceded by stop: wait until nothing can write into
+                the pages, then end the call
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from decode_worker.errors import ConnectionUnknown, PrefillFailed
+from decode_worker.request import PrefillGroup
+from decode_worker.wire import PrefillCall, PrefillClient, PrefillResult
+from kv_cache.layout import KVLayout
+from kv_cache.page_storage import PageStorage
+from kv_transfer.connections import ConnectionPool
+from kv_transfer.deadlines import TransferDeadlines
+from kv_transfer.driver import RunBlocking
+from kv_transfer.errors import TransferError
+from kv_transfer.messages import ReceiverMessage, Ticket
+from kv_transfer.receiver import Receiver
+from kv_transfer.transport import Connection
+from llm_engine.worker_identity import WorkerIdentity
+
+
+class RemotePrefill:
+    """One attempt at one candidate. `run`, `stop` if that raised, then `close`; each once.
+
+    Args:
+        on_commit: Called with n when the first n pages of the group are verified.
+        result_s: How long the result may take after the last page.
+    """
+
+    def __init__(
+        self,
+        group: PrefillGroup,
+        *,
+        ticket: Ticket,
+        receiver: WorkerIdentity,
+        sender: WorkerIdentity,
+        client: PrefillClient,
+        connections: ConnectionPool,
+        layout: KVLayout,
+        storage: PageStorage,
+        on_commit: Callable[[int], None],
+        deadlines: TransferDeadlines,
+        result_s: float,
+        run_blocking: RunBlocking,
+    ) -> None:
+        self._group = group
+        self._ticket = ticket
+        self._identity = receiver
+        self._sender = sender
+        self._client = client
+        self._connections = connections
+        self._layout = layout
+        self._storage = storage
+        self._on_commit = on_commit
+        self._deadlines = deadlines
+        self._result_s = result_s
+        self._run_blocking = run_blocking
+        self._call: PrefillCall | None = None
+        self._receiver: Receiver | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._result: PrefillResult | None = None
+        self._has_result = asyncio.Event()  # or the stream ended without one
+        self._failure: PrefillFailed | None = None  # why the stream ended
+
+    @property
+    def is_quiescent(self) -> bool:
+        """True when nothing can write into the group's pages any more."""
+        return self._receiver is None or self._receiver.is_quiescent
+
+    async def run(self) -> PrefillResult:
+        """Return when all pages are committed and the first tokens are known.
+
+        Raises:
+            PrefillFailed: When the prefill worker refused, or ended the call.
+            TransferError: When the transfer failed.
+            TimeoutError: When the call could not be opened, or the result did not come.
+                Pages that were committed stay so, in all cases.
+        """
+        loop = asyncio.get_running_loop()
+        connection, receive_lock = await self._connections.get(
+            (self._sender.worker_id, self._sender.incarnation),
+            self._connect,
+            loop.time() + self._deadlines.connect_s,
+        )
+        self._call = self._client.prefill()
+        self._receiver = self._make_receiver(connection, receive_lock, self._call.send)
+        self._reading = loop.create_task(self._read(self._call, self._receiver))
+        assert self._group.pages is not None
+        try:
+            async with asyncio.timeout(self._deadlines.grant_s):
+                await self._call.start(
+                    self._group,
+                    ticket=self._ticket,
+                    connection_id=connection.connection_id,
+                    first_page=self._group.pages.num_committed_pages,
+                )
+            await self._receiver.run()
+        except (PrefillFailed, TransferError) as error:
+            if isinstance(self._failure, ConnectionUnknown):
+                self._connections.drop(connection)
+            # What the worker said when it ended the call says more than the lost stream.
+            raise self._failure or error from error
+        async with asyncio.timeout(self._result_s):
+            await self._has_result.wait()
+        if self._result is None or len(self._result.tokens) != len(self._group.choices):
+            raise self._failure or PrefillFailed("the call ended without a token per choice")
+        return self._result
+
+    async def stop(self, reason: str) -> None:
+        """Give up: no page is committed any more, and `is_quiescent` says the last word."""
+        if self._receiver is not None:
+            await self._receiver.cancel(reason)
+
+    async def close(self) -> None:
+        """Wait until nothing writes into the pages, and end the call. After a failure, stop first.
+
+        Raises:
+            ConnectionBroken: When the transport does not become quiet: the pages must stay in
+                quarantine for ever.
+        """
+        if self._call is None or self._receiver is None or self._reading is None:
+            return
+        try:
+            await self._receiver.wait_quiescent()
+            if self._result is not None:
+                # The last acknowledgement must not be overtaken by a cancellation.
+                await self._call.finish()
+                await asyncio.wait({self._reading}, timeout=self._deadlines.ack_s)
+        finally:
+            self._call.cancel()
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+
+    async def _connect(self, connection_id: str, transport: str, offer: bytes) -> None:
+        await self._client.connect(
+            receiver=self._identity,
+            sender_incarnation=self._sender.incarnation,
+            connection_id=connection_id,
+            transport=transport,
+            offer=offer,
+            layout=self._layout.describe(),
+            timeout_s=self._deadlines.connect_s,
+        )
+
+    def _make_receiver(
+        self,
+        connection: Connection,
+        receive_lock: asyncio.Lock,
+        send: Callable[[ReceiverMessage], Awaitable[None]],
+    ) -> Receiver:
+        assert self._group.pages is not None
+        return Receiver(
+            ticket=self._ticket,
+            page_ids=self._group.pages.page_ids,
+            first_page=self._group.pages.num_committed_pages,
+            storage=self._storage,
+            connection=connection,
+            receive_lock=receive_lock,
+            send=send,
+            on_commit=self._on_commit,
+            deadlines=self._deadlines,
+            run_blocking=self._run_blocking,
+        )
+
+    async def _read(self, call: PrefillCall, receiver: Receiver) -> None:
+        """Hand messages to the receiver until the stream ends."""
+        try:
+            async with contextlib.aclosing(call.messages()) as messages:
+                async for message in messages:
+                    if isinstance(message, PrefillResult):
+                        self._result = message
+                        self._has_result.set()
+                    else:
+                        await receiver.handle(message)
+        except PrefillFailed as error:
+            self._failure = error
+        finally:
+            receiver.stream_lost("the prefill worker ended the call")
+            self._has_result.set()

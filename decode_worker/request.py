@@ -1,0 +1,135 @@
+"""A request on its decode worker: choices, and groups of choices that are prefilled together.
+
+Life of a choice:
+1. WAITING    in a PrefillGroup without pages; a new request is one group of all its choices
+2. RECEIVING  the group has pages and a prefill worker fills them
+   COMPUTING  ... or this worker fills them, chunk by chunk
+3. JOINING    the first tokens are drawn; the next step forks the pages, one set per choice
+4. RUNNING    one token per step
+5. ended      finished, or with its request
+
+Preemption takes a choice from RUNNING back to WAITING, in a group of its own.
+"""
+
+import enum
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from kv_cache.prefix_cache import SequencePages
+from llm_engine.drawing import FinishReason
+from llm_engine.sampling import SampledToken, SamplingParams
+from llm_engine.worker_identity import WorkerIdentity
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What the request cost on this worker, and elsewhere on its behalf; see common.proto."""
+
+    decode_cached_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    prefill_computed_tokens: int = 0
+    decode_computed_tokens: int = 0
+    pages_moved: int = 0
+    bytes_moved: int = 0
+    preemptions: int = 0
+    prefill_retries: int = 0
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Request:
+    """One submitted request. Owned by the scheduler from submission to its end."""
+
+    request_id: str
+    attempt: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    emitted: dict[int, tuple[int, ...]]  # choice index |-> tokens delivered before this attempt
+    salt: bytes = b""
+    candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first
+    timeout_s: float | None = None
+
+    arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
+    choices: list["Choice"] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)
+    is_ended: bool = False  # holds nothing that the next step will not free
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """One token stream of a request."""
+
+    request: Request
+    index: int  # 0..n-1; selects the seed
+    output: list[int]  # tokens drawn so far, those of earlier attempts included
+    pages: SequencePages | None = None  # while RUNNING
+    is_finished: bool = False
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts older choices first."""
+        return (self.request.arrival, self.index)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.output)
+
+    def tokens(self) -> list[int]:
+        """Return prompt and output."""
+        return [*self.request.prompt, *self.output]
+
+
+class GroupState(enum.Enum):
+    """Where the pages of a group come from."""
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    COMPUTING = "computing"
+    JOINING = "joining"
+
+
+@dataclass(eq=False, slots=True)
+class PrefillGroup:
+    """Choices of one request whose tokens are equal, so that one prefill serves all of them."""
+
+    choices: list[Choice]
+    tokens: list[int]  # of each choice: prompt and output
+    state: GroupState = GroupState.WAITING
+    pages: SequencePages | None = None  # in all states but WAITING
+    num_computed: int = 0  # COMPUTING: tokens whose K and V are in the pages
+    candidate: WorkerIdentity | None = None  # RECEIVING: the prefill worker that was asked
+    failed: tuple[WorkerIdentity, ...] = ()  # those that were asked in vain
+    is_first_visit: bool = True  # no pages were ever reserved for it
+
+    @property
+    def request(self) -> Request:
+        return self.choices[0].request
+
+    @property
+    def age(self) -> tuple[int, int]:
+        return self.choices[0].age
+
+    def next_candidate(self, suspects: Container[WorkerIdentity]) -> WorkerIdentity | None:
+        """Return the prefill worker to ask next: suspects last; None when all were asked."""
+        left = [each for each in self.request.candidates if each not in self.failed]
+        trusted = [each for each in left if each not in suspects]
+        return next(iter(trusted or left), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenDelta:
+    """New tokens of one choice, for the router."""
+
+    request: Request
+    choice: int
+    tokens: tuple[SampledToken, ...]
+    first_index: int  # output index of the first of them
+    finish_reason: FinishReason | None
+    is_last_of_request: bool
+
+
+def group_by_tokens(choices: Sequence[Choice]) -> list[PrefillGroup]:
+    """Return the fewest groups that cover the choices, in order of their first choices."""
+    by_output: dict[tuple[int, ...], list[Choice]] = {}
+    for choice in choices:
+        by_output.setdefault(tuple(choice.output), []).append(choice)
+    return [PrefillGroup(group, group[0].tokens()) for group in by_output.values()]

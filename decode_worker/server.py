@@ -1,0 +1,145 @@
+"""DecodeService: sessions of routers with a decode worker."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from decode_worker.errors import (
+    Draining,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    RequestTimeout,
+    SlowRouter,
+    StaleIncarnation,
+)
+from decode_worker.outbox import Outbox, RequestFailure
+from decode_worker.request import Request
+from decode_worker.wire import request_from_proto, session_response
+from protos import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SlowRouter: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    EngineFailed: grpc.StatusCode.INTERNAL,
+    StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+HELLO_S = 5.0  # from the opening of a session to its first message
+
+
+class RequestSink(Protocol):
+    """What sessions ask of the worker."""
+
+    def open_session(self, router_id: str, incarnation: int) -> Outbox:
+        """Raise StaleIncarnation or Draining, or return where the session's answers appear."""
+        ...
+
+    def submit(self, request: Request, outbox: Outbox) -> None:
+        """Take a request; what is wrong with it is told through the outbox."""
+        ...
+
+    def cancel(self, request_id: str, outbox: Outbox) -> None:
+        """Forget a request and free what it holds; a no-op when it has ended."""
+        ...
+
+    def close_session(self, outbox: Outbox) -> None:
+        """Cancel all requests that answer to the outbox."""
+        ...
+
+
+class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
+    """Reads requests into the worker and writes one message per step to each router."""
+
+    def __init__(self, sink: RequestSink) -> None:
+        self._sink = sink
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        requests = aiter(request_iterator)
+        try:
+            hello = await _read_hello(requests)
+            outbox = self._sink.open_session(hello.router_id, hello.incarnation)
+        except RequestError as error:
+            await context.abort(STATUS_CODES[type(error)], str(error))
+        reading = asyncio.get_running_loop().create_task(self._read(requests, outbox))
+        try:
+            while (news := await outbox.take()) is not None:
+                deltas, failures = news
+                yield session_response(deltas, map(_failure_to_proto, failures))
+        except RequestError as error:
+            await context.abort(STATUS_CODES[type(error)], str(error))
+        finally:
+            reading.cancel()
+            self._sink.close_session(outbox)
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.SessionRequest], outbox: Outbox
+    ) -> None:
+        try:
+            async for message in requests:
+                kind = message.WhichOneof("message")
+                if kind == "submit":
+                    self._submit(message.submit, outbox)
+                elif kind == "cancel":
+                    self._sink.cancel(message.cancel.request_id, outbox)
+        except grpc.RpcError as error:
+            logger.info("session_broken error=%r", error)
+        finally:
+            outbox.close()
+
+    def _submit(self, message: worker_pb2.SubmitRequest, outbox: Outbox) -> None:
+        try:
+            request = request_from_proto(message)
+        except ValueError as error:
+            outbox.fail(
+                RequestFailure(
+                    request_id=message.request_id,
+                    attempt=message.attempt,
+                    error=InvalidRequest(str(error)),
+                )
+            )
+        else:
+            self._sink.submit(request, outbox)
+
+
+def register_decode_service(server: grpc.aio.Server, sink: RequestSink) -> None:
+    """Add DecodeService to a server."""
+    worker_pb2_grpc.add_DecodeServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        DecodeServicer(sink), server
+    )
+
+
+async def _read_hello(
+    requests: AsyncIterator[worker_pb2.SessionRequest],
+) -> worker_pb2.SessionHello:
+    try:
+        async with asyncio.timeout(HELLO_S):
+            first = await anext(requests, None)
+    except TimeoutError:
+        raise RequestTimeout(f"no hello within {HELLO_S:g} s") from None
+    if first is None or first.WhichOneof("message") != "hello":
+        raise InvalidRequest("the first message of a session must be a hello")
+    return first.hello
+
+
+def _failure_to_proto(failure: RequestFailure) -> worker_pb2.RequestFailure:
+    code, _ = STATUS_CODES[type(failure.error)].value
+    return worker_pb2.RequestFailure(
+        request_id=failure.request_id,
+        attempt=failure.attempt,
+        code=code,
+        message=str(failure.error),
+    )

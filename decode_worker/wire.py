@@ -1,0 +1,223 @@
+"""Between the contract of protos/ and the decode worker's values; the client of prefill workers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from decode_worker.errors import ConnectionUnknown, PrefillFailed
+from decode_worker.request import PrefillGroup, Request, RequestStats, TokenDelta
+from kv_transfer.errors import TransferError, TransportRefused
+from kv_transfer.messages import ReceiverMessage, SenderMessage, Ticket
+from kv_transfer.wire import sender_message_from_proto, ticket_to_proto, transfer_message_to_proto
+from llm_engine.drawing import FinishReason
+from llm_engine.sampling import SampledToken
+from llm_engine.wire import (
+    logprobs_to_proto,
+    pack_tokens,
+    sampled_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    unpack_tokens,
+    worker_from_proto,
+    worker_to_proto,
+)
+from llm_engine.worker_identity import WorkerIdentity
+from protos import common_pb2, worker_pb2, worker_pb2_grpc
+
+_FINISH_REASONS = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillResult:
+    """What a prefill worker drew and what that cost."""
+
+    tokens: list[SampledToken]  # one per choice of the group
+    num_cached_tokens: int
+    num_computed_tokens: int
+
+
+def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
+    """Read a submitted request.
+
+    Raises:
+        ValueError: If token ids are cut off or a choice comes twice.
+    """
+    emitted = {
+        each.choice: tuple(unpack_tokens(each.emitted_token_ids)) for each in message.choices
+    }
+    if len(emitted) != len(message.choices):
+        raise ValueError("choices names a choice twice")
+    return Request(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        prompt=tuple(unpack_tokens(message.prompt_token_ids)),
+        params=sampling_from_proto(message.sampling),
+        emitted=emitted,
+        salt=message.cache_salt,
+        candidates=tuple(worker_from_proto(each) for each in message.prefill_candidates),
+        timeout_s=message.timeout_ms / 1000 or None,
+    )
+
+
+def session_response(
+    deltas: Iterable[TokenDelta], failures: Iterable[worker_pb2.RequestFailure]
+) -> worker_pb2.SessionResponse:
+    """Write what one step produced for one router."""
+    return worker_pb2.SessionResponse(
+        deltas=[_delta_to_proto(delta) for delta in deltas], failures=failures
+    )
+
+
+class PrefillClient:
+    """The PrefillService of one prefill worker."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = worker_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
+
+    async def connect(
+        self,
+        *,
+        receiver: WorkerIdentity,
+        sender_incarnation: int,
+        connection_id: str,
+        transport: str,
+        offer: bytes,
+        layout: str,
+        timeout_s: float,
+    ) -> None:
+        """Ask the worker to run its half of a connection's set-up; return when it has.
+
+        Raises:
+            TransportRefused: If it has no such transport.
+            PrefillFailed: If it refuses, cannot be reached, or does not answer in time.
+        """
+        request = worker_pb2.ConnectRequest(
+            receiver=worker_to_proto(receiver),
+            sender_incarnation=sender_incarnation,
+            connection_id=connection_id,
+            transport=transport,
+            offer=offer,
+            layout=layout,
+        )
+        try:
+            await self._stub.Connect(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise TransportRefused(error.details()) from None
+            raise _failed(error) from None
+
+    def prefill(self) -> "PrefillCall":
+        """Open a call for one attempt."""
+        return PrefillCall(self._stub.Prefill())
+
+
+class PrefillCall:
+    """One attempt's stream. All but finish and cancel raise PrefillFailed when it is broken."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
+        self._call = call
+
+    async def start(
+        self,
+        group: PrefillGroup,
+        *,
+        ticket: Ticket,
+        connection_id: str,
+        first_page: int,
+    ) -> None:
+        """Send the first message: what to compute, and which pages are wanted."""
+        request = group.request
+        start = worker_pb2.PrefillStart(
+            request_id=request.request_id,
+            ticket=ticket_to_proto(ticket),
+            connection_id=connection_id,
+            token_ids=pack_tokens(group.tokens),
+            prompt_len=len(request.prompt),
+            first_page=first_page,
+            sampling=sampling_to_proto(request.params),
+            choices=[choice.index for choice in group.choices],
+            cache_salt=request.salt,
+        )
+        await self._write(worker_pb2.PrefillRequest(start=start))
+
+    async def send(self, message: ReceiverMessage) -> None:
+        """Send a transfer message."""
+        await self._write(worker_pb2.PrefillRequest(transfer=transfer_message_to_proto(message)))
+
+    async def messages(self) -> AsyncGenerator[SenderMessage | PrefillResult, None]:
+        """Yield what the worker sends, until it ends the stream."""
+        try:
+            # Iteration yields what came before the status; read() may drop it.
+            async for response in self._call:
+                if response.WhichOneof("message") == "transfer":
+                    yield sender_message_from_proto(response.transfer)
+                    continue
+                result = response.result
+                yield PrefillResult(
+                    tokens=sampled_from_proto(result.token_ids, result.logprobs),
+                    num_cached_tokens=result.cached_tokens,
+                    num_computed_tokens=result.computed_tokens,
+                )
+        except grpc.aio.AioRpcError as error:
+            raise _failed(error) from None
+        except (ValueError, TransferError) as error:
+            raise PrefillFailed(f"a message that cannot be read: {error}") from None
+
+    async def finish(self) -> None:
+        """Say that nothing more will be sent."""
+        try:
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            return  # it is over already
+
+    def cancel(self) -> None:
+        """Break the stream off; a no-op when it has ended."""
+        self._call.cancel()
+
+    async def _write(self, message: worker_pb2.PrefillRequest) -> None:
+        try:
+            await self._call.write(message)
+        except grpc.aio.AioRpcError as error:
+            raise _failed(error) from None
+        except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            raise PrefillFailed(f"the call is over: {error}") from None
+
+
+def stats_to_proto(stats: RequestStats) -> common_pb2.RequestStats:
+    """Write what a request cost."""
+    return common_pb2.RequestStats(
+        decode_cached_tokens=stats.decode_cached_tokens,
+        prefill_cached_tokens=stats.prefill_cached_tokens,
+        prefill_computed_tokens=stats.prefill_computed_tokens,
+        decode_computed_tokens=stats.decode_computed_tokens,
+        pages_moved=stats.pages_moved,
+        bytes_moved=stats.bytes_moved,
+        preemptions=stats.preemptions,
+        prefill_retries=stats.prefill_retries,
+    )
+
+
+def _delta_to_proto(delta: TokenDelta) -> worker_pb2.TokenDelta:
+    return worker_pb2.TokenDelta(
+        request_id=delta.request.request_id,
+        attempt=delta.request.attempt,
+        choice=delta.choice,
+        token_ids=pack_tokens([token.token_id for token in delta.tokens]),
+        first_index=delta.first_index,
+        logprobs=logprobs_to_proto(delta.tokens),
+        finish_reason=_FINISH_REASONS[delta.finish_reason],
+        stats=stats_to_proto(delta.request.stats) if delta.is_last_of_request else None,
+    )
+
+
+def _failed(error: grpc.aio.AioRpcError) -> PrefillFailed:
+    # ABORTED: see the table of prefill_worker/server.py.
+    is_unknown = error.code() is grpc.StatusCode.ABORTED
+    kind = ConnectionUnknown if is_unknown else PrefillFailed
+    return kind(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,114 @@
+"""WorkerService: what workers of both pools offer to routers, beside their own service."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from kv_cache.event_log import EventBatch
+from kv_cache.layout import KVLayout
+from kv_cache.page_pool import PagePool
+from llm_engine.cache_feed import CacheFeed
+from llm_engine.wire import heartbeat_to_proto, worker_to_proto
+from llm_engine.worker_identity import ModelInfo, WorkerIdentity
+from llm_engine.worker_load import WorkerLoad, WorkerTotals
+from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+
+POOLS = {"prefill": common_pb2.POOL_PREFILL, "decode": common_pb2.POOL_DECODE}
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Describes the worker, beats, and publishes its cache events.
+
+    Args:
+        pool: "prefill" or "decode".
+        transports: Names, best first.
+        load: Returns the load of this moment.
+        totals: Counters, read at each heartbeat.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: WorkerIdentity,
+        pool: str,
+        model: ModelInfo,
+        layout: KVLayout,
+        transports: Sequence[str],
+        pages: PagePool,
+        feed: CacheFeed,
+        load: Callable[[], WorkerLoad],
+        totals: WorkerTotals,
+        heartbeat_s: float,
+    ) -> None:
+        self._identity = identity
+        self._pool = POOLS[pool]
+        self._model = model
+        self._layout = layout
+        self._transports = transports
+        self._pages = pages
+        self._feed = feed
+        self._load = load
+        self._totals = totals
+        self._heartbeat_s = heartbeat_s
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetInfoResponse:
+        return worker_pb2.GetInfoResponse(
+            worker=worker_to_proto(self._identity),
+            pool=self._pool,
+            model=inference_pb2.Model(
+                name=self._model.name,
+                max_context_tokens=self._model.max_context_tokens,
+                vocab_size=self._model.vocab_size,
+                page_size=self._layout.page_size,
+                has_chat_template=self._model.has_chat_template,
+            ),
+            model_fingerprint=self._model.fingerprint,
+            eos_token_ids=self._model.eos_token_ids,
+            num_pages=self._pages.num_pages,
+            page_bytes=self._layout.page_bytes,
+            transports=self._transports,
+        )
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        while True:
+            heartbeat = heartbeat_to_proto(
+                identity=self._identity,
+                pool=self._pool,
+                load=self._load(),
+                pages=self._pages.counts(),
+                totals=self._totals,
+            )
+            yield worker_pb2.WatchResponse(heartbeat=heartbeat)
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def SubscribeCacheEvents(
+        self,
+        request: worker_pb2.SubscribeCacheEventsRequest,
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[worker_pb2.SubscribeCacheEventsResponse]:
+        async for batch in self._feed.follow(request.incarnation, request.after_sequence):
+            yield _batch_to_proto(batch)
+
+
+def register_worker_services(
+    server: grpc.aio.Server, servicer: WorkerServicer, checker: health.aio.HealthServicer
+) -> None:
+    """Add WorkerService and the health service to a server."""
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+
+
+def _batch_to_proto(batch: EventBatch) -> worker_pb2.SubscribeCacheEventsResponse:
+    return worker_pb2.SubscribeCacheEventsResponse(
+        incarnation=batch.incarnation,
+        sequence=batch.sequence,
+        snapshot=batch.is_snapshot,
+        stored=b"".join(batch.stored),
+        removed=b"".join(batch.removed),
+    )

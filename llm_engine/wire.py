@@ -1,0 +1,162 @@
+"""Converts between the contract of protos/ and the values of this package."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kv_cache.page_pool import PageCounts
+from llm_engine.sampling import SampledToken, SamplingParams
+from llm_engine.worker_identity import WorkerIdentity
+from llm_engine.worker_load import WorkerLoad, WorkerTotals
+from protos import common_pb2, inference_pb2
+
+TOKEN_BYTES = 4
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as packed little-endian uint32."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Return the token ids that `pack_tokens` packed.
+
+    Raises:
+        ValueError: If the length is not a multiple of four bytes.
+    """
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(f"token ids take {len(packed)} bytes, which is no multiple of 4")
+    token_ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    return token_ids
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Read complete parameters; the router has set every field that has a default."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Write complete parameters."""
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+    )
+
+
+def logprobs_to_proto(tokens: Sequence[SampledToken]) -> list[common_pb2.TokenLogprobs]:
+    """Write the log probabilities of tokens; empty where they were not asked for."""
+    return [
+        common_pb2.TokenLogprobs(
+            logprob=token.logprob,
+            top_token_ids=pack_tokens([token_id for token_id, _ in token.top_logprobs]),
+            top_logprobs=[logprob for _, logprob in token.top_logprobs],
+        )
+        for token in tokens
+        if token.logprob is not None
+    ]
+
+
+def sampled_from_proto(
+    packed: bytes, logprobs: Sequence[common_pb2.TokenLogprobs]
+) -> list[SampledToken]:
+    """Read drawn tokens; the inverse of pack_tokens and logprobs_to_proto together.
+
+    Raises:
+        ValueError: If there are log probabilities, but not one per token.
+    """
+    token_ids = unpack_tokens(packed)
+    if not logprobs:
+        return [SampledToken(token_id=token_id) for token_id in token_ids]
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens came with {len(logprobs)} log probabilities")
+    return [
+        SampledToken(
+            token_id=token_id,
+            logprob=each.logprob,
+            top_logprobs=tuple(
+                zip(unpack_tokens(each.top_token_ids), each.top_logprobs, strict=True)
+            ),
+        )
+        for token_id, each in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def worker_to_proto(identity: WorkerIdentity) -> common_pb2.WorkerRef:
+    """Write the identity of a worker."""
+    return common_pb2.WorkerRef(
+        worker_id=identity.worker_id,
+        incarnation=identity.incarnation,
+        address=identity.address,
+    )
+
+
+def worker_from_proto(message: common_pb2.WorkerRef) -> WorkerIdentity:
+    """Read the identity of a worker."""
+    return WorkerIdentity(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        address=message.address,
+    )
+
+
+def heartbeat_to_proto(
+    *,
+    identity: WorkerIdentity,
+    pool: "common_pb2.Pool",
+    load: WorkerLoad,
+    pages: PageCounts,
+    totals: WorkerTotals,
+) -> inference_pb2.Heartbeat:
+    """Write a heartbeat."""
+    return inference_pb2.Heartbeat(
+        worker=worker_to_proto(identity),
+        pool=pool,
+        steps=load.steps,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        draining=load.is_draining,
+        pages=inference_pb2.PageCounts(
+            total=pages.total,
+            free=pages.free,
+            live=pages.live,
+            cached=pages.cached,
+            leased=pages.leased,
+            incoming=pages.incoming,
+            quarantine=pages.quarantine,
+        ),
+        totals=inference_pb2.WorkerTotals(
+            cached_tokens=totals.cached_tokens,
+            computed_tokens=totals.computed_tokens,
+            generated_tokens=totals.generated_tokens,
+            pages_moved=totals.pages_moved,
+            bytes_moved=totals.bytes_moved,
+            transfer_failures=totals.transfer_failures,
+            preemptions=totals.preemptions,
+        ),
+    )

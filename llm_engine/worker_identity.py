@@ -1,0 +1,30 @@
+"""Who a worker is and what it serves: values that both pools are constructed with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerIdentity:
+    """One start of one worker. A message that means another incarnation is refused."""
+
+    worker_id: str  # stable name, "prefill-0"; survives restarts
+    incarnation: int  # random 64-bit number, new at each start of the process
+    address: str  # gRPC address, "host:port"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """The served model as schedulers and routers need to know it."""
+
+    name: str
+    fingerprint: str  # identity of weights and configuration
+    vocab_size: int  # token ids are below it
+    max_context_tokens: int  # longest prompt plus output
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool = False
+
+    def check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raise ValueError, which names `field`, if a token id is outside the vocabulary."""
+        if token_ids and max(token_ids) >= self.vocab_size:
+            raise ValueError(f"{field} has id {max(token_ids)}, ids are below {self.vocab_size}")

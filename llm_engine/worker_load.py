@@ -1,0 +1,27 @@
+"""What a worker tells about itself twice a second."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class WorkerTotals:
+    """Totals since the start of this incarnation."""
+
+    cached_tokens: int = 0  # prompt tokens whose pages were found in the cache
+    computed_tokens: int = 0  # prompt tokens computed
+    generated_tokens: int = 0  # tokens drawn
+    pages_moved: int = 0  # sent to, or received from, the other pool
+    bytes_moved: int = 0
+    transfer_failures: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLoad:
+    """The load of this moment."""
+
+    steps: int  # grows with each engine step; a worker with work whose steps do not grow is stuck
+    running: int  # sequences or prompts that share the steps
+    waiting: int  # requests that wait for pages, for a prefill or for a place
+    queued_tokens: int  # prompt tokens not yet computed here
+    is_draining: bool

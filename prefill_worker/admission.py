@@ -1,0 +1,45 @@
+"""Whether a prompt can be computed here at all, before it costs anything."""
+
+from kv_cache.layout import num_pages_for
+from llm_engine.worker_identity import ModelInfo
+from prefill_worker.config import PrefillConfig
+from prefill_worker.errors import InvalidPrompt, Overloaded, PromptTooLong
+from prefill_worker.request import Prompt
+
+
+def check_prompt(
+    prompt: Prompt,
+    *,
+    config: PrefillConfig,
+    model: ModelInfo,
+    page_size: int,
+    num_pool_pages: int,
+    num_waiting: int,
+) -> None:
+    """Check a prompt against the limits of worker and model.
+
+    Raises:
+        InvalidPrompt: Names the field, what was found and what is allowed.
+        PromptTooLong: The pool has fewer pages than the prompt takes.
+        Overloaded: Too many prompts are queued already.
+    """
+    num_tokens = len(prompt.tokens)
+    if not 1 <= prompt.prompt_len <= num_tokens:
+        raise InvalidPrompt(f"prompt_len is {prompt.prompt_len}, must be in [1, {num_tokens}]")
+    if num_tokens >= model.max_context_tokens:
+        raise InvalidPrompt(
+            f"token_ids has {num_tokens} tokens, the context ends at {model.max_context_tokens}"
+        )
+    try:
+        model.check_tokens("token_ids", prompt.tokens)
+    except ValueError as error:
+        raise InvalidPrompt(str(error)) from None
+    if not prompt.choices:
+        raise InvalidPrompt("choices is empty; at least one token is drawn")
+    num_pages = num_pages_for(num_tokens, page_size)
+    if prompt.first_page >= num_pages:
+        raise InvalidPrompt(f"first_page is {prompt.first_page}, must be below {num_pages}")
+    if num_pages > num_pool_pages:
+        raise PromptTooLong(f"the prompt takes {num_pages} pages, there are {num_pool_pages}")
+    if num_waiting >= config.max_queued_prompts:
+        raise Overloaded(f"{num_waiting} of {config.max_queued_prompts} places to wait are taken")

@@ -1,0 +1,66 @@
+"""A prompt on its prefill worker.
+
+Life of a prompt:
+1. WAITING    for a place, for pages, or for others that compute pages of its prefix
+2. COMPUTING  all its pages are reserved; each step computes some of its tokens
+3. DONE       the first tokens are drawn; only leases hold its pages until they are acknowledged
+
+Its finished pages are handed to the transfer chunk by chunk, in COMPUTING and at its end.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from kv_cache.prefix_cache import Lease, SequencePages
+from llm_engine.sampling import SampledToken, SamplingParams
+
+
+class PromptState(enum.Enum):
+    """Where a prompt is in its life."""
+
+    WAITING = "waiting"
+    COMPUTING = "computing"
+    DONE = "done"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Prompt:
+    """One attempt's work. Owned by the scheduler from submission to its end."""
+
+    request_id: str  # for logs
+    tokens: tuple[int, ...]  # the prompt, after a resumption also emitted ones
+    prompt_len: int  # how many of them are the prompt; the rest is output
+    params: SamplingParams
+    choices: tuple[int, ...]  # whose next token to draw
+    first_page: int  # pages before it are not wanted
+    salt: bytes = b""
+
+    arrival: int = -1  # 0, 1, 2 ...
+    num_overtakes: int = 0  # later prompts that were admitted before this one
+    state: PromptState = PromptState.WAITING
+    pages: SequencePages | None = None  # while COMPUTING
+    num_cached: int = 0  # tokens found in the cache
+    num_computed: int = 0  # tokens whose K and V are in the pages, cached ones included
+    num_handed_pages: int = 0  # pages before this one were handed to the transfer, or not wanted
+    is_ended: bool = False  # cancelled or failed; what it holds is freed at the next step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyPages:
+    """Finished pages for the transfer; the lease pins them until it is released."""
+
+    prompt: Prompt
+    first_page: int  # counted in pages of the prompt
+    is_last: bool
+    lease: Lease
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedPrompt:
+    """All tokens are computed and the first tokens drawn, one per choice."""
+
+    prompt: Prompt
+    tokens: tuple[SampledToken, ...]
+
+
+Progress = ReadyPages | FinishedPrompt

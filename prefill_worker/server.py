@@ -1,0 +1,142 @@
+"""PrefillService: connections from decode workers, and one call per attempt."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from kv_transfer.errors import TransferError
+from kv_transfer.wire import receiver_message_from_proto
+from llm_engine.wire import worker_from_proto
+from llm_engine.worker_identity import WorkerIdentity
+from prefill_worker.attempt import Attempt
+from prefill_worker.errors import (
+    ConnectionFailed,
+    ConnectionUnknown,
+    Draining,
+    IncompatibleLayout,
+    InvalidPrompt,
+    Overloaded,
+    PrefillError,
+    PromptTooLong,
+    StaleIncarnation,
+    StartTimeout,
+    TransportUnknown,
+)
+from prefill_worker.wire import PrefillStart, response_to_proto, start_from_proto
+from protos import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+STATUS_CODES: dict[type[PrefillError], grpc.StatusCode] = {
+    InvalidPrompt: grpc.StatusCode.INVALID_ARGUMENT,
+    PromptTooLong: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    StartTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
+    IncompatibleLayout: grpc.StatusCode.FAILED_PRECONDITION,
+    ConnectionUnknown: grpc.StatusCode.ABORTED,  # decode workers connect anew on this code
+    ConnectionFailed: grpc.StatusCode.UNAVAILABLE,
+    TransportUnknown: grpc.StatusCode.UNIMPLEMENTED,  # decode workers try their next transport
+}
+
+
+class PrefillSink(Protocol):
+    """What calls ask of the worker."""
+
+    @property
+    def start_s(self) -> float:
+        """How long a call may take to send its first message."""
+        ...
+
+    async def connect(
+        self,
+        *,
+        receiver: WorkerIdentity,
+        sender_incarnation: int,
+        connection_id: str,
+        transport: str,
+        offer: bytes,
+        layout: str,
+    ) -> None:
+        """Run this side's half of a connection's set-up, or raise PrefillError."""
+        ...
+
+    async def open_attempt(self, start: PrefillStart) -> Attempt:
+        """Begin to compute a prompt, or raise PrefillError."""
+        ...
+
+
+class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
+    """Reads starts and transfer messages into the worker and writes what attempts have to tell."""
+
+    def __init__(self, sink: PrefillSink) -> None:
+        self._sink = sink
+
+    async def Connect(
+        self, request: worker_pb2.ConnectRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ConnectResponse:
+        try:
+            await self._sink.connect(
+                receiver=worker_from_proto(request.receiver),
+                sender_incarnation=request.sender_incarnation,
+                connection_id=request.connection_id,
+                transport=request.transport,
+                offer=request.offer,
+                layout=request.layout,
+            )
+        except PrefillError as error:
+            await context.abort(STATUS_CODES[type(error)], str(error))
+        return worker_pb2.ConnectResponse()
+
+    async def Prefill(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.PrefillRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        requests = aiter(request_iterator)
+        try:
+            attempt = await self._sink.open_attempt(await self._read_start(requests))
+        except PrefillError as error:
+            await context.abort(STATUS_CODES[type(error)], str(error))
+        reading = asyncio.get_running_loop().create_task(_read(requests, attempt))
+        try:
+            async for message in attempt.messages():
+                yield response_to_proto(message)
+        finally:
+            reading.cancel()
+            attempt.call_ended()
+
+    async def _read_start(self, requests: AsyncIterator[worker_pb2.PrefillRequest]) -> PrefillStart:
+        try:
+            async with asyncio.timeout(self._sink.start_s):
+                first = await anext(requests, None)
+        except TimeoutError:
+            raise StartTimeout(f"no start within {self._sink.start_s:g} s") from None
+        if first is None or first.WhichOneof("message") != "start":
+            raise InvalidPrompt("the first message of a call must be a start")
+        try:
+            return start_from_proto(first.start)
+        except (ValueError, TransferError) as error:
+            raise InvalidPrompt(str(error)) from None
+
+
+def register_prefill_service(server: grpc.aio.Server, sink: PrefillSink) -> None:
+    """Add PrefillService to a server."""
+    worker_pb2_grpc.add_PrefillServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        PrefillServicer(sink), server
+    )
+
+
+async def _read(requests: AsyncIterator[worker_pb2.PrefillRequest], attempt: Attempt) -> None:
+    """Hand the receiver's messages to the attempt until it says no more."""
+    try:
+        async for request in requests:
+            await attempt.handle(receiver_message_from_proto(request.transfer))
+    except (grpc.RpcError, TransferError) as error:
+        logger.info("prefill_call_broken error=%r", error)
+    finally:
+        attempt.call_ended()

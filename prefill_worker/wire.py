@@ -1,0 +1,65 @@
+"""Converts between the contract of protos/ and the values of the prefill worker."""
+
+from dataclasses import dataclass
+
+from kv_transfer.messages import SenderMessage, Ticket
+from kv_transfer.wire import ticket_from_proto, transfer_message_to_proto
+from llm_engine.sampling import SampledToken
+from llm_engine.wire import logprobs_to_proto, pack_tokens, sampling_from_proto, unpack_tokens
+from prefill_worker.request import Prompt
+from protos import worker_pb2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillStart:
+    """The first message of a Prefill call."""
+
+    ticket: Ticket
+    connection_id: str
+    prompt: Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillResult:
+    """The first tokens and what they cost."""
+
+    tokens: tuple[SampledToken, ...]  # one per choice
+    num_cached_tokens: int
+    num_computed_tokens: int
+
+
+def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
+    """Read the first message.
+
+    Raises:
+        ValueError: If token ids are cut off.
+        TransferError: If the ticket is malformed.
+    """
+    prompt = Prompt(
+        request_id=message.request_id,
+        tokens=tuple(unpack_tokens(message.token_ids)),
+        prompt_len=message.prompt_len,
+        params=sampling_from_proto(message.sampling),
+        choices=tuple(message.choices),
+        first_page=message.first_page,
+        salt=message.cache_salt,
+    )
+    return PrefillStart(
+        ticket=ticket_from_proto(message.ticket),
+        connection_id=message.connection_id,
+        prompt=prompt,
+    )
+
+
+def response_to_proto(message: SenderMessage | PrefillResult) -> worker_pb2.PrefillResponse:
+    """Write a message to the receiver."""
+    if not isinstance(message, PrefillResult):
+        return worker_pb2.PrefillResponse(transfer=transfer_message_to_proto(message))
+    return worker_pb2.PrefillResponse(
+        result=worker_pb2.PrefillResult(
+            token_ids=pack_tokens([token.token_id for token in message.tokens]),
+            logprobs=logprobs_to_proto(message.tokens),
+            cached_tokens=message.num_cached_tokens,
+            computed_tokens=message.num_computed_tokens,
+        )
+    )

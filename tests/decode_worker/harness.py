@@ -1,0 +1,296 @@
+"""Prefill and decode workers with fake models in virtual time, driven by a scripted router."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode_worker.config import DecodeConfig
+from decode_worker.worker import DecodeWorker
+from kv_transfer.driver import run_inline
+from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
+from llm_engine.sampling import SamplingParams
+from llm_engine.wire import pack_tokens, sampling_to_proto, unpack_tokens, worker_to_proto
+from llm_engine.worker_identity import ModelInfo, WorkerIdentity
+from prefill_worker.config import PrefillConfig
+from prefill_worker.worker import PrefillWorker
+from protos import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.memory_grpc import MemoryNetwork
+from tests.support.virtual_executor import VirtualExecutor
+from tests.support.virtual_time import Process, seeded, wait_until
+
+MODEL = FakeModel(vocab_size=1000, eos_token_ids=(0,))
+PAGE_SIZE = 4
+MAX_CONTEXT_TOKENS = 512
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+def prompt_of(num_tokens: int, *, seed: int = 0, prefix: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return a prompt that begins with `prefix` and is otherwise random."""
+    rng = seeded(seed, "prompt")
+    rest = num_tokens - len(prefix)
+    return (*prefix, *(rng.randrange(1, MODEL.vocab_size) for _ in range(rest)))
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningWorker:
+    identity: WorkerIdentity
+    process: Process
+    executor: VirtualExecutor
+    transport: LoopbackTransport
+    worker: Any  # PrefillWorker or DecodeWorker
+    server: Any
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.executor.engine  # type: ignore[return-value]
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that are neither free nor merely cached."""
+        counts = self.worker.cache.pool.counts()
+        return counts.total - counts.free - counts.cached
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkerCluster:
+    """Any number of prefill workers and one decode worker."""
+
+    num_prefill: int = 1
+    prefill_pages: int = 256
+    decode_pages: int = 256
+    prefill_config: PrefillConfig = field(
+        default_factory=lambda: PrefillConfig(max_step_tokens=32, chunk_pages=2)
+    )
+    decode_config: DecodeConfig = field(
+        default_factory=lambda: DecodeConfig(
+            max_running_sequences=32, max_step_tokens=64, local_prefill_max_tokens=0
+        )
+    )
+    grpc_network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(latency_s=0.0005))
+    page_network: LoopbackNetwork = field(
+        default_factory=lambda: LoopbackNetwork(hang_on_peer_death=True)
+    )
+    prefills: list[RunningWorker] = field(default_factory=list)
+    decode: RunningWorker = field(init=False)
+
+    async def start(self) -> "WorkerCluster":
+        for index in range(self.num_prefill):
+            self.prefills.append(await self._start(f"prefill-{index}", self.prefill_pages))
+        self.decode = await self._start("decode-0", self.decode_pages)
+        return self
+
+    async def session(self, incarnation: int | None = None) -> "ScriptedRouter":
+        stub = worker_pb2_grpc.DecodeServiceStub(
+            self.grpc_network.channel(self.decode.identity.address)
+        )
+        router = ScriptedRouter(stub.Session(), self)
+        hello = worker_pb2.SessionHello(
+            router_id="router-0", incarnation=incarnation or self.decode.identity.incarnation
+        )
+        await router.call.write(worker_pb2.SessionRequest(hello=hello))
+        return router
+
+    def candidates(self) -> list[WorkerIdentity]:
+        return [each.identity for each in self.prefills]
+
+    def kill(self, worker: RunningWorker) -> None:
+        self.grpc_network.kill(worker.identity.address)
+        worker.transport.kill()
+
+    async def wait_free(self, timeout_s: float = 1.0) -> None:
+        """Wait until no living worker holds a page for anybody."""
+        living = [each for each in (*self.prefills, self.decode) if each.process.state != "dead"]
+        await wait_until(
+            lambda: not any(each.held_pages for each in living),
+            timeout_s=timeout_s,
+            what="freedom of all pages",
+        )
+        for each in living:
+            each.worker.cache.check_integrity()
+            assert each.worker.cache.pool.counts().quarantine == 0
+
+    async def stop(self) -> None:
+        for each in (*self.prefills, self.decode):
+            if each.process.state != "dead":
+                await each.process.spawn(each.worker.stop(0.0))
+                await each.process.spawn(each.server.stop(0.0))
+
+    async def _start(self, worker_id: str, num_pages: int) -> RunningWorker:
+        rng = seeded(0, worker_id)
+        identity = WorkerIdentity(
+            worker_id=worker_id, incarnation=rng.randrange(1, 2**63), address=f"{worker_id}:1"
+        )
+        model = ModelInfo(
+            name=MODEL.name,
+            fingerprint=MODEL.fingerprint,
+            vocab_size=MODEL.vocab_size,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            eos_token_ids=MODEL.eos_token_ids,
+        )
+        process = Process(worker_id)
+        with process.entered():
+            executor = VirtualExecutor(
+                FakeEngine(MODEL, num_pages=num_pages, page_size=PAGE_SIZE), token_s=0.001
+            )
+            transport = LoopbackTransport(self.page_network, executor.engine.storage)
+            server = self.grpc_network.server(identity.address)
+            common: dict[str, Any] = {
+                "identity": identity,
+                "model": model,
+                "executor": executor,
+                "transports": [transport],
+                "run_blocking": run_inline,
+            }
+            worker: PrefillWorker | DecodeWorker
+            if worker_id.startswith("prefill"):
+                worker = PrefillWorker(config=self.prefill_config, **common)
+            else:
+                worker = DecodeWorker(
+                    config=self.decode_config,
+                    connect_channel=self.grpc_network.channel,
+                    random_id=lambda: rng.randbytes(16),
+                    **common,
+                )
+            worker.register(server)
+        await process.spawn(server.start())
+        await process.spawn(worker.start())
+        return RunningWorker(
+            identity=identity,
+            process=process,
+            executor=executor,
+            transport=transport,
+            worker=worker,
+            server=server,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Stream:
+    """What the router got for one request; checks order and fencing as it comes in."""
+
+    request_id: str
+    attempt: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: dict[int, list[int]]  # choice |-> all tokens, those of earlier attempts included
+    finish_reasons: dict[int, int] = field(default_factory=dict)
+    logprobs: list[Any] = field(default_factory=list)
+    failure: Any = None
+    stats: Any = None
+    num_messages: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    has_tokens: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, delta: Any) -> None:
+        assert delta.attempt == self.attempt
+        assert not self.ended.is_set(), "a delta after the end"
+        assert delta.choice not in self.finish_reasons, "a delta after the end of its choice"
+        output = self.tokens[delta.choice]
+        assert delta.first_index == len(output), "a gap or a repetition"
+        output += unpack_tokens(delta.token_ids)
+        self.logprobs += delta.logprobs
+        self.num_messages += 1
+        self.has_tokens.set()
+        if delta.finish_reason:
+            self.finish_reasons[delta.choice] = delta.finish_reason
+        if delta.HasField("stats"):
+            assert set(self.finish_reasons) == set(self.tokens), "stats before the end"
+            self.stats = delta.stats
+            self.ended.set()
+
+    def assert_equals_oracle(self) -> None:
+        assert self.failure is None, self.failure
+        assert self.ended.is_set()
+        for choice, tokens in self.tokens.items():
+            expected = fake_tokens(
+                self.prompt,
+                self.params,
+                model=MODEL,
+                choice=choice,
+                max_context_tokens=MAX_CONTEXT_TOKENS,
+            )
+            assert tokens == expected, f"choice {choice} of {self.request_id}"
+
+
+class ScriptedRouter:
+    """One session."""
+
+    def __init__(self, call: Any, cluster: WorkerCluster) -> None:
+        self.call = call
+        self.streams: dict[str, Stream] = {}
+        self.num_messages = 0
+        self._cluster = cluster
+        self._names = itertools.count()
+        self.reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        request_id: str | None = None,
+        attempt: int = 0,
+        n: int = 1,
+        emitted: dict[int, list[int]] | None = None,
+        candidates: Sequence[WorkerIdentity] | None = None,
+        timeout_ms: int = 0,
+        **params: Any,
+    ) -> Stream:
+        params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
+        tokens = emitted if emitted is not None else {choice: [] for choice in range(n)}
+        stream = Stream(
+            request_id=request_id or f"request-{next(self._names)}",
+            attempt=attempt,
+            prompt=tuple(prompt),
+            params=SamplingParams(**params),
+            tokens={choice: list(output) for choice, output in tokens.items()},
+        )
+        self.streams[stream.request_id] = stream
+        if candidates is None:
+            candidates = self._cluster.candidates()
+        submit = worker_pb2.SubmitRequest(
+            request_id=stream.request_id,
+            attempt=attempt,
+            prompt_token_ids=pack_tokens(stream.prompt),
+            sampling=sampling_to_proto(stream.params),
+            choices=[
+                worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_tokens(output))
+                for choice, output in tokens.items()
+            ],
+            prefill_candidates=[worker_to_proto(each) for each in candidates],
+            timeout_ms=timeout_ms,
+        )
+        await self.call.write(worker_pb2.SessionRequest(submit=submit))
+        return stream
+
+    async def cancel(self, stream: Stream) -> None:
+        cancel = worker_pb2.CancelRequest(request_id=stream.request_id)
+        del self.streams[stream.request_id]
+        await self.call.write(worker_pb2.SessionRequest(cancel=cancel))
+
+    async def finish(self, *streams: Stream, timeout_s: float = 60.0) -> None:
+        """Wait until all of these ended, and compare them with the oracle."""
+        async with asyncio.timeout(timeout_s):
+            for stream in streams:
+                await stream.ended.wait()
+        for stream in streams:
+            stream.assert_equals_oracle()
+
+    async def close(self) -> None:
+        await self.call.done_writing()
+        await asyncio.wait({self.reading}, timeout=5.0)
+
+    async def _read(self) -> None:
+        async for message in self.call:
+            self.num_messages += 1
+            for delta in message.deltas:
+                if delta.request_id in self.streams:
+                    self.streams[delta.request_id].take(delta)
+            for failure in message.failures:
+                if failure.request_id in self.streams:
+                    stream = self.streams[failure.request_id]
+                    assert not stream.ended.is_set(), "a failure after the end"
+                    stream.failure = failure
+                    stream.ended.set()

@@ -1,0 +1,293 @@
+"""A state machine that drives the decode scheduler with a fake engine and fake transfers.
+
+Every token is compared with the oracle, so a page that was shared, reused or overwritten wrongly
+shows. Transfers commit in pieces, fail, and write late into pages that are in quarantine.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decode_worker.config import DecodeConfig
+from decode_worker.request import Choice, PrefillGroup, Request, TokenDelta
+from decode_worker.scheduler import Scheduler
+from decode_worker.step_plan import StepPlan
+from kv_cache.layout import num_pages_for
+from kv_cache.prefix_cache import PrefixCache
+from llm_engine.drawing import next_draw
+from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
+from llm_engine.sampling import SamplingParams, SequenceSlice
+from llm_engine.worker_identity import ModelInfo, WorkerIdentity
+
+MODEL = FakeModel(vocab_size=50, eos_token_ids=(0,))
+PAGE_SIZE = 4
+NUM_PAGES = 14
+MAX_CONTEXT_TOKENS = 40  # 10 pages
+CANDIDATES = tuple(
+    WorkerIdentity(worker_id=f"prefill-{index}", incarnation=1, address="") for index in range(2)
+)
+PREFIXES = [tuple(range(1 + 20 * i, 17 + 20 * i)) for i in range(2)]
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One attempt: the pages as a prefill worker would send them."""
+
+    group: PrefillGroup
+    contents: Any
+    drawn: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Quarantine:
+    """Pages that a failed transfer writes into again and again, for some steps at least."""
+
+    page_ids: tuple[int, ...]
+    steps_left: int = 3
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    scheduler_class = Scheduler
+    seen: ClassVar[Counter[str]] = Counter()  # what really happened, over all examples
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = FakeEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+        self.cache = PrefixCache(
+            num_pages=NUM_PAGES, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
+        )
+        self.config = DecodeConfig(
+            max_running_sequences=5, max_step_tokens=12, local_prefill_max_tokens=1
+        )
+        self.scheduler = self.scheduler_class(
+            config=self.config,
+            cache=self.cache,
+            model=ModelInfo(
+                name="fake",
+                fingerprint=MODEL.fingerprint,
+                vocab_size=MODEL.vocab_size,
+                max_context_tokens=MAX_CONTEXT_TOKENS,
+                eos_token_ids=MODEL.eos_token_ids,
+            ),
+            page_size=PAGE_SIZE,
+            page_bytes=self.engine.storage.page_bytes,
+        )
+        self.requests: list[Request] = []
+        self.outputs: dict[tuple[Request, int], list[int]] = {}
+        self.finished: set[Request] = set()
+        self.transfers: list[Transfer] = []
+        self.quarantines: list[Quarantine] = []
+        self.plan: StepPlan | None = None
+
+    # What may happen, in any order.
+
+    @precondition(lambda self: len(self.requests) - len(self.finished) < 8)
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        prefix_len=st.integers(0, 16),
+        rest=st.lists(st.integers(1, 49), min_size=1, max_size=12),
+        num_choices=st.integers(1, 3),
+        max_tokens=st.integers(1, 16),
+        is_remote=st.sampled_from([True, True, True, False]),
+        seed=st.integers(0, 3),
+        num_emitted=st.integers(0, 2),
+    )
+    def submit(
+        self,
+        prefix: tuple[int, ...],
+        prefix_len: int,
+        rest: list[int],
+        num_choices: int,
+        max_tokens: int,
+        is_remote: bool,
+        seed: int,
+        num_emitted: int,
+    ) -> None:
+        prompt = (*prefix[:prefix_len], *rest)
+        params = SamplingParams(seed=seed, max_tokens=max_tokens)
+        request = Request(
+            request_id=str(len(self.requests)),
+            attempt=0,
+            prompt=prompt,
+            params=params,
+            emitted={},
+            candidates=CANDIDATES if is_remote else (),
+        )
+        for choice in range(num_choices):
+            whole = self.oracle(request, choice)
+            # Resumed with the first tokens, but never past the end.
+            request.emitted[choice] = tuple(whole[: min(num_emitted, len(whole) - 1)])
+            self.outputs[request, choice] = list(request.emitted[choice])
+        self.requests.append(request)
+        self.scheduler.submit(request)
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def begin_step(self) -> None:
+        self.plan = self.scheduler.next_step()
+        self.write_late()
+        self.check_plan(self.plan)
+        for group in self.plan.receives:
+            self.transfers.append(self.prefill(group))
+        may_wait = self.scheduler.is_idle or self.transfers or self.quarantines
+        assert may_wait or not self.plan.is_empty, "work is there, but none is done"
+        for copy in self.plan.copies:
+            self.engine.storage.copy_page(copy.source, copy.target)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(fails=st.sampled_from([False] * 9 + [True]))
+    def end_step(self, fails: bool) -> None:
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        if fails:
+            self.finished.update(self.scheduler.fail_step(plan))
+            return
+        slices = plan.slices(MODEL.eos_token_ids)
+        drawn = self.engine.forward(slices) if slices else []
+        self.take(self.scheduler.complete_step(plan, drawn))
+
+    @precondition(lambda self: self.transfers)
+    @rule(data=st.data(), then=st.sampled_from(["go on", "go on", "fail", "write late"]))
+    def move_pages(self, data: st.DataObject, then: str) -> None:
+        transfer = data.draw(st.sampled_from(self.transfers))
+        pages = transfer.group.pages
+        assert pages is not None
+        num_pages = len(pages.page_ids)
+        end = data.draw(st.integers(pages.num_committed_pages, num_pages - (then != "go on")))
+        self.receive(transfer, end)
+        if then != "go on":
+            self.fail_transfer(transfer, may_be_written=then == "write late")
+        elif end == num_pages:
+            self.finish_transfer(transfer)
+
+    def write_late(self) -> None:
+        for quarantine in self.quarantines:
+            quarantine.steps_left -= 1
+            for page_id in quarantine.page_ids:
+                self.engine.storage.slots[page_id] = 0xEE
+
+    @precondition(lambda self: any(each.steps_left <= 0 for each in self.quarantines))
+    @rule()
+    def end_quarantines(self) -> None:
+        for quarantine in [each for each in self.quarantines if each.steps_left <= 0]:
+            self.quarantines.remove(quarantine)
+            self.scheduler.release_quarantine(quarantine.page_ids)
+
+    @precondition(lambda self: len(self.requests) > len(self.finished))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        alive = [request for request in self.requests if request not in self.finished]
+        request = data.draw(st.sampled_from(alive))
+        self.finished.add(request)
+        self.scheduler.end(request)
+
+    # What must hold.
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        """Everyone who was not cancelled finishes, within a number of steps that work explains."""
+        for _ in range(60 * (len(self.requests) + 1)):
+            if self.plan is not None:
+                self.end_step(False)
+            for transfer in list(self.transfers):
+                assert transfer.group.pages is not None
+                self.receive(transfer, len(transfer.group.pages.page_ids))
+                self.finish_transfer(transfer)
+            self.end_quarantines()
+            self.begin_step()
+            self.is_consistent()
+            if self.scheduler.is_idle and not self.transfers and not self.quarantines:
+                break
+        assert len(self.finished) == len(self.requests), "a request never finished"
+        counts = self.cache.pool.counts()
+        assert counts.free + counts.cached == counts.total, f"leaked: {counts}"
+
+        totals = self.scheduler.totals
+        self.seen["finished"] += len(self.finished)
+        self.seen["preemptions"] += totals.preemptions
+        self.seen["pages moved"] += totals.pages_moved
+        self.seen["cached tokens"] += totals.cached_tokens
+
+    def check_plan(self, plan: StepPlan) -> None:
+        self.seen["copies"] += len(plan.copies)
+        self.seen["shared steps"] += bool(plan.decodes and plan.chunks)
+        assert plan.num_tokens <= self.config.max_step_tokens, "over the token budget"
+        choices: list[Choice] = [*plan.decodes]
+        choices += [choice for chunk in plan.chunks for choice in chunk.group.choices]
+        assert not any(choice.request.is_ended for choice in choices), "a step for an ended request"
+
+    def take(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            assert delta.request not in self.finished, "a token after the end"
+            output = self.outputs[delta.request, delta.choice]
+            assert delta.first_index == len(output), "a gap or a repetition"
+            output += [token.token_id for token in delta.tokens]
+            whole = self.oracle(delta.request, delta.choice)
+            assert output == whole[: len(output)], "a wrong token"
+            assert (delta.finish_reason is not None) == (len(output) == len(whole))
+            if delta.is_last_of_request:
+                self.finished.add(delta.request)
+                self.scheduler.end(delta.request)
+
+    def oracle(self, request: Request, choice: int) -> list[int]:
+        return fake_tokens(
+            request.prompt,
+            request.params,
+            model=MODEL,
+            choice=choice,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+        )
+
+    def finish_transfer(self, transfer: Transfer) -> None:
+        self.transfers.remove(transfer)
+        self.take(
+            self.scheduler.receive_done(
+                transfer.group, transfer.drawn, num_cached_tokens=0, num_computed_tokens=0
+            )
+        )
+
+    def fail_transfer(self, transfer: Transfer, *, may_be_written: bool) -> None:
+        self.seen["failed transfers"] += 1
+        self.transfers.remove(transfer)
+        pages = transfer.group.pages
+        assert pages is not None
+        written = tuple(pages.page_ids[pages.num_committed_pages :])
+        page_ids = self.scheduler.receive_failed(transfer.group, may_be_written=may_be_written)
+        if may_be_written:
+            assert page_ids == written or self.scheduler_class is not Scheduler
+            self.quarantines.append(Quarantine(written))
+
+    def prefill(self, group: PrefillGroup) -> Transfer:
+        """Compute a group's pages as a prefill worker does."""
+        num_pages = num_pages_for(len(group.tokens), PAGE_SIZE)
+        engine = FakeEngine(MODEL, num_pages=num_pages, page_size=PAGE_SIZE)
+        draws = tuple(
+            next_draw(
+                group.request.params,
+                choice=choice.index,
+                prompt_token_ids=group.request.prompt,
+                output_token_ids=choice.output,
+                eos_token_ids=MODEL.eos_token_ids,
+            )
+            for choice in group.choices
+        )
+        everything = SequenceSlice(
+            token_ids=group.tokens, start=0, page_ids=range(num_pages), draws=draws
+        )
+        drawn = engine.forward([everything])[0]
+        return Transfer(group, engine.storage.export_pages(range(num_pages)), drawn)
+
+    def receive(self, transfer: Transfer, end: int) -> None:
+        pages = transfer.group.pages
+        assert pages is not None
+        begin = pages.num_committed_pages
+        if begin < end:
+            page_ids = pages.page_ids[begin:end]
+            self.engine.storage.import_pages(page_ids, transfer.contents[begin:end])
+            self.scheduler.receive_committed(transfer.group, end)

@@ -1,0 +1,532 @@
+"""A decode worker with prefill workers: whole requests, in virtual time, against the oracle."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_worker.config import DecodeConfig
+from kv_transfer.deadlines import TransferDeadlines
+from kv_transfer.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
+from llm_engine.fake_engine import fake_tokens
+from llm_engine.sampling import SamplingParams
+from tests.decode_worker.harness import (
+    LENGTH,
+    MAX_CONTEXT_TOKENS,
+    MODEL,
+    PAGE_SIZE,
+    STOP,
+    ScriptedRouter,
+    WorkerCluster,
+    prompt_of,
+)
+from tests.support.virtual_time import run_virtual
+
+Scenario = Callable[[WorkerCluster, ScriptedRouter], Awaitable[None]]
+DEADLINES = TransferDeadlines(
+    connect_s=1.0, grant_s=1.0, chunk_s=3.0, slot_s=3.0, post_s=0.5, transfer_s=0.5, ack_s=3.0
+)
+
+
+def decode_config(**changes: Any) -> DecodeConfig:
+    return replace(WorkerCluster().decode_config, **changes)
+
+
+def run(scenario: Scenario, cluster: WorkerCluster | None = None) -> WorkerCluster:
+    """Run a scenario on a cluster; afterwards no page may be held anywhere."""
+
+    async def main() -> WorkerCluster:
+        running = await (cluster or WorkerCluster()).start()
+        router = await running.session()
+        await scenario(running, router)
+        await running.wait_free()
+        await router.close()
+        await running.stop()
+        return running
+
+    return run_virtual(main())
+
+
+def test_tokens_equal_the_oracle_and_the_decode_worker_computes_no_prompt_token() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(30))
+        await router.finish(stream)
+
+        assert stream.finish_reasons == {0: LENGTH}
+        assert stream.stats.pages_moved == 8
+        assert stream.stats.bytes_moved == 8 * cluster.decode.engine.storage.page_bytes
+        assert stream.stats.decode_computed_tokens == 0
+        assert stream.stats.prefill_computed_tokens == 30
+        # The engine agrees: one token per step after the first.
+        assert cluster.decode.engine.num_computed_tokens == 7
+
+    run(scenario)
+
+
+def test_sixteen_requests_with_one_new_prefix_move_and_compute_it_once() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        prefix = prompt_of(40)
+        streams = [
+            await router.submit(prompt_of(46, seed=seed, prefix=prefix)) for seed in range(16)
+        ]
+        await router.finish(*streams)
+
+        assert sum(each.stats.prefill_computed_tokens for each in streams) == 40 + 16 * 6
+        assert cluster.prefills[0].engine.num_computed_tokens == 40 + 16 * 6
+        suffix_pages = 2  # 6 tokens
+        assert sum(each.stats.pages_moved for each in streams) == 10 + 16 * suffix_pages
+        assert all(each.stats.decode_computed_tokens == 0 for each in streams)
+
+    run(scenario)
+
+
+def test_a_second_request_moves_only_the_pages_that_are_missing() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        prompt = prompt_of(40)
+        await router.finish(await router.submit(prompt))
+        longer = await router.submit(prompt_of(50, seed=1, prefix=prompt))
+        await router.finish(longer)
+
+        assert longer.stats.decode_cached_tokens == 40
+        assert longer.stats.pages_moved == 3
+        assert longer.stats.prefill_cached_tokens == 40
+        assert longer.stats.prefill_computed_tokens == 10
+
+    run(scenario)
+
+
+def test_generated_pages_are_found_by_the_next_turn() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        first = await router.submit(prompt_of(20), max_tokens=13)
+        await router.finish(first)
+        turn = (*first.prompt, *first.tokens[0], *prompt_of(5, seed=2))
+        second = await router.submit(turn)
+        await router.finish(second)
+
+        # K and V of the last token were never computed: 20 + 12 tokens fill 8 pages.
+        assert second.stats.decode_cached_tokens == 8 * PAGE_SIZE
+
+    run(scenario)
+
+
+def test_a_short_suffix_is_prefilled_locally() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        prompt = prompt_of(40)
+        await router.finish(await router.submit(prompt))
+        longer = await router.submit(prompt_of(46, seed=1, prefix=prompt))
+        await router.finish(longer)
+
+        assert longer.stats.pages_moved == 0
+        assert longer.stats.decode_computed_tokens == 6
+
+    run(scenario, WorkerCluster(decode_config=decode_config(local_prefill_max_tokens=6)))
+
+
+def test_without_candidates_a_prompt_is_prefilled_locally_in_chunks() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        busy = await router.submit(prompt_of(10), max_tokens=30)
+        await busy.has_tokens.wait()
+        stream = await router.submit(prompt_of(200, seed=1), candidates=[])
+        await router.finish(stream, busy)
+
+        assert stream.stats.decode_computed_tokens == 200
+        # Decoding went on while the prompt was computed.
+        shared = [num_tokens for num_tokens in cluster.decode.executor.passes if num_tokens > 2]
+        assert shared == [64, 64, 64, 11 + 1]  # one token of each pass is a decode
+
+    run(scenario)
+
+
+def test_choices_share_the_pages_of_their_prompt() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(42), n=3, temperature=1.0, seed=5, max_tokens=4)
+        await router.finish(stream)
+
+        assert len({tuple(tokens) for tokens in stream.tokens.values()}) == 3
+        assert stream.stats.pages_moved == 11
+        assert stream.stats.prefill_computed_tokens == 42
+        # 10 full pages are shared; the partial one and its successor are each choice's own.
+        assert peak == [10 + 3 * 2]
+
+    peak = [0]
+
+    async def watching(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        forward = cluster.decode.executor.forward
+
+        async def watched(slices: Any) -> Any:
+            peak[0] = max(peak[0], cluster.decode.worker.cache.pool.counts().live)
+            return await forward(slices)
+
+        cluster.decode.executor.forward = watched  # type: ignore[method-assign]
+        await scenario(cluster, router)
+
+    run(watching)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "presence_penalty": 0.5, "seed": 9}])
+@pytest.mark.parametrize("num_emitted", [1, 3, 4, 11])
+def test_a_resumed_request_gets_the_tokens_that_it_would_have_got(
+    num_emitted: int, params: dict[str, float]
+) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        whole = await router.submit(prompt_of(21), n=2, max_tokens=12, **params)
+        await router.finish(whole)
+        emitted = {choice: tokens[:num_emitted] for choice, tokens in whole.tokens.items()}
+        emitted[1] = emitted[1][:-1]
+        resumed = await router.submit(
+            whole.prompt, attempt=1, emitted=emitted, max_tokens=12, **params
+        )
+        await router.finish(resumed)
+
+        assert resumed.tokens == whole.tokens
+
+    run(scenario)
+
+
+def test_end_tokens_end_a_choice_but_not_before_min_tokens() -> None:
+    prompt = prompt_of(9)
+    free = fake_tokens(
+        prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), model=MODEL
+    )
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stopped = await router.submit(prompt, stop_token_ids=(free[3],))
+        at_first = await router.submit(prompt, stop_token_ids=(free[0],))
+        held_back = await router.submit(prompt, stop_token_ids=(free[3],), min_tokens=6)
+        by_length = await router.submit(prompt, max_tokens=1)
+        await router.finish(stopped, at_first, held_back, by_length)
+
+        assert (stopped.tokens[0], stopped.finish_reasons[0]) == (free[:4], STOP)
+        assert (at_first.tokens[0], at_first.finish_reasons[0]) == (free[:1], STOP)
+        assert len(held_back.tokens[0]) >= 6
+        assert (by_length.tokens[0], by_length.finish_reasons[0]) == (free[:1], LENGTH)
+
+    run(scenario)
+
+
+def test_the_models_end_token_ends_a_choice_unless_it_is_ignored() -> None:
+    prompts = [prompt_of(9, seed=seed) for seed in range(1000)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    prompt = next(p for p in prompts if 1 < len(fake_tokens(p, greedy, model=MODEL)) < 8)
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        ended = await router.submit(prompt, ignore_eos=False)
+        ignored = await router.submit(prompt, ignore_eos=True)
+        await router.finish(ended, ignored)
+
+        assert ended.finish_reasons[0] == STOP
+        assert ended.tokens[0][-1] == 0
+        assert len(ignored.tokens[0]) == 8
+
+    run(scenario)
+
+
+def test_generation_ends_where_the_context_does() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(MAX_CONTEXT_TOKENS - 5), max_tokens=100)
+        await router.finish(stream)
+
+        assert len(stream.tokens[0]) == 5
+        assert stream.finish_reasons[0] == LENGTH
+
+    run(scenario)
+
+
+def test_logprobs_come_with_each_token_when_they_are_asked_for() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(9), logprobs=2, max_tokens=5)
+        plain = await router.submit(prompt_of(9), max_tokens=5)
+        await router.finish(stream, plain)
+
+        assert len(stream.logprobs) == 5
+        assert all(len(each.top_logprobs) == 2 for each in stream.logprobs)
+        assert plain.logprobs == []
+
+    run(scenario)
+
+
+def test_a_pool_that_is_too_small_for_all_preempts_and_finishes_everyone() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        streams = [
+            await router.submit(
+                prompt_of(12, seed=seed),
+                max_tokens=40,
+                n=1 + seed % 3,
+                temperature=1.0,
+                seed=seed,
+            )
+            for seed in range(8)
+        ]
+        await router.finish(*streams)
+
+        assert sum(each.stats.preemptions for each in streams) > 0
+        assert streams[0].stats.preemptions == 0, "the oldest always goes on"
+
+    run(scenario, WorkerCluster(decode_pages=24))
+
+
+def test_pages_that_ran_short_for_a_local_prefill_are_found_again() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        streams = [
+            await router.submit(prompt_of(20, seed=seed), max_tokens=40, candidates=[])
+            for seed in range(6)
+        ]
+        await router.finish(*streams)
+
+        assert sum(each.stats.preemptions for each in streams) > 0
+
+    run(scenario, WorkerCluster(decode_pages=20))
+
+
+@pytest.mark.parametrize("after_s", [0.0005, 0.002, 0.01, 0.03, 0.045, 0.06, 0.1, 0.15])
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_killing_a_prefill_worker_at_any_time_costs_only_time(
+    after_s: float, is_silent: bool
+) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        victim = cluster.prefills[0]
+        prompt = prompt_of(100)
+        streams = [
+            await router.submit(prompt),
+            await router.submit(prompt_of(120, seed=1, prefix=prompt)),
+        ]
+        await asyncio.sleep(after_s)
+        cluster.grpc_network.kill(victim.identity.address, silently=is_silent)
+        victim.transport.kill()
+        await router.finish(*streams)
+
+        assert all(each.stats.decode_computed_tokens == 0 for each in streams)
+        # Nothing that had arrived was moved again.
+        assert sum(each.stats.pages_moved for each in streams) == 30
+        # A receive whose sender is silent ends with its deadline.
+        await cluster.wait_free(timeout_s=5.0)
+
+    # The slow network spreads the transfer over the times above.
+    cluster = WorkerCluster(
+        num_prefill=2,
+        page_network=LoopbackNetwork(latency_s=0.005, hang_on_peer_death=True),
+        decode_config=decode_config(transfer_deadlines=DEADLINES),
+    )
+    run(scenario, cluster)
+
+
+def test_when_no_candidate_is_left_the_prompt_is_prefilled_locally() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        cluster.kill(cluster.prefills[0])
+        stale = replace(cluster.prefills[1].identity, incarnation=1)
+        stream = await router.submit(
+            prompt_of(30), candidates=[cluster.prefills[0].identity, stale]
+        )
+        await router.finish(stream)
+
+        assert stream.stats.prefill_retries == 2
+        assert stream.stats.decode_computed_tokens == 30
+
+    run(scenario, WorkerCluster(num_prefill=2))
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in FaultKind if kind not in (FaultKind.NONE, FaultKind.SWAP)]
+)
+def test_a_damaged_transfer_never_changes_a_token(kind: FaultKind) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(60))
+        await router.finish(stream)
+        assert stream.stats.prefill_retries == 1
+        assert stream.stats.decode_computed_tokens == 0
+        await cluster.wait_free(timeout_s=10.0)
+
+        assert cluster.page_network.num_faults == 1
+
+    faults = planned([LoopbackFault(), LoopbackFault(kind=kind, abort_s=0.5)])
+    cluster = WorkerCluster(
+        num_prefill=2,
+        page_network=LoopbackNetwork(fault_policy=faults),
+        decode_config=decode_config(transfer_deadlines=DEADLINES),
+    )
+    run(scenario, cluster)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.0006, 0.002, 0.01, 0.03, 0.045, 0.06, 0.1, 0.15, 0.3])
+@pytest.mark.parametrize("closes_session", [False, True])
+def test_a_client_that_leaves_frees_all_pages_on_both_sides_within_a_second(
+    after_s: float, closes_session: bool
+) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        leaving = router if not closes_session else await cluster.session()
+        prompt = prompt_of(100)
+        streams = [
+            await leaving.submit(prompt, n=2, max_tokens=50),
+            await leaving.submit(prompt_of(120, seed=1, prefix=prompt), max_tokens=50),
+            await leaving.submit(prompt_of(90, seed=2), max_tokens=50, candidates=[]),
+        ]
+        staying = await router.submit(prompt_of(110, seed=3, prefix=prompt))
+        await asyncio.sleep(after_s)
+        if closes_session:
+            leaving.call.cancel()
+        else:
+            for stream in streams:
+                await router.cancel(stream)
+        await router.finish(staying)
+        await cluster.wait_free(timeout_s=1.0)
+        num_steps = len(cluster.decode.executor.passes)
+        await asyncio.sleep(1.0)
+
+        assert len(cluster.decode.executor.passes) == num_steps, "steps for nobody"
+
+    run(
+        scenario,
+        WorkerCluster(page_network=LoopbackNetwork(latency_s=0.005, hang_on_peer_death=True)),
+    )
+
+
+def test_a_pass_that_fails_ends_its_requests_and_nothing_else() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        victim = await router.submit(prompt_of(20), max_tokens=30)
+        await victim.has_tokens.wait()
+        cluster.decode.executor.num_failing_passes = 1
+        await victim.ended.wait()
+        assert victim.failure.code == grpc.StatusCode.INTERNAL.value[0]
+        again = await router.submit(prompt_of(20), max_tokens=30)
+        await router.finish(again)
+
+        assert again.stats.decode_cached_tokens > 0
+
+    run(scenario)
+
+
+def test_a_failed_pass_of_a_prefill_worker_is_made_again_elsewhere() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        cluster.prefills[0].executor.num_failing_passes = 1
+        stream = await router.submit(prompt_of(50))
+        await router.finish(stream)
+
+        assert stream.stats.prefill_retries == 1
+        assert stream.stats.decode_computed_tokens == 0
+
+    run(scenario, WorkerCluster(num_prefill=2))
+
+
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "empty prompt": ({"prompt": ()}, "prompt_token_ids is empty"),
+    "foreign token": ({"prompt": (1, 1000)}, "prompt_token_ids has id 1000, ids are below 1000"),
+    "too long": ({"prompt": (1,) * 512}, "begins after 512 tokens, the context ends at 512"),
+    "no choice": ({"prompt": (1,), "emitted": {}}, "choices has 0 entries, allowed are 1 to 32"),
+    "too many choices": ({"prompt": (1,), "n": 33}, "choices has 33 entries"),
+    "nothing to draw": ({"prompt": (1,), "max_tokens": 0}, "max_tokens is 0, must be 1 or more"),
+    "all drawn": ({"prompt": (1,), "emitted": {0: [1] * 8}}, "8 emitted tokens, max_tokens is 8"),
+    "foreign emitted": ({"prompt": (1,), "emitted": {0: [4000]}}, "emitted_token_ids of choice 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_others_go_on(name: str) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        good = await router.submit(prompt_of(20))
+        request, words = BAD_REQUESTS[name]
+        bad = await router.submit(**request)
+        await bad.ended.wait()
+        assert bad.failure.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert words in bad.failure.message
+        await router.finish(good)
+
+    run(scenario)
+
+
+def test_more_waiting_requests_than_allowed_are_refused() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        streams = [await router.submit(prompt_of(20, seed=seed)) for seed in range(5)]
+        await streams[-1].ended.wait()
+        assert streams[-1].failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        await router.finish(*streams[:3])
+
+    run(scenario, WorkerCluster(decode_config=decode_config(max_waiting_requests=3)))
+
+
+def test_a_request_that_takes_too_long_fails_with_its_deadline() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(20), max_tokens=400, timeout_ms=300)
+        await stream.ended.wait()
+        assert stream.failure.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert len(stream.tokens[0]) > 3
+
+    run(scenario)
+
+
+def test_a_session_for_another_incarnation_is_refused() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stale = await cluster.session(incarnation=12345)
+        with pytest.raises(grpc.aio.AioRpcError, match="incarnation 12345") as refusal:
+            await stale.reading
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+    run(scenario)
+
+
+def test_a_resumption_replaces_the_attempt_that_came_before_it() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        first = await router.submit(prompt_of(20), request_id="a", max_tokens=30)
+        await first.has_tokens.wait()
+        emitted = {0: list(first.tokens[0])}
+        second = await router.submit(
+            first.prompt, request_id="a", attempt=1, emitted=emitted, max_tokens=30
+        )
+        await router.finish(second)
+
+    # The stream checks that no delta of attempt 0 follows.
+    run(scenario)
+
+
+def test_one_message_per_step_carries_the_tokens_of_all_requests() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        prompt = prompt_of(20)
+        streams = [await router.submit(prompt, seed=seed, max_tokens=50) for seed in range(10)]
+        await router.finish(*streams)
+
+        assert sum(each.num_messages for each in streams) == 10 * 50
+        assert router.num_messages < 80
+
+    run(scenario)
+
+
+def test_a_router_that_does_not_read_delays_nobody_and_gets_merged_messages() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        slow = await cluster.session()
+        slow.reading.cancel()
+        await slow.submit(prompt_of(20, seed=1), max_tokens=400)
+        quick = await router.submit(prompt_of(20), max_tokens=400)
+        began_at = asyncio.get_running_loop().time()
+        await router.finish(quick)
+        assert asyncio.get_running_loop().time() - began_at < 400 * 0.02
+        slow.call.cancel()
+
+    run(scenario)
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(20), max_tokens=30)
+        await stream.has_tokens.wait()
+        stopping = cluster.decode.process.spawn(cluster.decode.worker.stop(grace_s=60.0))
+        await asyncio.sleep(0.01)
+        late = await router.submit(prompt_of(20, seed=1))
+        await late.ended.wait()
+        assert late.failure.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        await router.finish(stream)
+        await stopping
+
+    run(scenario)
+
+
+def test_a_worker_that_stops_hands_its_requests_back() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(20), max_tokens=400)
+        await stream.has_tokens.wait()
+        await cluster.decode.process.spawn(cluster.decode.worker.stop(grace_s=0.1))
+        await stream.ended.wait()
+        assert stream.failure.code == grpc.StatusCode.UNAVAILABLE.value[0]
+
+    run(scenario)

@@ -1,0 +1,90 @@
+"""What a router that reads slowly gets, and when it is cut off."""
+
+import asyncio
+
+import pytest
+
+from decode_worker.errors import InvalidRequest, SlowRouter
+from decode_worker.outbox import Outbox, RequestFailure
+from decode_worker.request import Request, TokenDelta
+from llm_engine.drawing import FinishReason
+from llm_engine.sampling import SampledToken, SamplingParams
+
+
+def make_request() -> Request:
+    return Request(request_id="r", attempt=0, prompt=(1,), params=SamplingParams(), emitted={0: ()})
+
+
+def delta(
+    request: Request, index: int, *, choice: int = 0, finish: FinishReason | None = None
+) -> TokenDelta:
+    return TokenDelta(
+        request=request,
+        choice=choice,
+        tokens=(SampledToken(token_id=100 + index),),
+        first_index=index,
+        finish_reason=finish,
+        is_last_of_request=finish is not None,
+    )
+
+
+def test_tokens_of_a_choice_are_merged_until_they_are_taken() -> None:
+    async def main() -> None:
+        outbox, request = Outbox(max_tokens=100), make_request()
+        outbox.push(delta(request, 3))
+        outbox.push(delta(request, 0, choice=1))
+        outbox.push(delta(request, 4, finish=FinishReason.LENGTH))
+        taken = await outbox.take()
+        assert taken is not None
+        first, second = taken[0]
+        assert [token.token_id for token in first.tokens] == [103, 104]
+        assert (first.first_index, first.finish_reason) == (3, FinishReason.LENGTH)
+        assert (second.choice, second.first_index) == (1, 0)
+
+        outbox.push(delta(request, 5))
+        again = await outbox.take()
+        assert again is not None
+        assert [each.first_index for each in again[0]] == [5]
+
+    asyncio.run(main())
+
+
+def test_a_router_that_never_reads_is_cut_off() -> None:
+    async def main() -> None:
+        outbox, request = Outbox(max_tokens=3), make_request()
+        for index in range(3):
+            outbox.push(delta(request, index))
+        assert await outbox.take() is not None
+        for index in range(4):
+            outbox.push(delta(request, index))
+        with pytest.raises(SlowRouter, match="more than 3 tokens"):
+            await outbox.take()
+
+    asyncio.run(main())
+
+
+def test_what_was_discarded_is_not_told_and_does_not_count() -> None:
+    async def main() -> None:
+        outbox, gone, kept = Outbox(max_tokens=3), make_request(), make_request()
+        outbox.push(delta(gone, 0))
+        outbox.push(delta(gone, 1))
+        outbox.discard(gone)
+        for index in range(3):
+            outbox.push(delta(kept, index))
+        taken = await outbox.take()
+        assert taken is not None
+        assert [each.request for each in taken[0]] == [kept]
+
+    asyncio.run(main())
+
+
+def test_a_closed_outbox_ends_after_what_waits() -> None:
+    async def main() -> None:
+        outbox = Outbox(max_tokens=3)
+        failure = RequestFailure(request_id="r", attempt=0, error=InvalidRequest("no"))
+        outbox.fail(failure)
+        outbox.close()
+        assert await outbox.take() == ([], [failure])
+        assert await outbox.take() is None
+
+    asyncio.run(main())

@@ -1,0 +1,180 @@
+"""The same workers over real gRPC, TCP and engine threads: what the pretended ones might hide."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from decode_worker.config import DecodeConfig
+from decode_worker.worker import DecodeWorker
+from kv_transfer.tcp import TcpTransport
+from llm_engine.executor import ThreadExecutor
+from llm_engine.fake_engine import FakeEngine
+from llm_engine.worker_identity import ModelInfo, WorkerIdentity
+from prefill_worker.config import PrefillConfig
+from prefill_worker.worker import PrefillWorker
+from protos import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.decode_worker.harness import MODEL, PAGE_SIZE, ScriptedRouter, prompt_of
+
+
+class RealCluster:
+    """One prefill and one decode worker on this host."""
+
+    def __init__(self) -> None:
+        self.servers: list[grpc.aio.Server] = []
+        self.workers: dict[str, Any] = {}
+        self.identities: dict[str, WorkerIdentity] = {}
+        self._closers: list[Any] = []
+
+    async def start(self, worker_id: str) -> None:
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        identity = WorkerIdentity(
+            worker_id=worker_id,
+            incarnation=random.Random(worker_id).randrange(1, 2**63),
+            address=f"127.0.0.1:{port}",
+        )
+        executor = ThreadExecutor(FakeEngine(MODEL, num_pages=256, page_size=PAGE_SIZE))
+        transport = TcpTransport(executor.engine.storage, host="127.0.0.1")
+        model = ModelInfo(
+            name=MODEL.name,
+            fingerprint=MODEL.fingerprint,
+            vocab_size=MODEL.vocab_size,
+            max_context_tokens=512,
+            eos_token_ids=MODEL.eos_token_ids,
+        )
+        worker: PrefillWorker | DecodeWorker
+        if worker_id == "prefill":
+            worker = PrefillWorker(
+                config=PrefillConfig(max_step_tokens=32, chunk_pages=2),
+                identity=identity,
+                model=model,
+                executor=executor,
+                transports=[transport],
+            )
+        else:
+            rng = random.Random(1)
+            worker = DecodeWorker(
+                config=DecodeConfig(local_prefill_max_tokens=0),
+                identity=identity,
+                model=model,
+                executor=executor,
+                transports=[transport],
+                connect_channel=grpc.aio.insecure_channel,
+                random_id=lambda: rng.randbytes(16),
+            )
+        worker.register(server)
+        await server.start()
+        await worker.start()
+        self.servers.append(server)
+        self.workers[worker_id] = worker
+        self.identities[worker_id] = identity
+        self._closers += [transport.close, executor.close]
+
+    def candidates(self) -> list[WorkerIdentity]:
+        return [self.identities["prefill"]]
+
+    async def stop(self) -> None:
+        for worker in self.workers.values():
+            await worker.stop(1.0)
+        for server in self.servers:
+            await server.stop(1.0)
+        for closer in self._closers:
+            if (closing := closer()) is not None:
+                await closing
+
+
+@asynccontextmanager
+async def real_session() -> AsyncIterator[tuple[RealCluster, ScriptedRouter, grpc.aio.Channel]]:
+    cluster = RealCluster()
+    await cluster.start("prefill")
+    await cluster.start("decode")
+    channel = grpc.aio.insecure_channel(cluster.identities["decode"].address)
+    call = worker_pb2_grpc.DecodeServiceStub(channel).Session()
+    router = ScriptedRouter(call, cluster)  # type: ignore[arg-type]
+    hello = worker_pb2.SessionHello(
+        router_id="router-0", incarnation=cluster.identities["decode"].incarnation
+    )
+    await call.write(worker_pb2.SessionRequest(hello=hello))
+    try:
+        yield cluster, router, channel
+    finally:
+        router.reading.cancel()
+        await asyncio.wait({router.reading})
+        await channel.close()
+        await cluster.stop()
+
+
+async def wait_free(cluster: RealCluster) -> None:
+    async with asyncio.timeout(1.0):
+        for worker in cluster.workers.values():
+            while True:
+                counts = worker.cache.pool.counts()
+                if counts.free + counts.cached == counts.total:
+                    break
+                await asyncio.sleep(0.01)
+
+
+def test_requests_over_real_grpc_get_the_oracles_tokens_and_free_their_pages() -> None:
+    async def main() -> None:
+        async with real_session() as (cluster, router, _):
+            prefix = prompt_of(40)
+            streams = [
+                await router.submit(prompt_of(50, seed=seed, prefix=prefix), n=1 + seed % 2)
+                for seed in range(8)
+            ]
+            await router.finish(*streams, timeout_s=20.0)
+            assert sum(each.stats.pages_moved for each in streams) == 10 + 8 * 3
+            assert all(each.stats.decode_computed_tokens == 0 for each in streams)
+
+            left = [
+                await router.submit(prompt_of(200, seed=seed), max_tokens=300)
+                for seed in range(20, 24)
+            ]
+            await asyncio.sleep(0.05)
+            for stream in left[:2]:
+                await router.cancel(stream)
+            await left[2].has_tokens.wait()
+            router.call.cancel()
+            await wait_free(cluster)
+
+    asyncio.run(main())
+
+
+def test_a_worker_describes_itself_beats_and_publishes_its_cache() -> None:
+    async def main() -> None:
+        async with real_session() as (_, router, channel):
+            await router.finish(await router.submit(prompt_of(50)), timeout_s=20.0)
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5.0)
+            assert info.worker.worker_id == "decode"
+            assert info.pool == common_pb2.POOL_DECODE
+            assert list(info.transports) == ["tcp"]
+            assert info.model.max_context_tokens == 512
+
+            beat = await anext(aiter(stub.Watch(worker_pb2.WatchRequest(), timeout=5.0)))
+            assert beat.heartbeat.totals.pages_moved == 13
+            assert beat.heartbeat.totals.generated_tokens == 8
+            assert beat.heartbeat.steps > 0
+            pages = beat.heartbeat.pages
+            assert pages.free + pages.cached == pages.total
+
+            events = stub.SubscribeCacheEvents(
+                worker_pb2.SubscribeCacheEventsRequest(incarnation=1, after_sequence=99),
+                timeout=5.0,
+            )
+            snapshot = await anext(aiter(events))
+            assert snapshot.snapshot
+            assert len(snapshot.stored) == 16 * pages.cached
+            assert snapshot.incarnation == info.worker.incarnation
+
+            check = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=5.0
+            )
+            assert check.status == health_pb2.HealthCheckResponse.SERVING
+
+    asyncio.run(main())

@@ -1,0 +1,186 @@
+"""The decode scheduler: decisions as tables, and everything else by a state machine."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from decode_worker.request import (
+    Choice,
+    GroupState,
+    PrefillGroup,
+    Request,
+    TokenDelta,
+    group_by_tokens,
+)
+from decode_worker.scheduler import Scheduler, prefills_locally
+from decode_worker.step_plan import PromptChunk
+from kv_cache.errors import CacheError
+from llm_engine.sampling import SampledToken, SamplingParams
+from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine
+
+SETTINGS = settings(
+    max_examples=120,
+    stateful_step_count=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+# A planted bug only has to be found, not explained.
+HUNT = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let queues be longer than what is looked at, as they are under load."""
+    monkeypatch.setattr("decode_worker.scheduler.ADMISSION_WINDOW", 2)
+
+
+def test_state_machine() -> None:
+    SchedulerMachine.seen.clear()
+    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+    seen = SchedulerMachine.seen
+    # A run in which nothing happens would prove nothing.
+    assert min(seen.values()) > 10, seen
+    assert seen.keys() >= {"preemptions", "copies", "failed transfers", "shared steps"}
+
+
+@pytest.mark.parametrize(
+    ("num_uncached", "has_candidate", "limit", "expected"),
+    [
+        (1, True, 0, False),
+        (64, True, 64, True),
+        (65, True, 64, False),
+        (10_000, False, 64, True),
+        (10_000, False, 0, True),
+    ],
+)
+def test_a_prompt_is_prefilled_locally_when_it_is_short_or_nobody_else_can(
+    num_uncached: int, has_candidate: bool, limit: int, expected: bool
+) -> None:
+    is_local = prefills_locally(
+        num_uncached_tokens=num_uncached, has_candidate=has_candidate, max_local_tokens=limit
+    )
+    assert is_local is expected
+
+
+def request_with(outputs: dict[int, tuple[int, ...]]) -> Request:
+    request = Request(
+        request_id="r",
+        attempt=0,
+        prompt=(1, 2),
+        params=SamplingParams(),
+        emitted=outputs,
+        candidates=CANDIDATES,
+    )
+    request.choices = [Choice(request, index, list(output)) for index, output in outputs.items()]
+    return request
+
+
+def test_choices_with_equal_tokens_share_one_prefill() -> None:
+    request = request_with({0: (), 1: (7,), 2: (), 3: (7, 8)})
+    groups = group_by_tokens(request.choices)
+    assert [[choice.index for choice in group.choices] for group in groups] == [[0, 2], [1], [3]]
+    assert [group.tokens for group in groups] == [[1, 2], [1, 2, 7], [1, 2, 7, 8]]
+
+
+def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> None:
+    group = group_by_tokens(request_with({0: ()}).choices)[0]
+    first, second = CANDIDATES
+    assert group.next_candidate(()) == first
+    assert group.next_candidate({first}) == second
+    assert group.next_candidate({first, second}) == first
+    group.failed = (first,)
+    assert group.next_candidate({second}) == second
+    group.failed = (second, first)
+    assert group.next_candidate(()) is None
+
+
+# Planted bugs: each must be found by the state machine.
+
+
+class OverTheBudget(Scheduler):
+    def _pick_chunks(self, budget: int) -> list[PromptChunk]:
+        return super()._pick_chunks(budget + 3)
+
+
+class ForgetsQuarantine(Scheduler):
+    def receive_failed(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[int, ...]:
+        return super().receive_failed(group, may_be_written=False)
+
+    def release_quarantine(self, page_ids: Any) -> None:
+        pass
+
+
+class ForgetsEndedChoices(Scheduler):
+    def free_ended(self) -> None:
+        self._waiting = [group for group in self._waiting if not group.request.is_ended]
+
+
+class TakesFromTheOldest(Scheduler):
+    def _youngest_after(self, choice: Choice) -> Choice | PrefillGroup | None:
+        oldest = self._running[0]
+        return None if oldest is choice else oldest
+
+
+class NeverPreempts(Scheduler):
+    def _youngest_after(self, choice: Choice) -> Choice | PrefillGroup | None:
+        return None
+
+
+class ForgetsWhatWasEmitted(Scheduler):
+    def _wait_again(self, choice: Choice) -> None:
+        choice.output.pop()
+        super()._wait_again(choice)
+
+
+class ForgetsCopies(Scheduler):
+    def _join(self) -> list[Any]:
+        super()._join()
+        return []
+
+
+class CommitsTooMuch(Scheduler):
+    def receive_committed(self, group: PrefillGroup, num_pages: int) -> None:
+        assert group.pages is not None
+        super().receive_committed(group, min(num_pages + 1, len(group.pages.page_ids)))
+
+
+class DropsFailedTransfers(Scheduler):
+    def _wait(self, group: PrefillGroup) -> None:
+        if not group.failed:
+            super()._wait(group)
+        else:
+            group.state = GroupState.WAITING
+
+
+class AdvancesEndedRequests(Scheduler):
+    def complete_step(self, plan: Any, drawn: Any) -> list[TokenDelta]:
+        deltas = super().complete_step(plan, drawn)
+        for choice in plan.decodes:
+            if choice.request.is_ended and choice.pages is not None:
+                deltas.append(self._advance(choice, SampledToken(token_id=1)))
+        return deltas
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        OverTheBudget,
+        ForgetsQuarantine,
+        ForgetsEndedChoices,
+        TakesFromTheOldest,
+        NeverPreempts,
+        ForgetsWhatWasEmitted,
+        ForgetsCopies,
+        CommitsTooMuch,
+        DropsFailedTransfers,
+        AdvancesEndedRequests,
+    ],
+)
+def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
+    machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"scheduler_class": bug})
+    with pytest.raises((AssertionError, CacheError)):
+        run_state_machine_as_test(machine, settings=HUNT)

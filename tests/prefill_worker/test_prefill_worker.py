@@ -1,0 +1,213 @@
+"""PrefillService at its edges: what is refused, and what a decode worker leaves that vanishes."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from kv_transfer.loopback import LoopbackNetwork
+from llm_engine.sampling import SamplingParams
+from llm_engine.wire import pack_tokens, sampling_to_proto, worker_to_proto
+from prefill_worker.config import PrefillConfig
+from protos import worker_pb2, worker_pb2_grpc
+from tests.decode_worker.harness import PAGE_SIZE, WorkerCluster, prompt_of
+from tests.support.virtual_time import run_virtual
+
+Scenario = Callable[[WorkerCluster, Any], Awaitable[None]]
+
+
+def run(scenario: Scenario, cluster: WorkerCluster | None = None) -> None:
+    """Run a scenario with a stub of the one prefill worker; no page may be held afterwards."""
+
+    async def main() -> None:
+        running = await (cluster or WorkerCluster()).start()
+        channel = running.grpc_network.channel(running.prefills[0].identity.address)
+        await scenario(running, worker_pb2_grpc.PrefillServiceStub(channel))
+        await running.wait_free()
+        await running.stop()
+
+    run_virtual(main())
+
+
+def connect_request(cluster: WorkerCluster, **changes: Any) -> worker_pb2.ConnectRequest:
+    decode, prefill = cluster.decode, cluster.prefills[0]
+    fields = {
+        "receiver": worker_to_proto(decode.identity),
+        "sender_incarnation": prefill.identity.incarnation,
+        "connection_id": "connection-0",
+        "transport": "loopback",
+        "offer": decode.transport.offer("connection-0"),
+        "layout": prefill.engine.layout.describe(),
+        **changes,
+    }
+    return worker_pb2.ConnectRequest(**fields)
+
+
+async def connect(cluster: WorkerCluster, stub: Any) -> Any:
+    request = connect_request(cluster)
+    accepting = asyncio.create_task(cluster.decode.transport.accept("connection-0", 10.0))
+    await stub.Connect(request)
+    return await accepting
+
+
+def start_of(cluster: WorkerCluster, prompt: tuple[int, ...], **changes: Any) -> Any:
+    ticket = worker_pb2.TransferTicket(
+        transfer_id=bytes(16),
+        sender_incarnation=cluster.prefills[0].identity.incarnation,
+        receiver_incarnation=cluster.decode.identity.incarnation,
+    )
+    fields = {
+        "request_id": "r",
+        "ticket": ticket,
+        "connection_id": "connection-0",
+        "token_ids": pack_tokens(prompt),
+        "prompt_len": len(prompt),
+        "sampling": sampling_to_proto(SamplingParams(max_tokens=8)),
+        "choices": [0],
+        **changes,
+    }
+    return worker_pb2.PrefillRequest(start=worker_pb2.PrefillStart(**fields))
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"sender_incarnation": 1}, "FAILED_PRECONDITION", "incarnation 1 is asked for"),
+        ({"layout": "pages-v0"}, "FAILED_PRECONDITION", "layout 'pages-v0' is not"),
+        ({"transport": "nccl"}, "UNIMPLEMENTED", "transport 'nccl' is not offered"),
+        ({"offer": b"nowhere"}, "UNAVAILABLE", "no receiver offers"),
+    ],
+)
+def test_a_connection_that_cannot_work_is_refused(
+    changes: dict[str, Any], code: str, words: str
+) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
+            await stub.Connect(connect_request(cluster, **changes))
+        assert caught.value.code().name == code
+
+    run(scenario)
+
+
+BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "empty": ({"token_ids": b"", "prompt_len": 0}, "INVALID_ARGUMENT", "prompt_len is 0"),
+    "cut off": ({"token_ids": b"abc"}, "INVALID_ARGUMENT", "no multiple of 4"),
+    "foreign token": ({"token_ids": pack_tokens([1] * 29 + [1000])}, "INVALID_ARGUMENT", "id 1000"),
+    "prompt_len": ({"prompt_len": 31}, "INVALID_ARGUMENT", r"must be in \[1, 30\]"),
+    "first_page": ({"first_page": 8}, "INVALID_ARGUMENT", "first_page is 8, must be below 8"),
+    "no choice": ({"choices": []}, "INVALID_ARGUMENT", "choices is empty"),
+    "ticket": ({"ticket": worker_pb2.TransferTicket()}, "INVALID_ARGUMENT", "transfer_id"),
+    "connection": ({"connection_id": "lost"}, "ABORTED", "no connection 'lost'"),
+    "stale": (
+        {"ticket": worker_pb2.TransferTicket(transfer_id=bytes(16), sender_incarnation=7)},
+        "FAILED_PRECONDITION",
+        "incarnation 7 is asked for",
+    ),
+    "too long for the context": (
+        {"token_ids": pack_tokens([1] * 512), "prompt_len": 512},
+        "INVALID_ARGUMENT",
+        "the context ends at 512",
+    ),
+    "too long for the pool": (
+        {"token_ids": pack_tokens([1] * 400), "prompt_len": 400},
+        "RESOURCE_EXHAUSTED",
+        "takes 100 pages, there are 50",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_a_bad_start_is_refused(name: str) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        changes, code, words = BAD_STARTS[name]
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        await call.write(start_of(cluster, prompt_of(30), **changes))
+        error = await refusal(call)
+        assert error.code().name == code
+        assert re.search(words, error.details())
+
+    run(scenario, WorkerCluster(prefill_pages=50))
+
+
+def test_a_call_must_begin_with_a_start_and_in_time() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        silent = stub.Prefill()
+        assert (await refusal(silent)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        wrong = stub.Prefill()
+        await wrong.write(worker_pb2.PrefillRequest())
+        assert (await refusal(wrong)).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario)
+
+
+def test_more_prompts_than_the_queue_holds_are_refused() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        await connect(cluster, stub)
+        calls = []
+        for seed in range(4):
+            call = stub.Prefill()
+            await call.write(start_of(cluster, prompt_of(100, seed=seed)))
+            calls.append(call)
+        error = await refusal(calls[-1])
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+
+    config = PrefillConfig(max_computing_prompts=1, max_queued_prompts=2)
+    run(scenario, WorkerCluster(prefill_config=config))
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("how", ["cancel", "half close", "kill"])
+def test_pages_are_free_within_a_second_after_the_decode_worker_left(
+    after_s: float, how: str
+) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        router = await cluster.session()
+        await router.submit(prompt_of(100))
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        await call.write(start_of(cluster, prompt_of(100, seed=1)))
+        await asyncio.sleep(after_s)
+        if how == "cancel":
+            call.cancel()
+        elif how == "half close":
+            await call.done_writing()
+        else:
+            call.cancel()
+            cluster.kill(cluster.decode)
+            router.reading.cancel()
+        await cluster.wait_free(timeout_s=1.0)
+        router.call.cancel()
+
+    # A slow network: transfers are under way at most of the times above. TCP notices a death.
+    network = LoopbackNetwork(latency_s=0.005, hang_on_peer_death=False)
+    run(scenario, WorkerCluster(page_network=network))
+
+
+def test_a_receiver_that_never_takes_its_pages_loses_them_at_the_deadline() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        await call.write(start_of(cluster, prompt_of(40)))
+        messages = [
+            response.transfer.WhichOneof("kind") or response.WhichOneof("message")
+            async for response in call
+        ]
+        chunks = 40 // PAGE_SIZE // cluster.prefill_config.chunk_pages
+        assert sorted(messages) == ["abort", *["chunk_ready"] * chunks, "granted", "result"]
+        deadlines = cluster.prefill_config.transfer_deadlines
+        assert asyncio.get_running_loop().time() == pytest.approx(deadlines.ack_s, abs=1.0)
+
+    run(scenario)

@@ -1,0 +1,400 @@
+"""The prefill scheduler: order of admission, budget, one computation per page, leases."""
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kv_cache.errors import CacheError
+from kv_cache.layout import num_pages_for
+from kv_cache.prefix_cache import Lease, PrefixCache
+from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
+from llm_engine.sampling import SamplingParams
+from prefill_worker.config import PrefillConfig
+from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
+from prefill_worker.scheduler import Runnable, Scheduler, pick_next
+from prefill_worker.step_plan import PromptChunk, StepPlan
+
+MODEL = FakeModel(vocab_size=50)
+PAGE_SIZE = 4
+NUM_PAGES = 24
+PREFIX = tuple(range(1, 33))
+CONFIG = PrefillConfig(max_step_tokens=10, max_computing_prompts=3, max_overtakes=2, chunk_pages=2)
+
+
+def prompt_with(
+    tokens: tuple[int, ...], *, first_page: int = 0, choices: tuple[int, ...] = (0,)
+) -> Prompt:
+    return Prompt(
+        request_id="r",
+        tokens=tokens,
+        prompt_len=len(tokens),
+        params=SamplingParams(max_tokens=1, ignore_eos=True),
+        choices=choices,
+        first_page=first_page,
+    )
+
+
+def queue_of(*entries: tuple[int, int]) -> list[Runnable]:
+    """(cached pages, overtakes) of each waiting prompt, oldest first."""
+    found = []
+    for cached_pages, num_overtakes in entries:
+        prompt = prompt_with((1,))
+        prompt.num_overtakes = num_overtakes
+        found.append(Runnable(prompt=prompt, num_cached_pages=cached_pages))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("queue", "picked"),
+    [
+        ([(0, 0)], 0),
+        ([(0, 0), (5, 0)], 1),
+        ([(5, 0), (5, 0)], 0),
+        ([(0, 0), (3, 0), (9, 0), (4, 0)], 2),
+        ([(0, 1), (9, 0)], 1),
+        ([(0, 2), (9, 0)], 0),
+        ([(0, 2), (9, 3)], 0),
+        ([(1, 1), (0, 2), (9, 0)], 1),
+    ],
+)
+def test_the_longest_cached_prefix_goes_first_unless_somebody_was_passed_over_too_often(
+    queue: list[tuple[int, int]], picked: int
+) -> None:
+    runnable = queue_of(*queue)
+    assert pick_next(runnable, max_overtakes=2) is runnable[picked].prompt
+
+
+def test_nobody_is_picked_from_an_empty_queue() -> None:
+    assert pick_next([], max_overtakes=2) is None
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives the scheduler with a fake engine; a receiver acknowledges or leaves at any time."""
+
+    scheduler_class = Scheduler
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = FakeEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+        self.cache = PrefixCache(
+            num_pages=NUM_PAGES, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
+        )
+        self.scheduler = self.scheduler_class(config=CONFIG, cache=self.cache, page_size=PAGE_SIZE)
+        self.prompts: list[Prompt] = []
+        self.done: set[Prompt] = set()
+        self.received: dict[Prompt, dict[int, Any]] = {}  # page of the prompt |-> contents
+        self.leases: list[tuple[ReadyPages, Any]] = []
+        self.plan: StepPlan | None = None
+
+    @rule(
+        prefix_len=st.integers(0, 32),
+        rest=st.lists(st.integers(33, 49), min_size=1, max_size=16),
+        first_page=st.integers(0, 3),
+        num_choices=st.integers(1, 3),
+    )
+    def submit(self, prefix_len: int, rest: list[int], first_page: int, num_choices: int) -> None:
+        tokens = (*PREFIX[:prefix_len], *rest)
+        num_pages = num_pages_for(len(tokens), PAGE_SIZE)
+        prompt = prompt_with(
+            tokens,
+            first_page=min(first_page, num_pages - 1),
+            choices=tuple(range(num_choices)),
+        )
+        self.prompts.append(prompt)
+        self.received[prompt] = {}
+        self.scheduler.submit(prompt)
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def begin_step(self) -> None:
+        waiting = {p for p in self.prompts if p.state is PromptState.WAITING and not p.is_ended}
+        self.plan = self.scheduler.next_step()
+        self.take(self.plan.ready)
+        may_wait = not self.scheduler.num_waiting or self.leases
+        assert may_wait or self.plan.chunks, "work is there, but none is done"
+        assert self.plan.num_tokens <= CONFIG.max_step_tokens, "over the token budget"
+        assert not any(chunk.prompt.is_ended for chunk in self.plan.chunks), "a step for nobody"
+        self.seen["admitted"] += sum(p.state is PromptState.COMPUTING for p in waiting)
+        self.seen["cached"] += sum(p.num_cached > 0 for p in waiting)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(fails=st.sampled_from([False] * 9 + [True]))
+    def end_step(self, fails: bool) -> None:
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        if fails:
+            self.done.update(self.scheduler.fail_step(plan))
+            return
+        # The engine refuses a page that two prompts of a pass write.
+        drawn = self.engine.forward(plan.slices(())) if plan.chunks else []
+        self.take(self.scheduler.complete_step(plan, drawn))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.leases) - 1))
+        ready, contents = self.leases.pop(index)
+        self.check_contents(ready, contents)
+        self.scheduler.release_lease(ready.lease)
+
+    @precondition(lambda self: len(self.prompts) > len(self.done))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from([p for p in self.prompts if p not in self.done]))
+        self.done.add(prompt)
+        self.scheduler.end(prompt)
+        self.seen["cancelled"] += 1
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        for _ in range(20 * (len(self.prompts) + 1)):
+            if self.plan is not None:
+                self.end_step(False)
+            while self.leases:
+                ready, contents = self.leases.pop()
+                self.check_contents(ready, contents)
+                self.scheduler.release_lease(ready.lease)
+            if len(self.done) == len(self.prompts):
+                break
+            self.begin_step()
+            self.is_consistent()
+        assert len(self.done) == len(self.prompts), "a prompt never finished"
+        self.scheduler.next_step()
+        counts = self.cache.pool.counts()
+        assert counts.free + counts.cached == counts.total, f"leaked: {counts}"
+
+    def take(self, progress: Any) -> None:
+        for each in progress:
+            assert each.prompt not in self.done, "progress after the end"
+            if isinstance(each, ReadyPages):
+                self.take_pages(each)
+            else:
+                self.take_tokens(each)
+
+    def take_pages(self, ready: ReadyPages) -> None:
+        pages = self.received[ready.prompt]
+        expected = max(pages) + 1 if pages else ready.prompt.first_page
+        assert ready.first_page == expected, "a gap, or a page that is not wanted"
+        assert len(ready.lease.page_ids) <= CONFIG.chunk_pages
+        contents = self.engine.storage.export_pages(ready.lease.page_ids)
+        for index in range(len(ready.lease.page_ids)):
+            pages[ready.first_page + index] = contents[index]
+        num_pages = num_pages_for(len(ready.prompt.tokens), PAGE_SIZE)
+        assert ready.is_last == (max(pages) + 1 == num_pages)
+        self.leases.append((ready, contents))
+
+    def take_tokens(self, finished: FinishedPrompt) -> None:
+        prompt = finished.prompt
+        assert max(self.received[prompt]) + 1 == num_pages_for(len(prompt.tokens), PAGE_SIZE)
+        for choice, token in zip(prompt.choices, finished.tokens, strict=True):
+            expected = fake_tokens(prompt.tokens, prompt.params, model=MODEL, choice=choice)
+            assert [token.token_id] == expected, "a wrong token"
+        self.done.add(prompt)
+        self.seen["finished"] += 1
+        # Passed over by younger ones at most so often, and those that computed its prefix for it.
+        self.seen["overtakes"] += prompt.num_overtakes
+
+    def check_contents(self, ready: ReadyPages, contents: Any) -> None:
+        now = self.engine.storage.export_pages(ready.lease.page_ids)
+        last_len = (len(ready.prompt.tokens) - 1) % PAGE_SIZE + 1 if ready.is_last else PAGE_SIZE
+        slot_bytes = now.shape[1] // PAGE_SIZE
+        assert (now[:-1] == contents[:-1]).all(), "a leased page changed"
+        used = last_len * slot_bytes
+        assert (now[-1, :used] == contents[-1, :used]).all(), "a leased page changed"
+
+
+SETTINGS = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+HUNT = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+def test_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_worker.scheduler.ADMISSION_WINDOW", 3)
+    SchedulerMachine.seen.clear()
+    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+    seen = SchedulerMachine.seen
+    assert min(seen.values()) > 50, seen
+    assert seen.keys() == {"admitted", "cached", "cancelled", "finished", "overtakes"}
+
+
+# Planted bugs: each must be found by the state machine.
+
+
+class ForgetsLeases(Scheduler):
+    def _hand_over(self, prompt: Prompt) -> list[ReadyPages]:
+        ready = super()._hand_over(prompt)
+        for each in ready:
+            self.release_lease(each.lease)
+        return ready
+
+
+class KeepsLeases(Scheduler):
+    def release_lease(self, lease: Lease) -> None:
+        pass
+
+
+class ComputesPendingPages(Scheduler):
+    def _runnable(self) -> list[Runnable]:
+        return [Runnable(prompt=prompt, num_cached_pages=0) for prompt in self._waiting]
+
+
+class OverTheBudget(Scheduler):
+    def _pick_chunks(self) -> list[PromptChunk]:
+        return [
+            PromptChunk(prompt=prompt, num_tokens=len(prompt.tokens) - prompt.num_computed)
+            for prompt in self._computing
+        ]
+
+
+class SendsUnwantedPages(Scheduler):
+    def submit(self, prompt: Prompt) -> None:
+        super().submit(prompt)
+        prompt.num_handed_pages = 0
+
+
+class ForgetsPartialPage(Scheduler):
+    def _hand_over(self, prompt: Prompt) -> list[ReadyPages]:
+        return [each for each in super()._hand_over(prompt) if not each.is_last]
+
+
+class ForgetsCancelledPrompts(Scheduler):
+    def free_ended(self) -> None:
+        self._waiting = [prompt for prompt in self._waiting if not prompt.is_ended]
+
+
+class ComputesForNobody(Scheduler):
+    def free_ended(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        ForgetsLeases,
+        KeepsLeases,
+        ComputesPendingPages,
+        OverTheBudget,
+        SendsUnwantedPages,
+        ForgetsPartialPage,
+        ForgetsCancelledPrompts,
+        ComputesForNobody,
+    ],
+)
+def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
+    machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"scheduler_class": bug})
+    with pytest.raises((AssertionError, CacheError)):
+        run_state_machine_as_test(machine, settings=HUNT)
+
+
+class Scene:
+    """A scheduler whose steps always succeed."""
+
+    def __init__(self, num_pages: int = NUM_PAGES, **config: int) -> None:
+        self.cache = PrefixCache(
+            num_pages=num_pages, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
+        )
+        self.engine = FakeEngine(MODEL, num_pages=num_pages, page_size=PAGE_SIZE)
+        self.config = PrefillConfig(**{"max_step_tokens": 8, "chunk_pages": 2, **config})
+        self.scheduler = Scheduler(config=self.config, cache=self.cache, page_size=PAGE_SIZE)
+
+    def submit(self, *tokens: int, first_page: int = 0) -> Prompt:
+        prompt = prompt_with(tokens, first_page=first_page)
+        self.scheduler.submit(prompt)
+        return prompt
+
+    def finish_next(self) -> Prompt:
+        """Step until a prompt is finished, and return it."""
+        for _ in range(100):
+            for progress in self.step():
+                if isinstance(progress, FinishedPrompt):
+                    return progress.prompt
+        raise AssertionError("no prompt finished")
+
+    def step(self) -> list[Progress]:
+        plan = self.scheduler.next_step()
+        drawn = self.engine.forward(plan.slices(()))
+        return [*plan.ready, *self.scheduler.complete_step(plan, drawn)]
+
+
+def test_a_prompt_is_passed_over_at_most_as_often_as_configured() -> None:
+    scene = Scene(max_computing_prompts=1, max_overtakes=3)
+    hot = tuple(range(1, 9))
+    scene.submit(*hot, 40)
+    scene.finish_next()
+    cold = scene.submit(*range(20, 29))
+    served = []
+    for turn in range(10):
+        later = scene.submit(*hot, 41 + turn % 5, 41 + turn)
+        assert later.arrival > cold.arrival
+        served.append(scene.finish_next())
+    assert served.index(cold) == 3
+
+
+def test_two_prompts_with_one_new_prefix_compute_it_once() -> None:
+    scene = Scene()
+    prefix = range(1, 17)
+    scene.submit(*prefix, 40)
+    second = scene.submit(*prefix, 41)
+    for _ in range(6):
+        scene.step()
+    assert second.num_cached == 16
+    assert scene.engine.num_computed_tokens == 17 + 1
+
+
+def test_finished_chunks_are_handed_over_while_the_rest_is_computed() -> None:
+    scene = Scene()
+    scene.submit(*range(1, 22), first_page=1)
+    handed = [
+        [
+            (p.first_page, len(p.lease.page_ids), p.is_last)
+            for p in scene.step()
+            if isinstance(p, ReadyPages)
+        ]
+        for _ in range(3)
+    ]
+    # 8 tokens are computed in each step; page 0 is not wanted, the last page is partial.
+    assert handed == [[], [(1, 2, False)], [(3, 2, False), (5, 1, True)]]
+
+
+def test_cached_pages_are_handed_over_before_anything_is_computed() -> None:
+    scene = Scene()
+    scene.submit(*range(1, 18))
+    scene.finish_next()
+    scene.submit(*range(1, 18), 40)
+    ready = scene.scheduler.next_step().ready
+    assert [(p.first_page, len(p.lease.page_ids)) for p in ready] == [(0, 2), (2, 2)]
+
+
+def test_a_prompt_without_pages_waits_until_leases_end() -> None:
+    scene = Scene(num_pages=6)
+    first = scene.submit(*range(1, 18))
+    progress = [p for _ in range(3) for p in scene.step()]
+    second = scene.submit(*range(20, 37))
+    assert scene.step() == []
+    assert second.state is PromptState.WAITING
+    for each in progress:
+        if isinstance(each, ReadyPages):
+            scene.scheduler.release_lease(each.lease)
+    scene.step()
+    assert first.state is PromptState.DONE
+    assert second.state is PromptState.COMPUTING
