@@ -15,6 +15,8 @@ from llm_engine.forward_batch import ForwardBatch
 
 
 class AttentionBackend(Protocol):
+    """Made for one pool and one model; holds the plan of one pass at a time."""
+
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for one pass; the calls below refer to this batch."""
         ...

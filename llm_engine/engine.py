@@ -64,8 +64,12 @@ class Engine:
             for params in (SamplingParams(temperature=0), SamplingParams(), random)
         )
         page_ids = list(range(num_pages_for(3, self.layout.page_size)))
-        self.forward([SequenceSlice(token_ids=[0, 0], start=0, page_ids=page_ids)])
-        self.forward([SequenceSlice(token_ids=[0], start=2, page_ids=page_ids, draws=draws)])
+        prompt = SequenceSlice(token_ids=[0, 0], start=0, page_ids=page_ids, num_prompt_tokens=2)
+        drawn = SequenceSlice(
+            token_ids=[0], start=2, page_ids=page_ids, num_prompt_tokens=2, draws=draws
+        )
+        self.forward([prompt])
+        self.forward([drawn])
         self._storage.import_pages([0], self._storage.export_pages([0]))
         self._storage.digest_pages([0])
         self._storage.copy_page(0, 0)

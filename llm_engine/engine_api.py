@@ -9,6 +9,8 @@ from llm_engine.sampling import SampledToken, SequenceSlice
 
 
 class EngineLike(Protocol):
+    """Computes slices of sequences over pages; used by one thread at a time."""
+
     @property
     def layout(self) -> KVLayout: ...
 
@@ -25,7 +27,7 @@ class EngineLike(Protocol):
 
 
 class EngineExecutor(Protocol):
-    """Runs an engine without blocking the event loop: a thread in service, virtual time in tests."""
+    """Runs an engine beside the event loop: in a thread in service, in virtual time in tests."""
 
     @property
     def engine(self) -> EngineLike: ...

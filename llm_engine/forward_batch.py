@@ -28,15 +28,11 @@ class ForwardBatch:
     kv_last_page_len: Tensor  # int32 [B], after the append, 1 <= n <= page_size
     qo_lens: tuple[int, ...]  # host copy of the differences of qo_indptr
     kv_lens: tuple[int, ...]  # host copy: tokens in each sequence after the append
+    prompt_lens: tuple[int, ...]  # on the host: leading tokens of each slice that are prompt
 
     @property
     def num_slices(self) -> int:
         return len(self.qo_lens)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every slice computes exactly one token."""
-        return all(length == 1 for length in self.qo_lens)
 
 
 def build_forward_batch(
@@ -74,4 +70,5 @@ def build_forward_batch(
         kv_last_page_len=upload([(kv - 1) % page_size + 1 for kv in kv_lens], torch.int32),
         qo_lens=qo_lens,
         kv_lens=kv_lens,
+        prompt_lens=tuple(each.prompt_len for each in slices),
     )

@@ -17,9 +17,10 @@ from llm_engine.errors import NotEnoughMemory
 from llm_engine.load_progress import show_progress
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.model_config import DTYPES, ModelConfig, read_model_config
+from llm_engine.operations import Operations, TorchOperations
 from llm_engine.rotary import rotary_table
 from llm_engine.transformer import Decoder
-from llm_engine.weights import load_weights
+from llm_engine.weights import DecoderWeights, load_weights
 
 AttentionName = Literal["auto", "torch", "triton"]
 AttentionFactory = Callable[..., AttentionBackend]
@@ -33,6 +34,7 @@ def load_engine(
     device: torch.device | str,
     dtype: str = "auto",
     attention: AttentionName = "auto",
+    deterministic: bool = True,
     memory: MemoryPlan | None = None,
     progress: bool = False,
 ) -> Engine:
@@ -46,6 +48,8 @@ def load_engine(
         dtype: Of weights, arithmetic and pages. "auto" is the checkpoint's on CUDA and float32 on
             a CPU, where half precision is slow.
         attention: "auto" is Triton on CUDA and torch elsewhere.
+        deterministic: Where attention is Triton, compute also the rest with kernels that give a
+            token the same bits in any batch; False leaves it to torch, which may be faster.
         memory: Budget of "auto"; the defaults of MemoryPlan.
         progress: Show on standard error how far the weights are.
 
@@ -98,7 +102,9 @@ def load_engine(
         scale=config.attention_scale,
         sliding_window=config.sliding_window,
     )
-    engine = Engine(config, storage, Decoder(config, weights, backend))
+    has_own = uses_triton and deterministic
+    operations = _triton_operations(weights) if has_own else TorchOperations()
+    engine = Engine(config, storage, Decoder(config, weights, backend, operations))
     if device.type == "cuda":
         engine.warm_up()
     return engine
@@ -111,6 +117,9 @@ def _check_device(name: torch.device | str) -> torch.device:
     num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= num_devices:
         raise ValueError(f"device is '{device}', but torch sees {num_devices} CUDA devices")
+    if device.type == "cuda" and device.index is None:
+        # Threads that start later select the GPU by its number.
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
@@ -158,6 +167,15 @@ def _triton_attention() -> AttentionFactory:
     from llm_engine.attention_triton import TritonAttention
 
     return TritonAttention
+
+
+def _triton_operations(weights: DecoderWeights) -> Operations:
+    from llm_engine.operations_triton import TritonOperations, load_linear_kernels
+
+    if weights.lm_head.is_cuda:
+        with torch.cuda.device(weights.lm_head.device):
+            load_linear_kernels(weights)
+    return TritonOperations()
 
 
 def _digest_kernel() -> DigestKernel:

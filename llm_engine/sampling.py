@@ -61,6 +61,8 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledToken:
+    """One drawn token."""
+
     token_id: int
     logprob: float | None = None  # natural log, unmodified distribution; None if not asked for
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
@@ -72,12 +74,25 @@ class SequenceSlice:
 
     The pages already hold K and V of positions [0, start); the pass writes those of
     [start, start + len(token_ids)) and draws tokens after the last of them.
+
+    Positions below `num_prompt_tokens` are prompt, those from there on were drawn. The two are
+    computed by different kernels with different bits; to compute a position again gives the same
+    bits only if it is told apart in the same way. It is a fact about the sequence, not the slice.
     """
 
     token_ids: Sequence[int]  # new tokens, at least one
     start: int  # position of the first of them
     page_ids: Sequence[int]  # of the whole sequence, in order
+    # Of the sequence. None is for a sequence that is never resumed: a single token was drawn.
+    num_prompt_tokens: int | None = None
     draws: tuple[Draw, ...] = ()  # empty for all but the last chunk of a prompt
+
+    @property
+    def prompt_len(self) -> int:
+        """How many of the new tokens are prompt; they come first."""
+        if self.num_prompt_tokens is None:
+            return len(self.token_ids) if len(self.token_ids) > 1 else 0
+        return min(max(self.num_prompt_tokens - self.start, 0), len(self.token_ids))
 
     def check(self, page_size: int) -> None:
         """Assert that the pages hold all positions that the pass reads or writes."""

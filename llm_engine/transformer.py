@@ -5,11 +5,12 @@ Legend: T tokens of all slices, D hidden, N query heads, K key-value heads, H he
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding
 
 from llm_engine.attention import AttentionBackend
 from llm_engine.forward_batch import ForwardBatch
 from llm_engine.model_config import ModelConfig
+from llm_engine.operations import Operations
 from llm_engine.weights import DecoderWeights, LayerWeights, LinearWeights
 
 
@@ -17,11 +18,16 @@ class Decoder:
     """Stateless but for the pages that its attention back end writes."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        attention: AttentionBackend,
+        operations: Operations,
     ) -> None:
         self._config = config
         self._weights = weights
         self._attention = attention
+        self._operations = operations
 
     def hidden_states(self, batch: ForwardBatch) -> Tensor:
         """Compute all tokens of a batch, append their K and V to the pages; return [T, D]."""
@@ -34,27 +40,27 @@ class Decoder:
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return the scores of the next token, [T, V], in the dtype of the weights."""
-        return linear(self._norm(hidden_TD, self._weights.final_norm), self._weights.lm_head)
+        normed_TD = self._norm(hidden_TD, self._weights.final_norm)
+        return self._operations.linear(normed_TD, self._weights.lm_head, None)
 
     def _attend(self, layer: int, weights: LayerWeights, hidden_TD: Tensor) -> Tensor:
         config = self._config
-        qkv = _linear(self._norm(hidden_TD, weights.input_norm), weights.qkv)
+        qkv = self._linear(self._norm(hidden_TD, weights.input_norm), weights.qkv)
         num_heads = [config.num_qo_heads, config.num_kv_heads, config.num_kv_heads]
         q_TNH, k_TKH, v_TKH = torch.split(qkv.view(len(qkv), -1, config.head_dim), num_heads, dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
             q_TNH, k_TKH = self._norm(q_TNH, weights.q_norm), self._norm(k_TKH, weights.k_norm)
         q_TNH = self._attention.rotate_and_append(layer, q_TNH, k_TKH, v_TKH)
         out_TNH = self._attention.attend(layer, q_TNH)
-        return _linear(out_TNH.flatten(1), weights.output)
+        return self._linear(out_TNH.flatten(1), weights.output)
 
     def _feed_forward(self, weights: LayerWeights, hidden_TD: Tensor) -> Tensor:
-        gate_up = _linear(self._norm(hidden_TD, weights.mlp_norm), weights.gate_up)
+        gate_up = self._linear(self._norm(hidden_TD, weights.mlp_norm), weights.gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return _linear(silu(gate) * up, weights.down)
+        return self._linear(self._operations.silu_mul(gate, up), weights.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+        return self._operations.rms_norm(x, weight, self._config.rms_norm_eps)
 
-
-def _linear(x: Tensor, weights: LinearWeights) -> Tensor:
-    return linear(x, weights.weight, weights.bias)
+    def _linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
+        return self._operations.linear(x, weights.weight, weights.bias)

@@ -92,8 +92,9 @@ def test_a_receive_that_is_aborted_leaves_the_sender_able_to_connect_anew() -> N
 
         assert "deadline" in str(receiver.ask("receive", ALL, 0.5))
         assert receiver.ask("abort") < 5.0
+        # It may fail or be taken by NCCL's buffers; no acknowledgement would ever come for it.
         sender.tell("send", ALL, 1.0)
-        assert isinstance(sender.hear(), Exception)
+        sender.hear()
         assert sender.ask("abort") < 5.0
 
         connect(sender, receiver, "c1")

@@ -41,6 +41,7 @@ class DrivenSequence:
             token_ids=chunk,
             start=start,
             page_ids=self.page_ids,
+            num_prompt_tokens=len(self.prompt),
             draws=(draw,) if is_last else (),
         )
 
@@ -78,6 +79,17 @@ def run(
             each.take(drawn)
 
 
+def computed_kv(engine: Engine, sequence: DrivenSequence) -> Tensor:
+    """Return copies of K and V of all computed positions, [layers, 2, heads, positions, head_dim].
+
+    As integers of the elements' size: equality is of bits, and NaN equals itself.
+    """
+    contents = engine.storage.pages[sequence.page_ids]  # [P, layers, 2, K, page_size, H]
+    kv = contents.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, : sequence.num_computed]
+    bits = torch.int32 if kv.element_size() == 4 else torch.int16
+    return kv.contiguous().view(bits)
+
+
 def chunked_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int]) -> Tensor:
     """Return the logits after every token, the tokens computed chunk by chunk over the pages."""
     page_ids = list(range(engine.storage.num_pages))[::-1]
@@ -86,7 +98,10 @@ def chunked_logits(engine: Engine, token_ids: list[int], chunk_sizes: list[int])
     while start < len(token_ids):
         size = chunk_sizes[len(logits) % len(chunk_sizes)]
         chunk = SequenceSlice(
-            token_ids=token_ids[start : start + size], start=start, page_ids=page_ids
+            token_ids=token_ids[start : start + size],
+            start=start,
+            page_ids=page_ids,
+            num_prompt_tokens=len(token_ids),
         )
         batch = build_forward_batch([chunk], engine.layout.page_size, engine.storage.device)
         with torch.inference_mode():

@@ -237,6 +237,8 @@ def test_progress_is_a_bar_on_a_terminal_plain_lines_elsewhere_and_can_be_off(
 def test_the_triton_path_computes_the_same_logits_and_digests(
     tmp_path: Path, window: int | None
 ) -> None:
+    # Kernels that are first imported inside the context would stay interpreted.
+    from llm_engine import attention_triton, operations_triton  # noqa: F401
     from tests.support.triton_interpreter import interpreted
 
     write_checkpoint(tmp_path, "mistral", head_dim=16, sliding_window=window, num_hidden_layers=2)

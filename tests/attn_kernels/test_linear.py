@@ -1,0 +1,182 @@
+"""The linear layer against its reference, its bits in any batch, and its compilation for Hopper."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from attn_kernels import reference
+from attn_kernels.errors import DtypeError, ShapeError, StrideError
+from attn_kernels.linear import LinearTile, linear, linear_tile, linear_tiles
+from tests.attn_kernels.sm90 import compile_launch, launches_of
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HALF_TILES = linear_tiles(torch.bfloat16)
+MAX_SHARED_BYTES = 227 * 1024
+
+
+def randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def tolerances(dtype: torch.dtype) -> dict[str, float]:
+    """Half precision: one rounding of the result, in the interpreter towards zero."""
+    relative = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    return {"rtol": relative, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "num_in", "num_out"),
+    [(1, 48, 80), (3, 64, 211), (33, 100, 31), (70, 136, 144)],
+    ids=str,
+)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_any_shape(
+    device: str, dtype: torch.dtype, num_rows: int, num_in: int, num_out: int, has_bias: bool
+) -> None:
+    x, weight = (
+        randn(device, dtype, num_rows, num_in),
+        randn(device, dtype, num_out, num_in, seed=1),
+    )
+    bias = randn(device, dtype, num_out, seed=2) if has_bias else None
+
+    out = linear(x, weight, bias)
+
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, reference.linear(x, weight, bias), **tolerances(dtype))
+
+
+@pytest.mark.parametrize("tile", HALF_TILES, ids=str)
+def test_every_tile(device: str, tile: LinearTile) -> None:
+    dtype = torch.bfloat16
+    x, weight = randn(device, dtype, 70, 72), randn(device, dtype, 300, 72, seed=1)
+
+    torch.testing.assert_close(
+        linear(x, weight, tile=tile), reference.linear(x, weight), **tolerances(dtype)
+    )
+
+
+def test_no_rows_give_no_rows(device: str) -> None:
+    assert linear(torch.ones(0, 16, device=device), torch.ones(4, 16, device=device)).shape == (
+        0,
+        4,
+    )
+
+
+def test_what_does_not_fit_is_named(device: str) -> None:
+    x, weight = torch.ones(2, 16, device=device), torch.ones(4, 16, device=device)
+
+    with pytest.raises(ShapeError, match="weight has shape"):
+        linear(x, weight[:, :8])
+    with pytest.raises(ShapeError, match="bias has shape"):
+        linear(x, weight, torch.ones(5, device=device))
+    with pytest.raises(DtypeError, match="weight is"):
+        linear(x, weight.half())
+    with pytest.raises(StrideError, match="x has strides"):
+        linear(torch.ones(16, 2, device=device).T, weight)
+
+
+@pytest.mark.parametrize("num_in", [4096, 80], ids=["whole", "tail"])
+@pytest.mark.parametrize("tile", HALF_TILES, ids=str)
+def test_every_tile_compiles_to_the_one_instruction(
+    tile: LinearTile, num_in: int, tmp_path: Path
+) -> None:
+    x, weight = (torch.empty(rows, num_in, dtype=torch.bfloat16) for rows in (5, 4096))
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+
+        (launch,) = launches_of(lambda: linear(x, weight, weight[:, 0].contiguous(), tile=tile))
+        compiled = compile_launch(launch)
+
+    assert compiled.shared_bytes <= MAX_SHARED_BYTES
+    assert compiled.spill_bytes == 0
+    assert "wgmma.mma_async" in compiled.ptx
+    assert "mma.sync" not in compiled.ptx
+    assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+def test_float32_compiles_without_spills(tmp_path: Path) -> None:
+    x, weight = torch.empty(5, 64), torch.empty(96, 64)
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+
+        (launch,) = launches_of(lambda: linear(x, weight))
+        compiled = compile_launch(launch)
+
+    assert compiled.spill_bytes == 0
+    assert "mma" not in compiled.ptx, "tensor cores would round to fewer bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(device: str, dtype: torch.dtype) -> None:
+    x, weight = randn(device, dtype, 70, 96), randn(device, dtype, 300, 96, seed=1)
+
+    together = linear(x, weight)
+
+    assert torch.equal(linear(x.flip(0), weight).flip(0), together)
+    for first, last in ((0, 1), (69, 70), (3, 40), (31, 66)):
+        assert torch.equal(linear(x[first:last], weight), together[first:last])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "wide", "cancelling"])
+def test_all_tiles_give_the_same_bits_on_a_gpu(dtype: torch.dtype, kind: str) -> None:
+    x, weight = randn("cuda", torch.float32, 500, 4096), randn("cuda", torch.float32, 4096, 4096)
+    if kind == "wide":  # exponents far apart: any other order of sums shows
+        x *= torch.exp2(torch.randint(-6, 7, x.shape, device="cuda").float())
+        weight *= torch.exp2(torch.randint(-6, 7, weight.shape, device="cuda").float())
+    if kind == "cancelling":
+        x[:, 1::2] = -x[:, ::2]
+        weight[:, 1::2] = weight[:, ::2] * 1.01
+    x, weight = (x / 64).to(dtype), (weight / 64).to(dtype)
+
+    outs = [linear(x, weight, tile=tile) for tile in HALF_TILES]
+
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
+    for num_rows in (1, 2, 16, 63, 65, 128, 257, 499):
+        assert torch.equal(linear(x[:num_rows], weight), outs[0][:num_rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_vocabulary_and_many_rows_pass_2_to_the_31_elements() -> None:
+    x = randn("cuda", torch.bfloat16, 17_000, 64)
+    weight = randn("cuda", torch.bfloat16, 128_256, 64, seed=1)
+
+    out = linear(x, weight)
+
+    assert out.numel() > 2**31
+    assert torch.equal(out[-100:], linear(x[-100:], weight))
+    torch.testing.assert_close(
+        out[-100:], reference.linear(x[-100:], weight), **tolerances(torch.bfloat16)
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "block_m", "block_n"),
+    [
+        (1, 4096, 16, 64),
+        (16, 128_256, 16, 64),
+        (17, 4096, 64, 32),
+        (64, 6144, 64, 64),
+        (64, 28_672, 64, 128),
+        (256, 6144, 128, 128),
+        (2048, 4096, 128, 256),
+        (8192, 96, 64, 128),
+        (20, 96, 64, 32),
+    ],
+)
+def test_the_tile_is_the_largest_that_occupies_the_device(
+    num_rows: int, num_out: int, block_m: int, block_n: int
+) -> None:
+    tile = linear_tile(num_rows, num_out, torch.bfloat16)
+
+    assert (tile.block_m, tile.block_n) == (block_m, block_n)
+    assert tile in HALF_TILES
+    assert linear_tile(num_rows, num_out, torch.float32) in linear_tiles(torch.float32)

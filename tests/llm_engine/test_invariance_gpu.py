@@ -1,0 +1,153 @@
+"""A sequence has the same tokens and the same bits of K and V in any batch, chunk or resumption."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm_engine.engine import Engine
+from llm_engine.load_engine import load_engine
+from llm_engine.sampler import sample
+from llm_engine.sampling import Draw, SamplingParams
+from tests.llm_engine.driver import DrivenSequence, computed_kv, make_sequences, run
+from tests.support.checkpoints import write_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+VOCAB_SIZE = 4099  # no multiple of a tile
+NUM_TOKENS = 64
+LENS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 200, 255, 256, 300, 511, 700, 1100]
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+SAMPLING = [
+    SamplingParams(max_tokens=NUM_TOKENS, seed=1),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=2, temperature=0.7, top_p=0.9),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=3, top_k=40, repetition_penalty=1.2),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=4, temperature=1.5, min_p=0.02, top_k=300),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3-window"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("model")
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+    }
+    family, *has_window = request.param.split("-")
+    if has_window:
+        shape |= {"sliding_window": 150, "use_sliding_window": True, "max_window_layers": 0}
+    write_checkpoint(folder, family, seed=1, dtype=torch.bfloat16, **shape)
+    return load_engine(folder, page_size=16, num_pages=2000, device="cuda")
+
+
+def sequences_for(engine: Engine, sampling: str) -> list[DrivenSequence]:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENS]
+    sequences = make_sequences(engine, prompts, GREEDY)
+    if sampling == "seeded":
+        for index, each in enumerate(sequences):
+            each.params = SAMPLING[index % len(SAMPLING)]
+    return sequences
+
+
+def result_of(engine: Engine, sequence: DrivenSequence) -> tuple[list[int], Tensor]:
+    return list(sequence.tokens), computed_kv(engine, sequence)
+
+
+def forget(engine: Engine, sequences: Sequence[DrivenSequence], num_kept_tokens: int) -> None:
+    """Put sequences back to where a resumption begins: prompt and kept tokens, no pages."""
+    engine.storage.pages.fill_(torch.nan)
+    for each in sequences:
+        del each.tokens[num_kept_tokens:]
+        each.num_computed = 0
+
+
+def assert_same(
+    engine: Engine,
+    sequences: Sequence[DrivenSequence],
+    expected: Sequence[tuple[list[int], Tensor]],
+) -> None:
+    for each, (tokens, kv) in zip(sequences, expected, strict=True):
+        assert each.tokens == tokens, f"tokens of the prompt of {len(each.prompt)}"
+        different = (computed_kv(engine, each) != kv).sum(dim=(0, 1, 2, 4)).nonzero().flatten()
+        assert not len(different), f"prompt of {len(each.prompt)}: positions {different.tolist()}"
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "seeded"])
+def test_tokens_and_pages_do_not_depend_on_batch_chunks_or_resumption(
+    engine: Engine, sampling: str
+) -> None:
+    sequences = sequences_for(engine, sampling)
+    assert engine.config.dtype == "bfloat16"
+
+    run(engine, sequences)
+
+    expected = [result_of(engine, each) for each in sequences]
+    assert len({tuple(tokens) for tokens, _ in expected}) == len(LENS)
+    for chunk_size in (7, 64, 333):
+        forget(engine, sequences, 0)
+        run(engine, sequences, chunk_size=chunk_size)
+        assert_same(engine, sequences, expected)
+    for num_kept in (1, 2, 17, 40, 63):
+        for chunk_size in (10**6, 129):
+            forget(engine, sequences, num_kept)
+            run(engine, sequences, chunk_size=chunk_size)
+            assert_same(engine, sequences, expected)
+    for each, mine in zip(sequences, expected, strict=True):
+        for num_kept, chunk_size in ((0, 10**6), (33, 10**6), (20, 50)):
+            forget(engine, [each], num_kept)
+            run(engine, [each], chunk_size=chunk_size)
+            assert_same(engine, [each], [mine])
+
+
+def test_the_bits_differ_where_drawn_tokens_are_taken_for_prompt(engine: Engine) -> None:
+    (sequence,) = make_sequences(engine, [list(range(300))], GREEDY)
+    run(engine, [sequence])
+    _, expected = result_of(engine, sequence)
+    wrong = replace(sequence, prompt=sequence.prompt + sequence.tokens[:40], tokens=[])
+
+    wrong.num_computed = 0
+    engine.forward([wrong.next_slice(10**6)])
+
+    same = computed_kv(engine, wrong) == expected[:, :, :, : wrong.num_computed]
+    assert same[:, :, :, :300].all()
+    assert not same[:, :, :, 300:].all(), "then there is no need to tell them apart"
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 128_256])
+def test_a_draw_does_not_depend_on_the_other_rows(vocab_size: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 3 * torch.randn(64, vocab_size, generator=generator, device="cuda")
+    logits = logits.to(torch.bfloat16)
+    params = [GREEDY, *SAMPLING, replace(SAMPLING[1], logprobs=3)]
+    draws = [
+        Draw(
+            params=params[row % len(params)],
+            seed=row,
+            position=100 + row,
+            prompt_token_ids=list(range(row)),
+            output_token_ids=list(range(0, row, 3)),
+        )
+        for row in range(len(logits))
+    ]
+
+    together = sample(logits, draws)
+    alone = [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
+
+    assert [each.token_id for each in alone] == [each.token_id for each in together]
+    assert sample(logits[5:40], draws[5:40])[0].token_id == together[5].token_id
+    for mine, other in zip(alone, together, strict=True):
+        # Torch sums a row by the alignment of its first byte: the last bit of a float32.
+        assert mine.logprob == pytest.approx(other.logprob, rel=1e-6)
