@@ -1,4 +1,4 @@
-"""Regenerates the committed protobuf modules; `--check` fails when they differ from the .proto files."""
+"""Regenerates the committed protobuf modules; `--check` fails when they are out of date."""
 
 import argparse
 import subprocess
