@@ -83,15 +83,12 @@ class SequenceSlice:
     token_ids: Sequence[int]  # new tokens, at least one
     start: int  # position of the first of them
     page_ids: Sequence[int]  # of the whole sequence, in order
-    # Of the sequence. None is for a sequence that is never resumed: a single token was drawn.
-    num_prompt_tokens: int | None = None
+    num_prompt_tokens: int  # of the sequence
     draws: tuple[Draw, ...] = ()  # empty for all but the last chunk of a prompt
 
     @property
     def prompt_len(self) -> int:
         """How many of the new tokens are prompt; they come first."""
-        if self.num_prompt_tokens is None:
-            return len(self.token_ids) if len(self.token_ids) > 1 else 0
         return min(max(self.num_prompt_tokens - self.start, 0), len(self.token_ids))
 
     def check(self, page_size: int) -> None:

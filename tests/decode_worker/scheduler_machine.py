@@ -278,7 +278,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             for choice in group.choices
         )
         everything = SequenceSlice(
-            token_ids=group.tokens, start=0, page_ids=range(num_pages), draws=draws
+            token_ids=group.tokens,
+            start=0,
+            page_ids=range(num_pages),
+            num_prompt_tokens=len(group.request.prompt),
+            draws=draws,
         )
         drawn = engine.forward([everything])[0]
         return Transfer(group, engine.storage.export_pages(range(num_pages)), drawn)

@@ -65,7 +65,13 @@ def make_backends(
 
 
 def slice_of(start: int, length: int, page_ids: list[int]) -> SequenceSlice:
-    return SequenceSlice(token_ids=range(length), start=start, page_ids=page_ids)
+    """Several tokens are the end of a prompt, a single one was drawn."""
+    return SequenceSlice(
+        token_ids=range(length),
+        start=start,
+        page_ids=page_ids,
+        num_prompt_tokens=start + length if length > 1 else start,
+    )
 
 
 @pytest.mark.parametrize("sliding_window", [None, 10])

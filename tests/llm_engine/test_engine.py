@@ -1,6 +1,8 @@
 import asyncio
 import io
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,13 @@ def engine(model_dir: Path) -> Engine:
 def make_prompts(count: int = 9, seed: int = 1) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+def prompt_slice(token_ids: list[int], page_ids: Sequence[int]) -> SequenceSlice:
+    """A whole prompt in one slice."""
+    return SequenceSlice(
+        token_ids=token_ids, start=0, page_ids=page_ids, num_prompt_tokens=len(token_ids)
+    )
 
 
 @pytest.mark.parametrize("params", [PARAMS, SamplingParams(temperature=0, max_tokens=24)], ids=str)
@@ -78,7 +87,7 @@ def test_slices_can_share_pages_that_one_of_them_fills(engine: Engine) -> None:
     prefix = (prefix * 16)[:16]
     first, second = make_sequences(engine, [[*prefix, 5], [*prefix, 9]])
     second.page_ids[:2] = first.page_ids[:2]
-    engine.forward([SequenceSlice(token_ids=prefix, start=0, page_ids=first.page_ids)])
+    engine.forward([prompt_slice(prefix, first.page_ids)])
     first.num_computed = second.num_computed = 16
 
     run(engine, [first, second])
@@ -97,9 +106,9 @@ def test_several_draws_of_one_slice_equal_single_ones(engine: Engine) -> None:
         for sequence, each in zip(sequences, choices, strict=True):
             sequence.params = each
             draws += sequence.next_slice(1000).draws
-        return SequenceSlice(token_ids=prompt, start=0, page_ids=page_ids, draws=tuple(draws))
+        return replace(prompt_slice(prompt, page_ids), draws=tuple(draws))
 
-    undrawn = SequenceSlice(token_ids=prompt[:3], start=0, page_ids=[20])
+    undrawn = prompt_slice(prompt[:3], [20])
     nothing, several = engine.forward([undrawn, draw(params)])
     single = [engine.forward([draw([each])])[0][0] for each in params]
 
@@ -126,7 +135,9 @@ def test_pages_moved_to_another_engine_continue_there(engine: Engine, model_dir:
 
 def test_impossible_slices_are_refused_before_anything_is_written(engine: Engine) -> None:
     def page(token_id: int = 1, start: int = 0, page_ids: tuple[int, ...] = (0,)) -> SequenceSlice:
-        return SequenceSlice(token_ids=[token_id], start=start, page_ids=page_ids)
+        return SequenceSlice(
+            token_ids=[token_id], start=start, page_ids=page_ids, num_prompt_tokens=1
+        )
 
     for bad, words in (
         (page(token_id=VOCAB_SIZE), "vocabulary"),
@@ -185,10 +196,10 @@ def test_bad_arguments_are_named(model_dir: Path) -> None:
 def test_a_small_pool_bounds_the_sequences_it_serves(model_dir: Path) -> None:
     engine = load_engine(model_dir, page_size=8, num_pages=2, device="cpu")
 
-    engine.forward([SequenceSlice(token_ids=[1] * 16, start=0, page_ids=[0, 1])])
+    engine.forward([prompt_slice([1] * 16, [0, 1])])
 
     with pytest.raises(AssertionError, match="pool"):
-        engine.forward([SequenceSlice(token_ids=[1], start=16, page_ids=[0, 1, 1])])
+        engine.forward([prompt_slice([1] * 17, [0, 1, 1])])
 
 
 def test_auto_takes_as_many_pages_as_the_budget_holds(model_dir: Path) -> None:

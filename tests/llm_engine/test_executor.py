@@ -15,7 +15,9 @@ PARAMS = SamplingParams(max_tokens=1)
 
 def first_slice() -> SequenceSlice:
     draw = Draw(params=PARAMS, seed=0, position=2, prompt_token_ids=[5, 6], output_token_ids=[])
-    return SequenceSlice(token_ids=[5, 6], start=0, page_ids=[0], draws=(draw,))
+    return SequenceSlice(
+        token_ids=[5, 6], start=0, page_ids=[0], num_prompt_tokens=2, draws=(draw,)
+    )
 
 
 class GatedEngine(FakeEngine):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,7 @@ def generate(
                     token_ids=PROMPT[start : start + length],
                     start=start,
                     page_ids=pages,
+                    num_prompt_tokens=len(PROMPT),
                     draws=(draw_after(PROMPT, [], params),) if last else (),
                 )
             ]
@@ -60,6 +63,7 @@ def generate(
             token_ids=tokens[-1:],
             start=len(PROMPT) + len(tokens) - 1,
             page_ids=pages,
+            num_prompt_tokens=len(PROMPT),
             draws=(draw_after(PROMPT, tokens, params),),
         )
         tokens.append(engine.forward([each])[0][0].token_id)
@@ -88,7 +92,11 @@ def test_swapped_pages_change_the_token() -> None:
     draws = (draw_after(PROMPT, [], SamplingParams(max_tokens=1)),)
 
     swapped = SequenceSlice(
-        token_ids=PROMPT[-1:], start=len(PROMPT) - 1, page_ids=[1, 0, 2, 3], draws=draws
+        token_ids=PROMPT[-1:],
+        start=len(PROMPT) - 1,
+        page_ids=[1, 0, 2, 3],
+        num_prompt_tokens=len(PROMPT),
+        draws=draws,
     )
 
     assert engine.forward([swapped])[0][0].token_id != first[0]
@@ -100,7 +108,10 @@ def test_the_chunk_after_a_foreign_page_is_foreign_too() -> None:
     before = engine.storage.export_pages([1])
     engine.storage.slots[0] = 0
 
-    engine.forward([SequenceSlice(token_ids=PROMPT[4:8], start=4, page_ids=[0, 1])])
+    second = SequenceSlice(
+        token_ids=PROMPT[4:8], start=4, page_ids=[0, 1], num_prompt_tokens=len(PROMPT)
+    )
+    engine.forward([second])
 
     assert (engine.storage.export_pages([1]) != before).any()
 
@@ -171,12 +182,12 @@ def test_computed_tokens_are_counted() -> None:
 
 def test_misuse_is_refused() -> None:
     engine = make_engine()
-    page = SequenceSlice(token_ids=[1], start=0, page_ids=[3])
+    page = SequenceSlice(token_ids=[1], start=0, page_ids=[3], num_prompt_tokens=1)
 
     with pytest.raises(AssertionError, match="same page"):
         engine.forward([page, page])
     with pytest.raises(AssertionError, match="too few pages"):
-        engine.forward([SequenceSlice(token_ids=[1] * 5, start=0, page_ids=[3])])
+        engine.forward([replace(page, token_ids=[1] * 5, num_prompt_tokens=5)])
     with pytest.raises(AssertionError, match="out of range"):
         engine.storage.copy_page(0, 64)
 
@@ -192,6 +203,7 @@ def test_sequences_of_one_batch_do_not_touch_each_other() -> None:
                 token_ids=prompt,
                 start=0,
                 page_ids=range(idx * 5, idx * 5 + num_pages),
+                num_prompt_tokens=len(prompt),
                 draws=(draw_after(prompt, [], PARAMS),),
             )
         )
