@@ -52,6 +52,9 @@ class ClusterConfig(BaseModel):
         "auto",
         description="Of weights and pages; auto: the checkpoint's on CUDA, float32 on CPU.",
     )
+    deterministic: bool = Field(
+        True, description="Same bits in any batch on GPUs; false: cuBLAS, which may be faster."
+    )
     prefill: int = Field(1, ge=1, le=1024, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=1024, description="Number of decode workers.")
 

@@ -195,6 +195,7 @@ def _settings(config: ClusterConfig, worker_id: str, device: str) -> WorkerSetti
         served_model_name=config.served_model_name or model_dir.name,
         device=device,
         dtype=config.dtype,
+        deterministic=config.deterministic,
         page_size=config.page_size,
         num_pages=config.num_pages,
         gpu_memory_fraction=config.gpu_memory_fraction,

@@ -41,6 +41,7 @@ class WorkerSettings:
     served_model_name: str
     device: str  # "cpu" or "cuda"; a CUDA worker sees exactly one GPU
     dtype: str  # "auto", "float32", "float16" or "bfloat16"
+    deterministic: bool  # on a GPU; see load_engine
     page_size: int  # token slots
     num_pages: int  # 0: as many as memory allows
     gpu_memory_fraction: float  # for pages, of what is free after the weights
@@ -160,6 +161,7 @@ def _load_executor(settings: WorkerSettings) -> ThreadExecutor:
         num_pages=settings.num_pages or "auto",
         device=settings.device,
         dtype=settings.dtype,
+        deterministic=settings.deterministic,
         memory=MemoryPlan(
             cuda_free_fraction=settings.gpu_memory_fraction,
             cpu_pool_bytes=settings.cpu_pages_bytes,

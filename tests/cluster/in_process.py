@@ -62,6 +62,7 @@ async def _start_worker(model_dir, pool, members):
         dtype="auto",
         page_size=8,
         num_pages=200,
+        deterministic=True,
         gpu_memory_fraction=0.85,
         cpu_pages_bytes=2**20,
         cpu_threads=1,

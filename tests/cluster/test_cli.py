@@ -11,9 +11,9 @@ from cluster.errors import DemoError
 from pagewire import Choice, Completion, Usage
 
 SERVE_FLAGS = """
-    --config --cpu-pages-mib --cpu-threads --decode --device --dtype --gpu-memory-fraction --help
-    --host --log-format --log-level --model --num-pages --page-size --port --prefill --ray-address
-    --served-model-name --start-timeout-s --stop-grace-s
+    --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
+    --gpu-memory-fraction --help --host --log-format --log-level --model --num-pages --page-size
+    --port --prefill --ray-address --served-model-name --start-timeout-s --stop-grace-s
 """
 FLAGS = {
     "generate": """--address --help --json --max-tokens --model --seed --stop --temperature
