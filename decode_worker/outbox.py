@@ -34,7 +34,10 @@ class Outbox:
         earlier = self._deltas.get(key)
         if earlier is not None:
             delta = replace(
-                delta, tokens=earlier.tokens + delta.tokens, first_index=earlier.first_index
+                delta,
+                tokens=earlier.tokens + delta.tokens,
+                first_index=earlier.first_index,
+                has_stats=earlier.has_stats or delta.has_stats,
             )
         self._deltas[key] = delta
         self._num_tokens += 1

@@ -125,6 +125,7 @@ class TokenDelta:
     first_index: int  # output index of the first of them
     finish_reason: FinishReason | None
     is_last_of_request: bool
+    has_stats: bool = False  # says also what the request has cost so far
 
 
 def group_by_tokens(choices: Sequence[Choice]) -> list[PrefillGroup]:

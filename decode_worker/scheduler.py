@@ -15,6 +15,7 @@ deadlines.
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from decode_worker.config import DecodeConfig
 from decode_worker.request import (
@@ -434,6 +435,8 @@ class Scheduler:
             self._advance(choice, token)
             for choice, token in zip(group.choices, tokens, strict=True)
         ]
+        # Told now, because nobody knows whether this worker lives to tell it at the end.
+        deltas[0] = replace(deltas[0], has_stats=True)
         if all(choice.is_finished for choice in group.choices):
             self._remove(group)
         return deltas
@@ -455,11 +458,13 @@ class Scheduler:
             choice.is_finished = True
             if choice.pages is not None:
                 self._stop_running(choice)
+        is_last = all(each.is_finished for each in request.choices)
         return TokenDelta(
             request=request,
             choice=choice.index,
             tokens=(token,),
             first_index=first_index,
             finish_reason=reason,
-            is_last_of_request=all(each.is_finished for each in request.choices),
+            is_last_of_request=is_last,
+            has_stats=is_last,
         )

@@ -212,7 +212,7 @@ def _delta_to_proto(delta: TokenDelta) -> worker_pb2.TokenDelta:
         first_index=delta.first_index,
         logprobs=logprobs_to_proto(delta.tokens),
         finish_reason=_FINISH_REASONS[delta.finish_reason],
-        stats=stats_to_proto(delta.request.stats) if delta.is_last_of_request else None,
+        stats=stats_to_proto(delta.request.stats) if delta.has_stats else None,
     )
 
 

@@ -66,7 +66,7 @@ class Delta:
     token_ids: list[int]
     logprobs: tuple[Any, ...] = ()  # one per token, or none; passed on as they are
     finish: Finish | None = None
-    stats: WorkerStats | None = None  # with the last delta of a request
+    stats: WorkerStats | None = None  # of the attempt until now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,11 +195,12 @@ class Generation:
         self.request = request
         self.choices = [Choice(i, request, tokenizer) for i in range(request.sampling.n)]
         self.attempt = -1  # of the last begin_attempt
-        self.stats = WorkerStats()  # of the attempts that reported any
         self.decode_workers: list[str] = []  # in order of use
         self.first_token_at: float | None = None  # loop time
         self.last_token_at: float | None = None
         self.finished_at = 0.0  # valid when is_finished
+        self._past_stats = WorkerStats()  # of the attempts before the current one
+        self._stats = WorkerStats()  # the newest that the current attempt told
         self._running: set[int] = set()  # choices that the current worker still works on
 
     @property
@@ -217,12 +218,18 @@ class Generation:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
+    def stats(self) -> WorkerStats:
+        """What all attempts cost, as far as they lived to tell."""
+        return self._past_stats.plus(self._stats)
+
+    @property
     def num_resumptions(self) -> int:
         return max(0, self.attempt)
 
     def begin_attempt(self, worker_id: str) -> list[tuple[int, Sequence[int]]]:
         """Count a new attempt and return what it has to go on with: (choice, tokens so far)."""
         self.attempt += 1
+        self._past_stats, self._stats = self.stats, WorkerStats()
         self.decode_workers.append(worker_id)
         unfinished = [choice for choice in self.choices if not choice.is_finished]
         self._running = {choice.index for choice in unfinished}
@@ -237,7 +244,7 @@ class Generation:
         if delta.attempt != self.attempt or delta.choice >= len(self.choices):
             return False
         if delta.stats:
-            self.stats = self.stats.plus(delta.stats)
+            self._stats = delta.stats
         if delta.finish is not None:
             self._running.discard(delta.choice)
         if self.choices[delta.choice].accept(delta):

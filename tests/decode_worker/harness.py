@@ -179,7 +179,8 @@ class Stream:
     finish_reasons: dict[int, int] = field(default_factory=dict)
     logprobs: list[Any] = field(default_factory=list)
     failure: Any = None
-    stats: Any = None
+    stats: Any = None  # the newest
+    all_stats: list[Any] = field(default_factory=list)
     num_messages: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     has_tokens: asyncio.Event = field(default_factory=asyncio.Event)
@@ -197,8 +198,10 @@ class Stream:
         if delta.finish_reason:
             self.finish_reasons[delta.choice] = delta.finish_reason
         if delta.HasField("stats"):
-            assert set(self.finish_reasons) == set(self.tokens), "stats before the end"
             self.stats = delta.stats
+            self.all_stats.append(delta.stats)
+        if set(self.finish_reasons) == set(self.tokens):
+            assert delta.HasField("stats"), "no stats at the end"
             self.ended.set()
 
     def assert_equals_oracle(self) -> None:

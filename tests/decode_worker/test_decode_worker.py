@@ -66,6 +66,35 @@ def test_tokens_equal_the_oracle_and_the_decode_worker_computes_no_prompt_token(
     run(scenario)
 
 
+def test_the_account_is_told_with_the_first_tokens_and_again_at_the_end() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(30), n=2)
+        await stream.has_tokens.wait()
+        told = stream.stats
+        await router.finish(stream)
+
+        assert told is not None, "whoever leaves now would never hear of it"
+        assert (told.pages_moved, told.prefill_computed_tokens) == (8, 30)
+        assert stream.all_stats == [told, told]
+
+    run(scenario)
+
+
+def test_an_account_that_grew_by_a_preemption_is_told_when_the_tokens_go_on() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        streams = [
+            await router.submit(prompt_of(12, seed=seed), max_tokens=40, seed=seed)
+            for seed in range(4)
+        ]
+        await router.finish(*streams)
+
+        assert any(each.stats.preemptions for each in streams)
+        for each in streams:
+            assert [s.preemptions for s in each.all_stats[:-1]] == [*range(len(each.all_stats) - 1)]
+
+    run(scenario, WorkerCluster(decode_pages=24))
+
+
 def test_sixteen_requests_with_one_new_prefix_move_and_compute_it_once() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         prefix = prompt_of(40)

@@ -16,7 +16,12 @@ def make_request() -> Request:
 
 
 def delta(
-    request: Request, index: int, *, choice: int = 0, finish: FinishReason | None = None
+    request: Request,
+    index: int,
+    *,
+    choice: int = 0,
+    finish: FinishReason | None = None,
+    has_stats: bool = False,
 ) -> TokenDelta:
     return TokenDelta(
         request=request,
@@ -25,13 +30,14 @@ def delta(
         first_index=index,
         finish_reason=finish,
         is_last_of_request=finish is not None,
+        has_stats=has_stats,
     )
 
 
 def test_tokens_of_a_choice_are_merged_until_they_are_taken() -> None:
     async def main() -> None:
         outbox, request = Outbox(max_tokens=100), make_request()
-        outbox.push(delta(request, 3))
+        outbox.push(delta(request, 3, has_stats=True))
         outbox.push(delta(request, 0, choice=1))
         outbox.push(delta(request, 4, finish=FinishReason.LENGTH))
         taken = await outbox.take()
@@ -40,6 +46,7 @@ def test_tokens_of_a_choice_are_merged_until_they_are_taken() -> None:
         assert [token.token_id for token in first.tokens] == [103, 104]
         assert (first.first_index, first.finish_reason) == (3, FinishReason.LENGTH)
         assert (second.choice, second.first_index) == (1, 0)
+        assert (first.has_stats, second.has_stats) == (True, False)
 
         outbox.push(delta(request, 5))
         again = await outbox.take()

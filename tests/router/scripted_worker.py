@@ -79,14 +79,17 @@ Serve = Callable[[Session, worker_pb2.SubmitRequest], Awaitable[None]]
 async def honest(session: Session, submit: worker_pb2.SubmitRequest) -> None:
     """Send one token per choice and step until the end or a cancellation."""
     positions = {c.choice: len(unpack_token_ids(c.emitted_token_ids)) for c in submit.choices}
+    stats = common_pb2.RequestStats(pages_moved=3, bytes_moved=300)
+    is_first = True
     while positions:
         await asyncio.sleep(session.worker.token_s)
         if submit.request_id in session.cancelled:
             return
         deltas = [delta(submit, choice, first) for choice, first in positions.items()]
         positions = {c: p + 1 for c, p in positions.items() if p + 1 < submit.sampling.max_tokens}
-        if not positions:
-            deltas[-1].stats.CopyFrom(common_pb2.RequestStats(pages_moved=3, bytes_moved=300))
+        if is_first or not positions:
+            deltas[-1].stats.CopyFrom(stats)
+        is_first = False
         session.send(*deltas)
         session.worker.steps += 1
 

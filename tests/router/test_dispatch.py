@@ -94,6 +94,7 @@ def test_a_killed_worker_costs_a_pause_but_no_token() -> None:
             assert answer.error is None
             assert [answer.token_ids(choice) for choice in (0, 1)] == [tokens(0, 30), tokens(1, 30)]
             assert answer.usage.stats.resumptions == 1
+            assert answer.usage.stats.pages_moved == 2 * 3, "what the dead worker cost counts too"
             assert len(set(answer.usage.decode_workers)) == 2
             other = next(worker for worker in workers if worker is not victim)
             [resumed] = other.submits

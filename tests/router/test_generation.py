@@ -166,6 +166,16 @@ def test_stale_attempts_and_unknown_choices_are_not_accepted() -> None:
     assert made.accept(delta(0, ids("x"), attempt=1), 11.0)
 
 
+def test_the_newest_stats_of_an_attempt_replace_its_earlier_ones() -> None:
+    made = generation(stop=("END",))
+    made.accept(delta(0, ids("x"), stats=WorkerStats(pages_moved=2)), 11.0)
+    made.accept(delta(1, ids("y"), stats=WorkerStats(pages_moved=2, preemptions=1)), 11.0)
+    made.accept(delta(2, ids("END")), 11.0)
+
+    assert made.is_finished
+    assert made.stats == WorkerStats(pages_moved=2, preemptions=1)
+
+
 def test_stats_sum_over_attempts() -> None:
     made = generation()
     made.accept(delta(0, ids("x"), stats=WorkerStats(pages_moved=2, bytes_moved=20)), 11.0)

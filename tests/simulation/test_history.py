@@ -37,7 +37,9 @@ def _right_history() -> RequestHistory:
                 )
             )
     usage = inference_pb2.Usage(
-        prompt_tokens=3, completion_tokens=8, stats=common_pb2.RequestStats(resumptions=1)
+        prompt_tokens=3,
+        completion_tokens=8,
+        stats=common_pb2.RequestStats(resumptions=1, prefill_computed_tokens=3),
     )
     deltas[-1] = replace(deltas[-1], usage=usage)
     return RequestHistory(spec=SPEC, deltas=deltas, ends=["OK"])
@@ -61,6 +63,7 @@ def test_a_right_history_has_no_violations() -> None:
         (1, {"usage": inference_pb2.Usage()}, "usage came before"),
         (3, {"usage": None}, "no usage"),
         (3, {"usage": inference_pb2.Usage(prompt_tokens=3)}, "usage counts"),
+        (3, {"usage": inference_pb2.Usage()}, "nothing was computed"),
     ],
 )
 def test_a_changed_message_is_a_violation(

@@ -122,6 +122,10 @@ def _check_usage(history: RequestHistory, is_complete: bool, max_resumptions: in
             f"usage counts {usage.prompt_tokens} + {usage.completion_tokens} tokens, "
             f"the stream had {len(history.spec.prompt)} + {num_tokens}"
         )
-    if usage.stats.resumptions > max_resumptions:
-        violations.append(f"{usage.stats.resumptions} resumptions, allowed {max_resumptions}")
+    stats = usage.stats
+    num_computed = stats.prefill_computed_tokens + stats.decode_computed_tokens
+    if num_tokens and not num_computed:  # the prompt's last token is never cached
+        violations.append("usage says that nothing was computed")
+    if stats.resumptions > max_resumptions:
+        violations.append(f"{stats.resumptions} resumptions, allowed {max_resumptions}")
     return violations
