@@ -63,7 +63,7 @@ class PrefillReceivers:
         self._connections = ConnectionPool(transports, random_id=lambda: random_id().hex())
         self._channels: dict[WorkerIdentity, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # until the attempts have closed
-        self._running: dict[asyncio.Task[PrefillResult], Request] = {}  # outcome not known yet
+        self._running: dict[asyncio.Task[PrefillResult], PrefillGroup] = {}  # outcome not known yet
 
     def start(self, group: PrefillGroup) -> None:
         """Begin an attempt at the group's next candidate; its pages are reserved."""
@@ -72,13 +72,13 @@ class PrefillReceivers:
         attempt = self._make_attempt(group, sender)
         # Only this task is ever cancelled: what _finish does must happen in any case.
         running = asyncio.get_running_loop().create_task(attempt.run())
-        self._running[running] = group.request
+        self._running[running] = group
         self._hold(self._finish(group, sender, attempt, running))
 
     def cancel(self, request: Request) -> None:
-        """Stop what is under way for a request; its pages are freed when nothing writes them."""
-        for task, each in self._running.items():
-            if each is request:
+        """Stop what is under way for choices that ended; pages are freed when nothing writes."""
+        for task, group in self._running.items():
+            if group.request is request and group.is_ended:
                 task.cancel()
 
     async def close(self) -> None:

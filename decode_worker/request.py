@@ -6,7 +6,7 @@ Life of a choice:
    COMPUTING  ... or this worker fills them, chunk by chunk
 3. JOINING    the first tokens are drawn; the next step forks the pages, one set per choice
 4. RUNNING    one token per step
-5. ended      finished, or with its request
+5. ended      finished or cancelled; a request ends with its last choice
 
 Preemption takes a choice from RUNNING back to WAITING, in a group of its own.
 """
@@ -51,7 +51,11 @@ class Request:
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
-    is_ended: bool = False  # holds nothing that the next step will not free
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether no choice is left: it holds nothing that the next step will not free."""
+        return all(choice.is_ended for choice in self.choices)
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +66,7 @@ class Choice:
     index: int  # 0..n-1; selects the seed
     output: list[int]  # tokens drawn so far, those of earlier attempts included
     pages: SequencePages | None = None  # while RUNNING
-    is_finished: bool = False
+    is_ended: bool = False  # finished or cancelled: it takes part in no later step
 
     @property
     def age(self) -> tuple[int, int]:
@@ -107,6 +111,15 @@ class PrefillGroup:
     @property
     def age(self) -> tuple[int, int]:
         return self.choices[0].age
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nobody wants any of its choices any more."""
+        return all(choice.is_ended for choice in self.choices)
+
+    def drop_ended(self) -> None:
+        """Forget choices that ended, but keep one; not while somebody draws for the group."""
+        self.choices = [each for each in self.choices if not each.is_ended] or self.choices[:1]
 
     def next_candidate(self, suspects: Container[WorkerIdentity]) -> WorkerIdentity | None:
         """Return the prefill worker to ask next: suspects last; None when all were asked."""

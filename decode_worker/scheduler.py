@@ -14,7 +14,7 @@ deadlines.
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from decode_worker.config import DecodeConfig
@@ -74,7 +74,7 @@ class Scheduler:
         self._computing: list[PrefillGroup] = []
         self._joining: list[PrefillGroup] = []
         self._running: list[Choice] = []
-        self._has_ended_requests = False
+        self._has_ended_choices = False
         # Something changed that may let a waiting group in. Without it a long queue of long
         # prompts would be matched again at every step.
         self._is_admission_due = False
@@ -110,10 +110,15 @@ class Scheduler:
         for group in group_by_tokens(request.choices):
             self._wait(group)
 
-    def end(self, request: Request) -> None:
-        """Cancel or fail a request: it takes part in no later step, then its pages are freed."""
-        request.is_ended = True
-        self._has_ended_requests = True
+    def end(self, request: Request, choices: Container[int] | None = None) -> None:
+        """Cancel or fail a request, or only some of its choices.
+
+        What ended takes part in no later step; the next one frees its pages.
+        """
+        for choice in request.choices:
+            if choices is None or choice.index in choices:
+                choice.is_ended = True
+        self._has_ended_choices = True
 
     def next_step(self) -> StepPlan:
         """Free what ended, admit, and choose what the next step computes; the plan may be empty."""
@@ -130,17 +135,21 @@ class Scheduler:
         )
 
     def free_ended(self) -> None:
-        """Free the pages of requests that ended; only between steps."""
-        if not self._has_ended_requests:
+        """Free the pages of choices that ended; only between steps."""
+        if not self._has_ended_choices:
             return
-        self._has_ended_requests = False
+        self._has_ended_choices = False
         self._is_admission_due = True
-        self._waiting = [group for group in self._waiting if not group.request.is_ended]
+        self._waiting = [group for group in self._waiting if not group.is_ended]
         for group in [*self._computing, *self._joining]:
-            if group.request.is_ended:
+            if group.is_ended:
                 self._remove(group)
         # Pages of receiving groups are freed by receive_failed: a transfer still writes them.
-        for choice in [choice for choice in self._running if choice.request.is_ended]:
+        for queue in (self._waiting, self._computing):
+            for group in queue:
+                group.drop_ended()
+            queue.sort(key=lambda each: each.age)  # a group is as old as its first choice
+        for choice in [choice for choice in self._running if choice.is_ended]:
             self._stop_running(choice)
 
     def complete_step(
@@ -150,7 +159,7 @@ class Scheduler:
         deltas = []
         num_decodes = len(plan.decodes)
         for choice, tokens in zip(plan.decodes, drawn[:num_decodes], strict=True):
-            if not choice.request.is_ended:
+            if not choice.is_ended:
                 deltas.append(self._advance(choice, tokens[0]))
         for chunk, tokens in zip(plan.chunks, drawn[num_decodes:], strict=True):
             deltas += self._complete_chunk(chunk, tokens)
@@ -205,7 +214,7 @@ class Scheduler:
         page_ids = self._cache.abort(group.pages, quarantine=may_be_written)
         group.pages = None
         self._is_admission_due = True
-        if not group.request.is_ended:
+        if not group.is_ended:
             self.totals.transfer_failures += 1
             group.request.stats.prefill_retries += 1
             assert group.candidate is not None
@@ -248,10 +257,10 @@ class Scheduler:
     def _join(self) -> list[PageCopy]:
         """Move groups with first tokens to the batch; return the page copies this takes."""
         copies = []
-        self._is_admission_due |= bool(self._joining)  # finished choices leave their places
+        self._is_admission_due |= bool(self._joining)  # choices that ended leave their places
         for group in self._joining:
             assert group.pages is not None
-            first, *others = [choice for choice in group.choices if not choice.is_finished]
+            first, *others = [choice for choice in group.choices if not choice.is_ended]
             for choice in others:
                 try:
                     choice.pages, pairs = self._cache.fork(group.pages, len(group.tokens))
@@ -316,6 +325,7 @@ class Scheduler:
         self._wait(PrefillGroup([choice], choice.tokens(), is_first_visit=False))
 
     def _wait(self, group: PrefillGroup) -> None:
+        group.drop_ended()
         group.state = GroupState.WAITING
         group.num_computed = 0
         self._is_admission_due = True
@@ -371,7 +381,8 @@ class Scheduler:
 
     def _num_active(self) -> int:
         groups = itertools.chain(self._receiving, self._computing, self._joining)
-        return len(self._running) + sum(len(group.choices) for group in groups)
+        choices = itertools.chain.from_iterable(group.choices for group in groups)
+        return len(self._running) + sum(not choice.is_ended for choice in choices)
 
     def _has_pages(self, num_pages: int) -> bool:
         counts = self._cache.pool.counts()
@@ -417,7 +428,7 @@ class Scheduler:
         self.totals.computed_tokens += chunk.num_tokens
         self._cache.commit(group.pages, group.num_computed // self._page_size)
         self._is_admission_due = True
-        if group.request.is_ended or not is_last:
+        if group.is_ended or not is_last:
             return []
         self._computing.remove(group)
         return self._take_first_tokens(group, tokens)
@@ -428,16 +439,15 @@ class Scheduler:
         assert group.pages is not None
         group.state = GroupState.JOINING
         self._joining.append(group)
-        if group.request.is_ended:
-            self._remove(group)
-            return []
         deltas = [
             self._advance(choice, token)
             for choice, token in zip(group.choices, tokens, strict=True)
+            if not choice.is_ended
         ]
-        # Told now, because nobody knows whether this worker lives to tell it at the end.
-        deltas[0] = replace(deltas[0], has_stats=True)
-        if all(choice.is_finished for choice in group.choices):
+        if deltas:
+            # Told now, because nobody knows whether this worker lives to tell it at the end.
+            deltas[0] = replace(deltas[0], has_stats=True)
+        if group.is_ended:
             self._remove(group)
         return deltas
 
@@ -455,10 +465,10 @@ class Scheduler:
             max_context_tokens=self._model.max_context_tokens,
         )
         if reason is not None:
-            choice.is_finished = True
+            choice.is_ended = True
             if choice.pages is not None:
                 self._stop_running(choice)
-        is_last = all(each.is_finished for each in request.choices)
+        is_last = request.is_ended
         return TokenDelta(
             request=request,
             choice=choice.index,

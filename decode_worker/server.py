@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from typing import Protocol
 
 import grpc
@@ -52,6 +52,10 @@ class RequestSink(Protocol):
         """Forget a request and free what it holds; a no-op when it has ended."""
         ...
 
+    def cancel_choices(self, request_id: str, choices: Container[int], outbox: Outbox) -> None:
+        """End some choices of a request, and with the last one the request."""
+        ...
+
     def close_session(self, outbox: Outbox) -> None:
         """Cancel all requests that answer to the outbox."""
         ...
@@ -94,7 +98,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
                 if kind == "submit":
                     self._submit(message.submit, outbox)
                 elif kind == "cancel":
-                    self._sink.cancel(message.cancel.request_id, outbox)
+                    self._cancel(message.cancel, outbox)
         except grpc.RpcError as error:
             logger.info("session_broken error=%r", error)
         finally:
@@ -113,6 +117,12 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             )
         else:
             self._sink.submit(request, outbox)
+
+    def _cancel(self, message: worker_pb2.CancelRequest, outbox: Outbox) -> None:
+        if message.choices:
+            self._sink.cancel_choices(message.request_id, message.choices, outbox)
+        else:
+            self._sink.cancel(message.request_id, outbox)
 
 
 def register_decode_service(server: grpc.aio.Server, sink: RequestSink) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -234,6 +234,21 @@ class DecodeWorker:
         if request is not None:
             outbox.discard(request)
             self._end(request, "cancelled")
+
+    def cancel_choices(self, request_id: str, choices: Container[int], outbox: Outbox) -> None:
+        """End some choices of a request, and with the last one the request.
+
+        What they drew before stays in the outbox: it may carry the account of the others.
+        """
+        request = self._sessions[outbox].requests.get(request_id)
+        if request is None:
+            return
+        self._scheduler.end(request, choices)
+        if request.is_ended:
+            self._end(request, "cancelled")
+        else:
+            self._receivers.cancel(request)
+            self._wake()
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:

@@ -253,6 +253,17 @@ class Generation:
         self.finished_at = now
         return True
 
+    def take_stopped(self) -> list[int]:
+        """Return the choices that a stop string ended while others go on; each only once.
+
+        The worker knows nothing of stop strings and must be told.
+        """
+        if self.is_finished:
+            return []  # then the whole request is cancelled
+        stopped = [index for index in self._running if self.choices[index].is_finished]
+        self._running.difference_update(stopped)
+        return stopped
+
     def fail_attempt(self, attempt: int) -> bool:
         """Note that the worker gave up; False means that the failure was stale."""
         if attempt != self.attempt:

@@ -119,7 +119,8 @@ class Session:
         self.worker = worker
         self.streams: dict[str, Stream] = {}  # request_id |-> stream
         self._counters = counters
-        self._outbox: asyncio.Queue[Any] = asyncio.Queue()  # holds at most two messages per request
+        # Holds at most two messages per request, and one per choice.
+        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._outbox.put_nowait(wire.hello(router_id, worker.member.incarnation))
         self.task: asyncio.Task[None] | None = None
 
@@ -179,3 +180,12 @@ class Session:
                         self._counters.stale_deltas += 1
                 except DeltaGap:
                     self._counters.gaps += 1
+                else:
+                    self._cancel_stopped(stream)
+
+    def _cancel_stopped(self, stream: Stream) -> None:
+        """Have the worker free choices that ended here but not there."""
+        choices = stream.generation.take_stopped()
+        if choices:
+            request_id = stream.generation.request.request_id
+            self._outbox.put_nowait(wire.cancel(request_id, choices))

@@ -164,9 +164,11 @@ def submit(
     )
 
 
-def cancel(request_id: str) -> worker_pb2.SessionRequest:
-    """Make the message that frees whatever a worker holds for a request."""
-    return worker_pb2.SessionRequest(cancel=worker_pb2.CancelRequest(request_id=request_id))
+def cancel(request_id: str, choices: Sequence[int] = ()) -> worker_pb2.SessionRequest:
+    """Make the message that frees whatever a worker holds for choices, without any for all."""
+    return worker_pb2.SessionRequest(
+        cancel=worker_pb2.CancelRequest(request_id=request_id, choices=choices)
+    )
 
 
 def session_events(response: worker_pb2.SessionResponse) -> list[Delta | Failure]:

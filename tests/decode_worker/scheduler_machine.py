@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.outputs: dict[tuple[Request, int], list[int]] = {}
         self.finished: set[Request] = set()
+        self.cancelled: set[tuple[Request, int]] = set()
         self.transfers: list[Transfer] = []
         self.quarantines: list[Quarantine] = []
         self.plan: StepPlan | None = None
@@ -156,6 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages = transfer.group.pages
         assert pages is not None
         num_pages = len(pages.page_ids)
+        assert pages.num_committed_pages < num_pages, "more is committed than has arrived"
         end = data.draw(st.integers(pages.num_committed_pages, num_pages - (then != "go on")))
         self.receive(transfer, end)
         if then != "go on":
@@ -183,6 +185,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(alive))
         self.finished.add(request)
         self.scheduler.end(request)
+
+    @precondition(lambda self: len(self.requests) > len(self.finished))
+    @rule(data=st.data())
+    def cancel_choice(self, data: st.DataObject) -> None:
+        alive = [request for request in self.requests if request not in self.finished]
+        request = data.draw(st.sampled_from(alive))
+        choice = data.draw(st.sampled_from(sorted(request.emitted)))
+        self.seen["cancelled choices"] += 1
+        self.cancelled.add((request, choice))
+        self.scheduler.end(request, {choice})
+        if request.is_ended:
+            self.finished.add(request)
 
     # What must hold.
 
@@ -220,11 +234,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_tokens <= self.config.max_step_tokens, "over the token budget"
         choices: list[Choice] = [*plan.decodes]
         choices += [choice for chunk in plan.chunks for choice in chunk.group.choices]
-        assert not any(choice.request.is_ended for choice in choices), "a step for an ended request"
+        assert not any(choice.is_ended for choice in choices), "a step for an ended choice"
 
     def take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             assert delta.request not in self.finished, "a token after the end"
+            assert (delta.request, delta.choice) not in self.cancelled, "a token for nobody"
             output = self.outputs[delta.request, delta.choice]
             assert delta.first_index == len(output), "a gap or a repetition"
             output += [token.token_id for token in delta.tokens]

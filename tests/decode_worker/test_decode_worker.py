@@ -495,6 +495,59 @@ def test_a_session_for_another_incarnation_is_refused() -> None:
     run(scenario)
 
 
+def test_cancelled_choices_leave_batch_and_pages_and_the_others_go_on() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(42), n=3, temperature=1.0, max_tokens=60)
+        await stream.has_tokens.wait()
+        await asyncio.sleep(0.05)
+        cache, passes = cluster.decode.worker.cache, cluster.decode.executor.passes
+        assert passes[-1] == 3
+        live_before = cache.pool.counts().live
+
+        await router.cancel_choices(stream, 0, 2)
+        await asyncio.sleep(0.05)
+
+        assert passes[-1] == 1
+        # The full pages of the prompt are shared; each choice has at least one of its own.
+        assert cache.pool.counts().live <= live_before - 2
+        await router.cancel_choices(stream, 0, 7)  # ended, never there
+        await router.finish(stream)
+        assert len(stream.tokens[1]) == 60
+        assert max(len(stream.tokens[0]), len(stream.tokens[2])) < 59
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.03, 0.045, 0.06, 0.1, 0.15])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_cancelling_the_choices_one_by_one_at_any_time_ends_the_request(
+    after_s: float, is_local: bool
+) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        prompt = prompt_of(100)
+        # Two groups: choices 0 and 1 are prefilled together, 2 has tokens of its own.
+        leaving = await router.submit(
+            prompt,
+            emitted={0: [], 1: [], 2: [5]},
+            max_tokens=50,
+            candidates=[] if is_local else None,
+        )
+        staying = await router.submit(prompt_of(120, seed=1, prefix=prompt))
+        await asyncio.sleep(after_s)
+        for choice in (0, 2, 1):
+            await router.cancel_choices(leaving, choice)
+            await asyncio.sleep(0.005)
+        await router.finish(staying)
+        await cluster.wait_free(timeout_s=1.0)
+        num_steps = len(cluster.decode.executor.passes)
+        await asyncio.sleep(1.0)
+
+        assert len(cluster.decode.executor.passes) == num_steps, "steps for nobody"
+        assert leaving.failure is None
+
+    run(scenario)
+
+
 def test_a_resumption_replaces_the_attempt_that_came_before_it() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         first = await router.submit(prompt_of(20), request_id="a", max_tokens=30)

@@ -116,7 +116,7 @@ class ForgetsQuarantine(Scheduler):
 
 class ForgetsEndedChoices(Scheduler):
     def free_ended(self) -> None:
-        self._waiting = [group for group in self._waiting if not group.request.is_ended]
+        self._waiting = [group for group in self._waiting if not group.is_ended]
 
 
 class TakesFromTheOldest(Scheduler):
@@ -160,7 +160,7 @@ class AdvancesEndedRequests(Scheduler):
     def complete_step(self, plan: Any, drawn: Any) -> list[TokenDelta]:
         deltas = super().complete_step(plan, drawn)
         for choice in plan.decodes:
-            if choice.request.is_ended and choice.pages is not None:
+            if choice.is_ended and choice.pages is not None:
                 deltas.append(self._advance(choice, SampledToken(token_id=1)))
         return deltas
 

@@ -108,7 +108,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     is_silent: bool = False
     steps: int = 0
     submits: list[worker_pb2.SubmitRequest] = field(default_factory=list)
-    cancels: list[str] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)  # of whole requests
+    choice_cancels: list[tuple[str, int]] = field(default_factory=list)
     cache_batches: list[worker_pb2.SubscribeCacheEventsResponse] = field(default_factory=list)
     subscriptions: list[worker_pb2.SubscribeCacheEventsRequest] = field(default_factory=list)
 
@@ -183,7 +184,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
         self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> None:
         async for message in requests:
-            if message.HasField("cancel"):
+            if message.HasField("cancel") and message.cancel.choices:
+                self.choice_cancels += [
+                    (message.cancel.request_id, choice) for choice in message.cancel.choices
+                ]
+            elif message.HasField("cancel"):
                 self.cancels.append(message.cancel.request_id)
                 session.cancelled.add(message.cancel.request_id)
             else:

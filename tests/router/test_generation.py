@@ -92,6 +92,8 @@ def test_a_choice_that_stopped_takes_nothing_more_while_others_go_on() -> None:
     assert [(o.choice, o.text) for o in made.take_outputs()] == [(1, "x")]
     assert not made.is_finished
     assert made.is_running_at_worker
+    assert made.take_stopped() == [0]
+    assert made.take_stopped() == [], "the worker is told once"
 
 
 def test_a_stop_token_that_is_plain_text_is_not_part_of_the_text() -> None:

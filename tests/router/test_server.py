@@ -239,6 +239,46 @@ def test_a_stop_string_cuts_the_text_and_cancels_the_rest(
     run_virtual(main())
 
 
+def test_a_choice_that_a_stop_string_ended_is_cancelled_while_others_go_on(
+    model_dir: Path, tokenizer: Tokenizer
+) -> None:
+    async def main() -> None:
+        texts = ["the END of it", "no end of it at all", "the END"]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+        async def serve(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+            for index in range(max(map(len, ids))):
+                await asyncio.sleep(0.01)
+                for choice, whole in enumerate(ids):
+                    if index >= len(whole) or (submit.request_id, choice) in worker.choice_cancels:
+                        continue
+                    session.send(
+                        worker_pb2.TokenDelta(
+                            request_id=submit.request_id,
+                            choice=choice,
+                            first_index=index,
+                            token_ids=pack_token_ids([whole[index]]),
+                            finish_reason=STOP if index == len(whole) - 1 else 0,
+                        )
+                    )
+
+        worker = ScriptedWorker("decode-0", serve=serve)
+        async with running_router(worker, model_dir=model_dir) as tested:
+            request = GenerateRequest(text="x")
+            request.sampling.n = 3
+            request.sampling.stop.append("END")
+            answer = await tested.generate(request=request)
+
+            assert answer.error is None
+            assert [answer.text(choice) for choice in range(3)] == ["the ", texts[1], "the "]
+            [submit] = worker.submits
+            # Choice 2 ended at the worker by itself, with the token that completed the string.
+            assert worker.choice_cancels == [(submit.request_id, 0)]
+            assert worker.cancels == [], "nothing was left to cancel"
+
+    run_virtual(main())
+
+
 def test_text_held_back_for_a_stop_string_comes_at_the_end(
     model_dir: Path, tokenizer: Tokenizer
 ) -> None:
