@@ -115,11 +115,13 @@ class PrefillReceivers:
         try:
             await attempt.close()
         except ConnectionBroken as broken:
-            logger.error("pages_lost pages=%d error=%s", len(page_ids), broken)
-            return
+            logger.error("pages_stuck pages=%d error=%s", len(page_ids), broken)
         if page_ids:
-            self._scheduler.release_quarantine(page_ids)
-            self._on_change()
+            attempt.call_when_quiescent(lambda: self._release_quarantine(page_ids))
+
+    def _release_quarantine(self, page_ids: tuple[int, ...]) -> None:
+        self._scheduler.release_quarantine(page_ids)
+        self._on_change()
 
     def _take(self, group: PrefillGroup, result: PrefillResult) -> list[TokenDelta]:
         return self._scheduler.receive_done(

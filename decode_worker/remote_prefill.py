@@ -124,8 +124,7 @@ class RemotePrefill:
         """Wait until nothing writes into the pages, and end the call. After a failure, stop first.
 
         Raises:
-            ConnectionBroken: When the transport does not become quiet: the pages must stay in
-                quarantine for ever.
+            ConnectionBroken: When the transport does not become quiet in time.
         """
         if self._call is None or self._receiver is None or self._reading is None:
             return
@@ -139,6 +138,13 @@ class RemotePrefill:
             self._call.cancel()
             self._reading.cancel()
             await asyncio.wait({self._reading})
+
+    def call_when_quiescent(self, callback: Callable[[], None]) -> None:
+        """After close: call back when nothing writes into the pages; mostly at once, or never."""
+        if self._receiver is None:
+            callback()
+        else:
+            self._receiver.call_when_quiescent(callback)
 
     async def _connect(self, connection_id: str, transport: str, offer: bytes) -> None:
         await self._client.connect(

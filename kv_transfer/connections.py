@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
 from kv_transfer.transport import Connection, Transport
 
+CLOSE_S = 10.0  # closing gives up on aborts that take longer
+
 # (name or address of the worker, its incarnation)
 PeerKey = tuple[str, int]
 
@@ -83,11 +85,11 @@ class ConnectionPool:
             self._remove(peer_key)
 
     async def close(self) -> None:
-        """Abort all connections."""
+        """Abort all connections; wait for it, but not for ever."""
         for peer_key in list(self._entries):
             self._remove(peer_key)
         if self._aborts:
-            await asyncio.wait(set(self._aborts))
+            await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
 
     async def _set_up(self, connect: ConnectCall, deadline: float) -> _Shared:
         refusal: TransportRefused | None = None
@@ -181,11 +183,11 @@ class AcceptedConnections:
         return connection
 
     async def close(self) -> None:
-        """Abort all connections."""
+        """Abort all connections; wait for it, but not for ever."""
         for connection_id in list(self._connections):
             self._remove(connection_id)
         if self._aborts:
-            await asyncio.wait(set(self._aborts))
+            await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
 
     def _remove(self, connection_id: str) -> None:
         connection = self._connections.pop(connection_id)

@@ -53,6 +53,9 @@ class MachineState(Protocol):
     def is_quiescent(self) -> bool: ...
 
     @property
+    def is_stuck(self) -> bool: ...
+
+    @property
     def is_finished(self) -> bool: ...
 
 
@@ -76,6 +79,7 @@ class Driver(Generic[State, Event, Action]):
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._stuck: asyncio.Future[None] | None = None  # done when the machine got stuck
         self._jobs: set[asyncio.Task[None]] = set()
         self._cause: Exception | None = None  # what made the machine fail, if that was local
         self._bug: Exception | None = None  # a callback of the caller raised
@@ -83,7 +87,9 @@ class Driver(Generic[State, Event, Action]):
     def start(self) -> None:
         """Start the task; later calls do nothing."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            loop = asyncio.get_running_loop()
+            self._stuck = loop.create_future()
+            self._task = loop.create_task(self._run())
 
     def post(self, event: Event | Cancelled | StreamLost) -> None:
         """Hand an event to the machine."""
@@ -132,14 +138,28 @@ class Driver(Generic[State, Event, Action]):
         """Return when no posted operation may still touch a page.
 
         Raises:
-            ConnectionBroken: When the transport's abort did not return in time. The pages must
-                never be reused in this process.
+            ConnectionBroken: When the transport's abort did not return in time. The pages must not
+                be reused until it does, if ever: see call_when_quiescent.
         """
-        if self._task is not None:
-            # Shielded: the machine must reach its end also when nobody waits for it any more.
-            await asyncio.shield(self._task)
+        if self._task is not None and self._stuck is not None:
+            # The machine must reach its end also when nobody waits for it any more.
+            await asyncio.wait({self._task, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
+            if self._task.done():
+                self._task.result()
         if not self.state.is_quiescent:
             raise ConnectionBroken("abort did not return in time; restart this worker")
+
+    def call_when_quiescent(self, callback: Callable[[], None]) -> None:
+        """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
+
+        def when_over(_: object) -> None:
+            if self.state.is_quiescent:
+                callback()
+
+        if self._task is None or self._task.done():
+            when_over(None)
+        else:
+            self._task.add_done_callback(when_over)
 
     async def _run(self) -> None:
         try:
@@ -171,6 +191,9 @@ class Driver(Generic[State, Event, Action]):
         armed: Wait | None = None
         deadline = 0.0
         while not self.state.is_finished:
+            if self.state.is_stuck:
+                await self._apply(await self._next_when_stuck())
+                continue
             wait = self._waiting_for(self.state)
             assert wait is not None, "a wait without a deadline"
             if wait != armed:
@@ -181,6 +204,13 @@ class Driver(Generic[State, Event, Action]):
             except TimeoutError:
                 armed, event = None, DeadlinePassed(wait)
             await self._apply(event)
+
+    async def _next_when_stuck(self) -> Any:
+        assert self._stuck is not None
+        if not self._stuck.done():
+            self._stuck.set_result(None)
+        # No deadline: it has passed, and nobody waits any more.
+        return await self._events.get()
 
     async def _apply(self, event: Any) -> None:
         self.state, actions = self._step(self.state, event)

@@ -118,9 +118,14 @@ class Receiver:
         """Return when no receive may still write: a posted one ended, or abort returned.
 
         Raises:
-            ConnectionBroken: When abort hangs; the pages must stay in quarantine for ever.
+            ConnectionBroken: When abort is overdue; the pages must stay in quarantine until it
+                returns, if ever.
         """
         await self._driver.wait_quiescent()
+
+    def call_when_quiescent(self, callback: Callable[[], None]) -> None:
+        """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
+        self._driver.call_when_quiescent(callback)
 
     def _seconds(self, wait: Wait) -> float:
         state = self._driver.state

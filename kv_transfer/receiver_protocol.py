@@ -10,7 +10,8 @@ Life of a chunk:
 
 A failure in CALLED or RECEIVING does not end the machine: the pages may still be written. It stays
 until the posted receive is over (then the connection is still good), or aborts the connection and
-stays until abort returned. Only then it is quiescent, and the caller may reuse the pages.
+stays until abort returned. Only then it is quiescent, and the caller may reuse the pages. An abort
+that is overdue makes it stuck: nobody should wait for it, but it may still return.
 """
 
 import enum
@@ -51,7 +52,7 @@ class Slot(enum.Enum):
     CALLED = "called"
     RECEIVING = "receiving"
     ABORTING = "aborting"
-    STUCK = "stuck"  # abort did not return in time; the pages are lost until the process ends
+    STUCK = "stuck"  # abort did not return in time; the pages are lost until it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,12 @@ class ReceiverState:
     @property
     def is_finished(self) -> bool:
         """True when no event changes anything any more."""
-        return self.is_ended and self.slot in (Slot.IDLE, Slot.STUCK)
+        return self.is_ended and self.slot is Slot.IDLE
+
+    @property
+    def is_stuck(self) -> bool:
+        """True when only an abort that is overdue can make it quiescent."""
+        return self.slot is Slot.STUCK
 
 
 def begin(ticket: Ticket, *, first_page: int, num_pages: int) -> ReceiverState:
@@ -141,7 +147,7 @@ def begin(ticket: Ticket, *, first_page: int, num_pages: int) -> ReceiverState:
 
 
 def waiting_for(state: ReceiverState) -> Wait | None:
-    """Return what must happen before a deadline; None when the machine is finished."""
+    """Return what must happen before a deadline; None when it is finished or stuck."""
     chunk = state.current.chunk if state.current else 0
     match state.slot:
         case Slot.ABORTING:
@@ -191,6 +197,8 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
             return _break(state, FailureKind.BROKEN, detail, (Slot.CALLED, Slot.RECEIVING))
         case ConnectionAborted() if state.slot is Slot.ABORTING:
             return replace(state, slot=Slot.IDLE, current=None), (LeaveSlot(),)
+        case ConnectionAborted() if state.slot is Slot.STUCK:
+            return replace(state, slot=Slot.IDLE), ()
         case DeadlinePassed(wait=wait) if wait == waiting_for(state):
             return _late(state, wait)
     return state, ()

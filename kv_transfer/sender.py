@@ -118,9 +118,14 @@ class Sender:
         """Return when no send may still read: posted ones ended, or abort returned.
 
         Raises:
-            ConnectionBroken: When abort hangs; the pages must stay leased for ever.
+            ConnectionBroken: When abort is overdue; the pages must stay leased until it
+                returns, if ever.
         """
         await self._driver.wait_quiescent()
+
+    def call_when_quiescent(self, callback: Callable[[], None]) -> None:
+        """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
+        self._driver.call_when_quiescent(callback)
 
     def _seconds(self, wait: Wait) -> float:
         # Sends wait for each other on the connection, so the last one has the time of all.

@@ -116,7 +116,7 @@ class SenderState:
     has_last: bool = False
     chunks: tuple[OutgoingChunk, ...] = ()
     is_aborting: bool = False
-    is_stuck: bool = False  # abort did not return in time
+    is_stuck: bool = False  # abort did not return in time; only its return makes it quiescent
     failure: Failure | None = None
 
     @property
@@ -134,7 +134,7 @@ class SenderState:
     @property
     def is_finished(self) -> bool:
         """True when no event changes anything any more."""
-        return self.is_ended and (self.is_quiescent or self.is_stuck)
+        return self.is_ended and self.is_quiescent
 
 
 def begin(ticket: Ticket) -> SenderState:
@@ -143,7 +143,7 @@ def begin(ticket: Ticket) -> SenderState:
 
 
 def waiting_for(state: SenderState) -> Wait | None:
-    """Return what must happen before a deadline; None when the machine is finished."""
+    """Return what must happen before a deadline; None when it is finished or stuck."""
     if state.is_aborting:
         return Wait(kind=WaitKind.ABORT)
     sending = [c for c in state.chunks if c.stage is Stage.SENDING]
@@ -186,8 +186,8 @@ def step(state: SenderState, event: SenderEvent) -> tuple[SenderState, Actions]:
             return _fail(state, FailureKind.BROKEN, detail)
         case ConnectionLost(detail=detail):
             return _break(state, FailureKind.BROKEN, detail)
-        case ConnectionAborted() if state.is_aborting:
-            return replace(state, is_aborting=False, chunks=()), ()
+        case ConnectionAborted() if state.is_aborting or state.is_stuck:
+            return replace(state, is_aborting=False, is_stuck=False, chunks=()), ()
         case DeadlinePassed(wait=wait) if wait == waiting_for(state):
             return _late(state, wait)
     return state, ()

@@ -140,8 +140,10 @@ class Attempt:
         try:
             await self._sender.wait_quiescent()
         except ConnectionBroken as error:
-            logger.error("pages_lost request_id=%s error=%s", self.prompt.request_id, error)
-            return
+            logger.error("pages_stuck request_id=%s error=%s", self.prompt.request_id, error)
+        self._sender.call_when_quiescent(self._end_leases)
+
+    def _end_leases(self) -> None:
         while self._leases:
             self._scheduler.release_lease(self._leases.popitem()[1])
         self._on_change()

@@ -379,6 +379,51 @@ def test_a_damaged_transfer_never_changes_a_token(kind: FaultKind) -> None:
     run(scenario, cluster)
 
 
+def test_pages_of_an_overdue_abort_are_free_when_it_returns_after_all() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        began_at = asyncio.get_running_loop().time()
+        stream = await router.submit(prompt_of(60))
+        await router.finish(stream)
+        await asyncio.sleep(DEADLINES.abort_s + 5.0)
+        assert cluster.decode.worker.cache.pool.counts().quarantine > 0
+        assert cluster.prefills[0].held_pages > 0
+
+        await cluster.wait_free(timeout_s=30.0)
+
+        assert asyncio.get_running_loop().time() - began_at > 30.0
+
+    cluster = WorkerCluster(
+        num_prefill=2,
+        page_network=LoopbackNetwork(
+            fault_policy=planned([LoopbackFault(kind=FaultKind.HANG, abort_s=30.0)])
+        ),
+        decode_config=decode_config(transfer_deadlines=DEADLINES),
+    )
+    run(scenario, cluster)
+
+
+def test_a_worker_stops_though_an_abort_never_returns() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        await router.finish(await router.submit(prompt_of(60)))
+        await asyncio.sleep(20.0)
+        began_at = asyncio.get_running_loop().time()
+        for each in (cluster.decode, *cluster.prefills):
+            await each.process.spawn(each.worker.stop(0.0))
+        assert asyncio.get_running_loop().time() - began_at < 60.0
+
+    async def main() -> None:
+        running = await WorkerCluster(
+            num_prefill=2,
+            page_network=LoopbackNetwork(
+                fault_policy=planned([LoopbackFault(kind=FaultKind.HANG, abort_s=1e6)])
+            ),
+            decode_config=decode_config(transfer_deadlines=DEADLINES),
+        ).start()
+        await scenario(running, await running.session())
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.0006, 0.002, 0.01, 0.03, 0.045, 0.06, 0.1, 0.15, 0.3])
 @pytest.mark.parametrize("closes_session", [False, True])
 def test_a_client_that_leaves_frees_all_pages_on_both_sides_within_a_second(

@@ -182,12 +182,15 @@ def check(rules: Rules, world: World) -> None:
         sender = each.sender.state if each.sender else None
         if receiver.is_quiescent and each.posted_receive is not None:
             raise Violation("T3 the receiver calls itself quiescent while a receive is posted")
-        if not receiver.is_finished and rules.receiver_wait(receiver) is None:
+        if (
+            not (receiver.is_finished or receiver.is_stuck)
+            and rules.receiver_wait(receiver) is None
+        ):
             raise Violation("T6 the receiver waits without a deadline")
         if sender is not None:
             if sender.is_ended and sender.is_quiescent and each.posted_sends:
                 raise Violation("T3 the sender calls itself quiescent while a send is posted")
-            if not sender.is_finished and rules.sender_wait(sender) is None:
+            if not (sender.is_finished or sender.is_stuck) and rules.sender_wait(sender) is None:
                 raise Violation("T6 the sender waits without a deadline")
 
 
@@ -254,7 +257,7 @@ def _receiver_steps(
             page = world.pages[job.first_page] if rules.has_digest_check else GOOD
             yield "receiver digested ", event(done, PagesDigested(job.chunk, (page,)))
     receiver = each.receiver.state
-    if world.faults and not receiver.is_finished:
+    if world.faults and not (receiver.is_finished or receiver.is_stuck):
         fewer = world._replace(faults=world.faults - 1)
         wait = rules.receiver_wait(receiver)
         yield f"receiver deadline {wait.kind.value} ", event(fewer, DeadlinePassed(wait))
@@ -291,8 +294,9 @@ def _sender_steps(
             yield "sent ", event(_sent(done, index, job.chunk), job)
     if world.faults and not sender.is_finished:
         fewer = world._replace(faults=world.faults - 1)
-        wait = rules.sender_wait(sender)
-        yield f"sender deadline {wait.kind.value} ", event(fewer, DeadlinePassed(wait))
+        if not sender.is_stuck:
+            wait = rules.sender_wait(sender)
+            yield f"sender deadline {wait.kind.value} ", event(fewer, DeadlinePassed(wait))
         if not sender.is_ended:
             yield "sender cancelled ", event(fewer, Cancelled(""))
         yield (

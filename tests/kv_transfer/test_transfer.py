@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def test_a_late_write_lands_before_the_pages_are_quiescent_and_never_after() -> 
     run(scenario)
 
 
-def test_a_hanging_abort_keeps_the_pages_for_ever_but_frees_the_receive_slot() -> None:
+def test_an_overdue_abort_keeps_the_pages_until_it_returns_but_frees_the_receive_slot() -> None:
     async def scenario() -> None:
         fault = LoopbackFault(kind=FaultKind.HANG, abort_s=100.0)
         workers = Workers(network(fault))
@@ -203,11 +204,23 @@ def test_a_hanging_abort_keeps_the_pages_for_ever_but_frees_the_receive_slot() -
         attempt = Attempt(workers, sides, source_pages=shuffled(4, 1), target_pages=shuffled(4, 2))
 
         await attempt.run()
-        with pytest.raises(ConnectionBroken, match="restart"):
-            await attempt.receiver.wait_quiescent()
-
-        assert not attempt.receiver.is_quiescent
+        freed: list[str] = []
+        for name, side in (("receiver", attempt.receiver), ("sender", attempt.sender)):
+            with pytest.raises(ConnectionBroken, match="restart"):
+                await side.wait_quiescent()
+            assert not side.is_quiescent
+            side.call_when_quiescent(partial(freed.append, name))
         assert not sides[1].locked()
+        await asyncio.sleep(90.0)
+        assert freed == []
+
+        await asyncio.sleep(10.0)
+
+        assert sorted(freed) == ["receiver", "sender"]
+        await attempt.wait_quiescent()
+        attempt.receiver.call_when_quiescent(partial(freed.append, "again"))
+        assert freed[-1] == "again", "at once when it is quiet already"
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(scenario)
 
