@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import secrets
 import socket
 import struct
@@ -30,10 +31,13 @@ from kv_cache.page_storage import PageBytes, PageStorage
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 SECRET_BYTES = 32
 MAX_HANDSHAKE_S = 5.0
+ACCEPT_PAUSE_S = 0.1  # after a failed accept
 CHUNK_BYTES = 8 << 20  # copied out of or into the storage at a time
 
 _HELLO = struct.Struct(f"!8sH{SECRET_BYTES}s")
@@ -145,7 +149,13 @@ class TcpTransport:
     async def _listen(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # A caller that left at once, or no file descriptor is free: both pass.
+                logger.warning("accept_failed error=%s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
             sock.setblocking(False)
             greeting = loop.create_task(self._greet(sock))
             self._greetings.add(greeting)

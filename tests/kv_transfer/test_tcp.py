@@ -55,6 +55,25 @@ async def a_pair() -> AsyncIterator[Pair]:
         await pair.receiver.close()
 
 
+def test_a_failed_accept_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        accept, failures = loop.sock_accept, iter(range(2))
+
+        async def fail_at_first(sock: Any) -> Any:
+            if next(failures, None) is not None:
+                raise OSError("too many open files")
+            return await accept(sock)
+
+        monkeypatch.setattr(loop, "sock_accept", fail_at_first)
+        async with a_pair() as pair:
+            receiving, _ = await pair.connect()
+
+            assert not receiving.is_broken
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("pages_at_once", [1, 3, 1000])
 def test_pages_arrive_in_order(pages_at_once: int) -> None:
     async def scenario() -> None:
