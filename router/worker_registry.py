@@ -148,11 +148,7 @@ class WorkerRegistry:
     def known_workers(self) -> Sequence[KnownWorker]:
         """Return all members, and those that left less than a minute ago."""
         now = asyncio.get_running_loop().time()
-        self._departed = {
-            key: (worker, left_at)
-            for key, (worker, left_at) in self._departed.items()
-            if now - left_at < self._config.forget_dead_after_s
-        }
+        self._forget_departed(now)
         workers = [*self._workers.values(), *(worker for worker, _ in self._departed.values())]
         return [
             KnownWorker(
@@ -173,10 +169,18 @@ class WorkerRegistry:
     def _depart(self, worker: Worker) -> None:
         self._lose(worker, "left the membership")
         left_at = asyncio.get_running_loop().time()
+        self._forget_departed(left_at)  # also if nobody ever asks for the status
         self._departed[worker.member.worker_id, worker.member.incarnation] = worker, left_at
         task = asyncio.create_task(self._close(worker), name=f"close-{worker.member.worker_id}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    def _forget_departed(self, now: float) -> None:
+        self._departed = {
+            key: (worker, left_at)
+            for key, (worker, left_at) in self._departed.items()
+            if now - left_at < self._config.forget_dead_after_s
+        }
 
     async def _close(self, worker: Worker) -> None:
         if worker.task:

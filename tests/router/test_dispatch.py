@@ -590,6 +590,18 @@ def test_membership_is_idempotent() -> None:
     run_virtual(main())
 
 
+def test_workers_that_left_long_ago_are_forgotten_though_nobody_asks_for_them() -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested:
+            for incarnation in range(2, 12):
+                await asyncio.sleep(30.0)
+                await tested.add(ScriptedWorker("decode-0", incarnation=incarnation))
+
+            assert len(tested.router.registry._departed) <= 3
+
+    run_virtual(main())
+
+
 def test_stopping_lets_running_requests_finish_within_the_grace() -> None:
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0", token_s=0.1)) as tested:
