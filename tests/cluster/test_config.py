@@ -2,7 +2,6 @@ import pytest
 
 from cluster.config import ClusterConfig, config_options, load_config
 from cluster.errors import ConfigError
-from cluster.launch import _settings
 from cluster.reference import PAGE, configuration_page
 
 
@@ -22,16 +21,6 @@ def test_file_overrides_defaults_and_flags_override_the_file(tmp_path):
     assert (config.prefill, config.decode, config.page_size) == (2, 4, 16)
     assert config.router.max_resumptions == 1
     assert config.transfer.post_s == 1.5
-
-
-def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
-    path = write(tmp_path, "deterministic: false\nmodel: /models/tiny")
-
-    settings = _settings(load_config(path, {"dtype": "float16"}), "decode-0", "cuda")
-
-    assert not settings.deterministic
-    assert settings.dtype == "float16"
-    assert settings.served_model_name == "tiny"
 
 
 def test_an_empty_file_changes_nothing(tmp_path):
