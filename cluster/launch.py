@@ -253,10 +253,17 @@ def _wait_until_served(cluster: RunningCluster, deadline: float) -> None:
             ready = {each.worker_id for each in status.workers if each.state == "ready"}
             if ready >= cluster.workers.keys():
                 return
+            _refuse_misfits(ray.get(cluster.router.misfits.remote(), timeout=PLACE_TIMEOUT_S))
             time.sleep(STATUS_PERIOD_S)
     states = {each.worker_id: each.state for each in status.workers} if status else {}
     missing = [f"{each} is {states.get(each, 'unknown')}" for each in cluster.workers]
     raise StartError(f"the router does not see all workers ready: {', '.join(missing)}")
+
+
+def _refuse_misfits(misfits: Mapping[str, str]) -> None:
+    if misfits:
+        reasons = "; ".join(f"{name} serves {reason}" for name, reason in misfits.items())
+        raise StartError(f"all workers must serve one model, but {reasons}")
 
 
 def _diagnosis(missing: list[str], timeout_s: float) -> str:

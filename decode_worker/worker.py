@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc
 from grpc_health.v1 import health
@@ -77,8 +77,6 @@ class DecodeWorker:
     ) -> None:
         layout = executor.engine.layout
         num_pages = executor.engine.storage.num_pages
-        # One request alone must fit, or it could never end.
-        max_tokens = min(model.max_context_tokens, num_pages * layout.page_size)
         self.cache = PrefixCache(
             num_pages=num_pages,
             page_size=layout.page_size,
@@ -87,7 +85,7 @@ class DecodeWorker:
         )
         self._config = config
         self._identity = identity
-        self._model = replace(model, max_context_tokens=max_tokens)
+        self._model = model.within(num_pages * layout.page_size)
         self._layout = layout
         self._transports = tuple(transports)
         self._feed = CacheFeed(self.cache, identity.incarnation)

@@ -1,7 +1,7 @@
 """Who a worker is and what it serves: values that both pools are constructed with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,9 +20,16 @@ class ModelInfo:
     name: str
     fingerprint: str  # identity of weights and configuration
     vocab_size: int  # token ids are below it
-    max_context_tokens: int  # longest prompt plus output
+    max_context_tokens: int  # longest prompt plus output; see `within`
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool = False
+
+    def within(self, num_slots: int) -> "ModelInfo":
+        """Return the model as a pool of `num_slots` token slots can serve it.
+
+        One request alone must fit, or it could never end.
+        """
+        return replace(self, max_context_tokens=min(self.max_context_tokens, num_slots))
 
     def check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
         """Raise ValueError, which names `field`, if a token id is outside the vocabulary."""

@@ -3,7 +3,7 @@
 from kv_cache.layout import num_pages_for
 from llm_engine.worker_identity import ModelInfo
 from prefill_worker.config import PrefillConfig
-from prefill_worker.errors import InvalidPrompt, Overloaded, PromptTooLong
+from prefill_worker.errors import InvalidPrompt, Overloaded
 from prefill_worker.request import Prompt
 
 
@@ -13,14 +13,12 @@ def check_prompt(
     config: PrefillConfig,
     model: ModelInfo,
     page_size: int,
-    num_pool_pages: int,
     num_waiting: int,
 ) -> None:
     """Check a prompt against the limits of worker and model.
 
     Raises:
         InvalidPrompt: Names the field, what was found and what is allowed.
-        PromptTooLong: The pool has fewer pages than the prompt takes.
         Overloaded: Too many prompts are queued already.
     """
     num_tokens = len(prompt.tokens)
@@ -39,7 +37,5 @@ def check_prompt(
     num_pages = num_pages_for(num_tokens, page_size)
     if prompt.first_page >= num_pages:
         raise InvalidPrompt(f"first_page is {prompt.first_page}, must be below {num_pages}")
-    if num_pages > num_pool_pages:
-        raise PromptTooLong(f"the prompt takes {num_pages} pages, there are {num_pool_pages}")
     if num_waiting >= config.max_queued_prompts:
         raise Overloaded(f"{num_waiting} of {config.max_queued_prompts} places to wait are taken")

@@ -2,7 +2,6 @@
 
 PrefillError
 ├── InvalidPrompt        the prompt contradicts the contract or the model's limits
-├── PromptTooLong        the prompt can never fit into the pool of pages
 ├── Overloaded           too many prompts are queued already
 ├── Draining             the worker is going away
 ├── StartTimeout         the call did not begin in time
@@ -22,10 +21,6 @@ class PrefillError(Exception):
 
 class InvalidPrompt(PrefillError):
     """The prompt contradicts the contract or the model's limits."""
-
-
-class PromptTooLong(PrefillError):
-    """The prompt can never fit into the pool of pages."""
 
 
 class Overloaded(PrefillError):

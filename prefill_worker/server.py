@@ -20,7 +20,6 @@ from prefill_worker.errors import (
     InvalidPrompt,
     Overloaded,
     PrefillError,
-    PromptTooLong,
     StaleIncarnation,
     StartTimeout,
     TransportUnknown,
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 STATUS_CODES: dict[type[PrefillError], grpc.StatusCode] = {
     InvalidPrompt: grpc.StatusCode.INVALID_ARGUMENT,
-    PromptTooLong: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     StartTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,

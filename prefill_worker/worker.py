@@ -72,7 +72,7 @@ class PrefillWorker:
         )
         self._config = config
         self._identity = identity
-        self._model = model
+        self._model = model.within(self._storage.num_pages * self._layout.page_size)
         self._transports = tuple(transports)
         self._run_blocking = run_blocking
         self._feed = CacheFeed(self.cache, identity.incarnation)
@@ -189,7 +189,6 @@ class PrefillWorker:
             config=self._config,
             model=self._model,
             page_size=self._layout.page_size,
-            num_pool_pages=self._storage.num_pages,
             num_waiting=self._scheduler.num_waiting,
         )
         try:

@@ -92,6 +92,10 @@ class RouterActor:
         """Take the membership from the controller."""
         await self._router.set_workers(workers)
 
+    async def misfits(self) -> dict[str, str]:
+        """Return the workers that serve another model than the others, and in what it differs."""
+        return self._router.registry.misfits()
+
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end everything but the actor."""
         self._announcing.cancel()

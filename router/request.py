@@ -1,19 +1,31 @@
 """A request in the forms it takes on its way in: as asked, and complete."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """The model that the workers serve; all workers of a router report an equal one."""
+    """The model that the workers serve: the same on all workers of a router, but for its capacity.
+
+    A worker whose pages hold less than the model's context reports what they hold.
+    """
 
     name: str
     fingerprint: str  # identity of weights and configuration
     vocab_size: int  # token ids are below it
-    max_context_tokens: int  # longest prompt plus output
+    max_context_tokens: int  # longest prompt plus output; a capacity, so workers may differ in it
     page_size: int  # token slots in a page
     eos_token_ids: tuple[int, ...] = ()
     has_chat_template: bool = False
+
+    def differences(self, other: "ServedModel") -> str:
+        """Name the fields in which two models differ, capacity aside; empty: they are the same."""
+        return ", ".join(
+            f"{field.name} is {getattr(self, field.name)!r}, theirs {getattr(other, field.name)!r}"
+            for field in fields(self)
+            if field.name != "max_context_tokens"
+            and getattr(self, field.name) != getattr(other, field.name)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

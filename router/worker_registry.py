@@ -4,8 +4,12 @@ Life of a worker's entry (one per incarnation):
     CONNECTING  announced by the controller; GetInfo and the first heartbeat are awaited
     READY       heartbeats arrive; takes requests
     DRAINING    heartbeats arrive and say so; finishes what it has
-    DEAD        silent, stuck, its stream or session broke, or it left the membership. While it is a
-                member the registry goes on trying to reach it, and it may become READY again.
+    DEAD        silent, stuck, its stream or session broke, or another incarnation replaced it.
+                While it is a member the registry goes on trying to reach it, and it may become
+                READY again.
+
+A worker leaves when it is not announced and not alive. Not being announced is no reason by itself:
+a controller that was started again knows only those workers that have announced themselves since.
 
 Load is counted here at the moment of a decision, because heartbeats lag behind a burst; the
 heartbeat's own numbers count where they are larger, since they include other routers' requests.
@@ -15,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -43,6 +47,7 @@ class Worker:
         self.channel = channel
         self.state = "CONNECTING"
         self.model: ServedModel | None = None
+        self.misfit = ""  # why it can never serve beside the others
         self.heartbeat: WorkerHeartbeat | None = None
         self.heartbeat_at = 0.0  # loop time
         self.num_requests = 0  # that this router has there now
@@ -108,7 +113,8 @@ class WorkerRegistry:
         self._departed: dict[tuple[str, int], tuple[Worker, float]] = {}  # |-> (worker, left_at)
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self.model: ServedModel | None = None  # of the first worker that answered
+        # As all workers can serve it: with the shortest context of any.
+        self.model: ServedModel | None = None
 
     def set_members(self, members: Iterable[WorkerMember]) -> None:
         """Follow exactly these members; idempotent."""
@@ -159,6 +165,10 @@ class WorkerRegistry:
             )
             for worker in workers
         ]
+
+    def misfits(self) -> dict[str, str]:
+        """Return the members that serve another model than the others, and in what it differs."""
+        return {name: worker.misfit for name, worker in self._workers.items() if worker.misfit}
 
     async def stop(self) -> None:
         """Leave all workers."""
@@ -251,14 +261,20 @@ class WorkerRegistry:
             await asyncio.wait([events], timeout=self._config.connect_timeout_s)
 
     def _adopt_model(self, worker: Worker, model: ServedModel) -> None:
-        others = [w.model for w in self._workers.values() if w is not worker and w.state != "DEAD"]
+        others = [w for w in self._workers.values() if w is not worker and w.model is not None]
         for other in others:
-            if other is not None and other != model:
-                raise WorkerGone(
-                    f"serves {model.name!r} ({model.fingerprint}, page size {model.page_size}), the"
-                    f" others {other.name!r} ({other.fingerprint}, page size {other.page_size})"
-                )
-        worker.model = self.model = model
+            assert other.model is not None
+            differences = model.differences(other.model)
+            if differences and other.state != "DEAD":
+                worker.misfit = f"not the model of {other.member.worker_id}: {differences}"
+                raise WorkerGone(worker.misfit)
+        worker.model, worker.misfit = model, ""
+        contexts = [
+            each.model.max_context_tokens
+            for each in (worker, *others)
+            if each.model is not None and not model.differences(each.model)
+        ]
+        self.model = replace(model, max_context_tokens=min(contexts))
 
     async def _watch(self, worker: Worker, call: Any) -> None:
         loop = asyncio.get_running_loop()

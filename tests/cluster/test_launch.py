@@ -4,7 +4,7 @@ import ray
 from cluster.config import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import StartError
-from cluster.launch import _settings, start_cluster
+from cluster.launch import _refuse_misfits, _settings, start_cluster
 
 
 def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
@@ -16,6 +16,13 @@ def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
     assert not settings.deterministic
     assert settings.dtype == "float16"
     assert settings.served_model_name == "tiny"
+
+
+def test_workers_with_different_models_fail_the_start_with_the_difference():
+    _refuse_misfits({})
+    reason = "not the model of decode-0: page_size is 16, theirs 64"
+    with pytest.raises(StartError, match=f"one model, but decode-1 serves {reason}"):
+        _refuse_misfits({"decode-1": reason})
 
 
 def test_a_ray_that_does_not_start_is_explained(monkeypatch):

@@ -118,11 +118,6 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "INVALID_ARGUMENT",
         "the context ends at 512",
     ),
-    "too long for the pool": (
-        {"token_ids": pack_tokens([1] * 400), "prompt_len": 400},
-        "RESOURCE_EXHAUSTED",
-        "takes 100 pages, there are 50",
-    ),
 }
 
 
@@ -136,6 +131,22 @@ def test_a_bad_start_is_refused(name: str) -> None:
         error = await refusal(call)
         assert error.code().name == code
         assert re.search(words, error.details())
+
+    run(scenario)
+
+
+def test_a_small_pool_shortens_the_context_that_is_offered() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        address = cluster.prefills[0].identity.address
+        worker = worker_pb2_grpc.WorkerServiceStub(cluster.grpc_network.channel(address))
+        info = await worker.GetInfo(worker_pb2.GetInfoRequest())
+        assert info.model.max_context_tokens == 50 * PAGE_SIZE
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        await call.write(start_of(cluster, prompt_of(50 * PAGE_SIZE)))
+        error = await refusal(call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the context ends at 200" in error.details()
 
     run(scenario, WorkerCluster(prefill_pages=50))
 

@@ -104,6 +104,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     token_s: float = 0.01
     serve: Serve = honest
     fingerprint: str = "f"
+    max_context_tokens: int = 512
     heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
     is_silent: bool = False
     steps: int = 0
@@ -139,7 +140,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             worker=self.ref,
             pool=f"POOL_{self.pool.upper()}",
             model=inference_pb2.Model(
-                name="tiny", max_context_tokens=512, vocab_size=400, page_size=PAGE_SIZE
+                name="tiny",
+                max_context_tokens=self.max_context_tokens,
+                vocab_size=400,
+                page_size=PAGE_SIZE,
             ),
             model_fingerprint=self.fingerprint,
             eos_token_ids=[EOS],
