@@ -77,7 +77,7 @@ class Router:
         self._health_task = asyncio.create_task(self._health.run(), name="router-health")
 
     async def set_workers(self, workers: Iterable[WorkerMember]) -> None:
-        """Set the membership. Idempotent; a worker that is absent is gone."""
+        """Set the membership. Idempotent; a worker that is absent stays for as long as it lives."""
         self.registry.set_members(workers)
 
     async def stop(self, grace_s: float) -> None:

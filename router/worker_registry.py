@@ -110,6 +110,7 @@ class WorkerRegistry:
         self._index = index
         self._on_lost = on_lost
         self._workers: dict[str, Worker] = {}  # worker_id |-> current incarnation
+        self._announced: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
         self._departed: dict[tuple[str, int], tuple[Worker, float]] = {}  # |-> (worker, left_at)
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -117,13 +118,13 @@ class WorkerRegistry:
         self.model: ServedModel | None = None
 
     def set_members(self, members: Iterable[WorkerMember]) -> None:
-        """Follow exactly these members; idempotent."""
-        wanted = {member.worker_id: member for member in members}
+        """Follow these members, and of the others those that live; idempotent."""
+        self._announced = {member.worker_id: member for member in members}
         for worker_id, worker in list(self._workers.items()):
-            if wanted.get(worker_id) != worker.member:
-                del self._workers[worker_id]
+            member = self._announced.get(worker_id)
+            if member != worker.member and (member is not None or worker.state == "DEAD"):
                 self._depart(worker)
-        for worker_id, member in wanted.items():
+        for worker_id, member in self._announced.items():
             if worker_id not in self._workers:
                 worker = Worker(member, self._connect_channel(member.address))
                 self._workers[worker_id] = worker
@@ -172,11 +173,13 @@ class WorkerRegistry:
 
     async def stop(self) -> None:
         """Leave all workers."""
-        self.set_members(())
+        for worker in list(self._workers.values()):
+            self._depart(worker)
         if self._closing:
             await asyncio.wait(self._closing, timeout=self._config.connect_timeout_s)
 
     def _depart(self, worker: Worker) -> None:
+        del self._workers[worker.member.worker_id]
         self._lose(worker, "left the membership")
         left_at = asyncio.get_running_loop().time()
         self._forget_departed(left_at)  # also if nobody ever asks for the status
@@ -220,7 +223,7 @@ class WorkerRegistry:
         self._changed = asyncio.Event()
 
     async def _follow(self, worker: Worker) -> None:
-        """Keep a worker's entry up to date until the member leaves."""
+        """Keep a worker's entry up to date until it leaves."""
         last_reason = ""
         while True:
             worker.broken.clear()
@@ -236,6 +239,9 @@ class WorkerRegistry:
                     )
                 last_reason = reason
                 self._lose(worker, reason)
+                if worker.member.worker_id not in self._announced:
+                    self._depart(worker)
+                    return
             await asyncio.sleep(self._config.reconnect_delay_s)
 
     async def _connect_and_watch(self, worker: Worker) -> None:

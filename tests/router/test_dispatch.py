@@ -389,18 +389,60 @@ def test_a_new_incarnation_of_the_only_worker_takes_over_its_requests() -> None:
     run_virtual(main())
 
 
-def test_a_worker_that_left_the_membership_is_fenced_although_it_goes_on_sending() -> None:
+def test_a_replaced_worker_is_fenced_although_it_goes_on_sending() -> None:
     async def main() -> None:
-        zombie, other = ScriptedWorker("decode-0", token_s=0.1), ScriptedWorker("decode-1")
+        zombie = ScriptedWorker("decode-0", incarnation=1, token_s=0.1)
+        other = ScriptedWorker("decode-0", incarnation=2)
         async with running_router(zombie) as tested:
             call = asyncio.create_task(tested.generate(max_tokens=20))
             await wait_until(lambda: zombie.steps == 5)
-            del tested.workers["decode-0"]
             await tested.add(other)
             answer = await call
 
             assert answer.token_ids() == tokens(0, 20)
             assert [each.attempt for each in other.submits] == [1]
+
+    run_virtual(main())
+
+
+def test_a_controller_that_knows_nobody_yet_costs_no_living_worker_its_streams() -> None:
+    async def main() -> None:
+        workers = [ScriptedWorker(f"decode-{i}", token_s=0.1) for i in range(2)]
+        async with running_router(*workers) as tested:
+            calls = [
+                asyncio.create_task(tested.generate(max_tokens=40, seed=seed)) for seed in range(4)
+            ]
+            await wait_until(lambda: all(worker.steps >= 5 for worker in workers))
+            for members in ([], [workers[0].member], [each.member for each in workers]):
+                await tested.router.set_workers(members)
+                await asyncio.sleep(0.5)
+                assert (await tested.generate()).error is None
+
+            for answer in await asyncio.gather(*calls):
+                assert answer.token_ids() == tokens(0, 40)
+                assert answer.usage.stats.resumptions == 0
+
+    run_virtual(main())
+
+
+def test_a_worker_that_is_neither_announced_nor_alive_leaves() -> None:
+    async def main() -> None:
+        gone, stays = ScriptedWorker("decode-0"), ScriptedWorker("decode-1")
+        async with running_router(gone, stays, forget_dead_after_s=10.0) as tested:
+            await tested.router.set_workers([stays.member])
+            await asyncio.sleep(5.0)
+            assert tested.state("decode-0") == "READY"
+            tested.network.kill(gone.address)
+            await asyncio.sleep(3.0)
+            known = {
+                each.member.worker_id: each.state for each in tested.router.registry.known_workers()
+            }
+            assert known == {"decode-0": "DEAD", "decode-1": "READY"}
+            await asyncio.sleep(10.0)
+            known = {
+                each.member.worker_id: each.state for each in tested.router.registry.known_workers()
+            }
+            assert known == {"decode-1": "READY"}
 
     run_virtual(main())
 
@@ -558,7 +600,7 @@ def test_a_draining_worker_finishes_but_gets_nothing_new() -> None:
     run_virtual(main())
 
 
-def test_a_worker_with_another_model_is_not_used() -> None:
+def test_a_worker_with_another_model_is_not_used_and_the_difference_is_named() -> None:
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0")) as tested:
             stranger = ScriptedWorker("decode-1", fingerprint="other")
@@ -571,6 +613,32 @@ def test_a_worker_with_another_model_is_not_used() -> None:
 
             assert tested.state("decode-1") == "DEAD"
             assert tested.state("decode-0") == "READY"
+            reason = "not the model of decode-0: fingerprint is 'other', theirs 'f'"
+            assert tested.router.registry.misfits() == {"decode-1": reason}
+
+    run_virtual(main())
+
+
+def test_workers_may_differ_in_capacity_and_the_smallest_limits_the_context() -> None:
+    async def main() -> None:
+        prefill = ScriptedWorker("prefill-0", pool="prefill", max_context_tokens=512)
+        large = ScriptedWorker("decode-0", max_context_tokens=100)
+        async with running_router(prefill, large) as tested:
+            await tested.add(ScriptedWorker("decode-1", max_context_tokens=50))
+            assert {tested.state(name) for name in tested.workers} == {"READY"}
+            too_long = await tested.generate(prompt=[5] * 60)
+            assert too_long.error is not None
+            assert too_long.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await tested.generate(
+                request=inference_pb2.GenerateRequest(token_ids=pack_token_ids([5] * 40))
+            )
+            [submit] = [each for w in tested.workers.values() for each in w.submits]
+            assert submit.sampling.max_tokens == 10
+            # A small worker that is away for a moment must not be sent what it can't hold.
+            tested.network.kill(tested.workers["decode-1"].address)
+            await asyncio.sleep(3.0)
+            assert tested.router.registry.model is not None
+            assert tested.router.registry.model.max_context_tokens == 50
 
     run_virtual(main())
 
