@@ -13,6 +13,7 @@ from pagewire.client import Client, Stream
 from pagewire.errors import (
     AuthenticationError,
     CancelledError,
+    ClosedError,
     ConnectionFailedError,
     FieldViolation,
     InvalidRequestError,
@@ -70,4 +71,5 @@ __all__ = [
     "TimeoutError",
     "CancelledError",
     "ServerError",
+    "ClosedError",
 ]

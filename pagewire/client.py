@@ -1,8 +1,11 @@
 """The client for code without an event loop: `AsyncClient` on a background thread."""
 
 import asyncio
+import os
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import cache
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -13,6 +16,7 @@ from pagewire.async_client import (
     ChannelFactory,
     open_channel,
 )
+from pagewire.errors import ClosedError
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import Messages, Prompt
 
@@ -20,7 +24,17 @@ Answer = TypeVar("Answer")
 
 
 class Client:
-    """Talks to one router; the methods are those of `AsyncClient`. Safe to use from threads."""
+    """Talks to one router; the methods and their arguments are those of `AsyncClient`.
+
+    Close it with `with`, or with `close`; a closed client cannot be used again. Any number of
+    threads may use one client at the same time. Its calls block their thread, so code in an event
+    loop is better served by `AsyncClient`. A client does not survive a fork: a child process makes
+    its own, before the parent's first call or, best, by the start method spawn.
+
+    Raises:
+        PagewireError: Of the methods; `pagewire.errors` shows the kinds. The constructor raises
+            InvalidRequestError for a wrong argument.
+    """
 
     def __init__(
         self,
@@ -32,7 +46,7 @@ class Client:
         self._client = AsyncClient(
             address, default_timeout_s=default_timeout_s, channel_factory=channel_factory
         )
-        self._background = _BackgroundLoop()
+        self._background = _Background()
 
     @property
     def address(self) -> str:
@@ -60,7 +74,10 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """Generate the next message of a chat; return the whole answer."""
+        """Generate the next message of a chat; return the whole answer.
+
+        `messages` are `Message` values or mappings of role and content, oldest first.
+        """
         return self._background.run(
             self._client.chat(messages, model=model, timeout_s=timeout_s, **sampling)
         )
@@ -73,7 +90,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> "Stream":
-        """Generate and yield deltas as they come; use it with `with`."""
+        """Start to generate, and return the deltas as they come; use it with `with`."""
 
         async def start() -> AsyncStream:
             return self._client.stream(prompt, model=model, timeout_s=timeout_s, **sampling)
@@ -108,7 +125,7 @@ class Client:
         )
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
-        """Return the served models."""
+        """Return the served models; none while the cluster is still starting."""
         return self._background.run(self._client.list_models(timeout_s=timeout_s))
 
     def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
@@ -116,10 +133,9 @@ class Client:
         return self._background.run(self._client.status(timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Cancel what runs, close the connection and end the background thread."""
-        if not self._background.is_closed:
+        """Close the connection; running calls raise ClosedError. Harmless when repeated."""
+        if not self._background.is_foreign:
             self._background.run(self._client.aclose())
-            self._background.close()
 
     def __enter__(self) -> Self:
         return self
@@ -134,12 +150,16 @@ class Client:
 
 
 class Stream:
-    """The deltas of one call. Leaving the `with` block early cancels the call."""
+    """The deltas of one call, for one reader.
 
-    def __init__(self, stream: AsyncStream, background: "_BackgroundLoop") -> None:
+    Leaving the `with` block early cancels the call. A stream that was cancelled by its reader, or
+    by another thread, just ends; other ends before the last delta raise a PagewireError.
+    """
+
+    def __init__(self, stream: AsyncStream, background: "_Background") -> None:
         self._stream = stream
-        self._deltas = aiter(stream)
         self._background = background
+        self._is_cancelled = False
 
     @property
     def completion(self) -> Completion:
@@ -147,18 +167,20 @@ class Stream:
         return self._stream.completion
 
     def cancel(self) -> None:
-        """Stop the call; harmless after its end."""
+        """Stop the call and end the iteration; harmless after the end."""
 
         async def cancel() -> None:
             self._stream.cancel()
 
-        self._background.run(cancel())
+        self._is_cancelled = True
+        with suppress(ClosedError):  # after a fork there is nothing to cancel
+            self._background.run(cancel())
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Delta:
-        delta = self._background.run(_next(self._deltas))
+        delta = None if self._is_cancelled else self._background.run(_next(self._stream))
         if delta is None:
             raise StopIteration
         return delta
@@ -175,34 +197,49 @@ class Stream:
         self.cancel()
 
 
-class _BackgroundLoop:
-    """An event loop on its own daemon thread."""
+class _Background:
+    """The process's event loop for its sync clients, on a daemon thread that the first call starts.
+
+    All clients share it because gRPC keeps every loop that it has seen, and may hand it an event
+    even after the last call has ended: a loop for each client would leak and, once closed, fail.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.name = "pagewire-client"
-        self._thread.start()
+        self._pid = os.getpid()
 
     @property
-    def is_closed(self) -> bool:
-        return self._loop.is_closed()
+    def is_foreign(self) -> bool:
+        """Whether this process was forked from that of the client; threads stay behind then."""
+        return self._pid != os.getpid()
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Run `work` on the loop and wait; an interrupt of the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self.is_foreign:
+            work.close()
+            raise ClosedError("the client belongs to the process before the fork; make one here")
+        future = asyncio.run_coroutine_threadsafe(work, _shared_loop(self._pid))
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+
+_starting = threading.Lock()
 
 
-async def _next(deltas: Any) -> Delta | None:
+def _shared_loop(pid: int) -> asyncio.AbstractEventLoop:
+    with _starting:
+        return _start_loop(pid)
+
+
+@cache
+def _start_loop(_pid: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="pagewire-client", daemon=True).start()
+    return loop
+
+
+async def _next(stream: AsyncStream) -> Delta | None:
     # StopAsyncIteration cannot pass through a future, so the end is None.
-    return await anext(deltas, None)
+    return await anext(stream, None)

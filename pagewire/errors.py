@@ -2,7 +2,7 @@
 
 PagewireError
 ├── RequestError                the request cannot succeed as it is
-│   ├── InvalidRequestError     a field is wrong; `violations` names each
+│   ├── InvalidRequestError     an argument is wrong; `violations` names each field
 │   ├── NotFoundError           the model is not served
 │   ├── AuthenticationError     the caller is unknown or not allowed
 │   └── OverloadedError         the cluster is full; try again after `retry_after_s`
@@ -11,12 +11,17 @@ PagewireError
 │   ├── UnavailableError        the router answers, but no worker can serve the request now
 │   ├── TimeoutError            `timeout_s` passed
 │   └── CancelledError          the call was cancelled by the other side
-└── ServerError                 a bug or a broken worker on the cluster's side
+├── ServerError                 a bug or a broken worker on the cluster's side
+└── ClosedError                 the client was closed, or cannot be used from here
 
-Each carries `code`, the name of the gRPC status it was made from.
+Each carries `code`, the name of the gRPC status it was made from, or of the one that fits an error
+that was found before anything was sent. The client never repeats a call by itself: after a
+TransportError the caller decides.
 """
 
+import copyreg
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +40,18 @@ class PagewireError(Exception):
         self.message = message
         self.code = code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are otherwise copied by calling the class with `args`, which lack the keywords;
+        # a process pool could then not hand over the error of its worker.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
+
 
 class RequestError(PagewireError):
     """The request was refused; sending it again unchanged does not help, unless it says so."""
 
 
 class InvalidRequestError(RequestError):
-    """The request has wrong fields."""
+    """The request has wrong fields. Raised before anything is sent, or by the router."""
 
     def __init__(self, message: str, *, code: str, violations: tuple[FieldViolation, ...]) -> None:
         super().__init__(message, code=code)
@@ -86,3 +96,10 @@ class CancelledError(TransportError):
 
 class ServerError(PagewireError):
     """The cluster failed in a way that it should not."""
+
+
+class ClosedError(PagewireError):
+    """The client was closed, or belongs to another event loop or to the process before a fork."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="FAILED_PRECONDITION")

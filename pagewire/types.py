@@ -6,23 +6,26 @@ from typing import TypedDict
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are drawn. An absent option takes the model's default, then the one stated."""
+    """How tokens are drawn; the keyword arguments of `generate`, `stream`, `chat`, `stream_chat`.
 
-    temperature: float  # >= 0, 0 is greedy; 1
-    top_p: float  # (0, 1]; 1 is off
-    top_k: int  # >= 0; 0 is off
-    min_p: float  # [0, 1]; 0 is off
-    repetition_penalty: float  # > 0; 1 is off
-    presence_penalty: float  # [-2, 2]; 0 is off
-    frequency_penalty: float  # [-2, 2]; 0 is off
-    seed: int  # 0 .. 2**64 - 1; absent: drawn by the router
-    max_tokens: int  # per choice; absent: to the end of the context
-    min_tokens: int  # end and stop tokens are not drawn before; 0
-    stop: Sequence[str]  # generation ends before the first of these
-    stop_token_ids: Sequence[int]  # generation ends at any of these
-    ignore_eos: bool  # go on past the model's end tokens; False
-    n: int  # independent choices, 1..64; 1
-    logprobs: int  # 0: of the drawn token, k: and of the k most probable; absent: none
+    An absent option, or None, takes the model's default, then the one stated last below.
+    """
+
+    temperature: float | None  # 0 is greedy, else 0.001 .. 1000; 1
+    top_p: float | None  # above 0, up to 1, which is off; 1
+    top_k: int | None  # 0 .. 2**32 - 1; 0 is off
+    min_p: float | None  # 0 .. 1; 0 is off
+    repetition_penalty: float | None  # 0.001 .. 1000; 1 is off
+    presence_penalty: float | None  # -2 .. 2; 0 is off
+    frequency_penalty: float | None  # -2 .. 2; 0 is off
+    seed: int | None  # 0 .. 2**64 - 1; drawn by the router
+    max_tokens: int | None  # per choice, 1 .. 2**32 - 1; to the end of the context
+    min_tokens: int | None  # up to max_tokens; end and stop tokens are not drawn before; 0
+    stop: str | Sequence[str] | None  # generation ends before the first of these, up to 16; none
+    stop_token_ids: Sequence[int] | None  # generation ends at any of these, up to 256; none
+    ignore_eos: bool | None  # go on past the model's end tokens; False
+    n: int | None  # independent choices, 1 .. 64; 1
+    logprobs: int | None  # 0: of the drawn token, k <= 20: and of the k most probable; none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,11 +2,22 @@
 
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from pagewire import errors
+from pagewire.arguments import (
+    check_messages,
+    check_prompt_text,
+    check_sampling,
+    check_text,
+    check_token_ids,
+    refused,
+)
 from pagewire.types import (
     ClusterStatus,
     Delta,
@@ -20,18 +31,16 @@ from pagewire.types import (
 )
 from protos import common_pb2, inference_pb2
 
-MAX_TOKEN_ID = 2**32 - 1
+MAX_MESSAGE_BYTES = 64 * 2**20  # of the router, in both directions
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Message | Mapping[str, str]]
+Request = TypeVar("Request", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest)
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Encode token ids as the wire wants them: little-endian uint32."""
-    for token_id in token_ids:
-        if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise _invalid("token_ids", f"{token_id} is not in 0 .. {MAX_TOKEN_ID}")
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
@@ -43,34 +52,46 @@ def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
 def generate_request(
     prompt: Prompt, model: str, options: SamplingOptions
 ) -> inference_pb2.GenerateRequest:
-    """Build the request for text or token ids."""
-    request = inference_pb2.GenerateRequest(model=model, sampling=_sampling(options))
+    """Build the request for text or token ids.
+
+    Raises:
+        InvalidRequestError: An argument has a wrong type or is out of range.
+    """
+    request = _generate_request(model, options)
     if isinstance(prompt, str):
-        request.text = prompt
+        request.text = check_prompt_text("prompt.text", prompt)
     else:
-        request.token_ids = pack_token_ids(prompt)
-    return request
+        allowed = "a text, or a sequence of token ids"
+        token_ids = check_token_ids("prompt.token_ids", prompt, allowed=allowed)
+        if not token_ids:
+            raise refused("prompt", "no tokens", "at least one token")
+        request.token_ids = pack_token_ids(token_ids)
+    return _sized("prompt", request)
 
 
 def chat_request(
     messages: Messages, model: str, options: SamplingOptions
 ) -> inference_pb2.GenerateRequest:
-    """Build the request for a chat."""
-    return inference_pb2.GenerateRequest(
-        model=model, sampling=_sampling(options), chat=chat_prompt(messages)
-    )
+    """Build the request for a chat; raises like `generate_request`."""
+    request = _generate_request(model, options)
+    request.chat.CopyFrom(_chat("prompt.chat.messages", messages))
+    return _sized("prompt", request)
 
 
-def chat_prompt(messages: Messages) -> inference_pb2.ChatPrompt:
-    """Encode a chat; messages may be `Message` values or mappings with role and content."""
-    return inference_pb2.ChatPrompt(
-        messages=[
-            inference_pb2.ChatMessage(role=m.role, content=m.content)
-            if isinstance(m, Message)
-            else inference_pb2.ChatMessage(role=m["role"], content=m["content"])
-            for m in messages
-        ]
+def tokenize_request(text: str, model: str) -> inference_pb2.TokenizeRequest:
+    """Build the request to tokenize a text; raises like `generate_request`."""
+    request = inference_pb2.TokenizeRequest(
+        model=check_text("model", model), text=check_prompt_text("input.text", text)
     )
+    return _sized("input", request)
+
+
+def tokenize_chat_request(messages: Messages, model: str) -> inference_pb2.TokenizeRequest:
+    """Build the request to tokenize a chat; raises like `generate_request`."""
+    request = inference_pb2.TokenizeRequest(
+        model=check_text("model", model), chat=_chat("input.chat.messages", messages)
+    )
+    return _sized("input", request)
 
 
 def delta_from(response: inference_pb2.GenerateResponse) -> Delta:
@@ -120,7 +141,9 @@ def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStat
     )
 
 
-def error_from(failure: grpc.aio.AioRpcError, address: str) -> errors.PagewireError:
+def error_from(
+    failure: grpc.aio.AioRpcError, address: str, timeout_s: float
+) -> errors.PagewireError:
     """Make the exception that a failed call raises, with the details the router attached."""
     code = failure.code()
     message = failure.details() or code.name
@@ -134,6 +157,9 @@ def error_from(failure: grpc.aio.AioRpcError, address: str) -> errors.PagewireEr
             return errors.NotFoundError(message, code=code.name)
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return errors.AuthenticationError(message, code=code.name)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "message larger than max" in message:
+            # Of a connection with another limit than ours; waiting would not help.
+            return refused("request", message, "a smaller one")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.OverloadedError(
                 message, code=code.name, retry_after_s=_retry_after_s(details)
@@ -144,7 +170,10 @@ def error_from(failure: grpc.aio.AioRpcError, address: str) -> errors.PagewireEr
             return errors.ConnectionFailedError(f"{address}: {message}", code=code.name)
         case grpc.StatusCode.ABORTED | grpc.StatusCode.FAILED_PRECONDITION:
             return errors.UnavailableError(message, code=code.name)
+        case grpc.StatusCode.DEADLINE_EXCEEDED if failure.trailing_metadata():
+            return errors.TimeoutError(message, code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
+            message = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
             return errors.TimeoutError(message, code=code.name)
         case grpc.StatusCode.CANCELLED:
             return errors.CancelledError(message, code=code.name)
@@ -152,29 +181,28 @@ def error_from(failure: grpc.aio.AioRpcError, address: str) -> errors.PagewireEr
             return errors.ServerError(message, code=code.name)
 
 
-def _invalid(field: str, description: str) -> errors.InvalidRequestError:
-    violation = errors.FieldViolation(field=field, description=description)
-    return errors.InvalidRequestError(
-        f"{field}: {description}", code="INVALID_ARGUMENT", violations=(violation,)
+def _generate_request(model: str, options: SamplingOptions) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        model=check_text("model", model),
+        sampling=common_pb2.SamplingParams(**check_sampling(options)),
     )
 
 
-def _sampling(options: SamplingOptions) -> common_pb2.SamplingParams:
-    """Encode options; a value that the field cannot hold is the caller's error."""
-    params = common_pb2.SamplingParams()
-    for name, value in options.items():
-        try:
-            if name in ("stop", "stop_token_ids"):
-                values = [value] if isinstance(value, str) else value
-                getattr(params, name).extend(values)
-            elif value is not None:
-                setattr(params, name, value)
-        except AttributeError:
-            allowed = ", ".join(SamplingOptions.__annotations__)
-            raise _invalid(f"sampling.{name}", f"unknown option; allowed: {allowed}") from None
-        except (TypeError, ValueError) as error:
-            raise _invalid(f"sampling.{name}", f"{value!r}: {error}") from error
-    return params
+def _chat(field: str, messages: Messages) -> inference_pb2.ChatPrompt:
+    return inference_pb2.ChatPrompt(
+        messages=[
+            inference_pb2.ChatMessage(role=role, content=content)
+            for role, content in check_messages(field, messages)
+        ]
+    )
+
+
+def _sized(field: str, request: Request) -> Request:
+    """Refuse a request that the connection would refuse, with less clear words."""
+    if request.ByteSize() > MAX_MESSAGE_BYTES:
+        found = f"a request of {request.ByteSize()} bytes"
+        raise refused(field, found, f"at most {MAX_MESSAGE_BYTES} bytes")
+    return request
 
 
 def _finish_reason(reason: int) -> str | None:
@@ -243,7 +271,8 @@ def _details(failure: grpc.aio.AioRpcError) -> status_pb2.Status:
     status = status_pb2.Status()
     for key, value in failure.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
-            status.ParseFromString(value)
+            with suppress(DecodeError):  # the code and the message are enough
+                status.ParseFromString(value)
     return status
 
 

@@ -3,7 +3,6 @@
 Each refusal is an `InvalidRequest` that names the field, what was found and what is allowed.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 from router.errors import InvalidRequest, UnknownModel
@@ -96,16 +95,16 @@ def complete_sampling(
             f"at most {min(max_tokens, room)}: max_tokens, or what the context holds",
         )
     top_k = _integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
-    temperature = _number("temperature", asked.temperature, defaults.temperature, 0, None)
+    temperature = defaults.temperature if asked.temperature is None else asked.temperature
     if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise InvalidRequest(
             "sampling.temperature",
             repr(temperature),
             f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
         )
-    top_p = _number("top_p", asked.top_p, defaults.top_p, 0, 1)
-    if top_p == 0:
-        raise InvalidRequest("sampling.top_p", "0", "above 0, up to 1")
+    top_p = defaults.top_p if asked.top_p is None else asked.top_p
+    if not 0 < top_p <= 1:
+        raise InvalidRequest("sampling.top_p", repr(top_p), "above 0, up to 1")
     _check_stop_strings(asked.stop, has_tokenizer=has_tokenizer)
     _check_stop_tokens(asked, model)
     return Sampling(
@@ -143,15 +142,12 @@ def end_token_ids(sampling: Sampling, model: ServedModel) -> frozenset[int]:
     return frozenset(eos) | frozenset(sampling.stop_token_ids)
 
 
-def _number(
-    name: str, value: float | None, default: float, low: float, high: float | None
-) -> float:
+def _number(name: str, value: float | None, default: float, low: float, high: float) -> float:
     if value is None:
         return default
-    if math.isfinite(value) and value >= low and (high is None or value <= high):
-        return value
-    allowed = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
-    raise InvalidRequest(f"sampling.{name}", repr(value), allowed)
+    if not low <= value <= high:  # neither is NaN
+        raise InvalidRequest(f"sampling.{name}", repr(value), f"{low:g} to {high:g}")
+    return value
 
 
 def _integer(name: str, value: int | None, default: int, low: int, high: int) -> int:

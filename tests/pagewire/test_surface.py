@@ -10,7 +10,7 @@ EXPORTED = """
     ClusterStatus WorkerStatus PageCounts
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
     AuthenticationError OverloadedError TransportError ConnectionFailedError UnavailableError
-    TimeoutError CancelledError ServerError
+    TimeoutError CancelledError ServerError ClosedError
 """
 
 

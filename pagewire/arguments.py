@@ -1,0 +1,252 @@
+"""Checks what a caller passes, before anything is sent. Pure.
+
+Ranges and words are those of the router, which judges again and also knows the model's limits.
+Each refusal is an `InvalidRequestError` that names the field as the router does, what was found
+and what is allowed.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Real
+from operator import index
+from typing import Any, TypeGuard
+
+from pagewire.errors import FieldViolation, InvalidRequestError
+from pagewire.types import Message
+
+MAX_UINT32 = 2**32 - 1
+MAX_SEED = 2**64 - 1
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 256
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC takes much longer ones for none, or for one that has passed
+MAX_SHOWN_CHARS = 60
+
+# A name or an IPv4 address, or an IPv6 address in brackets; then a port.
+_ADDRESS = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+(?:%\w+)?\]):(\d{1,5})", re.ASCII)
+
+
+def refused(field: str, found: str, allowed: str) -> InvalidRequestError:
+    """Make the error for one wrong field."""
+    description = f"found {found}; allowed: {allowed}"
+    return InvalidRequestError(
+        f"{field}: {description}",
+        code="INVALID_ARGUMENT",
+        violations=(FieldViolation(field=field, description=description),),
+    )
+
+
+def check_address(value: object) -> str:
+    """Return a router's address; it must be `host:port`."""
+    match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    if not isinstance(value, str) or match is None or not 1 <= int(match[1]) <= 65535:
+        raise refused("address", _shown(value), "host:port, such as localhost:50051 or [::1]:50051")
+    return value
+
+
+def check_timeout_s(field: str, value: object) -> float:
+    """Return a time limit in seconds."""
+    if not _is_number(value):
+        raise refused(field, _shown_with_type(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise refused(field, _shown(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
+    return float(value)
+
+
+def check_text(field: str, value: object, *, empty: str | None = None) -> str:
+    """Return a text that UTF-8 can carry.
+
+    Args:
+        field: Its name in the request.
+        value: What the caller gave.
+        empty: What to say of an empty text; None allows it.
+    """
+    if not isinstance(value, str):
+        raise refused(field, _shown_with_type(value), "a text, str")
+    if empty is not None and not value:
+        raise refused(field, empty, "at least one character")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        found = f"{_shown(value[error.start])} at character {error.start}"
+        raise refused(field, found, "text without lone surrogates") from None
+    return value
+
+
+def check_prompt_text(field: str, value: object) -> str:
+    """Return a text to tokenize."""
+    return check_text(field, value, empty="an empty text")
+
+
+def check_token_ids(
+    field: str, value: object, *, allowed: str = "a sequence of token ids"
+) -> list[int]:
+    """Return token ids; any sequence of integers will do, also an array."""
+    token_ids = _items(field, value, allowed)
+    if set(map(type, token_ids)) <= {int} and all(0 <= each <= MAX_UINT32 for each in token_ids):
+        return token_ids
+    return [
+        _integer(f"{field}[{i}]", token_id, low=0, high=MAX_UINT32)
+        for i, token_id in enumerate(token_ids)
+    ]
+
+
+def check_messages(field: str, value: object) -> list[tuple[str, str]]:
+    """Return the (role, content) pairs of a chat."""
+    if isinstance(value, Message):
+        raise refused(field, "one Message", "a sequence of messages")
+    messages = _items(field, value, "a sequence of messages")
+    if not messages:
+        raise refused(field, "none", "at least one message")
+    return [_message(f"{field}[{i}]", each) for i, each in enumerate(messages)]
+
+
+def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
+    """Return the options that are set, with plain Python values; None is as good as absent."""
+    checked: dict[str, Any] = {}
+    for name, value in options.items():
+        check = _OPTIONS.get(name)
+        if check is None:
+            raise refused(f"sampling.{name}", "an unknown option", ", ".join(_OPTIONS))
+        if value is not None:
+            checked[name] = check(f"sampling.{name}", value)
+    max_tokens = checked.get("max_tokens", MAX_UINT32)
+    if checked.get("min_tokens", 0) > max_tokens:
+        raise refused(
+            "sampling.min_tokens",
+            str(checked["min_tokens"]),
+            f"at most {max_tokens}: max_tokens, or what the context holds",
+        )
+    return checked
+
+
+def _message(field: str, value: object) -> tuple[str, str]:
+    if isinstance(value, Message):
+        role, content = value.role, value.content
+    elif isinstance(value, Mapping):
+        # A key that nobody reads would be lost in silence.
+        if value.keys() != {"role", "content"}:
+            found = ", ".join(map(_shown, value)) or "none"
+            raise refused(field, f"the keys {found}", "the keys 'role' and 'content'")
+        role, content = value["role"], value["content"]
+    else:
+        raise refused(field, _shown_with_type(value), "a Message, or a mapping of role and content")
+    if role == "":
+        allowed = "a role of the model's template, such as user"
+        raise refused(f"{field}.role", "an empty role", allowed)
+    return check_text(f"{field}.role", role), check_text(f"{field}.content", content)
+
+
+def _temperature(field: str, value: object) -> float:
+    allowed = f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+    return _number(
+        field, value, lambda v: v == 0 or MIN_TEMPERATURE <= v <= MAX_TEMPERATURE, allowed
+    )
+
+
+def _top_p(field: str, value: object) -> float:
+    return _number(field, value, lambda v: 0 < v <= 1, "above 0, up to 1")
+
+
+def _between(low: float, high: float) -> Callable[[str, object], float]:
+    return lambda field, value: _number(
+        field, value, lambda v: low <= v <= high, f"{low:g} to {high:g}"
+    )
+
+
+def _number(field: str, value: object, allows: Callable[[float], bool], allowed: str) -> float:
+    if not _is_number(value):
+        raise refused(field, _shown_with_type(value), f"a number, {allowed}")
+    if not allows(value):
+        raise refused(field, _shown(value), allowed)
+    return float(value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _integer(field: str, value: object, *, low: int, high: int) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = index(value)  # type: ignore[arg-type]  # also integers of numpy and torch
+    except (TypeError, ValueError):
+        found = _shown_with_type(value)
+        raise refused(field, found, f"an integer, {low} to {high}") from None
+    if not low <= number <= high:
+        raise refused(field, _shown(number), f"{low} to {high}")
+    return number
+
+
+def _flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise refused(field, _shown_with_type(value), "True or False")
+    return value
+
+
+def _stop(field: str, value: object) -> list[str]:
+    strings = [value] if isinstance(value, str) else _items(field, value, "a sequence of texts")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise refused(field, f"{len(strings)} strings", f"at most {MAX_STOP_STRINGS}")
+    for i, each in enumerate(strings):
+        text = check_text(f"{field}[{i}]", each)
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            allowed = f"1 to {MAX_STOP_CHARS} characters"
+            raise refused(f"{field}[{i}]", f"{len(text)} characters", allowed)
+    return strings
+
+
+def _stop_token_ids(field: str, value: object) -> list[int]:
+    token_ids = check_token_ids(field, value)
+    if len(token_ids) > MAX_STOP_TOKENS:
+        raise refused(field, f"{len(token_ids)} ids", f"at most {MAX_STOP_TOKENS}")
+    return token_ids
+
+
+def _items(field: str, value: object, allowed: str) -> list[Any]:
+    """Return the items of anything in order with a length, but not of a text or a mapping."""
+    is_ordered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    if not is_ordered or isinstance(value, (str, bytes, bytearray, memoryview, Mapping)):
+        raise refused(field, _shown_with_type(value), allowed)
+    try:
+        return list(value)  # type: ignore[call-overload,no-any-return]
+    except TypeError:  # an array without dimensions
+        raise refused(field, _shown_with_type(value), allowed) from None
+
+
+def _shown(value: object) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a value too long to show"
+    return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
+
+
+def _shown_with_type(value: object) -> str:
+    return "None" if value is None else f"{_shown(value)} ({type(value).__name__})"
+
+
+# option |-> its check, in the order of SamplingOptions
+_OPTIONS: dict[str, Callable[[str, object], Any]] = {
+    "temperature": _temperature,
+    "top_p": _top_p,
+    "top_k": partial(_integer, low=0, high=MAX_UINT32),
+    "min_p": _between(0, 1),
+    "repetition_penalty": _between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": _between(-2, 2),
+    "frequency_penalty": _between(-2, 2),
+    "seed": partial(_integer, low=0, high=MAX_SEED),
+    "max_tokens": partial(_integer, low=1, high=MAX_UINT32),
+    "min_tokens": partial(_integer, low=0, high=MAX_UINT32),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": _flag,
+    "n": partial(_integer, low=1, high=MAX_CHOICES),
+    "logprobs": partial(_integer, low=0, high=MAX_LOGPROBS),
+}
