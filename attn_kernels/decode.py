@@ -1,9 +1,9 @@
 """Paged decode attention: one query token per request over its pages, plan once, run per layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from attn_kernels.checks import (
     check_pages,
     check_tensor,
 )
-from attn_kernels.decode_plan import ITEM_FIELDS, SplitRule, plan_decode
+from attn_kernels.decode_plan import ITEM_FIELDS, DecodeItems, Integers, SplitRule, plan_decode
 from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.jit.paged_decode import paged_decode_kernel
 from attn_kernels.tiles import LOG2_E, padded, programs_for
@@ -57,6 +57,12 @@ class DecodeAttention:
         rule: Where keys are cut.
         tile: How the kernel is compiled; None takes the shipped choice.
         num_programs: Programs of a launch; None takes what the device holds at once.
+        max_shared_slots: Most slots of a plan that another kernel fills.
+
+    Attributes:
+        partial_acc: Unnormalized partial results, [max_slots, num_qo_heads, head_dim], float32.
+        partial_stats: Their base-2 maximum, sum of weights, and 1 if a segment ends with the slot,
+            else 0, [max_slots, num_qo_heads, 3], float32.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class DecodeAttention:
         rule: SplitRule = DEFAULT_RULE,
         tile: DecodeTile | None = None,
         num_programs: int | None = None,
+        max_shared_slots: int = 0,
     ) -> None:
         check_pages(pages)
         _, _, _, num_kv_heads, _, head_dim = pages.shape
@@ -92,57 +99,81 @@ class DecodeAttention:
         self.max_requests = max_requests
         self.max_kv_tokens = max_kv_tokens
         self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
-        # Segments always fit; single splits are for batches too small to fill the device.
-        self.max_items = max(
-            max_kv_tokens // rule.segment_len + 2 * max_requests, 8 * self.num_programs
-        )
+        # Segments always fit, also behind a shared part that ends within one; single splits of
+        # whole requests are for batches too small to fill the device.
+        num_segments = max_kv_tokens // rule.segment_len + 2 * max_requests
+        if max_shared_slots:
+            num_segments += max_requests * rule.splits_per_segment
+        self.max_items = max(num_segments, 8 * self.num_programs)
+        self.max_slots = self.max_items + max_shared_slots
         pinned = device.type == "cuda"
         size = 1 + self.max_items * ITEM_FIELDS
         self._host_plan = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-        self._partial_acc = torch.empty(
-            (self.max_items, num_qo_heads, head_dim), dtype=torch.float32, device=device
+        self.partial_acc = torch.empty(
+            (self.max_slots, num_qo_heads, head_dim), dtype=torch.float32, device=device
         )
-        self._partial_stats = torch.empty(
-            (self.max_items, num_qo_heads, 2), dtype=torch.float32, device=device
+        self.partial_stats = torch.empty(
+            (self.max_slots, num_qo_heads, 3), dtype=torch.float32, device=device
         )
         self._arrivals = torch.zeros(
-            (self.max_items, num_kv_heads), dtype=torch.int32, device=device
+            (self.max_slots, num_kv_heads), dtype=torch.int32, device=device
         )
 
     def plan(
         self,
-        kv_lens: Sequence[int],
+        kv_lens: Integers,
         *,
-        rows: Sequence[int] | None = None,
-        requests: Sequence[int] | None = None,
-    ) -> None:
+        rows: Integers | None = None,
+        table_starts: Integers | None = None,
+        first_private: Integers | None = None,
+        num_shared_slots: Integers | None = None,
+    ) -> DecodeItems:
         """Make the work items of a batch; one copy to the device on the current stream.
 
         Args:
             kv_lens: Tokens of each request, the new one included; 0 gives a row of zeros.
             rows: Row of each request in q and out; None is 0, 1, 2, ...
-            requests: Row of each request in the page table; None is 0, 1, 2, ...
+            table_starts: Index of each request's first page in the page table, on the host; None
+                is a table without gaps, ceil(kv_len / page_size) pages for each request.
+            first_private: For each request, the first token that this kernel reads, a multiple of
+                the split length and below its kv_len; None is 0.
+            num_shared_slots: For each request, the number of slots that another kernel fills
+                before each run, for the tokens before first_private; None is 0.
+
+        Returns:
+            The items; `first_slots` tells that other kernel where to write.
 
         Raises:
             CapacityError: If the batch is larger than the buffers.
+            ShapeError: If first_private is no place to cut.
         """
-        if len(kv_lens) > self.max_requests:
-            raise CapacityError(f"{len(kv_lens)} requests, at most {self.max_requests} are planned")
-        if sum(kv_lens) > self.max_kv_tokens:
-            raise CapacityError(f"{sum(kv_lens)} tokens, at most {self.max_kv_tokens} are planned")
-        default = range(len(kv_lens))
+        lens = np.asarray(kv_lens, dtype=np.int64)
+        num_tokens = int(lens.sum())
+        if len(lens) > self.max_requests:
+            raise CapacityError(f"{len(lens)} requests, at most {self.max_requests} are planned")
+        if num_tokens > self.max_kv_tokens:
+            raise CapacityError(f"{num_tokens} tokens, at most {self.max_kv_tokens} are planned")
+        if first_private is not None:
+            self._check_first_private(np.asarray(first_private, dtype=np.int64), lens)
+        if table_starts is None:
+            num_pages = -(-lens // self.pages.shape[4])
+            table_starts = np.cumsum(num_pages) - num_pages
         items = plan_decode(
-            kv_lens,
-            rows=default if rows is None else rows,
-            requests=default if requests is None else requests,
+            lens,
+            rows=np.arange(len(lens)) if rows is None else rows,
+            table_starts=table_starts,
             rule=self.rule,
             sliding_window=self.sliding_window,
             num_programs=self.num_programs,
             num_kv_heads=self.pages.shape[3],
             max_items=self.max_items,
+            first_private=first_private,
+            num_shared_slots=num_shared_slots,
         )
+        if items.num_slots > self.max_slots:
+            raise CapacityError(f"{items.num_slots} slots, at most {self.max_slots} are planned")
         if self._copied is not None:
             self._copied.synchronize()  # the last plan has left the host buffer
         used = 1 + items.num_items * ITEM_FIELDS
@@ -152,12 +183,12 @@ class DecodeAttention:
         self._plan[:used].copy_(self._host_plan[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        return items
 
     def run(
         self,
         q: Tensor,
         layer: int,
-        kv_page_indptr: Tensor,
         kv_page_indices: Tensor,
         *,
         out: Tensor | None = None,
@@ -168,7 +199,6 @@ class DecodeAttention:
         Args:
             q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool.
             layer: Layer of the pool.
-            kv_page_indptr: First page-table entry of each request, [num_requests + 1], int32.
             kv_page_indices: Page ids of all requests, int32.
             out: Written at the planned rows; None makes a new one. Other rows are left as they are.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
@@ -177,20 +207,10 @@ class DecodeAttention:
         Returns:
             The output, shaped as q.
         """
-        _, num_layers, _, num_kv_heads, page_size, head_dim = self.pages.shape
+        self.check_run(q, layer, kv_page_indices)
+        _, _, _, num_kv_heads, page_size, head_dim = self.pages.shape
         device = self.pages.device
-        rows = q.shape[0]
-        heads = (rows, self.num_qo_heads)
-        check_tensor(
-            "q", q, shape=(None, self.num_qo_heads, head_dim), dtype=self.pages.dtype, device=device
-        )
-        check_layer(layer, num_layers)
-        check_tensor(
-            "kv_page_indptr", kv_page_indptr, shape=(None,), dtype=torch.int32, device=device
-        )
-        check_tensor(
-            "kv_page_indices", kv_page_indices, shape=(None,), dtype=torch.int32, device=device
-        )
+        heads = (q.shape[0], self.num_qo_heads)
         if out is None:
             out = torch.empty_like(q)
         check_tensor("out", out, shape=(*heads, head_dim), dtype=FLOAT_DTYPES, device=device)
@@ -199,14 +219,13 @@ class DecodeAttention:
 
         paged_decode_kernel[(self.num_programs,)](
             out,
-            lse if lse is not None else self._partial_stats,
+            lse if lse is not None else self.partial_stats,
             q,
             self.pages,
-            kv_page_indptr,
             kv_page_indices,
             self._plan,
-            self._partial_acc,
-            self._partial_stats,
+            self.partial_acc,
+            self.partial_stats,
             self._arrivals,
             layer,
             self.pages.stride(0),
@@ -226,3 +245,28 @@ class DecodeAttention:
             num_warps=self.tile.num_warps,
         )
         return out
+
+    def check_run(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
+        """Check the arguments of a run that other launches over the same pages share."""
+        _, num_layers, _, _, _, head_dim = self.pages.shape
+        device = self.pages.device
+        check_tensor(
+            "q", q, shape=(None, self.num_qo_heads, head_dim), dtype=self.pages.dtype, device=device
+        )
+        check_layer(layer, num_layers)
+        check_tensor(
+            "kv_page_indices", kv_page_indices, shape=(None,), dtype=torch.int32, device=device
+        )
+
+    def _check_first_private(
+        self, first_private: npt.NDArray[np.int64], lens: npt.NDArray[np.int64]
+    ) -> None:
+        split_len = self.rule.split_len
+        fits = (first_private % split_len == 0) & (first_private >= 0)
+        fits &= first_private < np.maximum(lens, 1)
+        if not fits.all():
+            wrong = int(np.argmin(fits))
+            raise ShapeError(
+                f"first_private is {first_private[wrong]}, must be a multiple of split_len "
+                f"{split_len} and below kv_len {lens[wrong]}"
+            )

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Integers = Sequence[int] | npt.NDArray[np.int64]
+
 FIELDS = (
     "row",  # of q and out
-    "request",  # row of the page table
+    "first_entry",  # index of the request's first page in the page table
     "begin",  # tokens [begin, end)
     "end",
     "first_token",  # first one inside the sliding window
-    "slot",  # where the item stores its partial result, unless it is the whole request
+    "slot",  # where the item stores its partial result
     "first_slot",  # of the request
-    "num_slots",  # of the request; 1: no partial results
-    "slots_per_segment",
-    "segment_phase",  # slots that the request's first segment lacks before its first slot
+    "num_slots",  # of the request; 0: the item is the whole request and stores no partial result
+    "num_items",  # of the request: the last one to arrive folds all slots
+    "ends_segment",  # 1: the item's last split is the last one of a segment or of the request
 )
 ITEM_FIELDS = len(FIELDS)
 
@@ -44,10 +46,16 @@ class SplitRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeItems:
-    """Work items, longest first."""
+    """Work items, longest first, and where each request's partial results lie.
+
+    A request with more than one partial result owns slots in a row, in key order: first those that
+    another kernel fills, then one for each item. A slot holds the fold of a segment's first splits
+    (one to all of them) or one of its later splits, and says whether a segment ends with it.
+    """
 
     fields: npt.NDArray[np.int32]  # [num_items, ITEM_FIELDS]
-    num_slots: int  # partial results to store
+    first_slots: npt.NDArray[np.int64]  # [num_requests]; means nothing for a request without slots
+    num_slots: int  # of all requests
 
     @property
     def num_items(self) -> int:
@@ -55,68 +63,99 @@ class DecodeItems:
 
 
 def plan_decode(
-    kv_lens: Sequence[int],
+    kv_lens: Integers,
     *,
-    rows: Sequence[int],
-    requests: Sequence[int],
+    rows: Integers,
+    table_starts: Integers,
     rule: SplitRule,
     sliding_window: int | None,
     num_programs: int,
     num_kv_heads: int,
     max_items: int,
+    first_private: Integers | None = None,
+    num_shared_slots: Integers | None = None,
 ) -> DecodeItems:
     """Cut requests into items of one split or one segment each, whichever finishes earlier.
 
     Args:
         kv_lens: Tokens of each request; 0 gives a row of zeros.
         rows: Row of each request's query and output.
-        requests: Row of each request in the page table.
+        table_starts: Index of each request's first page in the page table.
         rule: Where to cut.
         sliding_window: Number of last tokens that a query sees; None is all.
         num_programs: Programs of the launch.
         num_kv_heads: Key-value heads; each makes every item once.
         max_items: Splits are not considered beyond it.
+        first_private: First token that the items of each request cover, a multiple of the split
+            length and below its kv_len; None is 0.
+        num_shared_slots: Slots of each request that another kernel fills before this launch, for
+            the tokens before first_private; None is 0.
     """
     lens = np.asarray(kv_lens, dtype=np.int64)
     first_tokens = np.zeros_like(lens)
     if sliding_window is not None:
         first_tokens = np.maximum(lens - sliding_window, 0)
-    table_rows = np.asarray(requests, dtype=np.int64)
+    begins = first_tokens
+    if first_private is not None:
+        begins = np.maximum(begins, np.asarray(first_private, dtype=np.int64))
+    shared = np.zeros_like(lens)
+    if num_shared_slots is not None:
+        shared = np.asarray(num_shared_slots, dtype=np.int64)
+    entries = np.asarray(table_starts, dtype=np.int64)
     out_rows = np.asarray(rows, dtype=np.int64)
 
-    def cut(unit_len: int, units_per_segment: int) -> DecodeItems:
-        first_units = first_tokens // unit_len
-        counts = np.maximum(-(-lens // unit_len) - first_units, 1)
-        slot_counts = np.where(counts > 1, counts, 0)
+    # Tokens [begin, fine_end) are cut into splits, the rest into segments. A segment whose first
+    # splits are in shared slots can only be continued split by split.
+    borders = begins // rule.segment_len * rule.segment_len
+    if first_private is not None:
+        borders = -(-begins // rule.segment_len) * rule.segment_len
+
+    def cut(fine_ends: npt.NDArray[np.int64]) -> DecodeItems:
+        first_splits = begins // rule.split_len
+        num_fine = -(-np.minimum(fine_ends, lens) // rule.split_len) - first_splits
+        num_fine = np.maximum(num_fine, 0)
+        num_coarse = np.maximum(-(-(lens - fine_ends) // rule.segment_len), 0)
+        counts = np.maximum(num_fine + num_coarse, 1)
+        slot_counts = counts + shared
+        slot_counts[slot_counts == 1] = 0
         first_slots = np.cumsum(slot_counts) - slot_counts
+
         owner = np.repeat(np.arange(len(lens)), counts)
         ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        begin = (first_units[owner] + ordinal) * unit_len
-        end = np.minimum(begin + unit_len, lens[owner])
+        coarse_ordinal = ordinal - num_fine[owner]
+        is_fine = coarse_ordinal < 0
+        begin = np.where(
+            is_fine,
+            (first_splits[owner] + ordinal) * rule.split_len,
+            fine_ends[owner] + coarse_ordinal * rule.segment_len,
+        )
+        unit_lens = np.where(is_fine, rule.split_len, rule.segment_len)
+        end = np.minimum(begin + unit_lens, lens[owner])
+
         order = np.argsort(begin - end, kind="stable")
-        owner, ordinal = owner[order], ordinal[order]
+        owner, ordinal, end = owner[order], ordinal[order], end[order]
         fields = np.empty((len(owner), ITEM_FIELDS), dtype=np.int32)
-        columns: tuple[npt.NDArray[np.int64] | int, ...] = (
+        columns = (
             out_rows[owner],
-            table_rows[owner],
+            entries[owner],
             begin[order],
-            end[order],
+            end,
             first_tokens[owner],
-            first_slots[owner] + ordinal,
+            (first_slots + shared)[owner] + ordinal,
             first_slots[owner],
+            slot_counts[owner],
             counts[owner],
-            units_per_segment,
-            first_units[owner] % units_per_segment,
+            (end % rule.segment_len == 0) | (end == lens[owner]),
         )
         for field, column in enumerate(columns):
             fields[:, field] = column
-        return DecodeItems(fields=fields, num_slots=int(slot_counts.sum()))
+        return DecodeItems(fields=fields, first_slots=first_slots, num_slots=int(slot_counts.sum()))
 
-    coarse = cut(rule.segment_len, 1)
+    coarse = cut(borders)
     num_splits = int((-(-lens // rule.split_len)).sum()) + len(lens)
     if num_splits > max_items or coarse.num_items * num_kv_heads > BUSY_ROUNDS * num_programs:
         return coarse
-    fine = cut(rule.split_len, rule.splits_per_segment)
+    fine = cut(np.maximum(lens, borders))
     return min(coarse, fine, key=lambda items: _estimated_us(items, num_programs, num_kv_heads))
 
 
@@ -132,6 +171,6 @@ def _estimated_us(items: DecodeItems, num_programs: int, num_kv_heads: int) -> f
     rate = min(PROGRAM_TOKENS_PER_US, DEVICE_TOKENS_PER_US / active)
     reading = max(all_tokens / DEVICE_TOKENS_PER_US, busiest / rate)
     num_slots = items.fields[:, 7]
-    num_stored = int((num_slots[mine] > 1).sum())
+    num_stored = int((num_slots[mine] > 0).sum())
     fold = SLOT_US * int(num_slots.max(initial=1)) if num_stored else 0.0
     return reading + ITEM_US * len(mine) + STORE_US * num_stored + fold

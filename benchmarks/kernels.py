@@ -159,7 +159,7 @@ def bench_decode(
         max_kv_tokens=sum(kv_lens),
         tile=tile,
     )
-    indptr, indices = page_tables(pages, kv_lens)
+    _, indices = page_tables(pages, kv_lens)
     q = torch.randn(len(kv_lens), NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=bench.device)
     out = torch.empty_like(q)
     plan_times = []
@@ -169,7 +169,7 @@ def bench_decode(
         attention.plan(kv_lens)
         plan_times.append((time.perf_counter() - began) * 1e6)
     layer = pages.shape[1] // 2
-    us, p99_us = bench.time(lambda: attention.run(q, layer, indptr, indices, out=out))
+    us, p99_us = bench.time(lambda: attention.run(q, layer, indices, out=out))
     return Timing(
         case=case,
         us=us,

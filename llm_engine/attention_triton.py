@@ -6,12 +6,14 @@ in any batch and chunk, and when a sequence is resumed elsewhere from its prompt
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
 from attn_kernels.append import rotate_and_append
 from attn_kernels.decode import DecodeAttention
 from attn_kernels.prefill import PrefillAttention
+from kv_cache.layout import num_pages_for
 from llm_engine.forward_batch import ForwardBatch
 
 # Keys of a launch of the decode kernel, summed over rows: what small batches need, and a bound for
@@ -74,7 +76,7 @@ class TritonAttention:
         self._plan_prefill(batch)
         self._decode_launches = decode_launches(batch, MAX_DECODE_TOKENS)
         if self._decode_launches:
-            self._plan_decode(self._decode_launches[0])
+            self._plan_decode(batch, self._decode_launches[0])
 
     def rotate_and_append(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Rotate q and k by position, write k and v to the pages, return the rotated q."""
@@ -96,13 +98,13 @@ class TritonAttention:
         """Causal attention of the rotated queries over their sequences' pages, [T, N, H]."""
         batch = self._planned()
         out_TNH = q_TNH.new_empty(q_TNH.shape)
-        tables = (batch.kv_page_indptr, batch.kv_page_indices)
         if self._has_prefill:
+            tables = (batch.kv_page_indptr, batch.kv_page_indices)
             self._prefill.run(q_TNH, layer, *tables, out=out_TNH)
         for launch in self._decode_launches:
             if len(self._decode_launches) > 1:  # else the plan of the pass holds for all layers
-                self._plan_decode(launch)
-            self._decode.run(q_TNH, layer, *tables, out=out_TNH)
+                self._plan_decode(batch, launch)
+            self._decode.run(q_TNH, layer, batch.kv_page_indices, out=out_TNH)
         return out_TNH
 
     def _plan_prefill(self, batch: ForwardBatch) -> None:
@@ -118,7 +120,7 @@ class TritonAttention:
             prompt_lens, prompt_ends, first_rows, slices = zip(*chunks, strict=True)
             self._prefill.plan(prompt_lens, prompt_ends, first_rows=first_rows, requests=slices)
 
-    def _plan_decode(self, launch: list[DecodeRow]) -> None:
+    def _plan_decode(self, batch: ForwardBatch, launch: list[DecodeRow]) -> None:
         kv_lens = [each.kv_len for each in launch]
         decode = self._decode
         if len(launch) > decode.max_requests or sum(kv_lens) > decode.max_kv_tokens:
@@ -129,10 +131,12 @@ class TritonAttention:
                 max(len(launch) + spare_rows, decode.max_requests),
                 max(sum(kv_lens) + max(spare_tokens, 0), decode.max_kv_tokens),
             )
+        table_lens = [num_pages_for(kv_len, self._pages.shape[4]) for kv_len in batch.kv_lens]
+        table_starts = list(accumulate(table_lens, initial=0))
         self._decode.plan(
             kv_lens,
             rows=[each.row for each in launch],
-            requests=[each.slice_index for each in launch],
+            table_starts=[table_starts[each.slice_index] for each in launch],
         )
 
     def _planned(self) -> ForwardBatch:

@@ -1,9 +1,13 @@
 """Kernel body of paged decode attention: one query token per request, split over the keys.
 
 A request's keys are cut into splits at absolute multiples of SPLIT_LEN, and splits form segments of
-SPLITS_PER_SEGMENT. Its result is the fold over segments of the fold over each segment's splits,
-both in key order. A work item is one split or one segment (folded in registers), so the planner may
-choose the item size by the load of the device, and the bits do not change.
+a fixed number of splits. Its result is the fold over segments of the fold over each segment's
+splits, both in key order. A work item is one split or one segment (folded in registers), so the
+planner may choose the item size by the load of the device, and the bits do not change.
+
+Partial results lie in slots. A slot holds a state (acc, m, total) and a flag, 1 if a segment ends
+with it. A request's slots follow each other in key order; the first ones may have been filled by an
+earlier launch (a prefix that requests share).
 """
 
 import triton
@@ -22,11 +26,10 @@ def paged_decode_kernel(
     lse_ptr,  # [num_rows, num_qo_heads], float32, natural log; read only if HAS_LSE
     q_ptr,  # [num_rows, num_qo_heads, head_dim]
     pages_ptr,  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
-    page_indptr_ptr,  # [num_requests + 1], int32
     page_indices_ptr,  # [num_table_entries], int32
     plan_ptr,  # [1 + max_items * ITEM_FIELDS], int32: number of items, then the items
     partial_acc_ptr,  # [max_slots, num_qo_heads, head_dim], float32
-    partial_stats_ptr,  # [max_slots, num_qo_heads, 2], float32
+    partial_stats_ptr,  # [max_slots, num_qo_heads, 3], float32: m, total, whether a segment ends
     arrivals_ptr,  # [max_slots, num_kv_heads], int32, zero between launches
     layer,
     page_stride,  # elements
@@ -56,16 +59,15 @@ def paged_decode_kernel(
         my_kv_head = unit % NUM_KV_HEADS
         my_item_ptr = plan_ptr + 1 + (unit // NUM_KV_HEADS) * ITEM_FIELDS
         my_row = tl.load(my_item_ptr)
-        my_request = tl.load(my_item_ptr + 1)
+        my_first_page = tl.load(my_item_ptr + 1)  # index in the page table
         my_begin = tl.load(my_item_ptr + 2)
         my_end = tl.load(my_item_ptr + 3)
         my_first_token = tl.load(my_item_ptr + 4)  # first one inside the sliding window
         my_slot = tl.load(my_item_ptr + 5)
         my_first_slot = tl.load(my_item_ptr + 6)
-        my_num_slots = tl.load(my_item_ptr + 7)  # 1: the item is the whole request
-        my_slots_per_segment = tl.load(my_item_ptr + 8)
-        my_segment_phase = tl.load(my_item_ptr + 9)  # slots missing before the first one
-        my_first_page = tl.load(page_indptr_ptr + my_request)
+        my_num_slots = tl.load(my_item_ptr + 7)  # 0: the item is the whole request
+        my_num_items = tl.load(my_item_ptr + 8)
+        my_ends_segment = tl.load(my_item_ptr + 9)
 
         my_first_head = my_row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + my_kv_head * GROUP
         q = tl.load(q_ptr + my_first_head * HEAD_DIM + heads_dims, mask=in_q, other=0.0)
@@ -113,7 +115,7 @@ def paged_decode_kernel(
         acc, m, total = merge(segment_acc, segment_m, segment_total, acc, m, total)
 
         my_heads = my_kv_head * GROUP + rows
-        if my_num_slots == 1:
+        if my_num_slots == 0:
             out, lse_log2 = normalize(acc, m, total)
             tl.store(out_ptr + my_first_head * HEAD_DIM + heads_dims, out, mask=in_q)
             if HAS_LSE:
@@ -123,13 +125,16 @@ def paged_decode_kernel(
             tl.store(
                 partial_acc_ptr + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_q
             )
-            tl.store(partial_stats_ptr + partial_row * 2, m, mask=is_head)
-            tl.store(partial_stats_ptr + partial_row * 2 + 1, total, mask=is_head)
+            stats = partial_stats_ptr + partial_row * 3
+            ends_segment = tl.zeros([BLOCK_M], dtype=tl.float32) + my_ends_segment
+            tl.store(stats, m, mask=is_head)
+            tl.store(stats + 1, total, mask=is_head)
+            tl.store(stats + 2, ends_segment, mask=is_head)
             # The last of a request's items to arrive folds them all, in key order. The barrier
             # puts all threads' stores before the release by one of them.
             tl.debug_barrier()
             arrivals = arrivals_ptr + my_first_slot * NUM_KV_HEADS + my_kv_head
-            if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == my_num_slots - 1:
+            if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == my_num_items - 1:
                 tl.store(arrivals, 0)
                 acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
                 m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -146,23 +151,20 @@ def paged_decode_kernel(
                         other=0.0,
                         cache_modifier=".cg",
                     )
+                    stats = partial_stats_ptr + row * 3
                     partial_m = tl.load(
-                        partial_stats_ptr + row * 2,
-                        mask=is_head,
-                        other=float("-inf"),
-                        cache_modifier=".cg",
+                        stats, mask=is_head, other=float("-inf"), cache_modifier=".cg"
                     )
                     partial_total = tl.load(
-                        partial_stats_ptr + row * 2 + 1,
-                        mask=is_head,
-                        other=0.0,
-                        cache_modifier=".cg",
+                        stats + 1, mask=is_head, other=0.0, cache_modifier=".cg"
                     )
                     segment_acc, segment_m, segment_total = merge(
                         segment_acc, segment_m, segment_total, partial_acc, partial_m, partial_total
                     )
-                    is_last = index == my_num_slots - 1
-                    if ((index + my_segment_phase + 1) % my_slots_per_segment == 0) | is_last:
+                    my_slot_ptr = partial_stats_ptr + (my_first_slot + index).to(tl.int64) * (
+                        NUM_KV_HEADS * GROUP * 3
+                    )
+                    if tl.load(my_slot_ptr + my_kv_head * GROUP * 3 + 2, cache_modifier=".cg") != 0:
                         acc, m, total = merge(acc, m, total, segment_acc, segment_m, segment_total)
                         segment_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
                         segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)

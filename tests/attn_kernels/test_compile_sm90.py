@@ -77,7 +77,7 @@ def test_decode(
         )
         attention.plan([5])
         q = empty(1, num_qo_heads, head_dim, dtype=dtype)
-        attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32))
+        attention.run(q, 0, empty(1, dtype=INT32))
 
     compiled, num_warps = only_launch(launch)
 

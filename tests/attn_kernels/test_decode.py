@@ -36,8 +36,7 @@ def make_attention(
 
 
 def run(attention: DecodeAttention, case: PagedCase, **options: Tensor) -> Tensor:
-    tables = (case.kv_page_indptr, case.kv_page_indices)
-    return attention.run(case.q, case.layer, *tables, **options)
+    return attention.run(case.q, case.layer, case.kv_page_indices, **options)
 
 
 def decode(case: PagedCase, *, window: int | None = None, **options: Tensor) -> Tensor:
@@ -125,6 +124,44 @@ def test_items_of_splits_and_of_segments_give_the_same_bits(
     assert torch.equal(*outs)
 
 
+def test_slots_that_another_kernel_filled_give_the_bits_of_flat_decode(
+    device: str, monkeypatch: pytest.MonkeyPatch
+):
+    case = make_case([1, 1], [97, 33], num_qo_heads=6, device=device)
+    flat = {}
+    for name, busy_rounds in (("splits", 1e9), ("segments", 0)):
+        monkeypatch.setattr(decode_plan, "BUSY_ROUNDS", busy_rounds)
+        monkeypatch.setattr(decode_plan, "PROGRAM_TOKENS_PER_US", 0.01)
+        attention = make_attention(case, num_programs=64)
+        first_slots = attention.plan(case.kv_lens).first_slots.tolist()
+        flat[name] = (attention, first_slots, run(attention, case))
+    # Tokens [0, 48) of the first request as a segment and a split, [0, 32) of the second as one
+    # segment; what is left of them begins within a segment, and is a single item.
+    shared = [("segments", 0, 0), ("splits", 0, 2), ("segments", 1, 0)]
+    attention = DecodeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        max_requests=2,
+        max_kv_tokens=200,
+        rule=RULE,
+        tile=TILE,
+        num_programs=3,
+        max_shared_slots=3,
+    )
+
+    items = attention.plan(case.kv_lens, first_private=[48, 32], num_shared_slots=[2, 1])
+    first, second = items.first_slots.tolist()
+    for slot, (name, request, index) in zip((first, first + 1, second), shared, strict=True):
+        source, first_slots, _ = flat[name]
+        attention.partial_acc[slot] = source.partial_acc[first_slots[request] + index]
+        attention.partial_stats[slot] = source.partial_stats[first_slots[request] + index]
+    out = run(attention, case)
+
+    assert torch.equal(out, flat["splits"][2])
+    assert torch.equal(out, flat["segments"][2])
+
+
 def test_one_plan_serves_many_runs(device: str):
     case = make_case([1, 1], [97, 40], device=device)
     attention = make_attention(case, num_programs=64)
@@ -142,8 +179,9 @@ def test_rows_and_requests_select_a_part_of_a_mixed_batch(device: str):
     q[[5, 2]] = case.q[[0, 2]]
     out = torch.full_like(q, -1.0)
 
-    attention.plan([20, 5], rows=[5, 2], requests=[0, 2])
-    attention.run(q, case.layer, case.kv_page_indptr, case.kv_page_indices, out=out)
+    starts = case.kv_page_indptr.tolist()
+    attention.plan([20, 5], rows=[5, 2], table_starts=[starts[0], starts[2]])
+    attention.run(q, case.layer, case.kv_page_indices, out=out)
 
     torch.testing.assert_close(out[[5, 2]], case.expected()[0][[0, 2]])
     assert (out[[0, 1, 3, 4, 6]] == -1.0).all()
@@ -178,9 +216,8 @@ def test_worked_example_of_the_block_sparse_primer(device: str, page_size: int):
     )
 
     attention.plan([3])
-    indptr = torch.tensor([0, len(table)], dtype=torch.int32, device=device)
     indices = torch.tensor(table, dtype=torch.int32, device=device)
-    out = attention.run(q, 0, indptr, indices)
+    out = attention.run(q, 0, indices)
 
     expected = torch.softmax(torch.tensor([1.0, 1.0, 2.0], device=device), 0) @ values
     torch.testing.assert_close(out[0, 0, :2], expected)
@@ -197,5 +234,8 @@ def test_plans_beyond_the_buffers_are_refused(device: str):
         attention.plan([1, 1, 1])
     with pytest.raises(CapacityError, match="65 tokens, at most 64"):
         attention.plan([65])
+    for first_private in (8, 32):
+        with pytest.raises(ShapeError, match=f"first_private is {first_private}, must be"):
+            make_attention(case).plan([20], first_private=[first_private], num_shared_slots=[1])
     with pytest.raises(ShapeError, match="split_len 24 must be a multiple of the 16 keys"):
         make_attention(case, rule=SplitRule(split_len=24))

@@ -47,8 +47,7 @@ def decoder(case: PagedCase, **options: object) -> DecodeAttention:
 
 
 def decode(case: PagedCase, **options: object) -> torch.Tensor:
-    tables = (case.kv_page_indptr, case.kv_page_indices)
-    return decoder(case, **options).run(case.q, case.layer, *tables)
+    return decoder(case, **options).run(case.q, case.layer, case.kv_page_indices)
 
 
 def prefill(case: PagedCase, sliding_window: int | None = None) -> torch.Tensor:
@@ -104,7 +103,7 @@ def test_a_request_decodes_to_the_same_bits_in_any_batch_pages_and_run(
         assert torch.equal(decode(case.only(request))[0], together[request])
     attention = decoder(case)
     for _ in range(100):
-        again = attention.run(case.q, case.layer, case.kv_page_indptr, case.kv_page_indices)
+        again = attention.run(case.q, case.layer, case.kv_page_indices)
         assert torch.equal(again, together)
 
 
@@ -186,7 +185,7 @@ def test_a_captured_decode_replays_for_later_plans_of_other_lengths():
     out = torch.empty_like(case.q)
 
     def run() -> None:
-        attention.run(case.q, case.layer, case.kv_page_indptr, case.kv_page_indices, out=out)
+        attention.run(case.q, case.layer, case.kv_page_indices, out=out)
 
     run()
     torch.cuda.synchronize()
@@ -194,8 +193,9 @@ def test_a_captured_decode_replays_for_later_plans_of_other_lengths():
     with torch.cuda.graph(graph):
         run()
 
+    starts = case.kv_page_indptr[:-1].tolist()
     for kv_lens in ([5000] * 8, [1, 17, 256, 5000, 300, 4999, 1024, 2], [3, 0, 0, 9, 0, 0, 0, 0]):
-        attention.plan(kv_lens)
+        attention.plan(kv_lens, table_starts=starts)
         graph.replay()
         replayed = out.clone()
         run()

@@ -45,7 +45,6 @@ def decode(**changes: object) -> torch.Tensor:
     arguments = {
         "q": torch.zeros(2, 8, 64),
         "layer": 0,
-        "kv_page_indptr": torch.zeros(3, dtype=torch.int32),
         "kv_page_indices": torch.zeros(2, dtype=torch.int32),
     }
     return attention.run(**(arguments | changes))
