@@ -193,6 +193,7 @@ class DecodeAttention:
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        overlaps: bool = False,
     ) -> Tensor:
         """Attend in one layer.
 
@@ -203,6 +204,8 @@ class DecodeAttention:
             out: Written at the planned rows; None makes a new one. Other rows are left as they are.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
                 scores (natural log).
+            overlaps: Whether to start while the launch before this one, which fills shared slots,
+                still runs, and to wait for it only before the fold (CUDA devices).
 
         Returns:
             The output, shaped as q.
@@ -241,8 +244,10 @@ class DecodeAttention:
             BLOCK_D=padded(head_dim),
             ITEM_FIELDS=ITEM_FIELDS,
             HAS_LSE=lse is not None,
+            OVERLAPS=overlaps,
             num_stages=self.tile.num_stages,
             num_warps=self.tile.num_warps,
+            **({"launch_pdl": True} if overlaps else {}),
         )
         return out
 

@@ -12,6 +12,7 @@ earlier launch (a prefix that requests share).
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from attn_kernels.jit.attention_state import attend_tile, merge, normalize, page_of_tile
 
@@ -45,6 +46,7 @@ def paged_decode_kernel(
     BLOCK_D: tl.constexpr,  # HEAD_DIM, padded to a power of two
     ITEM_FIELDS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # the launch that fills shared slots may still run
 ):
     # Grid: (num_programs,); each program takes every num_programs-th unit (item, key-value head).
     num_units = tl.load(plan_ptr) * NUM_KV_HEADS
@@ -136,6 +138,8 @@ def paged_decode_kernel(
             arrivals = arrivals_ptr + my_first_slot * NUM_KV_HEADS + my_kv_head
             if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == my_num_items - 1:
                 tl.store(arrivals, 0)
+                if OVERLAPS:
+                    cuda.gdc_wait()
                 acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
                 m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
                 total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -173,3 +177,5 @@ def paged_decode_kernel(
                 tl.store(out_ptr + my_first_head * HEAD_DIM + heads_dims, out, mask=in_q)
                 if HAS_LSE:
                     tl.store(lse_ptr + my_first_head + rows, lse_log2 * LN2, mask=is_head)
+    if OVERLAPS:
+        cuda.gdc_wait()  # whatever follows this launch may rely on that one
