@@ -1,6 +1,7 @@
 """The environment variables of a cluster's processes; nothing else copies or sets any."""
 
 import os
+import sys
 
 # Of the launching process: settings of a user's own kind that workers must see too.
 FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH")
@@ -11,6 +12,10 @@ def prepare_local_ray() -> None:
     # It listens on the loopback address only, and without it writes a token to the home folder.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Each line of a log is written, and in colour only where somebody looks.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # The router gets no GPU and never asks for one; 0 says that hiding them is not needed.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 

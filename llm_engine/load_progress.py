@@ -1,7 +1,8 @@
-"""Shows how far the loading of weights has come: a bar on a terminal, plain lines elsewhere."""
+"""Shows how far the loading of weights has come: a bar on a terminal, else a line now and then."""
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -12,12 +13,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from llm_engine.checkpoint import Tensors
 from llm_engine.weights import LoadProgress
 
-LINE_SHARE = 0.25  # of the whole between two plain lines
+LINE_PERIOD_S = 5.0  # between two plain lines; what loads faster needs none
 
 
 @contextmanager
 def show_progress(
-    tensors: Tensors, *, enabled: bool, stream: TextIO | None = None
+    tensors: Tensors,
+    *,
+    enabled: bool,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[LoadProgress]:
     """Yield the function to call after each tensor; it writes to `stream` (standard error)."""
     total_bytes = sum(entry.end - entry.begin for entry in tensors.values())
@@ -31,7 +36,7 @@ def show_progress(
                 task, advance=num_bytes, description=f"Loading {path.name}"
             )
     else:
-        yield _PlainLines(stream, total_bytes).advance
+        yield _PlainLines(stream, total_bytes, clock).advance
 
 
 def _bar(stream: TextIO) -> Progress:
@@ -45,17 +50,17 @@ def _bar(stream: TextIO) -> Progress:
 
 
 class _PlainLines:
-    def __init__(self, stream: TextIO, total_bytes: int) -> None:
+    def __init__(self, stream: TextIO, total_bytes: int, clock: Callable[[], float]) -> None:
         self._stream = stream
         self._total_bytes = total_bytes
         self._done_bytes = 0
-        self._next_share = LINE_SHARE
+        self._clock = clock
+        self._next_at = clock() + LINE_PERIOD_S
 
     def advance(self, path: Path, num_bytes: int) -> None:
         self._done_bytes += num_bytes
-        share = self._done_bytes / max(1, self._total_bytes)
-        if share < self._next_share:
+        if self._clock() < self._next_at:
             return
-        self._next_share = share + LINE_SHARE if share + LINE_SHARE < 1 else 1.0
+        self._next_at = self._clock() + LINE_PERIOD_S
         done, total = self._done_bytes / 1e6, self._total_bytes / 1e6
         print(f"loading weights: {done:.0f} of {total:.0f} MB ({path.name})", file=self._stream)
