@@ -4,8 +4,11 @@ ClusterError
 ├── ConfigError        an option is wrong; names its path, the value found and what is allowed
 ├── PlacementError     the hosts do not have what was asked for
 ├── StartError         something did not start, or not in time
-└── DemoError          the demo ran but did not show what it must
+├── DemoError          the demo ran but did not show what it must
+└── Interrupted        SIGINT or SIGTERM came before the work was done
 """
+
+import signal
 
 
 class ClusterError(Exception):
@@ -26,3 +29,12 @@ class StartError(ClusterError):
 
 class DemoError(ClusterError):
     """The demo ran but did not show what it must."""
+
+
+class Interrupted(ClusterError):
+    """SIGINT or SIGTERM came before the work was done; everything that ran was stopped."""
+
+    def __init__(self, signal_number: int) -> None:
+        name = signal.Signals(signal_number).name
+        super().__init__(f"stopped by {name} before it was done; nothing is left running")
+        self.exit_code = 128 + signal_number  # as shells know it

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ ROUTER_NAME = "router-0"
 OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its least
 LOOPBACK = "127.0.0.1"
 STATUS_PERIOD_S = 0.1
+CHECK_PERIOD_S = 0.2  # between two looks whether the start is to be given up
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
 STOP_MARGIN_S = 5.0
 
@@ -70,8 +71,20 @@ class RunningCluster:
         ray.shutdown()
 
 
-def start_cluster(config: ClusterConfig, *, shows_worker_logs: bool) -> RunningCluster:
+def start_cluster(
+    config: ClusterConfig,
+    *,
+    shows_worker_logs: bool,
+    say: Callable[[str], None] = lambda line: None,
+    check: Callable[[], None] = lambda: None,
+) -> RunningCluster:
     """Start everything and wait until the router sees all workers ready.
+
+    Args:
+        config: What to start.
+        shows_worker_logs: Pass the log lines of all processes on to standard error.
+        say: Told what happens, once it is known that it can.
+        check: Called again and again; what it raises ends the start.
 
     Raises:
         ClusterError: What was wrong and what to do; nothing is left running.
@@ -85,12 +98,16 @@ def start_cluster(config: ClusterConfig, *, shows_worker_logs: bool) -> RunningC
     else:
         check_port_free(config.host, config.port)
         device = _choose_device(config, count_gpus() if config.device != "cpu" else 0)
+        say(_starting(config, device))
+        check()
         _start_local_ray(config, device, shows_worker_logs)
     try:
         if config.ray_address:
             device = _choose_device(config, int(_cluster_resources().get("GPU", 0)))
-        cluster = _start_actors(config, device, deadline)
-        _wait_until_served(cluster, deadline)
+            say(_starting(config, device))
+        check()
+        cluster = _start_actors(config, device, deadline, check)
+        _wait_until_served(cluster, deadline, check)
     except BaseException:
         ray.shutdown()
         raise
@@ -138,7 +155,13 @@ def _start_local_ray(config: ClusterConfig, device: str, shows_worker_logs: bool
         raise StartError(f"cannot start Ray on this host: {error}") from error
 
 
-def _start_actors(config: ClusterConfig, device: str, deadline: float) -> RunningCluster:
+def _starting(config: ClusterConfig, device: str) -> str:
+    return f"starting {config.prefill} prefill and {config.decode} decode workers on {device}"
+
+
+def _start_actors(
+    config: ClusterConfig, device: str, deadline: float, check: Callable[[], None]
+) -> RunningCluster:
     assert config.model is not None
     controller = _place(ControllerActor, CONTROLLER_NAME, {}, config.log_level, config.log_format)
     options = {
@@ -176,7 +199,8 @@ def _start_actors(config: ClusterConfig, device: str, deadline: float) -> Runnin
         config.log_format,
         CONTROLLER_NAME,
     )
-    addresses = _wait_ready({ROUTER_NAME: router, **workers}, deadline, config.start_timeout_s)
+    actors = {ROUTER_NAME: router, **workers}
+    addresses = _wait_ready(actors, deadline, config.start_timeout_s, check)
     return RunningCluster(
         address=addresses[ROUTER_NAME],
         device=device,
@@ -224,13 +248,17 @@ def _place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) 
         ) from error
 
 
-def _wait_ready(actors: Mapping[str, Any], deadline: float, timeout_s: float) -> dict[str, str]:
+def _wait_ready(
+    actors: Mapping[str, Any], deadline: float, timeout_s: float, check: Callable[[], None]
+) -> dict[str, str]:
     """Wait for each actor's address; the first failure ends the wait."""
     names = {actor.wait_ready.remote(): name for name, actor in actors.items()}
     addresses: dict[str, str] = {}
     while waiting := [call for call, name in names.items() if name not in addresses]:
-        remaining_s = deadline - time.monotonic()
-        done, _ = ray.wait(waiting, num_returns=1, timeout=max(remaining_s, 0))
+        check()
+        done, _ = ray.wait(waiting, num_returns=1, timeout=CHECK_PERIOD_S)
+        if not done and time.monotonic() < deadline:
+            continue
         if not done:
             missing = [names[call] for call in waiting]
             raise StartError(_diagnosis(missing, timeout_s))
@@ -242,10 +270,11 @@ def _wait_ready(actors: Mapping[str, Any], deadline: float, timeout_s: float) ->
     return addresses
 
 
-def _wait_until_served(cluster: RunningCluster, deadline: float) -> None:
+def _wait_until_served(cluster: RunningCluster, deadline: float, check: Callable[[], None]) -> None:
     status: ClusterStatus | None = None
     with Client(cluster.address, default_timeout_s=PLACE_TIMEOUT_S) as client:
         while time.monotonic() < deadline:
+            check()
             try:
                 status = client.status()
             except PagewireError as error:

@@ -1,0 +1,49 @@
+"""Runs a cluster in the foreground: a signal ends it at any time and leaves nothing."""
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+from cluster.config import ClusterConfig
+from cluster.launch import RunningCluster, start_cluster
+from cluster.stop_signals import StopSignals
+
+# Ray puts a handler in front of Python's, which prints a stack for each SIGTERM.
+REINSTALL_PERIOD_S = 0.1
+
+
+@contextmanager
+def running_cluster(
+    config: ClusterConfig,
+    signals: StopSignals,
+    *,
+    shows_worker_logs: bool,
+    say: Callable[[str], None],
+) -> Iterator[RunningCluster]:
+    """Start a cluster and stop it afterwards, which takes up to `config.stop_grace_s`.
+
+    Raises:
+        ClusterError: What was wrong and what to do; nothing is left running.
+        Interrupted: A signal came before the cluster was ready.
+    """
+    # A thread of its own, because Ray takes over SIGTERM in a main thread. It lives as long as the
+    # cluster, because Ray's processes end with the thread that started them.
+    logging.getLogger("ray._private.worker").addFilter(_is_no_signal_note)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray") as thread:
+        starting = thread.submit(
+            start_cluster, config, shows_worker_logs=shows_worker_logs, say=say, check=signals.check
+        )
+        while not wait([starting], timeout=REINSTALL_PERIOD_S).done:
+            signals.install()
+        signals.install()
+        cluster = starting.result()
+        try:
+            yield cluster
+        finally:
+            thread.submit(cluster.stop, config.stop_grace_s).result()
+
+
+def _is_no_signal_note(record: logging.LogRecord) -> bool:
+    """Drop Ray's warning that it left the signals alone."""
+    return "SIGTERM handler" not in record.getMessage()
