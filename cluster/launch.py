@@ -20,6 +20,7 @@ from cluster.devices import check_gpus, check_port_free, count_gpus, resolve_dev
 from cluster.environment import worker_environment
 from cluster.errors import ConfigError, StartError
 from cluster.model_folder import check_model_folder
+from cluster.ray_address import check_ray_answers
 from decode_worker.actor import CONTROL_GROUP, DecodeActor
 from llm_engine.worker_process import WorkerSettings
 from pagewire import Client, ClusterStatus, PagewireError
@@ -94,6 +95,7 @@ def start_cluster(
     deadline = time.monotonic() + config.start_timeout_s
     check_model_folder(config.model)
     if config.ray_address:
+        check_ray_answers(config.ray_address)
         _attach_ray(config, shows_worker_logs)
     else:
         check_port_free(config.host, config.port)
