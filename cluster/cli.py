@@ -4,7 +4,6 @@ Exit codes: 0 all went well; 1 something did not, and the text on standard error
 command line itself was wrong.
 """
 
-import asyncio
 import signal
 import sys
 import threading
@@ -24,9 +23,10 @@ from cluster.config import ClusterConfig
 from cluster.demo_model import demo_model_dir
 from cluster.devices import count_gpus
 from cluster.environment import prepare_local_ray
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, Interrupted
 from cluster.flags import with_config_flags
 from cluster.status import status_json, status_table
+from cluster.stop_signals import StopSignals
 from observability.logs import configure_logging
 from pagewire import Client, Delta, Message, PagewireError, SamplingOptions
 
@@ -61,17 +61,15 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def serve(config: ClusterConfig) -> None:
     """Serve a checkpoint in the foreground until Ctrl-C or SIGTERM."""
     prepare_local_ray()
-    from cluster.launch import start_cluster  # imports Ray, which reads the environment
-
     configure_logging(config.log_level, config.log_format)
-    _say(f"starting {config.prefill} prefill and {config.decode} decode workers")
-    cluster = start_cluster(config, shows_worker_logs=True)
-    stopped = _stop_event()
-    _say(f"ready: pagewire serves {config.model} on {cluster.address} ({cluster.device})")
-    stopped.wait()
-    _say(f"stopping; running requests have {config.stop_grace_s:.0f} s")
-    cluster.stop(config.stop_grace_s)
-    _say("stopped")
+    with StopSignals() as signals:
+        from cluster.foreground import running_cluster  # imports Ray
+
+        with running_cluster(config, signals, shows_worker_logs=True, say=_say) as cluster:
+            _say(f"ready: pagewire serves {config.model} on {cluster.address} ({cluster.device})")
+            signals.stopped.wait()
+            _say(f"stopping; running requests have {config.stop_grace_s:.0f} s")
+        _say("stopped")
 
 
 def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +89,7 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "port": 0,
         "page_size": 16,
         "log_level": "warning",
+        "stop_grace_s": 0.0,
         # The demo shows the transfer, so nothing is prefilled where it is decoded.
         "decode_worker.local_prefill_max_tokens": 0,
     }
@@ -99,21 +98,18 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 def demo(config: ClusterConfig) -> None:
     """Start a cluster on this host, answer prompts that share a prefix, and account for them."""
     prepare_local_ray()
-    from cluster.demo import run_demo
-    from cluster.launch import start_cluster  # imports Ray, which reads the environment
-
     configure_logging(config.log_level, config.log_format)
     is_embedded = config.model is None
     config = config.model_copy(update={"model": config.model or demo_model_dir()})
     name = "the embedded model (random weights)" if is_embedded else str(config.model)
-    _say(f"starting {config.prefill} prefill and {config.decode} decode workers with {name}")
-    cluster = start_cluster(config, shows_worker_logs=False)
-    _say(f"ready on {cluster.address}, workers compute on {cluster.device}")
-    try:
-        asyncio.run(run_demo(cluster.address, out))
-    finally:
-        cluster.stop(0.0)
-    _say("stopped")
+    with StopSignals() as signals:
+        from cluster.demo import run_demo
+        from cluster.foreground import running_cluster  # imports Ray
+
+        with running_cluster(config, signals, shows_worker_logs=False, say=_say) as cluster:
+            _say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
+            signals.run(run_demo(cluster.address, out))
+        _say("stopped")
 
 
 @app.command()
@@ -240,6 +236,9 @@ def main() -> None:
     """Run; turn expected failures into one line and exit code 1."""
     try:
         app()
+    except Interrupted as interruption:
+        sys.stderr.write(f"{interruption}\n")
+        sys.exit(interruption.exit_code)
     except (ClusterError, PagewireError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
