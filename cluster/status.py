@@ -1,31 +1,33 @@
-"""The table of `pagewire status`: workers, pages and hit rates."""
+"""The tables of `pagewire status`: workers, pages and hit rates."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pagewire import ClusterStatus, WorkerStatus
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
+WIDE_COLUMNS = 165
 
 
-def status_table(status: ClusterStatus) -> RenderableType:
-    """Draw what a router knows."""
-    table = Table(title="Workers", title_justify="left")
-    for name in ("worker", "state", "address", "incarnation"):
-        table.add_column(name)
-    for name in ("running", "waiting", "pages used", "cached", "in flight", "hit rate"):
-        table.add_column(name, justify="right")
-    for name in ("computed tokens", "generated", "pages moved", "moved"):
-        table.add_column(name, justify="right")
+def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableType:
+    """Draw what a router knows: what matters most in 80 columns, or all of it in WIDE_COLUMNS."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    columns = _WIDE if is_wide else _NARROW
+    for name in columns:
+        # Folded, never cut: where the terminal is too narrow, a row grows higher.
+        justify: JustifyMethod = "left" if name in _LEFT else "right"
+        table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
     for worker in sorted(status.workers, key=lambda each: (each.pool, each.worker_id)):
-        table.add_row(*_cells(worker))
+        table.add_row(*(cell(worker) for cell in columns.values()))
     summary = (
-        f"active requests {status.active_requests} · finished {status.finished_requests} · "
-        f"resumed {status.resumed_requests} · pages in the router's index {status.index_pages}"
+        f"requests: {status.active_requests} active, {status.finished_requests} finished, "
+        f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
     return Group(table, Text(summary))
 
@@ -39,32 +41,68 @@ def status_json(status: ClusterStatus) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size for people: 1536 is 1.5 KiB."""
+    """Return a size in at most eight characters: 1536 is 1.5 KiB."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        if size < 1023.5:
+            is_whole = unit == "B" or size >= 99.95
+            return f"{size:.0f} {unit}" if is_whole else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
 
 
-def _cells(worker: WorkerStatus) -> list[str]:
-    pages = worker.pages
-    in_flight = pages.leased + pages.incoming + pages.quarantine
-    style = STATE_STYLES.get(worker.state, "white")
-    return [
-        worker.worker_id,
-        f"[{style}]{worker.state}[/]",
-        worker.address,
-        f"{worker.incarnation:016x}",
-        str(worker.running),
-        str(worker.waiting),
-        f"{pages.total - pages.free}/{pages.total}",
-        str(pages.cached),
-        str(in_flight),
-        f"{worker.hit_rate:.0%}",
-        str(worker.computed_tokens),
-        str(worker.generated_tokens),
-        str(worker.pages_moved),
-        format_bytes(worker.bytes_moved),
-    ]
+def format_count(count: int) -> str:
+    """Return a count in at most four characters: 1536 is 1.5k, 65536 is 66k."""
+    if count < 1000:
+        return str(count)
+    size = float(count)
+    for unit in ("k", "M", "G"):
+        size /= 1000
+        if size < 9.95:
+            return f"{size:.1f}{unit}"
+        if size < 999.5:
+            return f"{size:.0f}{unit}"
+    return f"{size / 1000:.0f}T"
+
+
+def _state(worker: WorkerStatus) -> Text:
+    return Text(worker.state, STATE_STYLES.get(worker.state, "white"))
+
+
+def _num_used(worker: WorkerStatus) -> int:
+    return worker.pages.total - worker.pages.free
+
+
+def _num_in_flight(worker: WorkerStatus) -> int:
+    return worker.pages.leased + worker.pages.incoming + worker.pages.quarantine
+
+
+# header |-> cell
+_Columns = dict[str, Callable[[WorkerStatus], RenderableType]]
+_NARROW: _Columns = {
+    "worker": lambda w: Text(w.worker_id),
+    "state": _state,
+    "running\n+waiting": lambda w: f"{format_count(w.running)}+{format_count(w.waiting)}",
+    "pages\nused": lambda w: f"{format_count(_num_used(w))}/{format_count(w.pages.total)}",
+    "hit\nrate": lambda w: f"{w.hit_rate:.0%}",
+    "tokens\ncomputed": lambda w: format_count(w.computed_tokens),
+    "tokens\ngenerated": lambda w: format_count(w.generated_tokens),
+    "moved": lambda w: format_bytes(w.bytes_moved),
+}
+_WIDE: _Columns = {
+    "worker": lambda w: Text(w.worker_id),
+    "state": _state,
+    "address": lambda w: Text(w.address),
+    "incarnation": lambda w: f"{w.incarnation:016x}",
+    "running": lambda w: str(w.running),
+    "waiting": lambda w: str(w.waiting),
+    "pages\nused": lambda w: f"{_num_used(w)}/{w.pages.total}",
+    "pages\ncached": lambda w: str(w.pages.cached),
+    "pages\nin flight": lambda w: str(_num_in_flight(w)),
+    "hit\nrate": lambda w: f"{w.hit_rate:.0%}",
+    "tokens\ncomputed": lambda w: str(w.computed_tokens),
+    "tokens\ngenerated": lambda w: str(w.generated_tokens),
+    "pages\nmoved": lambda w: str(w.pages_moved),
+    "moved": lambda w: format_bytes(w.bytes_moved),
+}
+_LEFT = {"worker", "state", "address", "incarnation"}

@@ -167,7 +167,9 @@ def error_from(
         case grpc.StatusCode.UNAVAILABLE if _is_from_server(failure):
             return errors.UnavailableError(message, code=code.name)
         case grpc.StatusCode.UNAVAILABLE:
-            return errors.ConnectionFailedError(f"{address}: {message}", code=code.name)
+            return errors.ConnectionFailedError(
+                f"no connection to {address}: {message}", code=code.name
+            )
         case grpc.StatusCode.ABORTED | grpc.StatusCode.FAILED_PRECONDITION:
             return errors.UnavailableError(message, code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED if failure.trailing_metadata():

@@ -20,7 +20,7 @@ FLAGS = {
         --timeout-s --top-k --top-p""",
     "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
         --top-k --top-p""",
-    "status": "--address --help --json --once",
+    "status": "--address --help --json --once --wide",
     "doctor": "--help --host --json --model --port",
     "version": "--help",
 }

@@ -1,8 +1,10 @@
+import io
 import json
 
+import pytest
 from rich.console import Console
 
-from cluster.status import status_json, status_table
+from cluster.status import WIDE_COLUMNS, format_count, status_json, status_table
 from pagewire import ClusterStatus, PageCounts, WorkerStatus
 
 PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, quarantine=0)
@@ -20,20 +22,79 @@ def status(*workers):
     )
 
 
-def test_table_shows_pages_rates_and_sums():
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    busy = worker(cached_tokens=30, computed_tokens=10, pages_moved=5, bytes_moved=1536)
-    dead = worker(worker_id="prefill-0", pool="prefill", state="dead")
+def rows(*workers, columns, is_wide=False):
+    console = Console(width=columns, color_system=None, file=io.StringIO())
+    console.print(status_table(status(*workers), is_wide=is_wide))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    return lines
 
-    console.print(status_table(status(dead, busy)))
-    text = console.export_text()
 
-    row = next(line for line in text.splitlines() if "decode-0" in line)
-    for cell in ("ready", "00000000000000ff", "6/10", "75%", "1.5 KiB"):
-        assert cell in row
-    assert text.index("decode-0") < text.index("prefill-0")
-    assert "active requests 2" in text
-    assert "index 77" in text
+BUSY = worker(
+    worker_id="prefill-10",
+    pool="prefill",
+    state="connecting",
+    address="10.120.130.140:50051",
+    incarnation=2**64 - 1,
+    running=256,
+    waiting=1024,
+    cached_tokens=999_999_999,
+    computed_tokens=123_456_789,
+    generated_tokens=98_765_432,
+    pages=PageCounts(
+        total=131_072,
+        free=1_000,
+        live=17_727,
+        cached=100_000,
+        leased=0,
+        incoming=12_345,
+        quarantine=0,
+    ),
+    pages_moved=1_234_567,
+    bytes_moved=2**30 - 1,
+)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_fits_the_terminal_with_one_line_a_worker(columns):
+    lines = rows(BUSY, worker(state="dead"), columns=columns)
+
+    *header, rule, first, second, summary = lines
+    assert "─" in rule
+    assert len(header) == 2
+    assert first.split() == ["decode-0", "dead", "0+0", "6/10", "0%", "0", "0", "0", "B"]
+    for cell in ("prefill-10", "connecting", "256+1.0k", "130k/131k", "89%", "123M", "99M"):
+        assert cell in second.split()
+    assert second.endswith("1.0 GiB")
+    assert summary == ("requests: 2 active, 9 finished, 1 resumed · pages in the index: 77")
+
+
+def test_wide_table_shows_everything_in_full():
+    *_, row, _ = rows(BUSY, columns=WIDE_COLUMNS, is_wide=True)
+
+    for cell in (
+        *("prefill-10", "connecting", "10.120.130.140:50051", "ffffffffffffffff", "256", "1024"),
+        *("130072/131072", "100000", "12345", "89%", "123456789", "98765432", "1234567"),
+    ):
+        assert cell in row.split()
+
+
+def test_wide_table_in_a_narrow_terminal_loses_no_character():
+    text = "".join(rows(BUSY, columns=80, is_wide=True))
+
+    assert "…" not in text
+    assert sum(each == "f" for each in text) >= 16
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((0, "0"), (999, "999"), (1000, "1.0k"), (9949, "9.9k"), (9950, "10k"), (65536, "66k")),
+        *((999_499, "999k"), (999_500, "1.0M"), (999_999_999, "1.0G"), (10**15, "1000T")),
+    ],
+)
+def test_counts_for_people_are_short(count, text):
+    assert format_count(count) == text
 
 
 def test_json_carries_everything_and_the_hit_rate():

@@ -18,11 +18,15 @@ Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> respo
 
 
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate plays `script`; `requests` keeps what came, `cancelled` is set by a lost client."""
+    """Generate plays `script`; `requests` keeps what came, `cancelled` is set by a lost client.
+
+    `num_statuses` counts the calls of GetClusterStatus.
+    """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[Any] = []
+        self.num_statuses = 0
         self.cancelled = asyncio.Event()
 
     async def Generate(self, request, context):  # noqa: N802
@@ -45,6 +49,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def GetClusterStatus(self, request, context):  # noqa: N802
+        self.num_statuses += 1
         worker = inference_pb2.WorkerStatus(
             worker=common_pb2.WorkerRef(worker_id="decode-0", incarnation=7, address="h:1"),
             pool=common_pb2.POOL_DECODE,

@@ -1,0 +1,165 @@
+"""The commands that talk to a running cluster: pagewire generate, chat, status."""
+
+import io
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from cluster.status import WIDE_COLUMNS, status_json, status_table
+from pagewire import Client, Delta, Message, SamplingOptions
+
+DEFAULT_ADDRESS = "localhost:50051"
+CONNECT_TIMEOUT_S = 5.0
+STATUS_PERIOD_S = 0.5
+INTERRUPTED = 128 + signal.SIGINT  # an exit code, as shells know it
+
+AddressFlag = Annotated[str, typer.Option("--address", help="Where the router is, host:port.")]
+ModelFlag = Annotated[str, typer.Option("--model", help="Served model name; empty: the only one.")]
+TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Longest time for an answer.")]
+TemperatureFlag = Annotated[
+    float | None, typer.Option("--temperature", help="0 is greedy. Default: the model's.")
+]
+TopPFlag = Annotated[float | None, typer.Option("--top-p", help="In (0, 1]; 1 is off.")]
+TopKFlag = Annotated[int | None, typer.Option("--top-k", help="0 is off.")]
+SeedFlag = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
+MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]
+StopFlag = Annotated[
+    list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
+    address: AddressFlag = DEFAULT_ADDRESS,
+    model: ModelFlag = "",
+    max_tokens: MaxTokensFlag = 128,
+    temperature: TemperatureFlag = None,
+    top_p: TopPFlag = None,
+    top_k: TopKFlag = None,
+    seed: SeedFlag = None,
+    stop: StopFlag = None,
+    timeout_s: TimeoutFlag = 600.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Continue a text, streaming; the account goes to standard error."""
+    text = _read_stdin() if prompt == "-" else prompt
+    options = SamplingOptions(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+    )
+    with (
+        Client(address) as client,
+        client.stream(text, model=model, timeout_s=timeout_s, **options) as stream,
+    ):
+        for delta in stream:
+            if not as_json:
+                _write(delta)
+    if as_json:
+        Console().print_json(data=asdict(stream.completion))
+        return
+    sys.stdout.write("\n")
+    usage = stream.completion.usage
+    if usage:
+        sys.stderr.write(
+            f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens} "
+            f"completion_tokens={usage.completion_tokens} pages_moved={usage.pages_moved} "
+            f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}\n"
+        )
+
+
+def chat(
+    address: AddressFlag = DEFAULT_ADDRESS,
+    model: ModelFlag = "",
+    system: Annotated[str, typer.Option("--system", help="System message.")] = "",
+    max_tokens: MaxTokensFlag = 512,
+    temperature: TemperatureFlag = None,
+    top_p: TopPFlag = None,
+    top_k: TopKFlag = None,
+    seed: SeedFlag = None,
+    timeout_s: TimeoutFlag = 600.0,
+) -> None:
+    """Chat on the terminal; an empty line, Ctrl-D or Ctrl-C ends it."""
+    options = SamplingOptions(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
+    messages = [Message(role="system", content=system)] if system else []
+    try:
+        with Client(address) as client:
+            # Before the first question: is anybody there, with this model and a chat template?
+            probe = [*messages, Message(role="user", content="?")]
+            client.tokenize_chat(probe, model=model, timeout_s=CONNECT_TIMEOUT_S)
+            while line := _ask():
+                messages.append(Message(role="user", content=line))
+                with client.stream_chat(
+                    messages, model=model, timeout_s=timeout_s, **options
+                ) as stream:
+                    for delta in stream:
+                        _write(delta)
+                sys.stdout.write("\n")
+                messages.append(Message(role="assistant", content=stream.completion.text))
+    except KeyboardInterrupt:  # the client has cancelled the answer on its way here
+        sys.stdout.write("\n")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def status(
+    address: AddressFlag = DEFAULT_ADDRESS,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help=f"All columns; for a window of {WIDE_COLUMNS}.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show workers, pages and hit rates, live until Ctrl-C."""
+    with Client(address, default_timeout_s=CONNECT_TIMEOUT_S) as client:
+        if as_json:
+            sys.stdout.write(status_json(client.status()) + "\n")
+            return
+        out = Console()
+        if once:
+            if wide and out.width < WIDE_COLUMNS:  # lines are wanted, also in a pipe
+                out = Console(width=WIDE_COLUMNS)
+            out.print(status_table(client.status(), is_wide=wide))
+            return
+        stopped = _stop_event()
+        table = status_table(client.status(), is_wide=wide)
+        with Live(table, console=out, auto_refresh=False) as live:
+            while not stopped.wait(STATUS_PERIOD_S):
+                live.update(status_table(client.status(), is_wide=wide), refresh=True)
+
+
+def _read_stdin() -> str:
+    # Bytes that are no UTF-8 become surrogates, which the client refuses by name and place.
+    return io.TextIOWrapper(sys.stdin.buffer, "utf-8", errors="surrogateescape").read()
+
+
+def _write(delta: Delta) -> None:
+    sys.stdout.write(delta.text)
+    sys.stdout.flush()
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        sys.stdout.write("\n")
+        return ""
+
+
+def _stop_event() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped

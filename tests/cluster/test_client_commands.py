@@ -1,0 +1,194 @@
+"""The commands as a user meets them: processes against a scripted router."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from protos import common_pb2
+from tests.pagewire.scripted_service import (
+    ScriptedService,
+    abort,
+    response,
+    serving_in_thread,
+    usage,
+    violation,
+)
+
+PAGEWIRE = [sys.executable, "-m", "cluster.cli"]
+WAIT_S = 30
+
+
+async def answer(request, context):
+    last = request.chat.messages[-1].content if request.chat.messages else request.text
+    yield response("echo ", [1])
+    yield response(
+        last, [2], first_index=1, finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage()
+    )
+
+
+async def endless(request, context):
+    while True:
+        yield response("word " * 100, [1])
+        await asyncio.sleep(0.001)
+
+
+def pagewire(*arguments, text=""):
+    return subprocess.run(
+        [*PAGEWIRE, *arguments], input=text, capture_output=True, text=True, timeout=WAIT_S
+    )
+
+
+@contextmanager
+def running(*arguments):
+    process = subprocess.Popen(
+        [*PAGEWIRE, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_generate_prints_the_text_and_accounts_for_it_apart():
+    with serving_in_thread(answer) as (address, service):
+        result = pagewire("generate", "-", "--address", address, "--stop", "x", text="hello")
+
+    assert (result.returncode, result.stdout) == (0, "echo hello\n")
+    assert "pages_moved=3" in result.stderr
+    assert list(service.requests[0].sampling.stop) == ["x"]
+    assert not service.requests[0].sampling.HasField("temperature")
+
+
+def test_chat_remembers_what_was_said_and_ends_with_its_input():
+    with serving_in_thread(answer) as (address, service):
+        result = pagewire("chat", "--address", address, "--system", "brief", text="one\ntwo\n")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "> echo one\n> echo two\n> \n"
+    probe, _, second = service.requests
+    assert [each.content for each in probe.chat.messages] == ["brief", "?"]
+    assert [each.content for each in second.chat.messages] == ["brief", "one", "echo one", "two"]
+
+
+def test_chat_tells_before_the_first_question_that_nobody_is_there():
+    with serving_in_thread(answer) as (address, _):
+        pass
+    started_at = time.monotonic()
+    with running("chat", "--address", address) as process:  # its input stays open
+        assert process.wait(WAIT_S) == 1
+        stdout, stderr = process.stdout.read(), process.stderr.read()
+
+    assert time.monotonic() - started_at < 15
+    assert stdout == ""
+    assert f"error: no connection to {address}" in stderr
+    assert "pagewire serve" in stderr
+
+
+def test_chat_tells_before_the_first_question_that_the_model_cannot_chat(monkeypatch):
+    async def refuse(self, request, context):
+        detail = violation("input.chat", "found a chat; allowed: text or token_ids")
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "no chat template", detail)
+
+    monkeypatch.setattr(ScriptedService, "Tokenize", refuse)
+    with serving_in_thread(answer) as (address, _):
+        result = pagewire("chat", "--address", address, text="hello\n")
+
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "error: no chat template\n"
+
+
+@pytest.mark.parametrize("command", [("chat",), ("generate", "x", "--max-tokens", "9")])
+def test_an_interrupt_in_the_middle_of_an_answer_leaves_cleanly(command):
+    with serving_in_thread(endless) as (address, service):
+        with running(*command, "--address", address) as process:
+            process.stdin.write("hello\n")
+            process.stdin.flush()
+            assert "word" in process.stdout.read(200)
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+
+            assert process.wait(WAIT_S) == 130
+            assert "Traceback" not in process.stderr.read()
+        until(service.cancelled.is_set)
+
+
+def test_an_interrupt_at_the_prompt_leaves_cleanly():
+    with (
+        serving_in_thread(answer) as (address, _),
+        running("chat", "--address", address) as process,
+    ):
+        assert process.stdout.read(2) == "> "
+        time.sleep(0.3)  # a signal just before the process sleeps in its read does not wake it
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(WAIT_S) == 130
+        assert process.stdout.read() == "\n"
+        assert process.stderr.read() == ""
+
+
+def test_the_end_of_input_in_the_middle_of_an_answer_ends_the_chat_after_it():
+    with (
+        serving_in_thread(answer) as (address, _),
+        running("chat", "--address", address) as process,
+    ):
+        stdout, stderr = process.communicate("hello\n", timeout=WAIT_S)
+
+    assert (process.returncode, stdout, stderr) == (0, "> echo hello\n> \n", "")
+
+
+def test_a_reader_that_leaves_early_ends_generate_without_a_traceback():
+    with serving_in_thread(endless) as (address, service):
+        with running("generate", "x", "--address", address) as process:
+            assert process.stdout.read(5) == "word "
+            process.stdout.close()
+
+            assert process.wait(WAIT_S) == 1
+            assert process.stderr.read() == ""
+        until(service.cancelled.is_set)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), ("decode-0", "ready", "6/10", "75%")),
+        (("--wide",), ("h:1", "0000000000000007", "6/10", "75%")),
+    ],
+)
+def test_status_prints_one_table(flags, words):
+    with serving_in_thread(answer) as (address, _):
+        result = pagewire("status", "--once", *flags, "--address", address)
+
+    row = next(line for line in result.stdout.splitlines() if "decode-0" in line)
+    assert set(words) <= set(row.split())
+    assert result.returncode == 0
+
+
+def test_status_shows_a_live_table_until_it_is_interrupted():
+    with (
+        serving_in_thread(answer) as (address, service),
+        running("status", "--address", address) as process,
+    ):
+        until(lambda: service.num_statuses)
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(WAIT_S) == 0
+        assert "decode-0" in process.stdout.read()
+        assert process.stderr.read() == ""
