@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attn_kernels import reference
+from tests.attn_kernels.shared_tables import SharedTables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,44 @@ def make_case(
         page_tables=tables,
         qo_lens=list(qo_lens),
         kv_lens=list(kv_lens),
+        scale=head_dim**-0.5,
+    )
+
+
+def shared_case(
+    tables: SharedTables,
+    *,
+    num_qo_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> PagedCase:
+    """One new token for each request of a forest; what no request's tokens fill is NaN."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    page_size = tables.page_size
+    num_pages = int(tables.indices.max()) + 2
+    shape = (num_pages, 2, 2, num_kv_heads, page_size, head_dim)
+    pages = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    used = torch.zeros(num_pages, dtype=torch.int64)
+    for table, kv_len in zip(tables.tables, tables.kv_lens, strict=True):
+        for index, page in enumerate(table):
+            used[page] = max(int(used[page]), min(page_size, kv_len - index * page_size))
+    for page, count in enumerate(used.tolist()):
+        contents = torch.randn(
+            (2, num_kv_heads, count, head_dim), generator=generator, device=device
+        )
+        pages[page, 1, :, :, :count] = contents.to(dtype)
+    num_requests = len(tables.kv_lens)
+    q = torch.randn((num_requests, num_qo_heads, head_dim), generator=generator, device=device)
+    return _with_tables(
+        q=q.to(dtype),
+        pages=pages,
+        layer=1,
+        page_tables=tables.tables,
+        qo_lens=[1] * num_requests,
+        kv_lens=tables.kv_lens,
         scale=head_dim**-0.5,
     )
 

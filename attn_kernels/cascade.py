@@ -1,0 +1,270 @@
+"""Cascade attention: a prefix that requests of a batch share is read once for all of them.
+
+Two launches a layer. The first one takes the shared prefixes, tile by tile of query rows, and
+leaves partial results; the second one is paged decode attention, which takes the rest of each
+request and folds everything in key order. It starts while the first one still runs and waits for it
+only before it folds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_kernels.cascade_plan import (
+    ITEM_FIELDS,
+    CascadeEstimate,
+    CascadeModel,
+    CascadePlan,
+    plan_cascade,
+)
+from attn_kernels.decode import DEFAULT_RULE, DecodeAttention, DecodeTile
+from attn_kernels.decode_plan import DecodeItems, SplitRule
+from attn_kernels.jit.cascade import shared_prefix_kernel
+from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
+from attn_kernels.tiles import padded, programs_for
+
+FLOPS_PER_US_OF_SM = 3.3e6  # of the shared part's tiles, measured on one H200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedTile:
+    """How the kernel of the shared part is compiled; its bits are the same for any choice."""
+
+    block_m: int  # query rows (request, head)
+    num_warps: int
+    num_stages: int  # key tiles in flight
+    programs_per_sm: int
+
+
+def shared_tile(head_dim: int, element_bytes: int, max_rows: int) -> SharedTile:
+    """Return the tile for a head size and the most query rows of one key-value head."""
+    if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
+        return SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
+    if head_dim > 128:  # two states of 256 columns fill the registers of eight warps
+        return SharedTile(block_m=64, num_warps=8, num_stages=2, programs_per_sm=1)
+    if max_rows > 128:
+        return SharedTile(block_m=128, num_warps=8, num_stages=3, programs_per_sm=1)
+    return SharedTile(block_m=64, num_warps=4, num_stages=3, programs_per_sm=2)
+
+
+class CascadeAttention:
+    """Attention of one new token per request, over the prefix tree of the batch.
+
+    As `DecodeAttention`, with the page tables given to `plan`. `run` launches for one layer and may
+    be captured in a CUDA graph, which then replays for any later plan, also for one that shares
+    nothing. For such a plan (`num_shared_items` tells) `decode.run` does the same with one launch.
+
+    Args:
+        pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
+        num_qo_heads: Query heads, 1 to 16 for each key-value head.
+        scale: Factor of the scores, usually head_dim ** -0.5.
+        max_requests: Most requests of a plan.
+        max_kv_tokens: Most tokens of a plan, summed over its requests, shared ones for each.
+        rule: Where keys are cut.
+        decode_tile: How the decode kernel is compiled; None takes the shipped choice.
+        tile: How the shared part's kernel is compiled; None takes the shipped choice.
+        num_programs: Programs of the shared part's launch; None takes what the device holds.
+        model: What work costs; None takes the fitted one.
+    """
+
+    def __init__(
+        self,
+        pages: Tensor,
+        *,
+        num_qo_heads: int,
+        scale: float,
+        max_requests: int,
+        max_kv_tokens: int,
+        rule: SplitRule = DEFAULT_RULE,
+        decode_tile: DecodeTile | None = None,
+        tile: SharedTile | None = None,
+        num_programs: int | None = None,
+        model: CascadeModel | None = None,
+    ) -> None:
+        # Segments of all tokens, and the splits of a few requests or of the ends of all.
+        self.max_shared_slots = max_kv_tokens // rule.segment_len + max(
+            max_requests * rule.splits_per_segment, 2048
+        )
+        self.decode = DecodeAttention(
+            pages,
+            num_qo_heads=num_qo_heads,
+            scale=scale,
+            max_requests=max_requests,
+            max_kv_tokens=max_kv_tokens,
+            rule=rule,
+            tile=decode_tile,
+            max_shared_slots=self.max_shared_slots,
+        )
+        _, _, _, num_kv_heads, page_size, head_dim = pages.shape
+        device = pages.device
+        group = self.decode.group
+        self.tile = tile or shared_tile(head_dim, pages.element_size(), max_requests * group)
+        self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
+        self.unit_len = math.lcm(rule.split_len, page_size)
+        self.model = model or CascadeModel(
+            num_kv_heads=num_kv_heads,
+            members_per_tile=self.tile.block_m // group,
+            tile_token_us=4.0
+            * self.tile.block_m
+            * padded(head_dim)
+            * self.tile.programs_per_sm
+            / FLOPS_PER_US_OF_SM,
+            token_bytes=2 * num_kv_heads * head_dim * pages.element_size(),
+            slot_bytes=num_qo_heads * (head_dim + 3) * 4,
+            num_programs=self.num_programs,
+        )
+        self.overlaps = device.type == "cuda"  # launches depend on each other's parts only
+        pinned = device.type == "cuda"
+        size = 1 + self.max_shared_slots * (ITEM_FIELDS + 2 * group)
+        self._host_plan = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._plan = torch.zeros(size, dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._shared: CascadePlan | None = None
+
+    @property
+    def num_shared_items(self) -> int:
+        """Work items of the shared part; 0 if the plan is flat."""
+        return 0 if self._shared is None else self._shared.num_items
+
+    def plan(
+        self,
+        kv_lens: Sequence[int],
+        table_starts: npt.NDArray[np.integer],
+        page_indices: npt.NDArray[np.integer],
+        *,
+        rows: Sequence[int] | None = None,
+        nodes: Sequence[PrefixNode] | None = None,
+    ) -> CascadeEstimate:
+        """Make the work items of a batch; two copies to the device on the current stream.
+
+        Args:
+            kv_lens: Tokens of each request, the new one included; 0 gives a row of zeros.
+            table_starts: Index of each request's first page in `page_indices`.
+            page_indices: Page ids of all requests, on the host.
+            rows: Row of each request in q and out; None is 0, 1, 2, ...
+            nodes: The prefix tree of the batch, if it is known; None finds it in the page tables.
+
+        Raises:
+            CapacityError: If the batch is larger than the buffers.
+        """
+        lens = np.asarray(kv_lens, dtype=np.int64)
+        starts = np.asarray(table_starts, dtype=np.int64)
+        if nodes is None:
+            nodes = prefix_tree(
+                starts,
+                page_indices,
+                lens,
+                page_size=self.decode.pages.shape[4],
+                unit_len=self.unit_len,
+            )
+        else:
+            nodes = aligned_tree(nodes, lens, unit_len=self.unit_len)
+        self._shared = plan_cascade(
+            nodes,
+            lens,
+            table_starts=starts,
+            rule=self.decode.rule,
+            model=self.model,
+            max_slots=self.max_shared_slots,
+        )
+        self._starts = starts
+        self._rows = np.arange(len(lens)) if rows is None else np.asarray(rows, dtype=np.int64)
+        self._first_slots: npt.NDArray[np.int64] | None = None
+        self.extend(kv_lens)
+        return self._shared.estimate
+
+    def extend(self, kv_lens: Sequence[int]) -> None:
+        """Plan the next step of the same batch: each request has the same pages and some more.
+
+        What is shared stays as it is; only requests' own parts are planned again.
+        """
+        shared = self._shared
+        assert shared is not None, "extend continues a plan"
+        items = self.decode.plan(
+            kv_lens,
+            rows=self._rows,
+            table_starts=self._starts,
+            first_private=shared.first_private,
+            num_shared_slots=shared.num_shared_slots,
+        )
+        if self._first_slots is None or not np.array_equal(items.first_slots, self._first_slots):
+            self._first_slots = items.first_slots
+            self._copy(shared, items)
+
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        kv_page_indices: Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in one layer.
+
+        Args:
+            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool.
+            layer: Layer of the pool.
+            kv_page_indices: Page ids of all requests as planned, int32, on the device.
+            out: Written at the planned rows; None makes a new one. Other rows are left as they are.
+            lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
+                scores (natural log).
+
+        Returns:
+            The output, shaped as q.
+        """
+        decode = self.decode
+        decode.check_run(q, layer, kv_page_indices)
+        _, _, _, num_kv_heads, page_size, head_dim = decode.pages.shape
+        shared_prefix_kernel[(self.num_programs,)](
+            q,
+            decode.pages,
+            kv_page_indices,
+            self._plan,
+            decode.partial_acc,
+            decode.partial_stats,
+            layer,
+            decode.pages.stride(0),
+            decode.pages.stride(1),
+            decode.scale_log2,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=decode.group,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            SPLIT_LEN=decode.rule.split_len,
+            BLOCK_M=self.tile.block_m,
+            BLOCK_N=decode.tile.block_n,
+            BLOCK_D=padded(head_dim),
+            ITEM_FIELDS=ITEM_FIELDS,
+            OVERLAPS=self.overlaps,
+            num_stages=self.tile.num_stages,
+            num_warps=self.tile.num_warps,
+        )
+        return decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=self.overlaps)
+
+    def _copy(self, shared: CascadePlan, items: DecodeItems) -> None:
+        """Bring the items, and their query rows behind them, to the device."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last plan has left the host buffer
+        first_row = 1 + shared.num_items * ITEM_FIELDS
+        num_heads, group = self.decode.num_qo_heads, self.decode.group
+        used = first_row + 2 * group * len(shared.members)
+        host = self._host_plan.numpy()
+        host[0] = shared.num_items
+        fields = host[1:first_row].reshape(-1, ITEM_FIELDS)
+        fields[:] = shared.fields
+        fields[:, 0] = first_row + 2 * group * shared.fields[:, 0]
+        fields[:, 1] *= group
+        # Rows are query heads: in q, and in the partial results of a request's first slot.
+        rows = host[first_row:used].reshape(-1, group, 2)
+        heads = np.arange(group)
+        rows[:, :, 0] = self._rows[shared.members, None] * num_heads + heads
+        rows[:, :, 1] = items.first_slots[shared.members, None] * num_heads + heads
+        self._plan[:used].copy_(self._host_plan[:used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

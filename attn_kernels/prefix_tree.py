@@ -1,0 +1,157 @@
+"""Finds the prefixes that requests of a batch share, from their page tables, in numpy on the host.
+
+A page belongs to one prefix: requests that have the same page at the same place have the same
+tokens before it, because a prefix cache shares a page only along a path of its radix tree. So a
+page stands for its whole prefix, and one page of each unit of tokens is compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixNode:
+    """A run of tokens that its members, and nobody else, have in the same pages."""
+
+    begin: int  # tokens [begin, end)
+    end: int
+    members: IntArray  # two or more indices of requests
+    parent: int | None  # index of the node that ends at `begin`, with these members and others
+
+
+def prefix_tree(
+    page_indptr: npt.NDArray[np.integer],
+    page_indices: npt.NDArray[np.integer],
+    kv_lens: npt.NDArray[np.integer],
+    *,
+    page_size: int,
+    unit_len: int,
+) -> list[PrefixNode]:
+    """Return the tree of a batch (a forest, rather), parents before children.
+
+    Borders are multiples of `unit_len`, and each request keeps its last token, at least, to itself.
+
+    Args:
+        page_indptr: First page-table entry of each request, [num_requests] or one more.
+        page_indices: Page ids of all requests.
+        kv_lens: Tokens of each request, [num_requests].
+        page_size: Tokens of a page.
+        unit_len: A multiple of page_size.
+    """
+    shareable = np.maximum(kv_lens.astype(np.int64) - 1, 0) // unit_len  # units
+    candidates = np.flatnonzero(shareable)
+    if not len(candidates):
+        return []
+    pages_per_unit = unit_len // page_size
+    first_ends = page_indptr[candidates] + (pages_per_unit - 1)  # entry of the last page of unit 0
+    _, group, sizes = np.unique(page_indices[first_ends], return_inverse=True, return_counts=True)
+    is_shared = sizes[group] > 1
+    candidates, first_ends = candidates[is_shared], first_ends[is_shared]
+    if not len(candidates):
+        return []
+
+    # One row per candidate: the last page of each unit; what is not shareable equals nothing.
+    limits = shareable[candidates]
+    units = np.arange(limits.max())
+    entries = first_ends[:, None] + units * pages_per_unit
+    ends = np.where(
+        units < limits[:, None],
+        page_indices[np.minimum(entries, len(page_indices) - 1)],
+        -1 - np.arange(len(candidates))[:, None],
+    )
+    # Any order that compares rows from the left puts equal prefixes side by side: compare bytes.
+    ends = np.ascontiguousarray(ends, dtype=np.int32)
+    order = np.argsort(ends.view(np.dtype((np.void, ends.shape[1] * 4))).ravel(), kind="stable")
+    ends = ends[order]
+    differs = ends[1:] != ends[:-1]
+    common = np.where(differs.any(1), differs.argmax(1), ends.shape[1])  # of neighbours, in units
+    return _nodes(common.tolist(), candidates[order], unit_len)
+
+
+def aligned_tree(
+    nodes: Sequence[PrefixNode], kv_lens: npt.NDArray[np.integer], *, unit_len: int
+) -> list[PrefixNode]:
+    """Bring a tree that a prefix cache knows, with borders anywhere, to borders at whole units.
+
+    What a border loses falls to the children. A node is cut where its shorter members keep the
+    rest to themselves.
+
+    Args:
+        nodes: Parents before children; a node begins where its parent ends.
+        kv_lens: Tokens of each request.
+        unit_len: Distance of borders.
+    """
+    shareable = np.maximum(kv_lens.astype(np.int64) - 1, 0) // unit_len * unit_len
+    aligned: list[PrefixNode] = []
+    last_of: dict[int | None, int | None] = {None: None}  # node |-> its last aligned ancestor
+    for index, node in enumerate(nodes):
+        parent = last_of[node.parent]
+        begin = node.begin // unit_len * unit_len
+        limits = np.minimum(shareable[node.members], node.end // unit_len * unit_len)
+        for border in np.unique(limits[limits > begin]).tolist():
+            members = node.members[limits >= border]
+            if len(members) < 2:
+                break
+            if parent is not None and len(aligned[parent].members) == len(members):
+                # The parent's other children lost all they had: its members did not part yet.
+                begin, up = aligned[parent].begin, aligned[parent].parent
+                aligned[parent] = PrefixNode(begin=begin, end=border, members=members, parent=up)
+            else:
+                aligned.append(PrefixNode(begin=begin, end=border, members=members, parent=parent))
+                parent = len(aligned) - 1
+            begin = border
+        last_of[index] = parent
+    return aligned
+
+
+def _nodes(common: Sequence[int], requests: IntArray, unit_len: int) -> list[PrefixNode]:
+    """Turn the common units of neighbours into nodes: intervals of equal depth, from a stack.
+
+    Source: the interval tree of longest common prefixes (Abouelhoda, Kurtz, Ohlebusch, 2004).
+    """
+    closed: list[tuple[int, int, int, int]] = []  # depth, parent's depth, first, last + 1
+    open_nodes = [(0, 0)]  # depth, first; depths rise
+    for last, depth in enumerate([*common, 0], start=1):
+        first = last - 1
+        while open_nodes[-1][0] > depth:
+            closing, first = open_nodes.pop()
+            closed.append((closing, max(depth, open_nodes[-1][0]), first, last))
+        if open_nodes[-1][0] < depth:
+            open_nodes.append((depth, first))
+    closed.reverse()  # a parent closes after its children
+
+    nodes: list[PrefixNode] = []
+    path: list[int] = []  # from a root to the latest node
+    for depth, parent_depth, first, last in closed:
+        while path and nodes[path[-1]].end > parent_depth * unit_len:
+            path.pop()
+        nodes.append(
+            PrefixNode(
+                begin=parent_depth * unit_len,
+                end=depth * unit_len,
+                members=requests[first:last],
+                parent=path[-1] if parent_depth else None,
+            )
+        )
+        path.append(len(nodes) - 1)
+    return nodes
+
+
+def check_tree(nodes: Sequence[PrefixNode]) -> None:
+    """Assert what holds for every tree: nodes are whole, nested, and parents come first."""
+    for index, node in enumerate(nodes):
+        assert node.begin < node.end
+        assert len(node.members) > 1
+        if node.parent is None:
+            assert node.begin == 0
+            continue
+        parent = nodes[node.parent]
+        assert node.parent < index
+        assert parent.end == node.begin
+        assert len(node.members) < len(parent.members)
+        assert np.isin(node.members, parent.members).all()

@@ -1,0 +1,287 @@
+"""Cascade attention against the reference and flat decode, in the interpreter or on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from attn_kernels.cascade import CascadeAttention, SharedTile
+from attn_kernels.decode import DecodeAttention, DecodeTile
+from attn_kernels.decode_plan import SplitRule
+from attn_kernels.prefix_tree import PrefixNode, prefix_tree
+from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
+from tests.attn_kernels.shared_tables import SharedTables, forests, grow
+
+DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
+TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
+RULE = SplitRule(split_len=16, splits_per_segment=2)
+# Reading what others read costs much, and flat is never faster.
+SHARE_ALL = {"repeated_bytes_per_us": 1e-3, "margin": 1e9}
+
+
+def make_attention(
+    case: PagedCase, *, tile: SharedTile = TILE, rule: SplitRule = RULE, **model: float
+) -> CascadeAttention:
+    attention = CascadeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        max_requests=len(case.kv_lens),
+        max_kv_tokens=sum(case.kv_lens),
+        rule=rule,
+        decode_tile=DECODE_TILE,
+        tile=tile,
+        num_programs=3,
+    )
+    attention.model = replace(attention.model, **{**SHARE_ALL, **model})
+    return attention
+
+
+def plan(attention: CascadeAttention, case: PagedCase, **options: object) -> None:
+    attention.plan(
+        case.kv_lens,
+        case.kv_page_indptr[:-1].cpu().numpy(),
+        case.kv_page_indices.cpu().numpy(),
+        **options,
+    )
+
+
+def run(attention: CascadeAttention, case: PagedCase, **options: Tensor) -> Tensor:
+    return attention.run(case.q, case.layer, case.kv_page_indices, **options)
+
+
+def cascade(case: PagedCase, **options: object) -> Tensor:
+    attention = make_attention(case, **options)
+    plan(attention, case)
+    assert attention.num_shared_items > 0
+    return run(attention, case)
+
+
+def flat(case: PagedCase, rule: SplitRule = RULE) -> Tensor:
+    attention = DecodeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        max_requests=len(case.kv_lens),
+        max_kv_tokens=sum(case.kv_lens),
+        rule=rule,
+        tile=DECODE_TILE,
+    )
+    attention.plan(case.kv_lens)
+    return attention.run(case.q, case.layer, case.kv_page_indices)
+
+
+def three_levels(page_size: int = 8) -> SharedTables:
+    """Two roots, three levels, a single request, prefixes of whole and of broken segments."""
+    return grow(
+        9,
+        parents=[0, 0, 1, 1, 4],
+        node_pages=[6, 3, 2, 6, 4],
+        leaves=[2, 2, 3, 3, 3, 1, 4, 4, 0],
+        suffix_tokens=[1, 20, 5, 40, 3, 9, 2, 33, 1],
+        page_size=page_size,
+    )
+
+
+def test_a_forest_of_three_levels_gives_the_reference_and_never_reads_unused_rows(device: str):
+    case = shared_case(three_levels(), device=device)
+    attention = make_attention(case)
+    plan(attention, case)
+    lse = torch.empty(len(case.kv_lens), case.num_qo_heads, device=device)
+
+    out = run(attention, case, lse=lse)
+
+    assert attention.num_shared_items > 3
+    assert_close(out, case)
+    torch.testing.assert_close(lse, case.expected()[1])
+
+
+@given(forests(max_nodes=4, max_requests=5, page_size=8))
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_forest_gives_the_bits_of_flat_decode(device: str, tables: SharedTables):
+    case = shared_case(tables, device=device)
+    attention = make_attention(case)
+    plan(attention, case)
+
+    out = run(attention, case)
+
+    assert_close(out, case)
+    if device == "cpu":  # on a GPU, see test_gpu_cascade.py
+        assert torch.equal(out, flat(case))
+
+
+def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
+    tables = three_levels()
+    case = shared_case(tables, device=device)
+    nodes = prefix_tree(
+        tables.starts, tables.indices, np.array(tables.kv_lens), page_size=8, unit_len=16
+    )
+    absorbing = make_attention(case, slot_us=1e9, repeated_bytes_per_us=1e-4)
+    plan(absorbing, case)
+    few_slots = int(absorbing._shared.num_shared_slots.max())
+
+    outs = [run(absorbing, case)]
+    for count in range(1, len(nodes) + 1):  # parents come first: each is a tree
+        attention = make_attention(case)
+        plan(attention, case, nodes=nodes[:count])
+        outs.append(run(attention, case))
+
+    assert few_slots < int(attention._shared.num_shared_slots.max()), "something was absorbed"
+    assert_close(outs[0], case)
+    assert all(torch.equal(out, outs[0]) for out in outs) or device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads"), [(1, 1), (5, 1), (8, 1), (14, 2), (16, 1)]
+)
+def test_group_sizes(device: str, num_qo_heads: int, num_kv_heads: int):
+    tables = grow(5, [0], [6], [0] * 5, [1, 2, 3, 30, 8], page_size=8)
+    case = shared_case(tables, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, device=device)
+
+    assert_close(cascade(case), case)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64])
+def test_page_sizes_smaller_and_larger_than_a_split(device: str, page_size: int):
+    pages = -(-100 // page_size)
+    tables = grow(3, [0], [pages], [0] * 3, [1, page_size, 5], page_size=page_size)
+    case = shared_case(tables, device=device)
+
+    assert_close(cascade(case), case)
+
+
+@pytest.mark.parametrize("head_dim", [32, 96])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(device: str, head_dim: int, dtype: torch.dtype):
+    tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
+    case = shared_case(tables, head_dim=head_dim, dtype=dtype, device=device)
+
+    assert_close(cascade(case), case)
+
+
+def test_rows_and_single_requests_and_padding(device: str):
+    tables = grow(4, [0, 1], [5, 1], [0, 1, 0, 0], [3, 4, 1, 20], page_size=8)
+    case = shared_case(tables, device=device)
+    rows = [6, 1, 4, 2, 0]
+    q = torch.full((8, 4, 16), float("nan"), device=device)
+    q[rows[:4]] = case.q
+    q[0] = 1.0
+    out = torch.full_like(q, -1.0)
+    attention = CascadeAttention(
+        case.pages,
+        num_qo_heads=4,
+        scale=case.scale,
+        max_requests=5,
+        max_kv_tokens=1000,
+        rule=RULE,
+        decode_tile=DECODE_TILE,
+        tile=TILE,
+    )
+    attention.model = replace(attention.model, **SHARE_ALL)
+
+    attention.plan(
+        [*case.kv_lens, 0],
+        case.kv_page_indptr.cpu().numpy(),
+        case.kv_page_indices.cpu().numpy(),
+        rows=rows,
+    )
+    attention.run(q, case.layer, case.kv_page_indices, out=out)
+
+    assert attention.num_shared_items > 0
+    torch.testing.assert_close(out[rows[:4]], case.expected()[0])
+    assert (out[0] == 0).all()
+    assert (out[[3, 5, 7]] == -1.0).all()
+
+
+def test_a_flat_plan_after_a_shared_one_shares_nothing(device: str):
+    case = shared_case(three_levels(), device=device)
+    attention = make_attention(case)
+    plan(attention, case)
+    shared = run(attention, case)
+
+    attention.model = replace(attention.model, margin=0.0)
+    plan(attention, case)
+
+    assert attention.num_shared_items == 0
+    if device == "cpu":
+        assert torch.equal(run(attention, case), shared)
+    assert_close(run(attention, case), case)
+
+
+def test_a_batch_that_grows_is_extended_without_looking_at_its_pages(device: str):
+    tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
+    grown = SharedTables.of(
+        [[*table, *range(40 + 10 * i, 50 + 10 * i)] for i, table in enumerate(tables.tables)],
+        [kv_len + steps for kv_len, steps in zip(tables.kv_lens, [1, 40, 17], strict=True)],
+        8,
+    )
+    case = shared_case(grown, device=device)
+    attention = make_attention(case)
+    starts = case.kv_page_indptr[:-1].cpu().numpy()
+    attention.plan(tables.kv_lens, starts, case.kv_page_indices.cpu().numpy())
+    shared = attention.num_shared_items
+
+    attention.extend(case.kv_lens)
+
+    assert attention.num_shared_items == shared > 0
+    assert_close(run(attention, case), case)
+
+
+def test_a_tree_that_the_cache_knows_gives_the_same_as_page_tables(device: str):
+    tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
+    case = shared_case(tables, device=device)
+    attention = make_attention(case)
+    known = [PrefixNode(begin=0, end=40, members=np.arange(3), parent=None)]
+    plan(attention, case, nodes=known)
+
+    assert attention.num_shared_items > 0
+    assert torch.equal(run(attention, case), cascade(case))
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_worked_example_of_the_block_sparse_primer_split_into_prefix_and_suffix(
+    device: str, page_size: int
+):
+    # softmax(1, 1, 2) over values [1, 1], [2, 0], [0, 1]; two requests share the first two tokens.
+    tables: Sequence[Sequence[int]] = [[3, 0, 4], [3, 0, 1]] if page_size == 1 else [[3, 4], [3, 1]]
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=device)
+    values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 1.0]], device=device)
+    pages = torch.full((5, 1, 2, 1, page_size, 16), float("nan"), device=device)
+    for table in tables:
+        for token in range(3):
+            slot = pages[table[token // page_size], 0, :, 0, token % page_size]
+            slot.zero_()
+            slot[0, :2], slot[1, :2] = keys[token], values[token]
+    q = torch.zeros(2, 1, 16, device=device)
+    q[..., :2] = 1.0
+    attention = CascadeAttention(
+        pages,
+        num_qo_heads=1,
+        scale=1.0,
+        max_requests=2,
+        max_kv_tokens=6,
+        rule=SplitRule(split_len=2, splits_per_segment=1),
+        decode_tile=replace(DECODE_TILE, block_n=2),
+        tile=TILE,
+    )
+    attention.model = replace(attention.model, **SHARE_ALL)
+    flat_table = [page for table in tables for page in table]
+    starts = np.array([0, len(tables[0])])
+
+    attention.plan([3, 3], starts, np.array(flat_table))
+    indices = torch.tensor(flat_table, dtype=torch.int32, device=device)
+    out = attention.run(q, 0, indices)
+
+    assert attention.num_shared_items == 1
+    expected = torch.softmax(torch.tensor([1.0, 1.0, 2.0], device=device), 0) @ values
+    torch.testing.assert_close(out[:, 0, :2], expected.expand(2, 2))
+    torch.testing.assert_close(expected.cpu(), torch.tensor([0.63, 0.79]), atol=0.01, rtol=0)

@@ -1,0 +1,198 @@
+"""What is shared, how it is cut, and that every key of every request is read once, in key order."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from attn_kernels.cascade_plan import MAX_ABSORBED, CascadeModel, CascadePlan, plan_cascade, share
+from attn_kernels.decode_plan import SplitRule
+from attn_kernels.prefix_tree import prefix_tree
+from tests.attn_kernels.shared_tables import SharedTables, forests, grow
+
+RULE = SplitRule(split_len=4, splits_per_segment=4)
+MODEL = CascadeModel(
+    num_kv_heads=2,
+    members_per_tile=2,
+    tile_token_us=0.01,
+    token_bytes=4096,
+    slot_bytes=1000,
+    num_programs=6,
+    flat_us=0.0,
+    extra_us=0.0,
+)
+EAGER = replace(MODEL, margin=1e9)  # shares although it is slower
+LLAMA_3_8B = CascadeModel(
+    num_kv_heads=8,
+    members_per_tile=32,
+    tile_token_us=0.02,
+    token_bytes=4096,
+    slot_bytes=16_768,
+    num_programs=132,
+)
+
+
+def plan(
+    tables: SharedTables,
+    model: CascadeModel = EAGER,
+    rule: SplitRule = RULE,
+    max_slots: int = 10_000,
+) -> CascadePlan:
+    kv_lens = np.array(tables.kv_lens)
+    nodes = prefix_tree(
+        tables.starts,
+        tables.indices,
+        kv_lens,
+        page_size=tables.page_size,
+        unit_len=rule.split_len,
+    )
+    return plan_cascade(
+        nodes, kv_lens, table_starts=tables.starts, rule=rule, model=model, max_slots=max_slots
+    )
+
+
+def slots_of(cascade: CascadePlan, request: int) -> list[tuple[int, int, int, int]]:
+    """Begin, end, flag, first entry of the pieces of a request, by ordinal."""
+    slots: dict[int, tuple[int, int, int, int]] = {}
+    for first, count, begin, end, entry, ordinal, ends_segment in cascade.fields.tolist():
+        if request in cascade.members[first : first + count]:
+            assert ordinal not in slots
+            slots[ordinal] = (begin, end, ends_segment, entry)
+    assert sorted(slots) == list(range(len(slots)))
+    return [slots[ordinal] for ordinal in range(len(slots))]
+
+
+def check_coverage(cascade: CascadePlan, tables: SharedTables, rule: SplitRule = RULE) -> None:
+    for request, kv_len in enumerate(tables.kv_lens):
+        reached = 0
+        slots = slots_of(cascade, request)
+        for begin, end, ends_segment, entry in slots:
+            assert begin == reached
+            assert begin % rule.split_len == 0
+            assert end % rule.split_len == 0
+            # A later split of a segment stands alone; only its first ones may be folded.
+            assert begin % rule.segment_len == 0 or end - begin == rule.split_len
+            assert end <= (begin // rule.segment_len + 1) * rule.segment_len
+            assert ends_segment == (end % rule.segment_len == 0)
+            mine = tables.starts[request]
+            pages = slice(begin // tables.page_size, end // tables.page_size)
+            assert np.array_equal(tables.indices[entry:][pages], tables.indices[mine:][pages]), (
+                "another prefix is read"
+            )
+            reached = end
+        assert cascade.first_private[request] == reached
+        assert cascade.num_shared_slots[request] == len(slots)
+        assert reached < max(kv_len, 1)
+
+
+@given(forests(), st.sampled_from([1, 2, 6, 1000]), st.sampled_from([0.0, 0.01, 1.0]))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_every_key_of_every_request_is_covered_once_in_order(
+    tables: SharedTables, num_programs: int, slot_us: float
+):
+    model = replace(EAGER, num_programs=num_programs, slot_us=slot_us)
+
+    check_coverage(plan(tables, model), tables)
+
+
+@given(forests(), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_what_is_shared_does_not_depend_on_the_order_of_requests(tables: SharedTables, random):
+    order = list(range(len(tables.kv_lens)))
+    random.shuffle(order)
+
+    cascade, reordered = plan(tables), plan(tables.reordered(order))
+
+    assert reordered.first_private.tolist() == cascade.first_private[order].tolist()
+    assert reordered.num_shared_slots.tolist() == cascade.num_shared_slots[order].tolist()
+    assert reordered.estimate.flat_us == pytest.approx(cascade.estimate.flat_us)
+    assert reordered.estimate.cascade_us == pytest.approx(cascade.estimate.cascade_us)
+
+
+@given(forests(max_nodes=5))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_choice_is_the_best_of_all(tables: SharedTables):
+    nodes = prefix_tree(
+        tables.starts, tables.indices, np.array(tables.kv_lens), page_size=4, unit_len=4
+    )
+
+    assume(len(nodes) <= MAX_ABSORBED)
+
+    def cost(shared: Sequence[bool]) -> float:
+        total = 0.0
+        ends = [0] * len(tables.kv_lens)  # where each request's own part begins
+        reached = [0] * len(nodes)  # where the run of each node begins
+        for index, node in enumerate(nodes):
+            begin = 0 if node.parent is None else reached[node.parent]
+            reached[index] = node.end if shared[index] else begin
+            if shared[index]:
+                total += MODEL.run_us(len(node.members), node.end - begin)
+                for member in node.members:
+                    ends[member] = node.end
+        last = [0] * len(tables.kv_lens)  # end of the deepest node
+        for node in nodes:
+            for member in node.members:
+                last[member] = node.end
+        return total + sum(MODEL.reread_us(b - a) for a, b in zip(ends, last, strict=True))
+
+    choices = [[bool(bits >> i & 1) for i in range(len(nodes))] for bits in range(1 << len(nodes))]
+    runs = share(nodes, MODEL)
+    chosen = [any(np.array_equal(node.members, run.members) for run in runs) for node in nodes]
+    assert cost(chosen) == pytest.approx(min(map(cost, choices)))
+
+
+def shared_batch(batch: int, shared: int, unique: int) -> SharedTables:
+    return grow(batch, [0], [shared // 64], [0] * batch, [unique] * batch, page_size=64)
+
+
+FULL_RULE = SplitRule()
+
+
+@pytest.mark.parametrize(
+    ("batch", "shared", "unique", "is_shared"),
+    [
+        (256, 32_768, 256, True),
+        (64, 8192, 256, True),
+        (16, 8192, 256, True),
+        (2, 256, 4096, False),
+        (8, 256, 1024, False),
+        (256, 0, 512, False),
+    ],
+)
+def test_sharing_is_chosen_where_it_pays(batch: int, shared: int, unique: int, is_shared: bool):
+    cascade = plan(shared_batch(batch, shared, unique), LLAMA_3_8B, FULL_RULE)
+
+    assert (cascade.num_items > 0) == is_shared
+    estimate = cascade.estimate
+    assert (estimate.cascade_us < estimate.flat_us) == is_shared
+    assert (cascade.first_private == (shared if is_shared else 0)).all()
+
+
+def test_a_short_prefix_of_few_is_absorbed_by_longer_ones_below_it():
+    # 256 tokens of 64 requests, in two groups of 8,192 tokens: two tiles in any case.
+    tables = grow(64, [0, 0, 0], [4, 128, 128], [1] * 32 + [2] * 32, [100] * 64, page_size=64)
+    cascade = plan(tables, LLAMA_3_8B, FULL_RULE)
+
+    assert cascade.fields[:, 2].min() == 0
+    assert (cascade.first_private == 256 + 8192).all()
+    assert cascade.num_shared_slots.max() == 5, "whole segments from the first token on"
+
+
+def test_few_tokens_are_cut_into_splits_and_many_into_segments():
+    few = plan(shared_batch(16, 8192, 256), replace(LLAMA_3_8B, num_programs=264), FULL_RULE)
+    many = plan(shared_batch(256, 32_768, 256), LLAMA_3_8B, FULL_RULE)
+
+    assert (few.fields[:, 3] - few.fields[:, 2] == 256).all()
+    assert (
+        many.fields[: many.num_items // 2, 3] - many.fields[: many.num_items // 2, 2] == 2048
+    ).all()
+
+
+def test_a_plan_that_needs_more_slots_than_there_are_is_flat():
+    tables = shared_batch(64, 8192, 256)
+
+    assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=64 * 4).num_items > 0
+    assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=64 * 4 - 1).num_items == 0

@@ -1,0 +1,91 @@
+"""The shared part of cascade attention and decode beside it, compiled for Hopper."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from attn_kernels.cascade import CascadeAttention
+from tests.attn_kernels.sm90 import Launch, compile_launch, launches_of
+from tests.attn_kernels.test_compile_sm90 import (
+    IDS,
+    MAX_REGISTERS_OF_SM,
+    MAX_SHARED_BYTES,
+    SHAPES,
+    check,
+    empty,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path) -> Iterator[None]:
+    """Compile, whatever the user's cache holds."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        yield
+
+
+def both_launches(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    max_requests: int,
+) -> tuple[CascadeAttention, Launch, Launch]:
+    made: list[CascadeAttention] = []
+
+    def launch() -> None:
+        attention = CascadeAttention(
+            empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype),
+            num_qo_heads=num_qo_heads,
+            scale=0.1,
+            max_requests=max_requests,
+            max_kv_tokens=64,
+        )
+        attention.overlaps = True  # as on a GPU
+        made.append(attention)
+        q = empty(1, num_qo_heads, head_dim, dtype=dtype)
+        attention.run(q, 0, empty(1, dtype=torch.int32))
+
+    shared, decode = launches_of(launch)
+    return made[0], shared, decode
+
+
+@pytest.mark.parametrize("max_requests", [8, 256])
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "dtype"), SHAPES, ids=IDS
+)
+def test_shared_part(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    max_requests: int,
+):
+    attention, shared, decode = both_launches(
+        num_qo_heads, num_kv_heads, head_dim, page_size, dtype, max_requests
+    )
+
+    compiled = compile_launch(shared)
+
+    num_warps = shared.options["num_warps"]
+    check(compiled, num_warps)
+    programs = attention.tile.programs_per_sm
+    assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
+    assert programs * compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
+    assert "griddepcontrol.launch_dependents" in compiled.ptx
+    assert decode.options["launch_pdl"]
+    if dtype != torch.float32:
+        assert "wgmma.mma_async" in compiled.ptx
+        assert "mma.sync" not in compiled.ptx
+        assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+def test_decode_waits_for_the_shared_part_before_it_folds_and_before_it_ends():
+    _, _, decode = both_launches(32, 8, 128, 64, torch.bfloat16, 8)
+
+    assert compile_launch(decode).ptx.count("griddepcontrol.wait") == 2
