@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from cluster.membership import Membership
-from observability.logs import configure_logging
+from observability.logs import configure_logging, fields
 from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ class ControllerActor:
         )
         if self._membership.announce(member):
             log.info(
-                "worker_announced worker_id=%s incarnation=%016x address=%s",
-                worker_id,
-                incarnation,
-                address,
+                "worker_announced",
+                extra=fields(
+                    worker_id=worker_id, incarnation=f"{incarnation:016x}", address=address
+                ),
             )
             await asyncio.gather(*(self._push(router_id) for router_id in self._routers))
 
@@ -65,4 +65,4 @@ class ControllerActor:
             await asyncio.wait_for(call, PUSH_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             # A router that comes back announces itself and is told then.
-            log.warning("push_failed router_id=%s error=%s", router_id, error)
+            log.warning("push_failed", extra=fields(router_id=router_id, error=str(error)))

@@ -23,6 +23,7 @@ from cluster.model_folder import check_model_folder
 from cluster.ray_address import check_ray_answers
 from decode_worker.actor import CONTROL_GROUP, DecodeActor
 from llm_engine.worker_process import WorkerSettings
+from observability.logs import fields
 from pagewire import Client, ClusterStatus, PagewireError
 from prefill_worker.actor import PrefillActor
 from router.actor import RouterActor
@@ -66,7 +67,7 @@ class RunningCluster:
             ray.get(self.router.stop.remote(grace_s), timeout=timeout_s)
             ray.get([each.stop.remote(0.0) for each in self.workers.values()], timeout=timeout_s)
         except ray.exceptions.RayError as error:
-            log.warning("stop_incomplete error=%s", error)
+            log.warning("stop_incomplete", extra=fields(error=str(error)))
         for actor in self.actors.values():
             ray.kill(actor, no_restart=True)
         ray.shutdown()

@@ -21,6 +21,7 @@ from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import Ticket
 from kv_transfer.transport import Transport
 from llm_engine.worker_identity import WorkerIdentity
+from observability.logs import fields
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class PrefillReceivers:
         try:
             await attempt.close()
         except ConnectionBroken as broken:
-            logger.error("pages_stuck pages=%d error=%s", len(page_ids), broken)
+            logger.error("pages_stuck", extra=fields(pages=len(page_ids), error=str(broken)))
         if page_ids:
             attempt.call_when_quiescent(lambda: self._release_quarantine(page_ids))
 
@@ -176,9 +177,10 @@ class PrefillReceivers:
         is_expected = error is None or isinstance(error, EXPECTED_ERRORS)
         logger.log(
             logging.INFO if is_expected else logging.ERROR,
-            "prefill_attempt_ended request_id=%s prefill_worker=%s error=%s",
-            group.request.request_id,
-            sender.worker_id,
-            f"{type(error).__name__}: {error}" if error else "cancelled",
-            exc_info=None if is_expected else error,
+            "prefill_attempt_ended",
+            extra=fields(
+                request_id=group.request.request_id,
+                prefill_worker=sender.worker_id,
+                error=f"{type(error).__name__}: {error}" if error else "cancelled",
+            ),
         )

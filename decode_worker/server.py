@@ -20,6 +20,7 @@ from decode_worker.errors import (
 from decode_worker.outbox import Outbox, RequestFailure
 from decode_worker.request import Request
 from decode_worker.wire import request_from_proto, session_response
+from observability.logs import fields
 from protos import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
                 elif kind == "cancel":
                     self._cancel(message.cancel, outbox)
         except grpc.RpcError as error:
-            logger.info("session_broken error=%r", error)
+            logger.info("session_broken", extra=fields(error=repr(error)))
         finally:
             outbox.close()
 

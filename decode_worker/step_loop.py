@@ -9,6 +9,7 @@ from decode_worker.request import PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
 from llm_engine.engine_api import EngineExecutor
+from observability.logs import fields
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class StepLoop:
             drawn = await self._executor.forward(slices) if slices else []
         except Exception:
             # One bad pass ends the requests that were in it, not the worker.
-            logger.exception("step_failed tokens=%d", plan.num_tokens)
+            logger.exception("step_failed", extra=fields(tokens=plan.num_tokens))
             for request in self._scheduler.fail_step(plan):
                 self._on_failure(request, EngineFailed("the pass that computed for it failed"))
         else:

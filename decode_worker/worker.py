@@ -25,6 +25,7 @@ from llm_engine.engine_api import EngineExecutor
 from llm_engine.server import WorkerServicer, register_worker_services
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from llm_engine.worker_load import WorkerLoad
+from observability.logs import fields
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class DecodeWorker:
             raise Draining("the worker is draining")
         outbox = Outbox(max_tokens=self._config.max_outbox_tokens)
         self._sessions[outbox] = _Session(router_id)
-        logger.info("session_opened router=%s", router_id)
+        logger.info("session_opened", extra=fields(router=router_id))
         return outbox
 
     def close_session(self, outbox: Outbox) -> None:
@@ -196,7 +197,7 @@ class DecodeWorker:
         session = self._sessions.pop(outbox)
         for request in list(session.requests.values()):
             self._end(request, "session_ended")
-        logger.info("session_closed router=%s", session.router_id)
+        logger.info("session_closed", extra=fields(router=session.router_id))
 
     def submit(self, request: Request, outbox: Outbox) -> None:
         """Take a request; what is wrong with it is told through the outbox."""
@@ -280,19 +281,20 @@ class DecodeWorker:
             self._all_ended.set()
         stats = request.stats
         logger.info(
-            "request_%s request_id=%s attempt=%d prompt_tokens=%d output_tokens=%d s=%.3f "
-            "cached_tokens=%d computed_tokens=%d moved_pages=%d prefill_retries=%d preemptions=%d",
-            outcome,
-            request.request_id,
-            request.attempt,
-            len(request.prompt),
-            sum(len(choice.output) for choice in request.choices),
-            asyncio.get_running_loop().time() - active.submitted_at,
-            stats.decode_cached_tokens,
-            stats.decode_computed_tokens,
-            stats.pages_moved,
-            stats.prefill_retries,
-            stats.preemptions,
+            "request_ended",
+            extra=fields(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                outcome=outcome,
+                prompt_tokens=len(request.prompt),
+                output_tokens=sum(len(choice.output) for choice in request.choices),
+                s=round(asyncio.get_running_loop().time() - active.submitted_at, 3),
+                cached_tokens=stats.decode_cached_tokens,
+                computed_tokens=stats.decode_computed_tokens,
+                moved_pages=stats.pages_moved,
+                prefill_retries=stats.prefill_retries,
+                preemptions=stats.preemptions,
+            ),
         )
 
     def _wake(self) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 from kv_cache.page_storage import PageBytes, PageStorage
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
+from observability.logs import fields
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class TcpTransport:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
                 # A caller that left at once, or no file descriptor is free: both pass.
-                logger.warning("accept_failed error=%s", error)
+                logger.warning("accept_failed", extra=fields(error=str(error)))
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             sock.setblocking(False)

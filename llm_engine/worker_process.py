@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from llm_engine.engine_api import EngineExecutor
 from llm_engine.executor import ThreadExecutor
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
+from observability.logs import fields
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +114,14 @@ class WorkerProcess:
         await self._announce(identity)
         self._announcing = asyncio.create_task(self._announce_for_ever(identity))
         log.info(
-            "worker_ready worker_id=%s incarnation=%016x address=%s num_pages=%d page_bytes=%d",
-            identity.worker_id,
-            identity.incarnation,
-            identity.address,
-            executor.engine.storage.num_pages,
-            executor.engine.storage.page_bytes,
+            "worker_ready",
+            extra=fields(
+                worker_id=identity.worker_id,
+                incarnation=f"{identity.incarnation:016x}",
+                address=identity.address,
+                num_pages=executor.engine.storage.num_pages,
+                page_bytes=executor.engine.storage.page_bytes,
+            ),
         )
 
     async def wait_failed(self) -> None:
@@ -127,7 +130,7 @@ class WorkerProcess:
         try:
             await self._worker.wait_failed()
         except Exception:
-            log.exception("step_loop_failed worker_id=%s", self._settings.worker_id)
+            log.exception("step_loop_failed", extra=fields(worker_id=self._settings.worker_id))
 
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end everything."""

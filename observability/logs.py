@@ -1,44 +1,58 @@
 """Log lines of all processes: an event name and fields, as text or JSON, on standard error.
 
-Code logs with the standard library, `log.info("request_done request_id=%s pages=%d", ...)`; this
-file alone decides how a line looks.
+Code logs with the standard library, and hands the fields over as values:
+`log.info("request_done", extra=fields(request_id=request_id, pages=3))`; this file alone decides
+how a line looks.
 """
 
 import json
 import logging
+import re
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
-TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+ATTRIBUTE = "fields"  # of a log record
+RESERVED = frozenset({"at", "level", "logger", "event", "exception"})
+BARE_VALUE = re.compile(r"[^\s\"=\\]+")  # needs no quotes in a text line
+
+
+def fields(**values: object) -> Mapping[str, Mapping[str, object]]:
+    """Return the `extra` of a log call that carries these fields."""
+    assert not RESERVED & values.keys(), f"{RESERVED & values.keys()} are parts of each line"
+    return {ATTRIBUTE: values}
+
+
+class TextFormatter(logging.Formatter):
+    """`at level logger event key=value key="a value with spaces"`, one line per event.
+
+    A quoted value is a JSON string. The lines of an exception follow the event's.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = [self.formatTime(record), record.levelname, record.name, record.getMessage()]
+        words += [f"{name}={_text(value)}" for name, value in _fields(record).items()]
+        line = " ".join(words)
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: at, level, logger, event, and the message's key=value fields."""
+    """One JSON object per line: at, level, logger, event, the fields, and exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        event, fields = split_fields(record.getMessage())
-        line = {
+        line: dict[str, Any] = {
             "at": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": event,
-            **fields,
+            "event": record.getMessage(),
+            **_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def split_fields(message: str) -> tuple[str, dict[str, str]]:
-    """Split `event key=value key=value`; words without a sign stay part of the event."""
-    words, fields = [], {}
-    for word in message.split(" "):
-        key, sign, value = word.partition("=")
-        if sign and key.isidentifier():
-            fields[key] = value
-        else:
-            words.append(word)
-    return " ".join(words), fields
+        return json.dumps(line, default=str)
 
 
 def configure_logging(level: str, line_format: str) -> None:
@@ -49,7 +63,7 @@ def configure_logging(level: str, line_format: str) -> None:
         line_format: "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
-    formatter = JsonFormatter() if line_format == "json" else logging.Formatter(TEXT_FORMAT)
+    formatter = JsonFormatter() if line_format == "json" else TextFormatter()
     formatter.default_time_format = "%Y-%m-%dT%H:%M:%S"
     formatter.default_msec_format = "%s.%03dZ"
     formatter.converter = time.gmtime
@@ -57,3 +71,13 @@ def configure_logging(level: str, line_format: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    found: Mapping[str, object] = getattr(record, ATTRIBUTE, {})
+    return found
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    return text if BARE_VALUE.fullmatch(text) else json.dumps(text)

@@ -12,7 +12,7 @@ from kv_transfer.transport import Transport
 from llm_engine.engine_api import EngineExecutor
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from llm_engine.worker_process import ServedWorker, WorkerProcess, WorkerSettings
-from observability.logs import configure_logging
+from observability.logs import configure_logging, fields
 from prefill_worker.config import PrefillConfig
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class PrefillActor:
             if not is_restart:
                 raise  # the launcher reports it
             # Ray gives up an actor whose constructor raises, but starts a dead process again.
-            log.exception("worker_start_failed worker_id=%s", settings.worker_id)
+            log.exception("worker_start_failed", extra=fields(worker_id=settings.worker_id))
             os._exit(1)
         self._watching: asyncio.Task[None] = asyncio.create_task(self._exit_when_failed())
 
@@ -105,11 +105,13 @@ class PrefillActor:
             await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             # The controller restarts and hears the next announcement.
-            log.warning("announce_failed worker_id=%s error=%s", identity.worker_id, error)
+            log.warning(
+                "announce_failed", extra=fields(worker_id=identity.worker_id, error=str(error))
+            )
 
     async def _exit_when_failed(self) -> None:
         await self._process.wait_failed()
-        log.critical("step_loop_died worker_id=%s", self._settings.worker_id)
+        log.critical("step_loop_died", extra=fields(worker_id=self._settings.worker_id))
         os._exit(1)
 
 

@@ -20,6 +20,7 @@ from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import ReceiverMessage, SenderMessage
 from kv_transfer.sender import Sender
 from kv_transfer.transport import Connection
+from observability.logs import fields
 from prefill_worker.request import FinishedPrompt, Progress, ReadyPages
 from prefill_worker.scheduler import Scheduler
 from prefill_worker.wire import PrefillResult, PrefillStart
@@ -83,15 +84,16 @@ class Attempt:
             self._on_change()
             self._messages.put_nowait(None)
         logger.info(
-            "prefill_ended request_id=%s outcome=%r tokens=%d cached_tokens=%d computed_tokens=%d "
-            "moved_pages=%d s=%.3f",
-            self.prompt.request_id,
-            outcome,
-            len(self.prompt.tokens),
-            self.prompt.num_cached,
-            self.prompt.num_computed - self.prompt.num_cached,
-            self._sender.stats.pages_moved,
-            loop.time() - started_at,
+            "prefill_ended",
+            extra=fields(
+                request_id=self.prompt.request_id,
+                outcome=outcome,
+                tokens=len(self.prompt.tokens),
+                cached_tokens=self.prompt.num_cached,
+                computed_tokens=self.prompt.num_computed - self.prompt.num_cached,
+                moved_pages=self._sender.stats.pages_moved,
+                s=round(loop.time() - started_at, 3),
+            ),
         )
         await self._release_leases()
 
@@ -140,7 +142,9 @@ class Attempt:
         try:
             await self._sender.wait_quiescent()
         except ConnectionBroken as error:
-            logger.error("pages_stuck request_id=%s error=%s", self.prompt.request_id, error)
+            logger.error(
+                "pages_stuck", extra=fields(request_id=self.prompt.request_id, error=str(error))
+            )
         self._sender.call_when_quiescent(self._end_leases)
 
     def _end_leases(self) -> None:

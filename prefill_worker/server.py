@@ -11,6 +11,7 @@ from kv_transfer.errors import TransferError
 from kv_transfer.wire import receiver_message_from_proto
 from llm_engine.wire import worker_from_proto
 from llm_engine.worker_identity import WorkerIdentity
+from observability.logs import fields
 from prefill_worker.attempt import Attempt
 from prefill_worker.errors import (
     ConnectionFailed,
@@ -135,6 +136,6 @@ async def _read(requests: AsyncIterator[worker_pb2.PrefillRequest], attempt: Att
         async for request in requests:
             await attempt.handle(receiver_message_from_proto(request.transfer))
     except (grpc.RpcError, TransferError) as error:
-        logger.info("prefill_call_broken error=%r", error)
+        logger.info("prefill_call_broken", extra=fields(error=repr(error)))
     finally:
         attempt.call_ended()

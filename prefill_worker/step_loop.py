@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 
 from llm_engine.engine_api import EngineExecutor
+from observability.logs import fields
 from prefill_worker.request import Progress, Prompt
 from prefill_worker.scheduler import Scheduler
 from prefill_worker.step_plan import StepPlan
@@ -62,7 +63,7 @@ class StepLoop:
             drawn = await self._executor.forward(plan.slices(self._eos_token_ids))
         except Exception:
             # One bad pass ends the prompts that were in it, not the worker.
-            logger.exception("step_failed tokens=%d", plan.num_tokens)
+            logger.exception("step_failed", extra=fields(tokens=plan.num_tokens))
             for prompt in self._scheduler.fail_step(plan):
                 self._on_failure(prompt)
         else:

@@ -18,6 +18,7 @@ from llm_engine.engine_api import EngineExecutor
 from llm_engine.server import WorkerServicer, register_worker_services
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from llm_engine.worker_load import WorkerLoad
+from observability.logs import fields
 from prefill_worker.admission import check_prompt
 from prefill_worker.attempt import Attempt
 from prefill_worker.config import PrefillConfig
@@ -220,7 +221,7 @@ class PrefillWorker:
             await attempt.run()
         except Exception:
             # Logged here, because one attempt's bug must not end the others.
-            logger.exception("attempt_failed request_id=%s", attempt.prompt.request_id)
+            logger.exception("attempt_failed", extra=fields(request_id=attempt.prompt.request_id))
         finally:
             del self._attempts[attempt.prompt]
 

@@ -13,7 +13,7 @@ import ray
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
-from observability.logs import configure_logging
+from observability.logs import configure_logging, fields
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
@@ -79,10 +79,10 @@ class RouterActor:
             if not is_restart:
                 raise  # the launcher reports it
             # Ray gives up an actor whose constructor raises, but starts a dead process again.
-            log.exception("router_start_failed router_id=%s", self._router_id)
+            log.exception("router_start_failed", extra=fields(router_id=self._router_id))
             os._exit(1)
         self._announcing = asyncio.create_task(self._announce_for_ever())
-        log.info("router_ready router_id=%s address=%s", self._router_id, self._address)
+        log.info("router_ready", extra=fields(router_id=self._router_id, address=self._address))
 
     async def wait_ready(self) -> str:
         """Return the gRPC address."""
@@ -122,5 +122,7 @@ class RouterActor:
                 await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 # The controller restarts and hears the next announcement.
-                log.warning("announce_failed router_id=%s error=%s", self._router_id, error)
+                log.warning(
+                    "announce_failed", extra=fields(router_id=self._router_id, error=str(error))
+                )
             await asyncio.sleep(ANNOUNCE_PERIOD_S)

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from observability.logs import fields
 from router import wire
 from router.config import RouterConfig
 from router.errors import (
@@ -110,7 +111,7 @@ class Dispatcher:
             stream.end(error)
         except Exception:
             request_id = stream.generation.request.request_id
-            logger.exception("request_crashed request_id=%s", request_id)
+            logger.exception("request_crashed", extra=fields(request_id=request_id))
             stream.end(RequestFailed(grpc.StatusCode.INTERNAL.value[0], "internal error"))
         finally:
             stream.end(NoWorker("the router stopped"))  # no effect on an end before
@@ -144,11 +145,13 @@ class Dispatcher:
                         ) from failed
                 self.num_resumed += 1
                 logger.info(
-                    "request_resumed request_id=%s attempt=%d emitted=%d reason=%r",
-                    generation.request.request_id,
-                    generation.attempt + 1,
-                    generation.num_tokens,
-                    str(failed),
+                    "request_resumed",
+                    extra=fields(
+                        request_id=generation.request.request_id,
+                        attempt=generation.attempt + 1,
+                        emitted=generation.num_tokens,
+                        reason=str(failed),
+                    ),
                 )
 
     def _others(self, refused: set[WorkerMember]) -> list[Worker]:
@@ -234,7 +237,9 @@ class Dispatcher:
         try:
             reason = await session.run()
         except Exception:
-            logger.exception("session_crashed worker_id=%s", session.worker.member.worker_id)
+            logger.exception(
+                "session_crashed", extra=fields(worker_id=session.worker.member.worker_id)
+            )
             reason = "the session crashed"
         finally:
             if self._sessions.get(session.worker) is session:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 
+from observability.logs import fields
 from router.admission import Admission
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -88,7 +89,9 @@ class Router:
             await asyncio.wait([self._health_task], timeout=1)
         await self._health.stop()
         if not await self.admission.wait_idle(grace_s):
-            logger.warning("requests_abandoned num_requests=%d", self.admission.num_active)
+            logger.warning(
+                "requests_abandoned", extra=fields(num_requests=self.admission.num_active)
+            )
             self.dispatcher.abandon()
             await self.admission.wait_idle(1.0)
         await self.dispatcher.stop()

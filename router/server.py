@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from observability.logs import fields
 from protos import inference_pb2, inference_pb2_grpc
 from router import wire
 from router.admission import Admission
@@ -83,7 +84,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise
         except Exception:
             # Nothing that one request does may reach the others.
-            logger.exception("request_crashed request_id=%s", record.request_id)
+            logger.exception("request_crashed", extra=fields(request_id=record.request_id))
             record.outcome = "INTERNAL"
             await _abort(context, _internal_error())
         finally:
@@ -176,24 +177,27 @@ class _Record:
         total_ms = 1000 * (asyncio.get_running_loop().time() - self.arrived_at)
         if generation is None:
             logger.info(
-                "request_refused request_id=%s outcome=%s total_ms=%.1f",
-                self.request_id,
-                self.outcome,
-                total_ms,
+                "request_refused",
+                extra=fields(
+                    request_id=self.request_id, outcome=self.outcome, total_ms=round(total_ms, 1)
+                ),
             )
             return
-        first_token_at = generation.first_token_at
+        ttft_ms = None
+        if generation.first_token_at is not None:
+            ttft_ms = round(1000 * (generation.first_token_at - self.arrived_at), 1)
         logger.info(
-            "request_done request_id=%s outcome=%s prompt_tokens=%d completion_tokens=%d"
-            " ttft_ms=%s total_ms=%.1f resumptions=%d decode_workers=%s",
-            self.request_id,
-            self.outcome,
-            len(generation.request.token_ids),
-            generation.num_tokens,
-            "-" if first_token_at is None else f"{1000 * (first_token_at - self.arrived_at):.1f}",
-            total_ms,
-            generation.num_resumptions,
-            ",".join(generation.decode_workers),
+            "request_done",
+            extra=fields(
+                request_id=self.request_id,
+                outcome=self.outcome,
+                prompt_tokens=len(generation.request.token_ids),
+                completion_tokens=generation.num_tokens,
+                ttft_ms=ttft_ms,
+                total_ms=round(total_ms, 1),
+                resumptions=generation.num_resumptions,
+                decode_workers=",".join(generation.decode_workers),
+            ),
         )
 
 

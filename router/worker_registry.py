@@ -24,6 +24,7 @@ from typing import Any
 
 import grpc
 
+from observability.logs import fields
 from router import wire
 from router.config import RouterConfig
 from router.membership import PoolName, WorkerMember
@@ -210,10 +211,12 @@ class WorkerRegistry:
             is_member = worker.member.worker_id in self._workers
             logger.log(
                 logging.WARNING if is_member else logging.INFO,
-                "worker_lost worker_id=%s incarnation=%016x reason=%r",
-                worker.member.worker_id,
-                worker.member.incarnation,
-                reason,
+                "worker_lost",
+                extra=fields(
+                    worker_id=worker.member.worker_id,
+                    incarnation=f"{worker.member.incarnation:016x}",
+                    reason=reason,
+                ),
             )
             self._on_lost(worker, reason)
         self._notify()
@@ -231,11 +234,14 @@ class WorkerRegistry:
                 await self._connect_and_watch(worker)
             except Exception as error:
                 if not isinstance(error, WorkerGone | grpc.aio.AioRpcError | OSError):
-                    logger.exception("worker_follow_failed worker_id=%s", worker.member.worker_id)
+                    logger.exception(
+                        "worker_follow_failed", extra=fields(worker_id=worker.member.worker_id)
+                    )
                 reason = _reason(error)
                 if worker.state not in ("READY", "DRAINING") and reason != last_reason:
                     logger.info(
-                        "worker_unreachable worker_id=%s reason=%r", worker.member.worker_id, reason
+                        "worker_unreachable",
+                        extra=fields(worker_id=worker.member.worker_id, reason=reason),
                     )
                 last_reason = reason
                 self._lose(worker, reason)
@@ -341,7 +347,7 @@ class WorkerRegistry:
                             break
             except Exception as error:
                 logger.warning(
-                    "cache_events_broken worker_id=%s reason=%r", worker_id, _reason(error)
+                    "cache_events_broken", extra=fields(worker_id=worker_id, reason=_reason(error))
                 )
                 # Whatever went wrong, a snapshot puts it right.
                 self._index.forget(worker_id)

@@ -1,33 +1,81 @@
 import json
 import logging
+import re
 
-from observability.logs import configure_logging, split_fields
+import pytest
+
+from observability.logs import configure_logging, fields
+
+AWKWARD = {
+    "reason": "UNAVAILABLE: no connection, errno=111",
+    "body": '{"code": 8, "message": "full"}',
+    "empty": "",
+    "lines": "first\nsecond",
+    "path": r"C:\pages",
+    "name": "Zoë",
+}
 
 
-def test_fields_of_a_message_are_split_off():
-    assert split_fields("request_done request_id=ab pages=3") == (
-        "request_done",
-        {"request_id": "ab", "pages": "3"},
-    )
-    assert split_fields("a == b is true") == ("a == b is true", {})
-
-
-def test_json_lines_carry_fields_and_exceptions(capsys):
+@pytest.fixture
+def logged(capsys):
+    """Returns what a call to a logger writes."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    try:
-        configure_logging("info", "json")
-        log = logging.getLogger("test")
+
+    def lines_of(line_format, call):
+        configure_logging("info", line_format)
+        call(logging.getLogger("test"))
+        return capsys.readouterr().err.splitlines()
+
+    yield lines_of
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_json_keeps_each_value_as_it_is(logged):
+    values = AWKWARD | {"pages": 3, "ms": 1.5, "is_last": True, "nothing": None}
+
+    [line] = logged("json", lambda log: log.info("transfer_done", extra=fields(**values)))
+
+    parsed = json.loads(line)
+    assert (parsed["event"], parsed["level"], parsed["logger"]) == ("transfer_done", "info", "test")
+    assert {name: parsed[name] for name in values} == values
+
+
+def test_text_quotes_what_would_not_be_read_back_as_one_value(logged):
+    extra = fields(pages=3, address="h:1", **AWKWARD)
+
+    [line] = logged("text", lambda log: log.warning("worker_lost", extra=extra))
+
+    assert "WARNING test worker_lost pages=3 address=h:1 reason=" in line
+    found = re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)', line)
+    read = {name: json.loads(value) if value[0] == '"' else value for name, value in found}
+    assert read == {"pages": "3", "address": "h:1", **AWKWARD}
+
+
+def test_a_message_of_another_library_is_left_whole(logged):
+    message = 'a == b is true, "x y" and retries=3 of 4'
+
+    [line] = logged("json", lambda log: log.info(message))
+
+    assert json.loads(line)["event"] == message
+
+
+@pytest.mark.parametrize("line_format", ["json", "text"])
+def test_exceptions_are_written_and_lower_levels_are_not(logged, line_format):
+    def call(log):
         log.debug("not_shown")
-        log.info("transfer_done pages=%d", 3)
         try:
             raise ValueError("why")
         except ValueError:
-            log.exception("transfer_failed")
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+            log.exception("transfer_failed", extra=fields(pages=3))
 
-    done, failed = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert (done["event"], done["pages"], done["level"]) == ("transfer_done", "3", "info")
-    assert "ValueError: why" in failed["exception"]
+    text = "\n".join(logged(line_format, call))
+
+    assert "ValueError: why" in text
+    assert "not_shown" not in text
+
+
+def test_a_field_cannot_replace_a_part_of_the_line():
+    with pytest.raises(AssertionError, match="level"):
+        fields(level="high")
