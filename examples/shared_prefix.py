@@ -3,6 +3,7 @@
 Start a cluster first: `make serve MODEL=DIR`. Then: `python examples/shared_prefix.py README.md`.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -13,8 +14,12 @@ QUESTIONS = ("What is it?", "How do I start it?", "What is missing?")
 
 def main() -> None:
     """Ask, and print what each answer cost."""
-    document = Path(sys.argv[1]).read_text(encoding="utf-8")
-    with Client("localhost:50051") as client:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("document", type=Path)
+    parser.add_argument("--address", default="localhost:50051")
+    arguments = parser.parse_args()
+    document = arguments.document.read_text(encoding="utf-8")
+    with Client(arguments.address) as client:
         for question in QUESTIONS:
             with client.stream(f"{document}\n\nQ: {question}\nA:", max_tokens=64) as stream:
                 for delta in stream:

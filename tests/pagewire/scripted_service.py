@@ -101,7 +101,9 @@ def violation(field, description):
 
 def retry_after(seconds):
     """The detail that asks for a pause."""
-    return error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds))
+    delay = Duration()
+    delay.FromMilliseconds(int(1000 * seconds))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
 
 
 @asynccontextmanager

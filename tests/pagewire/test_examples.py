@@ -1,0 +1,53 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+
+from protos import common_pb2
+from tests.pagewire.scripted_service import abort, response, retry_after, serving_in_thread, usage
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name, *arguments, text=""):
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"PYTHONPATH": str(EXAMPLES.parent)},
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_shared_prefix_accounts_for_each_question(tmp_path):
+    async def script(request, context):
+        finish = common_pb2.FINISH_REASON_LENGTH
+        yield response("42", [1], finish_reason=finish, usage=usage())
+
+    (tmp_path / "document").write_text("text")
+    with serving_in_thread(script) as (address, service):
+        out = run_example("shared_prefix.py", str(tmp_path / "document"), "--address", address)
+
+    assert out.count("42\n[40 prompt tokens, 32 of them cached, 3 pages moved") == 3
+    assert all(request.text.startswith("text\n\nQ: ") for request in service.requests)
+
+
+def test_many_prompts_tries_again_what_was_refused_and_keeps_the_order():
+    refused = []
+
+    async def script(request, context):
+        if request.text not in refused:
+            refused.append(request.text)
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await abort(context, code, "full", retry_after(seconds=0.05))
+        yield response(request.text.upper(), [1])
+
+    with serving_in_thread(script) as (address, service):
+        out = run_example("many_prompts.py", "--address", address, text="a\nb\n\nc\n")
+
+    assert out == "a → A\nb → B\nc → C\n"
+    assert len(service.requests) == 6
