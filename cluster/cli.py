@@ -1,7 +1,7 @@
 """The command line: pagewire serve, demo, generate, chat, status, doctor, version.
 
 Exit codes: 0 all went well; 1 something did not, and the text on standard error says what; 2 the
-command line itself was wrong.
+command line or the configuration was wrong; 130 and 143 SIGINT or SIGTERM came before the end.
 """
 
 import sys
@@ -21,7 +21,7 @@ from cluster.config import ClusterConfig
 from cluster.demo_model import demo_model_dir
 from cluster.devices import count_gpus
 from cluster.environment import prepare_local_ray
-from cluster.errors import ClusterError, Interrupted
+from cluster.errors import ClusterError, ConfigError, Interrupted
 from cluster.flags import with_config_flags
 from cluster.stop_signals import StopSignals
 from observability.logs import configure_logging
@@ -135,7 +135,7 @@ app.command("demo")(with_config_flags(demo, demo_defaults))
 
 
 def main() -> None:
-    """Run; turn expected failures into one line and exit code 1."""
+    """Run; turn expected failures into lines and exit codes."""
     try:
         app()
     except Interrupted as interruption:
@@ -145,8 +145,9 @@ def main() -> None:
         sys.stderr.write(f"error: {error}\nNo router answers there; `pagewire serve` starts one.\n")
         sys.exit(1)
     except (ClusterError, PagewireError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
+        for line in str(error).splitlines():
+            sys.stderr.write(f"error: {line}\n")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -7,16 +7,17 @@ classes of those packages themselves, so that an option exists once. An option's
 
 import difflib
 import inspect
+import ipaddress
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.errors import ConfigError
 from decode_worker.config import DecodeConfig
@@ -39,7 +40,7 @@ INTERNAL_PATHS = {
 class ClusterConfig(BaseModel):
     """All options. Times are seconds; a description says what a value means."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: Path | None = Field(
         None, description="Checkpoint folder: config.json, safetensors, tokenizer.json."
@@ -97,6 +98,21 @@ class ClusterConfig(BaseModel):
     decode_worker: DecodeConfig = Field(default_factory=DecodeConfig)
     transfer: TransferDeadlines = Field(default_factory=TransferDeadlines)
 
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        if re.search(r"[\s/]", host) or (":" in host and not _is_ipv6(host)):
+            raise ValueError("must be a host name or an address, without a port; see port")
+        return host
+
+    @field_validator("ray_address")
+    @classmethod
+    def _check_ray_address(cls, address: str) -> str:
+        found = re.fullmatch(r"[^\s:/]+:(\d+)|\[[0-9a-fA-F:]+\]:(\d+)", address)
+        if address in ("", "auto") or (found and 0 < int(found[1] or found[2]) <= 65535):
+            return address
+        raise ValueError("must be host:port of a Ray cluster, as in 10.0.0.1:6379, or auto")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigOption:
@@ -139,26 +155,45 @@ def load_config(
         defaults: A command's own, given what file and command line set.
 
     Raises:
-        ConfigError: Names the file, the option's path, the value found and what is allowed.
+        ConfigError: Has a line for each wrong option: the file, the option's path, the value found
+            and what is allowed.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}  # option path |-> where its value is from
     if path is not None:
         for name, value in _flatten(_read_yaml(path)):
+            if name in values:
+                raise ConfigError(f"{path}: {name} is given twice")
             values[name], origin[name] = value, str(path)
     for name, value in overrides.items():
         values[name], origin[name] = value, "command line"
     options = config_options()
-    for name in values:
-        if name not in options:
-            raise ConfigError(f"{origin[name]}: {_unknown(name, options)}")
+    wrong = []
+    for name in [name for name in values if name not in options]:
+        del values[name]
+        wrong.append(f"{origin[name]}: {_unknown(name, options)}")
+    for name in [name for name in values if isinstance(values[name], bool)]:
+        if options[name].value_type is not bool:
+            # Python, and with it pydantic, would take it for 0 or 1.
+            kind = options[name].value_type.__name__
+            wrong.append(f"{origin[name]}: {name} is {values.pop(name)}; it must be of type {kind}")
     for name, value in defaults(values).items():
         values.setdefault(name, value)
         origin.setdefault(name, "default")
-    try:
-        return ClusterConfig.model_validate(_nest(values))
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e, values, origin) for e in error.errors())) from error
+    while True:
+        try:
+            config = ClusterConfig.model_validate(_nest(values))
+            break
+        except ValidationError as error:
+            # A section's rules are looked at only when the types of its options are right, so the
+            # rest is checked again without what was wrong.
+            for problem in _explain(error, values):
+                wrong.append(f"{origin[problem.paths[0]]}: {problem.message}")
+                for name in problem.paths:
+                    values.pop(name, None)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return config
 
 
 def _walk() -> Iterator[ConfigOption]:
@@ -222,7 +257,7 @@ def _flag_type(annotation: Any) -> Any:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506 - safe
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -232,6 +267,21 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: holds {type(content).__name__}, must be a mapping of options")
     return content
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice; YAML's own loaders keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[str, int] = {}  # key |-> line of its first use
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{name} is given twice, in lines {lines[name]} and {line}"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -264,10 +314,28 @@ def _unknown(name: str, options: Mapping[str, ConfigOption]) -> str:
     return f"unknown option {name}; {hint}"
 
 
-def _explain(error: Any, values: Mapping[str, Any], origin: Mapping[str, str]) -> str:
-    path = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if path in values:
-        return f"{origin[path]}: {path} is {values[path]!r}; it {message}"
-    # A rule of a whole section names the option itself.
-    return f"{path}: {message}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Problem:
+    paths: list[str]  # of the options to blame, which somebody has set; at least one
+    message: str
+
+
+def _explain(error: ValidationError, values: Mapping[str, Any]) -> Iterator[_Problem]:
+    for each in error.errors():
+        path = ".".join(str(part) for part in each["loc"])
+        message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if path in values:
+            yield _Problem(paths=[path], message=f"{path} is {values[path]!r}; it {message}")
+            continue
+        # A rule of a section: a line for each option, which begins with its name.
+        for line in message.splitlines():
+            named = [f"{path}.{word}" for word in re.findall(r"\w+", line)]
+            blamed = [name for name in named if name in values]
+            yield _Problem(paths=blamed, message=f"{path}.{line}")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False

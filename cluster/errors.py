@@ -1,4 +1,6 @@
-"""Exceptions of the composition root; the command line prints their text and exits with 1.
+"""Exceptions of the composition root; the command line prints their text.
+
+The exit code is 2 for a ConfigError, 128 + the signal's number for Interrupted, else 1.
 
 ClusterError
 ├── ConfigError        an option is wrong; names its path, the value found and what is allowed

@@ -1,5 +1,6 @@
 """Configuration of a decode worker; the composition root fills it from the cluster's."""
 
+import math
 from dataclasses import dataclass, field
 
 from kv_transfer.deadlines import TransferDeadlines
@@ -36,20 +37,31 @@ class DecodeConfig:
     hash_key: bytes = b""  # of the page hashes; the same in the whole cluster
 
     def __post_init__(self) -> None:
-        for name in ("distrust_s", "result_s", "heartbeat_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"decode.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("max_running_sequences", "max_waiting_requests", "max_request_choices"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"decode.{name} is {getattr(self, name)}; it must be 1 or more")
+        """Raise ValueError with one line for each wrong option, beginning with its name."""
+        wrong = [
+            f"{name} is {getattr(self, name)}; it must be positive and finite"
+            for name in ("distrust_s", "result_s", "heartbeat_s")
+            if not 0 < getattr(self, name) < math.inf
+        ]
+        wrong += [
+            f"{name} is {getattr(self, name)}; it must be 1 or more"
+            for name in (
+                "max_running_sequences",
+                "max_waiting_requests",
+                "max_request_choices",
+                "max_outbox_tokens",
+            )
+            if getattr(self, name) < 1
+        ]
         if self.max_step_tokens <= self.max_running_sequences:
             # Otherwise a full batch would starve local prefills.
-            raise ValueError(
-                f"decode.max_step_tokens is {self.max_step_tokens}; it must exceed "
+            wrong.append(
+                f"max_step_tokens is {self.max_step_tokens}; it must exceed "
                 f"max_running_sequences, which is {self.max_running_sequences}"
             )
         if self.local_prefill_max_tokens < 0:
-            raise ValueError(
-                f"decode.local_prefill_max_tokens is {self.local_prefill_max_tokens}; "
-                "it must be 0 or more"
+            wrong.append(
+                f"local_prefill_max_tokens is {self.local_prefill_max_tokens}; it must be 0 or more"
             )
+        if wrong:
+            raise ValueError("\n".join(wrong))

@@ -42,10 +42,14 @@ class TransferDeadlines:
     abort_s: float = 5.0  # NCCL takes 0.5 to 2 s; beyond this the worker should be restarted
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{field.name} is {value}, must be positive and finite")
+        """Raise ValueError with one line for each wrong option, beginning with its name."""
+        wrong = [
+            f"{field.name} is {getattr(self, field.name)}; it must be positive and finite"
+            for field in fields(self)
+            if not 0 < getattr(self, field.name) < math.inf
+        ]
+        if wrong:
+            raise ValueError("\n".join(wrong))
 
     def seconds(self, wait: Wait, num_bytes: int) -> float:
         """Return the longest time for `wait`; `num_bytes` matters where bytes move."""

@@ -1,5 +1,6 @@
 """Configuration of a prefill worker; the composition root fills it from the cluster's."""
 
+import math
 from dataclasses import dataclass, field
 
 from kv_transfer.deadlines import TransferDeadlines
@@ -22,16 +23,23 @@ class PrefillConfig:
     hash_key: bytes = b""  # of the page hashes; the same in the whole cluster
 
     def __post_init__(self) -> None:
-        for name in ("start_s", "heartbeat_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"prefill.{name} is {getattr(self, name)}; it must be positive")
-        for name in (
-            "max_step_tokens",
-            "max_computing_prompts",
-            "max_queued_prompts",
-            "chunk_pages",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"prefill.{name} is {getattr(self, name)}; it must be 1 or more")
+        """Raise ValueError with one line for each wrong option, beginning with its name."""
+        wrong = [
+            f"{name} is {getattr(self, name)}; it must be positive and finite"
+            for name in ("start_s", "heartbeat_s")
+            if not 0 < getattr(self, name) < math.inf
+        ]
+        wrong += [
+            f"{name} is {getattr(self, name)}; it must be 1 or more"
+            for name in (
+                "max_step_tokens",
+                "max_computing_prompts",
+                "max_queued_prompts",
+                "chunk_pages",
+            )
+            if getattr(self, name) < 1
+        ]
         if self.max_overtakes < 0:
-            raise ValueError(f"prefill.max_overtakes is {self.max_overtakes}; it must be 0 or more")
+            wrong.append(f"max_overtakes is {self.max_overtakes}; it must be 0 or more")
+        if wrong:
+            raise ValueError("\n".join(wrong))

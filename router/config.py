@@ -1,6 +1,10 @@
 """Configuration of a router; the composition root fills it from the cluster's configuration."""
 
+import math
 from dataclasses import dataclass, fields
+
+AT_LEAST_ONE = {"max_active_requests", "max_prefill_candidates", "max_index_pages"}
+POSITIVE = {"prefill_tokens_per_s", "dead_after_s", "request_timeout_s"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +42,17 @@ class RouterConfig:
     max_index_pages: int = 2_000_000  # about 250 MB
 
     def __post_init__(self) -> None:
+        """Raise ValueError with one line for each wrong option, beginning with its name."""
+        wrong = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not value >= 0:
-                raise ValueError(f"router.{field.name} is {value}; it must be 0 or more")
-        for name in ("max_active_requests", "max_prefill_candidates", "max_index_pages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"router.{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("prefill_tokens_per_s", "dead_after_s", "request_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"router.{name} is {getattr(self, name)}; it must be positive")
+            if not isinstance(value, int | float):
+                continue
+            if field.name in AT_LEAST_ONE and value < 1:
+                wrong.append(f"{field.name} is {value}; it must be 1 or more")
+            elif field.name in POSITIVE and not 0 < value < math.inf:
+                wrong.append(f"{field.name} is {value}; it must be positive and finite")
+            elif not 0 <= value < math.inf:
+                wrong.append(f"{field.name} is {value}; it must be 0 or more, and finite")
+        if wrong:
+            raise ValueError("\n".join(wrong))

@@ -58,9 +58,9 @@ def test_every_option_is_a_flag(command):
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
-        (["serve"], 1, "model is not set"),
-        (["serve", "--model", "/nowhere"], 1, "model is /nowhere; it must be an existing folder"),
-        (["serve", "--page-size", "3"], 1, "page_size is 3"),
+        (["serve"], 2, "model is not set"),
+        (["serve", "--model", "/nowhere"], 2, "model is /nowhere; it must be an existing folder"),
+        (["serve", "--page-size", "3"], 2, "command line: page_size is 3"),
         (["serve", "--prefil", "3"], 2, "--prefill"),
         (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
         (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),

@@ -55,7 +55,22 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("port: 70000", ["port is 70000", "65535"]),
         ("router: {max_active_requests: 0}", ["router.max_active_requests is 0"]),
         ("router: {dead_after_s: .nan}", ["router.dead_after_s is nan"]),
-        ("transfer: {post_s: -1}", ["post_s is -1"]),
+        ("transfer: {post_s: -1}", ["cluster.yaml: transfer.post_s is -1", "positive"]),
+        ("decode_worker: {heartbeat_s: .inf}", ["decode_worker.heartbeat_s is inf", "finite"]),
+        ("prefill_worker: {max_overtakes: -2}", ["prefill_worker.max_overtakes is -2", "0 or"]),
+        (
+            "decode_worker: {max_running_sequences: 4096}",
+            ["cluster.yaml: decode_worker.max_step_tokens is 2048", "sequences, which is 4096"],
+        ),
+        ("prefill: true", ["prefill is True", "type int"]),
+        ("start_timeout_s: .nan", ["start_timeout_s is nan", "finite"]),
+        ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
+        ("ray_address: head", ["ray_address is 'head'", "host:port"]),
+        ("ray_address: ray://head:1", ["ray_address is 'ray://head:1'", "host:port"]),
+        ("ray_address: head:99999", ["ray_address is 'head:99999'", "host:port"]),
+        ("prefill: 1\ndecode: 2\nprefill: 3", ["prefill is given twice, in lines 1 and 3"]),
+        ("router: {dead_after_s: 1, dead_after_s: 2}", ["dead_after_s is given twice"]),
+        ("router: {dead_after_s: 1}\nrouter.dead_after_s: 2", ["router.dead_after_s is given"]),
         ("- prefill", ["holds list, must be a mapping"]),
         ("prefill: [", ["is not YAML"]),
     ],
@@ -78,6 +93,39 @@ def test_errors_say_where_the_value_came_from(tmp_path):
 
     assert f"{path}: prefill is 0" in str(caught.value)
     assert "command line: decode is 0" in str(caught.value)
+
+
+def test_all_errors_are_told_at_once(tmp_path):
+    lines = "prefil: 2\nport: -1\nzebra: 1\n"
+    sections = "router: {dead_after_s: 0, max_index_pages: many, max_resumptions: -1}\n"
+    path = write(tmp_path, lines + sections)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {"decode_worker.max_step_tokens": 9, "transfer.ack_s": -1.0})
+
+    named = [line.split("; ")[0] for line in str(caught.value).splitlines()]
+    assert sorted(named) == sorted(
+        [
+            f"{path}: unknown option prefil",
+            f"{path}: unknown option zebra",
+            f"{path}: port is -1",
+            f"{path}: router.dead_after_s is 0.0",
+            f"{path}: router.max_index_pages is 'many'",
+            f"{path}: router.max_resumptions is -1",
+            "command line: decode_worker.max_step_tokens is 9",
+            "command line: transfer.ack_s is -1.0",
+        ]
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "gpu-7.example.org", "::1"])
+def test_addresses_without_a_port_are_hosts(host):
+    assert load_config(None, {"host": host}).host == host
+
+
+@pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:6379", "head-0:6379", "[fd00::1]:6379"])
+def test_ray_addresses_have_a_port(address):
+    assert load_config(None, {"ray_address": address}).ray_address == address
 
 
 def test_a_missing_file_is_named(tmp_path):
