@@ -260,6 +260,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506 - safe
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except _DuplicateKey as error:
+        raise ConfigError(f"{path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if content is None:
@@ -267,6 +269,10 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: holds {type(content).__name__}, must be a mapping of options")
     return content
+
+
+class _DuplicateKey(yaml.YAMLError):
+    """A mapping has a key twice; says which, and where."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -277,9 +283,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{name} is given twice, in lines {lines[name]} and {line}"
-                )
+                raise _DuplicateKey(f"{name} is given twice, in lines {lines[name]} and {line}")
             lines[name] = line
         return super().construct_mapping(node, deep)
 

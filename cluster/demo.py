@@ -1,7 +1,7 @@
 """The demo: prompts that share a long prefix, twice, and the account of what was done where.
 
-It fails where a cluster would only look right: when no page moved, or when a decode worker computed
-prompt tokens itself.
+It fails where a cluster would only look right: when no page moved, when a decode worker computed
+prompt tokens itself, or when a page of a prompt was neither moved nor found in a cache.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from pagewire import AsyncClient, Completion, Usage
 PREFIX_CHARACTERS = 3_000
 MAX_TOKENS = 32
 CALL_TIMEOUT_S = 60.0
+TITLES = ("first wave: all prompts share a prefix", "second wave: the same prompts again")
 QUESTIONS = (
     "Which pages travel over the wire?",
     "What happens when a worker dies?",
@@ -40,6 +41,7 @@ class Wave:
 
     title: str
     completions: tuple[Completion, ...]
+    page_size: int  # of the cluster, token slots
 
     @property
     def usages(self) -> tuple[Usage, ...]:
@@ -51,6 +53,16 @@ class Wave:
         """From prefill to decode workers, in all."""
         return sum(usage.pages_moved for usage in self.usages)
 
+    @property
+    def pages_cached(self) -> int:
+        """That were in the decode workers' caches, in all."""
+        return sum(usage.decode_cached_tokens for usage in self.usages) // self.page_size
+
+    @property
+    def prompt_pages(self) -> int:
+        """Of all prompts, the last page of each counted as a whole one."""
+        return sum(pages_of(usage, self.page_size) for usage in self.usages)
+
 
 async def run_demo(address: str, console: Console) -> tuple[Wave, Wave]:
     """Send the prompts twice, show answers and tables, and check them.
@@ -59,16 +71,20 @@ async def run_demo(address: str, console: Console) -> tuple[Wave, Wave]:
         DemoError: If the cluster did not work as a disaggregated one.
     """
     prompts = demo_prompts()
+    waves = []
     async with AsyncClient(address, default_timeout_s=CALL_TIMEOUT_S) as client:
-        first = await _run_wave(client, "first wave: all prompts share a prefix", prompts, console)
-        console.print(wave_table(first))
-        second = await _run_wave(client, "second wave: the same prompts again", prompts, console)
-        console.print(wave_table(second))
+        page_size = (await client.list_models())[0].page_size
+        for title in TITLES:
+            completions = await _ask(client, prompts, console)
+            waves.append(Wave(title=title, completions=completions, page_size=page_size))
+            console.print(wave_table(waves[-1]))
+            console.print(account_line(waves[-1]), "\n")
+    first, second = waves
+    check_waves(first, second)
     console.print(
         f"The first wave moved {first.pages_moved} pages, the second {second.pages_moved}: "
         "only what the decode workers lacked."
     )
-    check_waves(first, second)
     return first, second
 
 
@@ -99,9 +115,9 @@ def wave_table(wave: Wave) -> Table:
         ("\ndecode", [usage.decode_cached_tokens for usage in usages]),
         ("moved\npages", [usage.pages_moved for usage in usages]),
     )
-    table.add_column("\n", footer="sum")
+    table.add_column("\n", footer="sum", min_width=len("sum"), no_wrap=True)
     for name, values in counts:
-        table.add_column(name, justify="right", footer=str(sum(values)))
+        table.add_column(name, justify="right", footer=str(sum(values)), no_wrap=True)
     total_bytes = sum(usage.bytes_moved for usage in usages)
     table.add_column("\nbytes", justify="right", footer=format_bytes(total_bytes), no_wrap=True)
     table.add_column("TTFT\nms", justify="right")
@@ -117,6 +133,19 @@ def wave_table(wave: Wave) -> Table:
     return table
 
 
+def pages_of(usage: Usage, page_size: int) -> int:
+    """Return how many pages a prompt takes, its last one counted as a whole."""
+    return -(-usage.prompt_tokens // page_size)
+
+
+def account_line(wave: Wave) -> str:
+    """Say where the pages of all prompts came from."""
+    return (
+        f"{wave.prompt_pages} prompt pages = {wave.pages_moved} moved + {wave.pages_cached} found "
+        "in the decode workers' caches"
+    )
+
+
 def check_waves(first: Wave, second: Wave) -> None:
     """Refuse two waves that show anything but a working disaggregated cluster.
 
@@ -129,6 +158,15 @@ def check_waves(first: Wave, second: Wave) -> None:
         computed = sum(usage.decode_computed_tokens for usage in wave.usages)
         if computed:
             raise DemoError(f"{wave.title}: decode workers computed {computed} prompt tokens")
+        for index, usage in enumerate(wave.usages):
+            pages = pages_of(usage, wave.page_size)
+            found = usage.pages_moved * wave.page_size + usage.decode_cached_tokens
+            if found != pages * wave.page_size:
+                raise DemoError(
+                    f"{wave.title}: request {index} has {pages} pages of {wave.page_size} tokens, "
+                    f"but {usage.pages_moved} were moved and {usage.decode_cached_tokens} tokens "
+                    f"found in the cache ({usage.prefill_retries} transfers were retried)"
+                )
     if not sum(usage.bytes_moved for usage in first.usages):
         raise DemoError("no byte moved from the prefill to the decode workers")
     if second.pages_moved >= first.pages_moved:
@@ -141,9 +179,9 @@ def check_waves(first: Wave, second: Wave) -> None:
         raise DemoError("the second wave's answers differ from the first's")
 
 
-async def _run_wave(
-    client: AsyncClient, title: str, prompts: Sequence[str], console: Console
-) -> Wave:
+async def _ask(
+    client: AsyncClient, prompts: Sequence[str], console: Console
+) -> tuple[Completion, ...]:
     answers = [""] * len(prompts)
     with Live(console=console, refresh_per_second=8) as live:
 
@@ -152,20 +190,21 @@ async def _run_wave(
             async with stream:
                 async for delta in stream:
                     answers[index] += delta.text
-                    live.update(_answers_table(answers))
+                    live.update(answers_table(answers))
             return stream.completion
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer(index)) for index in range(len(prompts))]
     console.print()
-    return Wave(title=title, completions=tuple(task.result() for task in tasks))
+    return tuple(task.result() for task in tasks)
 
 
-def _answers_table(answers: Sequence[str]) -> Table:
-    table = Table(show_header=False, box=None)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold", min_width=max(map(len, QUESTIONS)))
-    table.add_column(no_wrap=True, overflow="ellipsis")
+def answers_table(answers: Sequence[str]) -> Table:
+    """Draw what has been answered until now, one row per question."""
+    table = Table(show_header=False, box=None, expand=True)
+    table.add_column(width=len(str(len(answers) - 1)))
+    table.add_column(width=max(map(len, QUESTIONS)), style="bold")
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)  # what is left of the line
     for index, (question, answer) in enumerate(zip(QUESTIONS, answers, strict=True)):
         table.add_row(str(index), question, escape(" ".join(answer.split())))
     return table

@@ -6,9 +6,6 @@ from typer.main import get_command
 
 from cluster import cli
 from cluster.config import config_options
-from cluster.demo import QUESTIONS, Wave, check_waves
-from cluster.errors import DemoError
-from pagewire import Choice, Completion, Usage
 
 SERVE_FLAGS = """
     --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
@@ -91,30 +88,3 @@ def test_demo_uses_the_gpus_there_are(monkeypatch):
     assert workers(4) == ("cuda", 2, 2)
     assert workers(8) == ("cuda", 2, 2)
     assert workers(8, device="cpu") == ("cpu", 2, 2)
-
-
-def wave(title="wave", **changes):
-    counts = dict.fromkeys(Usage.__dataclass_fields__, 0)
-    counts |= {"decode_workers": (), "pages_moved": 5, "bytes_moved": 500, **changes}
-    choice = Choice(text="x", token_ids=(1,), logprobs=(), finish_reason="length", stopped_by=None)
-    completion = Completion(request_id="r", choices=(choice,), usage=Usage(**counts))
-    return Wave(title=title, completions=(completion,) * len(QUESTIONS))
-
-
-def test_demo_accepts_a_disaggregated_cluster():
-    check_waves(wave(), wave(pages_moved=1))
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        (wave(bytes_moved=0), wave(pages_moved=1), "no byte moved"),
-        (wave(decode_computed_tokens=2), wave(pages_moved=1), "decode workers computed 16"),
-        (wave(), wave(pages_moved=1, decode_computed_tokens=1), "decode workers computed 8"),
-        (wave(), wave(pages_moved=5), "not fewer"),
-        (wave(), Wave(title="second", completions=()), "0 of 8 answers"),
-    ],
-)
-def test_demo_refuses_a_cluster_that_only_looks_right(first, second, words):
-    with pytest.raises(DemoError, match=words):
-        check_waves(first, second)
