@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pagewire import AsyncClient, Client, ClosedError, ServerError
-from tests.pagewire.scripted_service import response, serving_in_thread
+from tests.pagewire.scripted_service import ScriptedService, response, serving_in_thread
 from tests.pagewire.test_client import never_ends, run, two_deltas
 
 WAIT_S = 10
@@ -76,6 +76,23 @@ def test_closing_the_client_ends_its_calls_with_closed_error():
             with pytest.raises(ClosedError):
                 await asyncio.wait_for(each, WAIT_S)
 
+    run(never_ends, work)
+
+
+def test_closing_the_client_ends_its_short_calls_too(monkeypatch):
+    async def hang(self, request, context):
+        self.requests.append(request)
+        await asyncio.sleep(60)
+
+    async def work(client, service):
+        call = asyncio.create_task(client.tokenize("x"))
+        while not service.requests:
+            await asyncio.sleep(0.01)
+        await client.aclose()
+        with pytest.raises(ClosedError):
+            await asyncio.wait_for(call, WAIT_S)
+
+    monkeypatch.setattr(ScriptedService, "Tokenize", hang)
     run(never_ends, work)
 
 
