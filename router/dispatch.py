@@ -50,7 +50,7 @@ class Dispatcher:
         self, *, config: RouterConfig, registry: WorkerRegistry, index: PrefixIndex
     ) -> None:
         self.counters = SessionCounters()
-        self.num_resumed = 0  # attempts after the first
+        self.num_resumed = 0  # see Generation.num_resumptions
         self._config = config
         self._registry = registry
         self._index = index
@@ -143,9 +143,11 @@ class Dispatcher:
                             f"gave up after {num_lost} lost attempts, {_progress(generation)};"
                             f" the last one: {failed}"
                         ) from failed
-                self.num_resumed += 1
+                is_begun = generation.num_tokens > 0 or not failed.is_refusal
+                generation.num_resumptions += is_begun
+                self.num_resumed += is_begun
                 logger.info(
-                    "request_resumed",
+                    "request_resumed" if is_begun else "request_passed_on",
                     extra=fields(
                         request_id=generation.request.request_id,
                         attempt=generation.attempt + 1,

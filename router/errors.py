@@ -82,9 +82,10 @@ class ChatTemplateError(Exception):
 class AttemptFailed(Exception):
     """The worker, the session or the stream of deltas failed; the request can go on elsewhere."""
 
-    def __init__(self, reason: str, *, is_overload: bool = False) -> None:
+    def __init__(self, reason: str, *, is_refusal: bool = False, is_overload: bool = False) -> None:
         super().__init__(reason)
-        self.is_overload = is_overload  # the worker is healthy but takes nothing more
+        self.is_refusal = is_refusal  # the worker itself said no
+        self.is_overload = is_overload  # because, although healthy, it takes nothing more
 
 
 class DeltaGap(Exception):

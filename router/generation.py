@@ -195,6 +195,7 @@ class Generation:
         self.request = request
         self.choices = [Choice(i, request, tokenizer) for i in range(request.sampling.n)]
         self.attempt = -1  # of the last begin_attempt
+        self.num_resumptions = 0  # attempts that went on with what an earlier one had begun
         self.decode_workers: list[str] = []  # in order of use
         self.first_token_at: float | None = None  # loop time
         self.last_token_at: float | None = None
@@ -221,10 +222,6 @@ class Generation:
     def stats(self) -> WorkerStats:
         """What all attempts cost, as far as they lived to tell."""
         return self._past_stats.plus(self._stats)
-
-    @property
-    def num_resumptions(self) -> int:
-        return max(0, self.attempt)
 
     def begin_attempt(self, worker_id: str) -> list[tuple[int, Sequence[int]]]:
         """Count a new attempt and return what it has to go on with: (choice, tokens so far)."""

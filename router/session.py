@@ -92,9 +92,9 @@ class Stream:
         if not self.generation.fail_attempt(failure.attempt):
             return False
         if failure.code in _RETRYABLE:
-            self.fail_attempt(AttemptFailed(failure.message))
+            self.fail_attempt(AttemptFailed(failure.message, is_refusal=True))
         elif failure.code == _RESOURCE_EXHAUSTED:
-            self.fail_attempt(AttemptFailed(failure.message, is_overload=True))
+            self.fail_attempt(AttemptFailed(failure.message, is_refusal=True, is_overload=True))
         else:
             self.fail_attempt(RequestFailed(failure.code, failure.message))
         return True

@@ -329,6 +329,8 @@ def test_a_full_worker_passes_the_request_on() -> None:
 
             assert answer.error is None
             assert [len(worker.submits) for worker in workers] == [1, 1]
+            assert answer.usage.stats.resumptions == 0, "nothing had begun"
+            assert tested.router.dispatcher.num_resumed == 0
 
     run_virtual(main())
 
