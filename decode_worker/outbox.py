@@ -28,8 +28,15 @@ class Outbox:
         self._is_closed = False
         self._error: RequestError | None = None
 
+    @property
+    def is_overrun(self) -> bool:
+        """True once too many tokens waited: all is dropped, `take` raises, nothing is added."""
+        return isinstance(self._error, SlowRouter)
+
     def push(self, delta: TokenDelta) -> None:
-        """Add the next tokens of a choice; closes the outbox when too many wait to be read."""
+        """Add the next tokens of a choice; may leave the outbox overrun."""
+        if self.is_overrun:
+            return
         key = (delta.request, delta.choice)
         earlier = self._deltas.get(key)
         if earlier is not None:
@@ -42,11 +49,14 @@ class Outbox:
         self._deltas[key] = delta
         self._num_tokens += 1
         if self._num_tokens > self._max_tokens:
+            self._deltas, self._failures = {}, []
             self.close(SlowRouter(f"more than {self._max_tokens} tokens wait to be read"))
         self._changed.set()
 
     def fail(self, failure: RequestFailure) -> None:
         """Add the failure of a request; its tokens so far go first."""
+        if self.is_overrun:
+            return
         self._failures.append(failure)
         self._changed.set()
 

@@ -201,6 +201,8 @@ class DecodeWorker:
 
     def submit(self, request: Request, outbox: Outbox) -> None:
         """Take a request; what is wrong with it is told through the outbox."""
+        if outbox.is_overrun:
+            return  # the router learns it with all the rest, from the end of the session
         session = self._sessions[outbox]
         # A resumption replaces the attempt that the router has given up.
         self.cancel(request.request_id, outbox)
@@ -251,8 +253,15 @@ class DecodeWorker:
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
-            self._active[delta.request].outbox.push(delta)
-            if delta.is_last_of_request:
+            active = self._active.get(delta.request)
+            if active is None:  # the outbox was overrun by a delta before this one
+                continue
+            active.outbox.push(delta)
+            if active.outbox.is_overrun:
+                # A router that reads nothing does not see its session end, so nobody else will.
+                for request in list(self._sessions[active.outbox].requests.values()):
+                    self._end(request, "slow_router")
+            elif delta.is_last_of_request:
                 self._end(delta.request, "done")
 
     def _fail(self, request: Request, error: RequestError) -> None:

@@ -82,11 +82,13 @@ class WorkerCluster:
         self.decode = await self._start("decode-0", self.decode_pages)
         return self
 
-    async def session(self, incarnation: int | None = None) -> "ScriptedRouter":
+    async def session(
+        self, incarnation: int | None = None, *, reads: bool = True
+    ) -> "ScriptedRouter":
         stub = worker_pb2_grpc.DecodeServiceStub(
             self.grpc_network.channel(self.decode.identity.address)
         )
-        router = ScriptedRouter(stub.Session(), self)
+        router = ScriptedRouter(stub.Session(), self, reads=reads)
         hello = worker_pb2.SessionHello(
             router_id="router-0", incarnation=incarnation or self.decode.identity.incarnation
         )
@@ -223,13 +225,16 @@ class Stream:
 class ScriptedRouter:
     """One session."""
 
-    def __init__(self, call: Any, cluster: WorkerCluster) -> None:
+    def __init__(self, call: Any, cluster: WorkerCluster, *, reads: bool = True) -> None:
         self.call = call
         self.streams: dict[str, Stream] = {}
         self.num_messages = 0
         self._cluster = cluster
         self._names = itertools.count()
-        self.reading = asyncio.get_running_loop().create_task(self._read())
+        self.reading = asyncio.get_running_loop().create_task(
+            # Cancelling a read would cancel the call.
+            self._read() if reads else asyncio.sleep(0)
+        )
 
     async def submit(
         self,

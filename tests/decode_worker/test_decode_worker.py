@@ -23,6 +23,7 @@ from tests.decode_worker.harness import (
     WorkerCluster,
     prompt_of,
 )
+from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import run_virtual
 
 Scenario = Callable[[WorkerCluster, ScriptedRouter], Awaitable[None]]
@@ -621,8 +622,7 @@ def test_one_message_per_step_carries_the_tokens_of_all_requests() -> None:
 
 def test_a_router_that_does_not_read_delays_nobody_and_gets_merged_messages() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
-        slow = await cluster.session()
-        slow.reading.cancel()
+        slow = await cluster.session(reads=False)
         await slow.submit(prompt_of(20, seed=1), max_tokens=400)
         quick = await router.submit(prompt_of(20), max_tokens=400)
         began_at = asyncio.get_running_loop().time()
@@ -631,6 +631,38 @@ def test_a_router_that_does_not_read_delays_nobody_and_gets_merged_messages() ->
         slow.call.cancel()
 
     run(scenario)
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def test_a_router_that_never_reads_loses_its_requests_and_holds_no_pages() -> None:
+    config = DecodeConfig(
+        max_running_sequences=32,
+        max_step_tokens=64,
+        local_prefill_max_tokens=0,
+        max_outbox_tokens=50,
+    )
+    network = MemoryNetwork(latency_s=0.0005, window_bytes=1000)
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        slow = await cluster.session(reads=False)
+        for seed in range(3):
+            await slow.submit(prompt_of(20, seed=seed), max_tokens=400)
+        quick = await router.submit(prompt_of(20), max_tokens=300)
+        await router.finish(quick)
+        await cluster.wait_free(timeout_s=0.05)  # long before its own requests would have ended
+        # What it asks for now would only be lost, too.
+        await slow.submit(prompt_of(20, seed=9), max_tokens=400)
+        await asyncio.sleep(0.1)
+        await cluster.wait_free(timeout_s=0.01)
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 50 tokens wait") as caught:
+            await read_to_end(slow.call)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(scenario, WorkerCluster(decode_config=config, grpc_network=network))
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:

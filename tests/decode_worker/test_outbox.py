@@ -64,6 +64,12 @@ def test_a_router_that_never_reads_is_cut_off() -> None:
         assert await outbox.take() is not None
         for index in range(4):
             outbox.push(delta(request, index))
+        assert outbox.is_overrun
+        # Whatever still comes takes no memory.
+        outbox.push(delta(request, 5))
+        outbox.fail(RequestFailure(request_id="r", attempt=0, error=InvalidRequest("no")))
+        assert not outbox._deltas
+        assert not outbox._failures
         with pytest.raises(SlowRouter, match="more than 3 tokens"):
             await outbox.take()
 
