@@ -19,7 +19,7 @@ from decode_worker.server import register_decode_service
 from decode_worker.step_loop import StepLoop
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.driver import RunBlocking
-from kv_transfer.transport import Transport
+from kv_transfer.transport import Transport, close_transports
 from llm_engine.cache_feed import CacheFeed
 from llm_engine.engine_api import EngineExecutor
 from llm_engine.server import WorkerServicer, register_worker_services
@@ -57,8 +57,8 @@ class DecodeWorker:
         model: What the executor's engine serves.
         executor: Runs the engine without blocking the event loop. The caller closes it after
             `stop`.
-        transports: What pages can move over, best first; made for the engine's storage. The caller
-            closes them after `stop`.
+        transports: What pages can move over, best first; made for the engine's storage. `stop`
+            closes them.
         connect_channel: Makes a grpc.aio channel to a prefill worker's address.
         random_id: Returns 16 random bytes; source of transfer and connection ids.
         run_blocking: Runs page digests; `kv_transfer.driver.run_inline` in virtual time.
@@ -174,6 +174,7 @@ class DecodeWorker:
             self._stepping.cancel()
             await asyncio.wait({self._stepping})
         await self._receivers.close()
+        await close_transports(self._transports, self._config.transfer_deadlines.abort_s)
         self._scheduler.free_ended()
         self._feed.publish()
 

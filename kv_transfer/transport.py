@@ -5,6 +5,7 @@ guarantees at most one send and one receive at a time on a connection, in the sa
 sides, and that both sides know of each other before either posts.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -63,3 +64,13 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Abort all connections."""
         ...
+
+
+async def close_transports(transports: Sequence[Transport], timeout_s: float) -> None:
+    """Close transports, at the end of a worker; those that take longer are left to the process."""
+    closing = [asyncio.create_task(each.close()) for each in transports]
+    closed, late = await asyncio.wait(closing, timeout=timeout_s) if closing else (set(), set())
+    for task in late:
+        task.cancel()
+    for task in closed:
+        task.result()

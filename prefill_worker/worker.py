@@ -12,7 +12,7 @@ from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.connections import AcceptedConnections
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError, TransportRefused
-from kv_transfer.transport import Transport
+from kv_transfer.transport import Transport, close_transports
 from llm_engine.cache_feed import CacheFeed
 from llm_engine.engine_api import EngineExecutor
 from llm_engine.server import WorkerServicer, register_worker_services
@@ -48,8 +48,8 @@ class PrefillWorker:
         model: What the executor's engine serves.
         executor: Runs the engine without blocking the event loop. The caller closes it after
             `stop`.
-        transports: What pages can move over, best first; made for the engine's storage. The caller
-            closes them after `stop`.
+        transports: What pages can move over, best first; made for the engine's storage. `stop`
+            closes them.
         run_blocking: Runs page digests; `kv_transfer.driver.run_inline` in virtual time.
     """
 
@@ -140,6 +140,7 @@ class PrefillWorker:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         await self._accepted.close()
+        await close_transports(self._transports, self._config.transfer_deadlines.abort_s)
         self._scheduler.free_ended()
         self._feed.publish()
 

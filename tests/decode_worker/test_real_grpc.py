@@ -28,7 +28,8 @@ class RealCluster:
         self.servers: list[grpc.aio.Server] = []
         self.workers: dict[str, Any] = {}
         self.identities: dict[str, WorkerIdentity] = {}
-        self._closers: list[Any] = []
+        self._transports: list[TcpTransport] = []
+        self._executors: list[ThreadExecutor] = []
 
     async def start(self, worker_id: str) -> None:
         server = grpc.aio.server()
@@ -73,7 +74,8 @@ class RealCluster:
         self.servers.append(server)
         self.workers[worker_id] = worker
         self.identities[worker_id] = identity
-        self._closers += [transport.close, executor.close]
+        self._transports.append(transport)
+        self._executors.append(executor)
 
     def candidates(self) -> list[WorkerIdentity]:
         return [self.identities["prefill"]]
@@ -83,9 +85,12 @@ class RealCluster:
             await worker.stop(1.0)
         for server in self.servers:
             await server.stop(1.0)
-        for closer in self._closers:
-            if (closing := closer()) is not None:
-                await closing
+        for transport in self._transports:
+            # Stopping a worker closed its port and left no connection.
+            assert transport._listener is None or transport._listener.fileno() == -1
+            assert all(each.is_broken for each in transport._connections)
+        for executor in self._executors:
+            executor.close()
 
 
 @asynccontextmanager
