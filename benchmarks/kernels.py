@@ -19,13 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from attn_kernels.cascade import CascadeAttention
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.digest import digest_pages
 from attn_kernels.pages import gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention, PrefillTile
+from benchmarks.cascade_cases import Forest, cascade_cases
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # of one layer
@@ -82,6 +85,9 @@ class Timing:
     tbps: float | None = None  # 10**12 bytes per second
     tflops: float | None = None
     plan_us: float | None = None
+    extend_us: float | None = None  # planning the next step of the same batch
+    estimated_us: float | None = None  # by the model that chooses between cascade and flat
+    num_shared_items: int | None = None  # 0: flat was chosen
 
 
 class Bench:
@@ -111,6 +117,7 @@ class Bench:
     def time(self, launch: Callable[[], object]) -> tuple[float, float]:
         """Return median and p99 of a launch in microseconds, with a cold L2."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())  # plans are copied there
         with torch.cuda.stream(side):
             launch()  # compiles outside the capture
         torch.cuda.synchronize()
@@ -177,6 +184,59 @@ def bench_decode(
         tbps=sum(kv_lens) * TOKEN_BYTES / us / 1e6,
         plan_us=statistics.median(plan_times),
     )
+
+
+def bench_cascade(bench: Bench, case: str, forest: Forest, *, page_size: int) -> list[Timing]:
+    """Time one forest as planned, and flat; "tbps" counts shared keys and values once."""
+    kv_lens = forest.kv_lens()
+    num_tokens = forest.num_distinct_tokens()
+    pages = bench.pool(num_tokens + page_size * len(kv_lens), page_size, compact=False)
+    page_ids = torch.randperm(pages.shape[0], generator=torch.Generator().manual_seed(0))
+    starts, indices = forest.page_tables(page_ids.tolist(), page_size)
+    attention = CascadeAttention(
+        pages,
+        num_qo_heads=NUM_QO_HEADS,
+        scale=SCALE,
+        max_requests=len(kv_lens),
+        max_kv_tokens=sum(kv_lens),
+    )
+    kv_page_indices = torch.from_numpy(indices).to(bench.device)
+    q = torch.randn(len(kv_lens), NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=bench.device)
+    out = torch.empty_like(q)
+    layer = pages.shape[1] // 2
+    plan_times, extend_times = [], []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        estimate = attention.plan(kv_lens, starts, indices)
+        planned = time.perf_counter()
+        attention.extend(kv_lens)
+        plan_times.append((planned - began) * 1e6)
+        extend_times.append((time.perf_counter() - planned) * 1e6)
+    us, p99_us = bench.time(lambda: attention.run(q, layer, kv_page_indices, out=out))
+    attention.decode.plan(np.asarray(kv_lens), table_starts=starts)
+    flat_us, flat_p99_us = bench.time(
+        lambda: attention.decode.run(q, layer, kv_page_indices, out=out)
+    )
+    return [
+        Timing(
+            case=case,
+            us=us,
+            p99_us=p99_us,
+            tbps=num_tokens * TOKEN_BYTES / us / 1e6,
+            plan_us=statistics.median(plan_times),
+            extend_us=statistics.median(extend_times),
+            estimated_us=estimate.cascade_us,
+            num_shared_items=attention.num_shared_items,
+        ),
+        Timing(
+            case=f"{case}@flat",
+            us=flat_us,
+            p99_us=flat_p99_us,
+            tbps=num_tokens * TOKEN_BYTES / flat_us / 1e6,
+            estimated_us=estimate.flat_us,
+        ),
+    ]
 
 
 def bench_prefill(
@@ -251,6 +311,11 @@ def main() -> None:
             compact = f"{case}@compact"
             timings.append(bench_decode(bench, compact, kv_lens, page_size=page_size, compact=True))
             _show(timings[-1])
+    for case, forest in cascade_cases():
+        if case.startswith(arguments.only):
+            for timing in bench_cascade(bench, case, forest, page_size=page_size):
+                timings.append(timing)
+                _show(timing)
     for case, lens in PREFILL_CASES.items():
         if case.startswith(arguments.only):
             timings.append(bench_prefill(bench, case, lens, page_size=page_size))
@@ -275,6 +340,10 @@ def _show(timing: Timing) -> None:
         columns.append(f"{timing.tflops:7.0f} TFLOP/s")
     if timing.plan_us is not None:
         columns.append(f"plan {timing.plan_us:.0f} us")
+    if timing.estimated_us is not None:
+        columns.append(f"estimated {timing.estimated_us:.0f} us")
+    if timing.num_shared_items is not None:
+        columns.append(f"{timing.num_shared_items} shared items")
     print("  ".join(columns))
 
 

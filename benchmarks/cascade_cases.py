@@ -1,0 +1,83 @@
+"""Cases of cascade attention for benchmarks.kernels: forests of requests that share prefixes.
+
+"cascade/B,S,U" is B requests with S tokens in common and U of their own. "cascade/three-levels..."
+and those from real prompts (prefix_trees.json, which names its sources) are deeper.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+TWO_LEVELS = [
+    (8, 4096, 1024),
+    (16, 8192, 256),
+    (32, 2048, 512),
+    (64, 8192, 256),
+    (256, 8192, 128),
+    (64, 32_768, 256),
+    (256, 32_768, 256),
+    # Where sharing pays little or nothing
+    (2, 1024, 1024),
+    (4, 512, 4096),
+    (32, 256, 1024),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forest:
+    """Prefixes, parents first, and requests below them; lengths in tokens."""
+
+    nodes: list[tuple[int, int]]  # parent (-1: a root) and own tokens, whole pages
+    requests: list[tuple[int, int]]  # node (-1: none) and own tokens
+
+    def kv_lens(self) -> list[int]:
+        """Return the tokens of each request."""
+        ends: list[int] = []
+        for parent, num_tokens in self.nodes:
+            ends.append((ends[parent] if parent >= 0 else 0) + num_tokens)
+        return [(ends[node] if node >= 0 else 0) + own for node, own in self.requests]
+
+    def num_distinct_tokens(self) -> int:
+        """Count tokens once that several requests share."""
+        return sum(count for _, count in self.nodes) + sum(own for _, own in self.requests)
+
+    def page_tables(
+        self, page_ids: Sequence[int], page_size: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Hand out pages; return each request's first table entry, and the entries."""
+        free = iter(page_ids)
+        paths: list[list[int]] = []
+        for parent, num_tokens in self.nodes:
+            own = [next(free) for _ in range(num_tokens // page_size)]
+            paths.append([*(paths[parent] if parent >= 0 else []), *own])
+        tables = [
+            [
+                *(paths[node] if node >= 0 else []),
+                *(next(free) for _ in range(-(-own // page_size))),
+            ]
+            for node, own in self.requests
+        ]
+        starts = np.cumsum([0, *(len(table) for table in tables)])[:-1]
+        return starts, np.array([page for table in tables for page in table], dtype=np.int32)
+
+
+def cascade_cases() -> Iterator[tuple[str, Forest]]:
+    """Yield named forests."""
+    for batch, shared, unique in TWO_LEVELS:
+        forest = Forest(nodes=[(-1, shared)], requests=[(0, unique)] * batch)
+        yield f"cascade/{batch},{shared},{unique}", forest
+    for groups, members in ((4, 16), (16, 4)):
+        # A system prompt, a document for each group, a conversation for each request
+        nodes = [(-1, 2048), *[(0, 4096)] * groups]
+        requests = [(1 + group, 512) for group in range(groups) for _ in range(members)]
+        forest = Forest(nodes=nodes, requests=requests)
+        yield f"cascade/three-levels,2048,{groups}x4096,{groups * members}x512", forest
+    trees = json.loads((Path(__file__).parent / "prefix_trees.json").read_text())
+    for name, tree in trees.items():
+        nodes = [(parent, count) for parent, count in tree["nodes"]]
+        requests = [(node, own) for node, own in tree["requests"]]
+        yield f"cascade/{name}", Forest(nodes=nodes, requests=requests)
