@@ -17,13 +17,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster import client_commands
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, load_config
 from cluster.demo_model import demo_model_dir
 from cluster.devices import count_gpus
 from cluster.environment import prepare_local_ray
 from cluster.errors import ClusterError, ConfigError, Interrupted
 from cluster.flags import with_config_flags
 from cluster.stop_signals import StopSignals
+from llm_engine.model_config import read_model_config
 from observability.logs import configure_logging
 from pagewire import ConnectionFailedError, PagewireError
 
@@ -48,6 +49,13 @@ def serve(config: ClusterConfig) -> None:
         from cluster.foreground import running_cluster  # imports Ray
 
         with running_cluster(config, signals, shows_worker_logs=True, say=_say) as cluster:
+            assert config.model is not None
+            context_tokens = read_model_config(config.model).max_context_tokens
+            if cluster.context_tokens < context_tokens:
+                _say(
+                    f"note: a request may have {cluster.context_tokens} tokens, the model could "
+                    f"serve {context_tokens}; pagewire doctor says which option gives more pages"
+                )
             _say(f"ready: pagewire serves {config.model} on {cluster.address} ({cluster.device})")
             signals.stopped.wait()
             _say(f"stopping; running requests have {config.stop_grace_s:.0f} s")
@@ -96,15 +104,18 @@ def demo(config: ClusterConfig) -> None:
 
 @app.command()
 def doctor(
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file with options.")] = None,
     model: Annotated[Path | None, typer.Option("--model", help="Checkpoint folder.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address for the router.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port for the router.")] = 50051,
+    host: Annotated[str | None, typer.Option("--host", help="Address for the router.")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port for the router.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Check this host: Python, torch, CUDA, NCCL wheels, Triton, Ray, memory, port, model."""
     from cluster.doctor import collect_facts, examine
 
-    findings = examine(collect_facts(), host=host, port=port, model_dir=model)
+    given = {"model": model, "host": host, "port": port}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    findings = examine(collect_facts(), load_config(config, overrides))
     if as_json:
         out.print_json(data=[asdict(each) for each in findings])
     else:

@@ -54,7 +54,15 @@ def check_port_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error}"
-        raise PlacementError(
-            f"port {port} on {host} {reason}; choose another with --port, 0 takes a free one"
-        ) from error
+        if error.errno == errno.EADDRINUSE:
+            text = (
+                f"port {port} on {host} is in use; choose another, or let --port 0 take a free one"
+            )
+        elif error.errno == errno.EACCES:
+            text = f"port {port} on {host} is not allowed; without root it must be 1024 or higher"
+        else:
+            text = (
+                f"host {host} is no address of this host ({error.strerror}); give one with --host: "
+                "127.0.0.1 for clients here, 0.0.0.0 for all"
+            )
+        raise PlacementError(text) from error

@@ -14,13 +14,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from cluster.devices import check_port_free
+from cluster.capacity import ModelNeeds, host_bytes, pages_of_worker, read_model_needs
+from cluster.config import ClusterConfig
+from cluster.devices import check_port_free, resolve_device
 from cluster.errors import ClusterError
 from cluster.model_folder import check_model_folder
+from cluster.status import format_bytes
 
 Level = Literal["ok", "warn", "fail"]
 Versions = Mapping[str, str]  # distribution name, lower case |-> version
 
+CGROUP = Path("/sys/fs/cgroup")
 MIN_PYTHON = (3, 11)
 SHM_PATH = "/dev/shm"  # noqa: S108 - the mount itself
 MIN_SHM_BYTES = 256 * 2**20
@@ -51,14 +55,14 @@ class HostFacts:
     torch_gpus: int  # GPUs that torch can use
     compiler: str | None  # path of a C compiler
     shm_free_bytes: int | None  # None: there is no /dev/shm
+    memory_free_bytes: int  # of the host, or of the container this runs in
+    gpu_free_bytes: tuple[int, ...]  # of each GPU that torch can use
     protobuf_gencode: str  # version that wrote protos/*_pb2.py
     grpc_gencode: str  # version that wrote protos/*_pb2_grpc.py
 
 
-def examine(
-    facts: HostFacts, *, host: str, port: int, model_dir: Path | None
-) -> tuple[Finding, ...]:
-    """Run all checks; none raises."""
+def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
+    """Run all checks of a host that is to serve a configuration; none raises."""
     findings = [
         check_python(facts),
         check_torch(facts),
@@ -67,10 +71,18 @@ def examine(
         check_ray(facts),
         check_gencode(facts),
         check_shared_memory(facts),
-        check_port(host, port),
+        check_port(config.host, config.port),
     ]
-    if model_dir is not None:
-        findings.append(check_model(model_dir))
+    if config.model is not None:
+        model = check_model(config.model)
+        findings.append(model)
+        if model.level == "ok":
+            device = resolve_device(config.device, facts.torch_gpus)
+            needs = read_model_needs(config.model, config, device)
+            if device == "cpu":
+                findings.append(check_memory(facts, config, needs))
+            gpu_free_bytes = min(facts.gpu_free_bytes, default=0) if device == "cuda" else None
+            findings.append(check_context(config, needs, gpu_free_bytes))
     return tuple(findings)
 
 
@@ -78,9 +90,8 @@ def check_python(facts: HostFacts) -> Finding:
     """Python is new enough and the system is Linux."""
     found = f"Python {'.'.join(map(str, facts.python))} on {facts.system}"
     if facts.python[:2] < MIN_PYTHON:
-        return Finding(
-            check="python", level="fail", found=found, remedy="install Python 3.11 or newer"
-        )
+        remedy = "apt-get install python3.11 python3.11-venv; make demo BASE_PYTHON=python3.11"
+        return Finding(check="python", level="fail", found=found, remedy=remedy)
     if facts.system != "Linux":
         remedy = "only Linux is tested; GPUs need it"
         return Finding(check="python", level="warn", found=found, remedy=remedy)
@@ -90,7 +101,7 @@ def check_python(facts: HostFacts) -> Finding:
 def check_torch(facts: HostFacts) -> Finding:
     """Torch can be imported and sees the GPUs that the driver shows."""
     if facts.torch_error:
-        remedy = "install torch, see README.md"
+        remedy = 'pip install --force-reinstall "torch>=2.10"'
         return Finding(check="torch", level="fail", found=facts.torch_error, remedy=remedy)
     build = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPU only"
     found = f"torch {facts.versions.get('torch')} ({build}), {facts.torch_gpus} GPUs"
@@ -100,7 +111,8 @@ def check_torch(facts: HostFacts) -> Finding:
             check="torch",
             level="warn",
             found=f"{found}; the driver shows {facts.driver_gpus}, {reason}",
-            remedy='pip install "pagewire[cuda]", and a driver that is new enough for its CUDA',
+            remedy='pip install --force-reinstall -e ".[cuda]"; if it says the driver is too old, '
+            'pip install --force-reinstall -e ".[cuda12]"',
         )
     return Finding(check="torch", level="ok", found=found)
 
@@ -159,7 +171,7 @@ def check_triton(facts: HostFacts) -> Finding:
             check="triton",
             level="fail" if needs_it else "warn",
             found=f"triton {version}, no C compiler",
-            remedy="install gcc or clang: Triton compiles its launchers when they are first used",
+            remedy="apt-get install gcc",  # Triton compiles a launcher at the first use of each
         )
     return Finding(check="triton", level="ok", found=f"triton {version}, {facts.compiler}")
 
@@ -195,11 +207,11 @@ def check_gencode(facts: HostFacts) -> Finding:
 def check_shared_memory(facts: HostFacts) -> Finding:
     """Ray and NCCL find room in /dev/shm."""
     if facts.shm_free_bytes is None:
-        remedy = "mount a tmpfs there; Ray falls back on /tmp, which is slower"
+        remedy = f"mkdir {SHM_PATH}; mount -t tmpfs -o size=1g tmpfs {SHM_PATH}"
         return Finding(check=SHM_PATH, level="warn", found="is not there", remedy=remedy)
     found = f"{facts.shm_free_bytes / 2**20:.0f} MiB free"
     if facts.shm_free_bytes < MIN_SHM_BYTES:
-        remedy = f"make it {MIN_SHM_BYTES // 2**20} MiB or larger (docker run --shm-size=1g)"
+        remedy = f"mount -o remount,size=1g {SHM_PATH}; in a container: docker run --shm-size=1g"
         return Finding(check=SHM_PATH, level="warn", found=found, remedy=remedy)
     return Finding(check=SHM_PATH, level="ok", found=found)
 
@@ -207,20 +219,55 @@ def check_shared_memory(facts: HostFacts) -> Finding:
 def check_port(host: str, port: int) -> Finding:
     """The router's port is free."""
     return _from_exception(
-        "port", lambda: check_port_free(host, port), f"{host}:{port} is free", "choose another"
+        "port", lambda: check_port_free(host, port), f"{host}:{port} is free", "see pagewire serve"
     )
 
 
 def check_model(model_dir: Path) -> Finding:
     """The model folder can be served."""
     return _from_exception(
-        "model", lambda: check_model_folder(model_dir), f"{model_dir} can be served", "see above"
+        "model",
+        lambda: check_model_folder(model_dir),
+        f"{model_dir} can be served",
+        f"hf download ORGANISATION/MODEL --local-dir {model_dir}",
     )
+
+
+def check_memory(facts: HostFacts, config: ClusterConfig, needs: ModelNeeds) -> Finding:
+    """Weights and pages of all workers fit into the memory of a host without GPUs."""
+    needed = host_bytes(needs, config)
+    num_workers = config.prefill + config.decode
+    found = (
+        f"{num_workers} workers need about {format_bytes(needed)}, "
+        f"{format_bytes(facts.memory_free_bytes)} are free"
+    )
+    if needed <= facts.memory_free_bytes:
+        return Finding(check="memory", level="ok", found=found)
+    remedy = "pagewire serve --prefill 1 --decode 1 --dtype bfloat16 --cpu-pages-mib 64"
+    return Finding(check="memory", level="warn", found=found, remedy=remedy)
+
+
+def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int | None) -> Finding:
+    """The pages of a worker hold the longest request that the model could serve."""
+    num_pages = pages_of_worker(needs, config, gpu_free_bytes)
+    tokens = num_pages * needs.page_size
+    found = f"a worker's pages hold {tokens} tokens, the model's context is {needs.context_tokens}"
+    if tokens >= needs.context_tokens:
+        return Finding(check="context", level="ok", found=found)
+    needed_mib = -(-needs.context_pages * needs.page_bytes // 2**20)
+    if config.num_pages:
+        remedy = f"pagewire serve --num-pages {needs.context_pages}"
+    elif gpu_free_bytes is None:
+        remedy = f"pagewire serve --cpu-pages-mib {needed_mib}"
+    else:
+        remedy = f"pagewire serve --gpu-memory-fraction 0.95; the context takes {needed_mib} MiB"
+    level: Level = "warn" if num_pages else "fail"
+    return Finding(check="context", level=level, found=f"{found}; longer is refused", remedy=remedy)
 
 
 def collect_facts() -> HostFacts:
     """Look at this host; imports torch, which takes seconds."""
-    torch_cuda, torch_gpus, torch_error = _ask_torch()
+    torch_cuda, gpu_free_bytes, torch_error = _ask_torch()
     protos = Path(__file__).resolve().parent.parent / "protos"
     return HostFacts(
         python=sys.version_info[:3],
@@ -229,20 +276,23 @@ def collect_facts() -> HostFacts:
         torch_cuda=torch_cuda,
         torch_error=torch_error,
         driver_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        torch_gpus=torch_gpus,
+        torch_gpus=len(gpu_free_bytes),
         compiler=shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
         shm_free_bytes=_free_bytes(Path(SHM_PATH)),
+        memory_free_bytes=_free_memory(),
+        gpu_free_bytes=gpu_free_bytes,
         protobuf_gencode=".".join(_written_by(protos / "common_pb2.py", GENCODE_PATTERN)),
         grpc_gencode=".".join(_written_by(protos / "worker_pb2_grpc.py", GRPC_GENCODE_PATTERN)),
     )
 
 
-def _ask_torch() -> tuple[str | None, int, str]:
+def _ask_torch() -> tuple[str | None, tuple[int, ...], str]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return None, 0, f"torch cannot be imported: {error}"
-    return torch.version.cuda, torch.cuda.device_count(), ""
+        return None, (), f"torch cannot be imported: {error}"
+    gpus = range(torch.cuda.device_count())
+    return torch.version.cuda, tuple(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus), ""
 
 
 def _versions() -> Versions:
@@ -259,6 +309,15 @@ def _free_bytes(path: Path) -> int | None:
         return None
     stats = os.statvfs(path)
     return stats.f_bavail * stats.f_frsize
+
+
+def _free_memory() -> int:
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    free = int(found[1]) * 1024 if found else 0
+    limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and limit.read_text().strip() != "max":  # a container's
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
 
 
 def _written_by(path: Path, pattern: re.Pattern[str]) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class RunningCluster:
     workers: Mapping[str, Any]  # worker_id |-> actor handle
     router: Any
     controller: Any
+    context_tokens: int = 0  # longest request that is served; known when all are ready
 
     @property
     def actors(self) -> dict[str, Any]:
@@ -110,11 +111,11 @@ def start_cluster(
             say(_starting(config, device))
         check()
         cluster = _start_actors(config, device, deadline, check)
-        _wait_until_served(cluster, deadline, check)
+        context_tokens = _wait_until_served(cluster, deadline, check)
     except BaseException:
         ray.shutdown()
         raise
-    return cluster
+    return replace(cluster, context_tokens=context_tokens)
 
 
 def worker_ids(config: ClusterConfig) -> list[str]:
@@ -273,7 +274,8 @@ def _wait_ready(
     return addresses
 
 
-def _wait_until_served(cluster: RunningCluster, deadline: float, check: Callable[[], None]) -> None:
+def _wait_until_served(cluster: RunningCluster, deadline: float, check: Callable[[], None]) -> int:
+    """Return the longest context that all workers can serve."""
     status: ClusterStatus | None = None
     with Client(cluster.address, default_timeout_s=PLACE_TIMEOUT_S) as client:
         while time.monotonic() < deadline:
@@ -284,7 +286,7 @@ def _wait_until_served(cluster: RunningCluster, deadline: float, check: Callable
                 raise StartError(f"the router does not answer: {error}") from error
             ready = {each.worker_id for each in status.workers if each.state == "ready"}
             if ready >= cluster.workers.keys():
-                return
+                return client.list_models()[0].max_context_tokens
             _refuse_misfits(ray.get(cluster.router.misfits.remote(), timeout=PLACE_TIMEOUT_S))
             time.sleep(STATUS_PERIOD_S)
     states = {each.worker_id: each.state for each in status.workers} if status else {}

@@ -18,7 +18,7 @@ FLAGS = {
     "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
         --top-k --top-p""",
     "status": "--address --help --json --once --wide",
-    "doctor": "--help --host --json --model --port",
+    "doctor": "--config --help --host --json --model --port",
     "version": "--help",
 }
 

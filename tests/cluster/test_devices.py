@@ -33,8 +33,10 @@ def test_a_taken_port_is_refused_and_a_free_one_is_not():
 
 
 def test_an_address_of_another_host_is_refused():
-    with pytest.raises(PlacementError, match="cannot be used"):
+    with pytest.raises(PlacementError, match=r"host 203\.0\.113\.7 is no .* with --host: 127"):
         check_port_free("203.0.113.7", 50051)
+    with pytest.raises(PlacementError, match=r"host nowhere\.invalid is no address"):
+        check_port_free("nowhere.invalid", 50051)
 
 
 def test_workers_get_named_variables_only(monkeypatch):

@@ -3,6 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.config import load_config
+from cluster.demo_model import write_demo_model
 from cluster.doctor import HostFacts, collect_facts, examine
 
 GPU_VERSIONS = {
@@ -24,6 +26,8 @@ GPU_HOST = HostFacts(
     torch_gpus=2,
     compiler="/usr/bin/cc",
     shm_free_bytes=2**30,
+    memory_free_bytes=64 * 2**30,
+    gpu_free_bytes=(80 * 2**30,) * 2,
     protobuf_gencode="7.35.1",
     grpc_gencode="1.85.1",
 )
@@ -32,6 +36,7 @@ CPU_HOST = replace(
     torch_cuda=None,
     driver_gpus=0,
     torch_gpus=0,
+    gpu_free_bytes=(),
     versions={
         name: version
         for name, version in GPU_VERSIONS.items()
@@ -40,9 +45,9 @@ CPU_HOST = replace(
 )
 
 
-def findings(facts, **places):
-    places = {"host": "127.0.0.1", "port": 0, "model_dir": None} | places
-    return {each.check: each for each in examine(facts, **places)}
+def findings(facts, **options):
+    config = load_config(None, {"port": 0} | options)
+    return {each.check: each for each in examine(facts, config)}
 
 
 def with_versions(facts, **changes):
@@ -115,15 +120,54 @@ def test_a_port_in_use_is_found():
 
 
 def test_a_folder_that_cannot_be_served_is_found(tmp_path):
-    finding = findings(CPU_HOST, model_dir=tmp_path)["model"]
+    finding = findings(CPU_HOST, model=tmp_path)["model"]
 
     assert finding.level == "fail"
     assert "config.json" in finding.found
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_demo_model(folder)  # 8192 tokens of context; a page of 64 tokens takes 256 KiB in float32
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "level", "words"),
+    [
+        (CPU_HOST, {"cpu_pages_mib": 32}, "ok", "hold 8192 tokens, the model's context is 8192"),
+        (CPU_HOST, {"cpu_pages_mib": 31}, "warn", "serve --cpu-pages-mib 32"),
+        (CPU_HOST, {"page_size": 16, "cpu_pages_mib": 1}, "warn", "hold 256 tokens"),
+        (CPU_HOST, {"num_pages": 100}, "warn", "serve --num-pages 128"),
+        (CPU_HOST, {"page_size": 128, "num_pages": 64}, "ok", "hold 8192"),
+        (GPU_HOST, {}, "ok", "hold"),
+        (replace(GPU_HOST, gpu_free_bytes=(80 * 2**30, 2**31)), {}, "fail", "hold 0 tokens"),
+    ],
+)
+def test_a_pool_smaller_than_the_context_is_found(model_dir, facts, options, level, words):
+    finding = findings(facts, model=model_dir, **options)["context"]
+
+    assert finding.level == level
+    assert words in f"{finding.found} {finding.remedy}"
+
+
+def test_workers_that_do_not_fit_into_memory_are_found(model_dir):
+    small = replace(CPU_HOST, memory_free_bytes=3 * 2**30)
+
+    assert findings(small, model=model_dir, prefill=1, decode=1)["memory"].level == "ok"
+    many = findings(small, model=model_dir, prefill=4, decode=4)["memory"]
+    assert many.level == "warn"
+    assert "8 workers need about" in many.found
+    assert "3.0 GiB are free" in many.found
+    assert "--prefill 1 --decode 1" in many.remedy
+    assert "memory" not in findings(GPU_HOST, model=model_dir)
 
 
 def test_facts_of_this_host_can_be_collected():
     facts = collect_facts()
 
     assert facts.versions["grpcio"]
+    assert facts.memory_free_bytes > 2**20
     assert facts.protobuf_gencode.count(".") == 2
     assert facts.grpc_gencode.count(".") == 2

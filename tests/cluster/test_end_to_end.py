@@ -443,9 +443,11 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly(model_dir
     command += ["--port", "0", "--device", "cpu", "--stop-grace-s", "1", "--cpu-pages-mib", "2"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        ready = next((line for line in server.stdout if line.startswith("ready")), None)
-        assert ready, server.communicate(timeout=30)[1]
-        address = re.search(r"127\.0\.0\.1:\d+", ready)[0]
+        lines = []
+        while not lines or not lines[-1].startswith("ready"):
+            lines.append(server.stdout.readline())
+            assert lines[-1], server.communicate(timeout=30)[1]
+        address = re.search(r"127\.0\.0\.1:\d+", lines[-1])[0]
         with pagewire.Client(address, default_timeout_s=30) as direct:
             [model] = direct.list_models()
             fitting = direct.generate([5] * 500, max_tokens=12, ignore_eos=True)
@@ -465,4 +467,5 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly(model_dir
     assert len(fitting.token_ids) == 12
     assert fitting.usage.bytes_moved > 0
     assert server.returncode == 0, errors
+    assert "a request may have 512 tokens, the model could serve 8192" in lines[-2]
     assert output.splitlines()[-1] == "stopped"

@@ -1,0 +1,82 @@
+"""What a model needs and what workers of a configuration hold, before anything is started."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from kv_cache.layout import DTYPE_BYTES, KVLayout, num_pages_for
+from llm_engine.checkpoint import read_checkpoint
+from llm_engine.errors import NotEnoughMemory
+from llm_engine.memory_plan import MemoryPlan
+from llm_engine.model_config import read_model_config
+
+PROCESS_BYTES = 400 * 2**20  # of a worker beside weights and pages: Python, torch, activations
+CLUSTER_BYTES = 800 * 2**20  # Ray, controller and router
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelNeeds:
+    """Sizes of one model on one kind of device."""
+
+    weights_bytes: int
+    page_bytes: int
+    page_size: int  # token slots
+    context_tokens: int  # that the model could serve
+
+    @property
+    def context_pages(self) -> int:
+        """Pages that one request with the whole context takes."""
+        return num_pages_for(self.context_tokens, self.page_size)
+
+
+def read_model_needs(model_dir: Path, config: ClusterConfig, device: str) -> ModelNeeds:
+    """Read the sizes from a checkpoint that can be served (see check_model_folder)."""
+    model = read_model_config(model_dir)
+    on_device = model.dtype if device == "cuda" else "float32"
+    dtype = on_device if config.dtype == "auto" else config.dtype
+    tensors = read_checkpoint(model_dir, model)
+    layout = KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        page_size=config.page_size,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        model_fingerprint="",
+    )
+    return ModelNeeds(
+        weights_bytes=sum(prod(each.shape) for each in tensors.values()) * DTYPE_BYTES[dtype],
+        page_bytes=layout.page_bytes,
+        page_size=config.page_size,
+        context_tokens=model.max_context_tokens,
+    )
+
+
+def pages_of_worker(needs: ModelNeeds, config: ClusterConfig, gpu_free_bytes: int | None) -> int:
+    """Return how many pages a worker gets; 0: not one fits.
+
+    Args:
+        needs: Of the model.
+        config: Says how much memory pages may take.
+        gpu_free_bytes: Before the weights are loaded; None: on a CPU.
+    """
+    if config.num_pages:
+        return config.num_pages
+    plan = MemoryPlan(
+        cuda_free_fraction=config.gpu_memory_fraction,
+        cpu_pool_bytes=config.cpu_pages_mib * 2**20,
+    )
+    try:
+        if gpu_free_bytes is None:
+            return plan.num_pages_on_cpu(page_bytes=needs.page_bytes)
+        free_bytes = gpu_free_bytes - needs.weights_bytes
+        return plan.num_pages_on_cuda(free_bytes=free_bytes, page_bytes=needs.page_bytes)
+    except NotEnoughMemory:
+        return 0
+
+
+def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:
+    """Return what all workers of a configuration take of a host without GPUs."""
+    pages = pages_of_worker(needs, config, None) * needs.page_bytes
+    num_workers = config.prefill + config.decode
+    return CLUSTER_BYTES + num_workers * (PROCESS_BYTES + needs.weights_bytes + pages)
