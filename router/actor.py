@@ -68,6 +68,7 @@ class RouterActor:
                 random_id=lambda: secrets.token_hex(16),
             )
             self._server = grpc.aio.server(options=GRPC_OPTIONS)
+            host = f"[{host}]" if ":" in host else host  # IPv6
             self._address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
             self._router.register(self._server)
             health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
