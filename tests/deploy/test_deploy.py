@@ -1,0 +1,145 @@
+"""The files of deploy/ name paths, commands and flags that exist."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typer.main import get_command
+
+from cluster import cli
+from deploy.docker.healthcheck import SERVICE, main
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+
+
+def instructions(stage):
+    """Instructions of the base and of one stage of the Dockerfile, in order."""
+    text = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", text))
+    found, current = [], ""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name, _, rest = line.partition(" ")
+        if name == "FROM":
+            current = rest.split(" AS ")[1]
+        elif current in ("base", stage):
+            found.append((name, rest.strip()))
+    return found
+
+
+def check_command(words):
+    """Parse the words of a pagewire command as the command line would, without running it."""
+    assert Path(words[0]).name == "pagewire"
+    group = get_command(cli.app)
+    command = group.commands[words[1]]
+    command.make_context(words[1], words[2:], parent=group.make_context("pagewire", ["version"]))
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda"])
+def test_the_image_copies_what_exists_and_all_that_is_installed(stage):
+    copied = [rest.split() for name, rest in instructions(stage) if name == "COPY"]
+    sources = [source for *sources, _ in copied for source in sources]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {each.split(".")[0] for each in project["tool"]["setuptools"]["packages"]}
+
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    assert packages <= set(sources)
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda"])
+def test_the_image_serves_as_a_user_who_is_not_root(stage):
+    steps = dict(instructions(stage))  # the last of each kind
+    made = [rest for name, rest in instructions(stage) if "useradd" in rest]
+
+    check_command([*json.loads(steps["ENTRYPOINT"]), *json.loads(steps["CMD"])])
+    assert steps["USER"] in made[0]
+    assert instructions(stage)[-1][0] == "USER"
+    extras = re.search(r"\.\[(\w+)\]", steps["RUN"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert extras is None or extras[1] in project["project"]["optional-dependencies"]
+
+
+def test_the_health_check_asks_the_port_that_is_served():
+    steps = dict(instructions("cpu"))
+    check = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
+    command = json.loads(steps["CMD"])
+
+    assert check[1] == "/opt/pagewire/healthcheck.py"
+    assert ("COPY", "deploy/docker/healthcheck.py healthcheck.py") in instructions("cpu")
+    assert check[2].rpartition(":")[2] == command[command.index("--port") + 1] == steps["EXPOSE"]
+
+
+@pytest.fixture
+def health_server():
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_health_is_told_by_the_exit_code(health_server):
+    servicer, address = health_server
+
+    assert main(address) == 1, "the service is unknown"
+    servicer.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert main(address) == 1
+    servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    script = DEPLOY / "docker" / "healthcheck.py"
+    assert subprocess.run([sys.executable, script, address], timeout=30).returncode == 0
+    assert main("127.0.0.1:1") == 1, "nobody listens"
+
+
+def shell_commands():
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.strip():
+                yield shlex.split(line)
+
+
+def test_the_commands_of_the_readme_can_be_typed():
+    served = []
+    for words in shell_commands():
+        for word in words:
+            if word.startswith(("deploy/", "./deploy")):
+                assert (ROOT / word).exists(), word
+        if words[:2] == ["docker", "run"] and "serve" in words:
+            served.append(["pagewire", *words[words.index("serve") :]])
+        if words[:2] == ["ray", "exec"]:
+            served.append(shlex.split(words[-1]))
+        if words[:2] == ["docker", "build"]:
+            assert instructions(words[words.index("--target") + 1])
+    for words in served:
+        check_command(words)
+    assert len(served) == 2
+
+
+def test_ray_accepts_the_description_of_the_cluster():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+    from ray.scripts.scripts import start
+
+    described = yaml.safe_load((DEPLOY / "ray" / "cluster.yaml").read_text(encoding="utf-8"))
+    validate_config(prepare_config(described))
+
+    assert described["max_workers"] == len(described["provider"]["worker_ips"])
+    starts = [
+        described[f"{kind}_start_ray_commands"][-1].partition("; ")[2]
+        for kind in ("head", "worker")
+    ]
+    known = {option for parameter in start.params for option in parameter.opts}
+    for command in starts:
+        executable, verb, *flags = shlex.split(command)
+        assert (Path(executable).name, verb) == ("ray", "start")
+        assert {flag.partition("=")[0] for flag in flags} <= known
