@@ -29,6 +29,7 @@ from attn_kernels.digest import digest_pages
 from attn_kernels.pages import gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention, PrefillTile
 from benchmarks.cascade_cases import Forest, cascade_cases
+from benchmarks.sampling_cases import sampling_cases
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # of one layer
@@ -319,6 +320,11 @@ def main() -> None:
     for case, lens in PREFILL_CASES.items():
         if case.startswith(arguments.only):
             timings.append(bench_prefill(bench, case, lens, page_size=page_size))
+            _show(timings[-1])
+    for case, launch in sampling_cases(bench.device):
+        if case.startswith(arguments.only):
+            us, p99_us = bench.time(launch)
+            timings.append(Timing(case=case, us=us, p99_us=p99_us))
             _show(timings[-1])
     if not arguments.only or "pages".startswith(arguments.only):
         for timing in bench_pages(bench, 256, 2 << 20) + bench_pages(bench, 256, 8 << 20):

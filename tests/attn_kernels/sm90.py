@@ -12,6 +12,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from tests.support.triton_interpreter import patched
@@ -21,6 +23,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -72,13 +75,17 @@ def compile_launch(launch: Launch) -> Compiled:
             signature[name] = POINTERS[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
                 attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            element = POINTERS[value.base.dtype].removeprefix("*")
+            signature[name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if is_specialized and value % 16 == 0:
                 attrs[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    source_of = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    source = source_of(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     options = {
         name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options
     }
