@@ -1,10 +1,12 @@
 """The engine of a real model: slices in, tokens out, K and V left in the pages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
@@ -18,10 +20,17 @@ from llm_engine.transformer import Decoder
 class Engine:
     """Implements engine_api.EngineLike. Made by load_engine; used by one thread at a time."""
 
-    def __init__(self, config: ModelConfig, storage: TorchPageStorage, decoder: Decoder) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        storage: TorchPageStorage,
+        decoder: Decoder,
+        draw_tokens: Callable[[Tensor, Sequence[Draw]], list[SampledToken]] = sample,
+    ) -> None:
         self._config = config
         self._storage = storage
         self._decoder = decoder
+        self._draw_tokens = draw_tokens
         self._max_context_tokens = min(
             config.max_context_tokens, storage.num_pages * storage.layout.page_size
         )
@@ -58,18 +67,21 @@ class Engine:
 
         A kernel that is first loaded while a transfer waits for its peer can wait for it in turn.
         """
-        random = SamplingParams(top_k=2, top_p=0.9, repetition_penalty=1.1, logprobs=1)
+        random = SamplingParams(top_k=2, top_p=0.9, logprobs=1)
+        penalized = replace(random, repetition_penalty=1.1)
         draws = tuple(
             Draw(params=params, seed=0, position=3, prompt_token_ids=[0], output_token_ids=[0])
-            for params in (SamplingParams(temperature=0), SamplingParams(), random)
+            for params in (SamplingParams(temperature=0), SamplingParams(), random, penalized)
         )
         page_ids = list(range(num_pages_for(3, self.layout.page_size)))
         prompt = SequenceSlice(token_ids=[0, 0], start=0, page_ids=page_ids, num_prompt_tokens=2)
         drawn = SequenceSlice(
-            token_ids=[0], start=2, page_ids=page_ids, num_prompt_tokens=2, draws=draws
+            token_ids=[0], start=2, page_ids=page_ids, num_prompt_tokens=2, draws=draws[:3]
         )
         self.forward([prompt])
         self.forward([drawn])
+        # Penalties edit logits in float32, whatever the model's type: other kernels.
+        self.forward([replace(drawn, draws=draws)])
         self._storage.import_pages([0], self._storage.export_pages([0]))
         self._storage.digest_pages([0])
         self._storage.copy_page(0, 0)
@@ -88,7 +100,7 @@ class Engine:
         if len(draws) > len(rows):
             repeated = np.repeat(np.arange(len(rows)), num_draws[num_draws > 0])
             logits_RV = logits_RV[torch.from_numpy(repeated).to(device, non_blocking=True)]
-        return sample(logits_RV, draws)
+        return self._draw_tokens(logits_RV, draws)
 
     def _check(self, each: SequenceSlice) -> None:
         """Assert what a GPU would answer with an unusable device or with foreign pages."""

@@ -6,6 +6,7 @@ EngineError
 │   ├── CheckpointCorrupt        a file is there but cannot be read
 │   └── CheckpointMismatch       a tensor's shape or type contradicts config.json
 ├── UnsupportedModel         config.json asks for something that is not implemented
+├── InvalidLogits            a pass computed logits from which no token can be drawn
 ├── NotEnoughMemory          the device cannot hold the weights and one page
 └── EngineClosed             a call after close()
 """
@@ -33,6 +34,10 @@ class CheckpointMismatch(CheckpointError):
 
 class UnsupportedModel(EngineError):
     """config.json asks for something that is not implemented."""
+
+
+class InvalidLogits(EngineError):
+    """A pass computed logits from which no token can be drawn: NaN, inf, or only -inf."""
 
 
 class NotEnoughMemory(EngineError):

@@ -1,11 +1,12 @@
 """From a checkpoint folder to a ready engine: check, load weights, plan memory, warm up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kv_cache.layout import DTYPE_BYTES, KVLayout
 from kv_cache.torch_storage import DigestKernel, TorchPageStorage
@@ -19,6 +20,8 @@ from llm_engine.memory_plan import MemoryPlan
 from llm_engine.model_config import DTYPES, ModelConfig, read_model_config
 from llm_engine.operations import Operations, TorchOperations
 from llm_engine.rotary import rotary_table
+from llm_engine.sampler import sample
+from llm_engine.sampling import Draw, SampledToken
 from llm_engine.transformer import Decoder
 from llm_engine.weights import DecoderWeights, load_weights
 
@@ -104,7 +107,9 @@ def load_engine(
     )
     has_own = uses_triton and deterministic
     operations = _triton_operations(weights) if has_own else TorchOperations()
-    engine = Engine(config, storage, Decoder(config, weights, backend, operations))
+    decoder = Decoder(config, weights, backend, operations)
+    draw_tokens = _triton_sampler() if uses_triton and device.type == "cuda" else sample
+    engine = Engine(config, storage, decoder, draw_tokens)
     if device.type == "cuda":
         engine.warm_up()
     return engine
@@ -176,6 +181,12 @@ def _triton_operations(weights: DecoderWeights) -> Operations:
         with torch.cuda.device(weights.lm_head.device):
             load_linear_kernels(weights)
     return TritonOperations()
+
+
+def _triton_sampler() -> Callable[[Tensor, Sequence[Draw]], list[SampledToken]]:
+    from llm_engine.sampler_triton import TritonSampler
+
+    return TritonSampler()
 
 
 def _digest_kernel() -> DigestKernel:

@@ -3,26 +3,29 @@
 Order, per row, each step only where asked for: penalties, banned tokens, temperature, top-k, top-p
 over the rest renormalized, min-p relative to the most probable, then Gumbel-max. The filters give
 a threshold on the logit: a token as probable as the last one kept is kept too, so that the set
-does not depend on how ties are sorted. Greedy rows take the most probable token, of several the
-lowest id. Nothing depends on other rows.
+does not depend on how ties are sorted. (Of tokens that tie with the k-th, top-p counts the mass of
+as many as make k.) Masses are integers in units of 2**-40 of the most probable token's, so that
+sums have one value on any device. Greedy rows take the most probable token, of several the lowest
+id. Nothing depends on other rows. `sampler_triton` draws the same tokens on GPUs without sorting.
 
-Legend: R rows (one per draw), V vocabulary, E edited logits (entries of penalties or bans).
+Legend: R rows (one per draw), V vocabulary, E edited logits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from llm_engine.errors import InvalidLogits
 from llm_engine.gumbel import draw_base, gumbel_noise
+from llm_engine.logit_edits import logit_entries
 from llm_engine.sampling import Draw, SampledToken
 
 # Logits that are filtered and drawn at a time: each float64 or int64 temporary is 32 MiB.
 CHUNK_ELEMENTS = 1 << 22
+MASS_UNIT = 2.0**40
 
 
 def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
@@ -31,9 +34,12 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
     Args:
         logits_RV: Any float dtype; not modified.
         draws: What to draw from each row.
+
+    Raises:
+        InvalidLogits: If the largest logit of a row is NaN, inf, or -inf.
     """
     logits = logits_RV.float()
-    edited = _ban(_penalize(logits, draws), draws)
+    edited = _edit(logits, draws)
     tokens = edited.argmax(dim=-1)
     random_rows = [row for row, draw in enumerate(draws) if draw.params.temperature != 0]
     rows_at_once = max(1, CHUNK_ELEMENTS // logits.shape[1])
@@ -41,11 +47,28 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
         rows = random_rows[first : first + rows_at_once]
         index = torch.tensor(rows, device=logits.device)
         tokens[index] = _draw_randomly(edited[index], [draws[row] for row in rows])
-    logprobs = _logprobs(logits, draws, tokens)
-    return [
-        logprobs.get(row) or SampledToken(token_id=token)
-        for row, token in enumerate(tokens.tolist())
-    ]
+    tokens[~edited.amax(dim=-1).isfinite()] = -1
+    return sampled_tokens(tokens.tolist(), draws, lambda: logprobs_of(logits, draws, tokens))
+
+
+def sampled_tokens(
+    token_ids: Sequence[int],
+    draws: Sequence[Draw],
+    logprobs: Callable[[], dict[int, SampledToken]],
+) -> list[SampledToken]:
+    """Return results; `logprobs` gives those of the rows that want them, once tokens are valid.
+
+    Raises:
+        InvalidLogits: If a row has no token (-1).
+    """
+    for token_id, draw in zip(token_ids, draws, strict=True):
+        if token_id < 0:
+            raise InvalidLogits(
+                f"no token can be drawn at position {draw.position}: the largest logit that may "
+                "be drawn is NaN or infinite"
+            )
+    complete = logprobs()
+    return [complete.get(row) or SampledToken(token_id=id_) for row, id_ in enumerate(token_ids)]
 
 
 def filter_logits(
@@ -63,10 +86,12 @@ def filter_logits(
     ranked = _largest(logits_RV, max_k)  # [R, max_k], descending
     rank = torch.arange(max_k, device=logits_RV.device)
     is_kept = rank < top_k_R.unsqueeze(1)
-    probs = ranked.double().masked_fill(~is_kept, -torch.inf).softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs
-    # Rounding must not exclude a tail that top_p = 1 includes.
-    is_kept &= (mass_before < top_p_R.unsqueeze(1)) | (top_p_R.unsqueeze(1) >= 1)
+    relative = ranked.double() - ranked[:, :1].double()
+    masses = (relative.exp() * MASS_UNIT + 0.5).long().masked_fill(~is_kept, 0)
+    mass_before = (masses.cumsum(dim=-1) - masses).double()
+    target = top_p_R.unsqueeze(1) * masses.sum(dim=-1, keepdim=True).double()
+    # A tail whose mass rounds to 0 is part of what top_p = 1 includes.
+    is_kept &= (mass_before < target) | (top_p_R.unsqueeze(1) >= 1)
     is_kept[:, 0] = True
     threshold = ranked.masked_fill(~is_kept, torch.inf).amin(dim=-1, keepdim=True)
     by_min_p = ranked[:, :1].double() + min_p_R.unsqueeze(1).log()
@@ -107,71 +132,23 @@ def _largest(logits_RV: Tensor, count: int) -> Tensor:
     return logits_RV.sort(dim=-1, descending=True).values
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Penalties:
-    """One entry per (row, token) that any penalty changes."""
-
-    rows_E: Tensor  # int64
-    tokens_E: Tensor  # int64
-    repetition_E: Tensor  # float32
-    subtract_E: Tensor  # float32, presence and frequency together
-
-
-def _penalize(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return logits with penalties: the same tensor if there are none, else a copy."""
-    entries = _penalties(draws, logits_RV.device)
+def _edit(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return logits with penalties and bans: the same tensor if there are none, else a copy."""
+    entries = logit_entries(draws)
     if entries is None:
         return logits_RV
-    values = logits_RV[entries.rows_E, entries.tokens_E]
-    repeated = torch.where(values < 0, values * entries.repetition_E, values / entries.repetition_E)
-    return logits_RV.index_put((entries.rows_E, entries.tokens_E), repeated - entries.subtract_E)
+
+    def upload(values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(logits_RV.device, non_blocking=True)
+
+    rows_E, tokens_E = upload(entries.rows_E), upload(entries.tokens_E)
+    repetition_E = upload(entries.repetition_E)
+    values = logits_RV[rows_E, tokens_E]
+    repeated = torch.where(values < 0, values * repetition_E, values / repetition_E)
+    return logits_RV.index_put((rows_E, tokens_E), repeated - upload(entries.subtract_E))
 
 
-def _penalties(draws: Sequence[Draw], device: torch.device) -> _Penalties | None:
-    rows, tokens, repetition, subtract = [], [], [], []
-    for row, draw in enumerate(draws):
-        params = draw.params
-        if not params.has_penalties:
-            continue
-        output, counts = np.unique(
-            np.asarray(draw.output_token_ids, dtype=np.int64), return_counts=True
-        )
-        seen = np.union1d(np.asarray(draw.prompt_token_ids, dtype=np.int64), output)
-        subtracted = np.zeros(len(seen))
-        subtracted[np.searchsorted(seen, output)] = (
-            params.presence_penalty + params.frequency_penalty * counts
-        )
-        rows.append(np.full(len(seen), row))
-        tokens.append(seen)
-        repetition.append(np.full(len(seen), params.repetition_penalty))
-        subtract.append(subtracted)
-    if not rows:
-        return None
-
-    def upload(parts: Sequence[npt.NDArray[Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-
-    return _Penalties(
-        rows_E=upload(rows),
-        tokens_E=upload(tokens),
-        repetition_E=upload(repetition).float(),
-        subtract_E=upload(subtract).float(),
-    )
-
-
-def _ban(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return logits with banned tokens at -inf: the same tensor if there are none, else a copy."""
-    banned = [
-        (row, token_id) for row, draw in enumerate(draws) for token_id in draw.banned_token_ids
-    ]
-    if not banned:
-        return logits_RV
-    rows_E, tokens_E = torch.tensor(banned).to(logits_RV.device, non_blocking=True).unbind(1)
-    minus_infinity = torch.tensor(-torch.inf, device=logits_RV.device)
-    return logits_RV.index_put((rows_E, tokens_E), minus_infinity)
-
-
-def _logprobs(
+def logprobs_of(
     logits_RV: Tensor, draws: Sequence[Draw], tokens_R: Tensor
 ) -> dict[int, SampledToken]:
     """Return the complete results of the rows that want logprobs: row |-> token."""

@@ -1,17 +1,18 @@
 """A sequence has the same tokens and the same bits of K and V in any batch, chunk or resumption."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from llm_engine import sampler
 from llm_engine.engine import Engine
 from llm_engine.load_engine import load_engine
-from llm_engine.sampler import sample
-from llm_engine.sampling import Draw, SamplingParams
+from llm_engine.sampler_triton import TritonSampler
+from llm_engine.sampling import Draw, SampledToken, SamplingParams
 from tests.llm_engine.driver import DrivenSequence, computed_kv, make_sequences, run
 from tests.support.checkpoints import write_checkpoint
 
@@ -127,7 +128,10 @@ def test_the_bits_differ_where_drawn_tokens_are_taken_for_prompt(engine: Engine)
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
-def test_a_draw_does_not_depend_on_the_other_rows(vocab_size: int) -> None:
+@pytest.mark.parametrize("sample", [sampler.sample, TritonSampler()], ids=["torch", "triton"])
+def test_a_draw_does_not_depend_on_the_other_rows(
+    sample: Callable[..., list[SampledToken]], vocab_size: int
+) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(64, vocab_size, generator=generator, device="cuda")
     logits = logits.to(torch.bfloat16)
@@ -149,5 +153,5 @@ def test_a_draw_does_not_depend_on_the_other_rows(vocab_size: int) -> None:
     assert [each.token_id for each in alone] == [each.token_id for each in together]
     assert sample(logits[5:40], draws[5:40])[0].token_id == together[5].token_id
     for mine, other in zip(alone, together, strict=True):
-        # Torch sums a row by the alignment of its first byte: the last bit of a float32.
+        # A row is summed by the alignment of its first byte: the last bit of a float32.
         assert mine.logprob == pytest.approx(other.logprob, rel=1e-6)

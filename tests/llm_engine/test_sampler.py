@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from llm_engine import sampler
+from llm_engine.errors import InvalidLogits
+from llm_engine.gumbel import random_bits
 from llm_engine.sampler import filter_logits, sample
-from llm_engine.sampling import Draw, SamplingParams
+from llm_engine.sampler_triton import TritonSampler
+from llm_engine.sampling import Draw, SampledToken, SamplingParams
+from tests.support.triton_interpreter import interpreted
 
 VOCAB_SIZE = 50
 GREEDY = SamplingParams(temperature=0)
@@ -219,7 +223,7 @@ def test_penalties_edit_logits_as_documented() -> None:
         output_token_ids=(1, 2, 2),
     )
 
-    edited = sampler._penalize(logits, [draw])
+    edited = sampler._edit(logits, [draw])
 
     # Token 0 is only in the prompt; 1 in both, 2 twice in the output, 3 and 4 nowhere.
     assert edited[0].tolist() == [1.0, -4.0 - 0.75, 1.0 - 1.25, 1.0, 0.5]
@@ -239,7 +243,7 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
 
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
 
-    assert torch.equal(sampler._penalize(logits, [draw]), expected)
+    assert torch.equal(sampler._edit(logits, [draw]), expected)
 
 
 def test_logprobs_are_of_the_unmodified_distribution() -> None:
@@ -277,12 +281,20 @@ def test_half_precision_logits_and_an_unlimited_number_of_logprobs_work() -> Non
         assert sum(math.exp(value) for _, value in first.top_logprobs) == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.gpu
-def test_cuda_draws_the_same_tokens_as_the_cpu() -> None:
-    from llm_engine.gumbel import random_bits
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3)], ids=["greedy", "random"])
+def test_invalid_logits_are_an_error_that_names_the_position(
+    params: SamplingParams, bad: float
+) -> None:
+    logits = make_logits(2, seed=13)
+    logits[1, 7] = bad
 
-    logits = make_logits(64, seed=12, vocab_size=32_000)
-    draws = [
+    with pytest.raises(InvalidLogits, match="no token can be drawn at position 11"):
+        sample(logits, [make_draw(params), make_draw(params, 11, prompt_token_ids=())])
+
+
+def mixed_draws(count: int, vocab_size: int) -> list[Draw]:
+    return [
         make_draw(
             SamplingParams(
                 seed=row,
@@ -291,12 +303,62 @@ def test_cuda_draws_the_same_tokens_as_the_cpu() -> None:
                 top_p=(1.0, 0.9)[row // 2 % 2],
                 min_p=(0.0, 0.05)[row // 4 % 2],
                 repetition_penalty=(1.0, 1.2)[row // 8 % 2],
+                frequency_penalty=(0.0, 0.7)[row // 16 % 2],
+                logprobs=(None, 3, 0)[row % 3],
             ),
             position=row,
+            output_token_ids=[(row * k) % vocab_size for k in range(row % 4)],
+            banned_token_ids=(1, 5, 9) if row % 7 == 0 else (),
         )
-        for row in range(64)
+        for row in range(count)
     ]
+
+
+def assert_same_tokens(found: list[SampledToken], expected: list[SampledToken]) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.token_id == other.token_id
+        assert (mine.logprob is None) == (other.logprob is None)
+        if other.logprob is not None:
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert [token for token, _ in mine.top_logprobs] == [
+            token for token, _ in other.top_logprobs
+        ]
+        assert [value for _, value in mine.top_logprobs] == pytest.approx(
+            [value for _, value in other.top_logprobs], abs=1e-5
+        )
+
+
+def test_the_triton_sampler_draws_the_same_tokens() -> None:
+    logits = make_logits(40, seed=12, vocab_size=300)
+    before = logits.clone()
+    draws = mixed_draws(40, 300)
+    draw_tokens = TritonSampler()
+
+    with interpreted():
+        found = draw_tokens(logits, draws)
+        half = draw_tokens(logits.bfloat16(), draws)
+        (unlimited,) = draw_tokens(logits[:1], [make_draw(SamplingParams(logprobs=310))])
+
+    assert_same_tokens(found, sample(logits, draws))
+    expected = sample(logits.bfloat16(), draws)
+    assert [each.token_id for each in half] == [each.token_id for each in expected]
+    assert len(unlimited.top_logprobs) == 300
+    assert torch.equal(logits, before)
+
+
+def test_the_triton_sampler_refuses_invalid_logits() -> None:
+    logits = make_logits(1, seed=12).masked_fill(torch.arange(VOCAB_SIZE) == 7, torch.nan)
+
+    with interpreted(), pytest.raises(InvalidLogits, match="at position 10"):
+        TritonSampler()(logits, [make_draw(SamplingParams(logprobs=1))])
+
+
+@pytest.mark.gpu
+def test_cuda_draws_the_same_tokens_as_the_cpu() -> None:
+    logits = make_logits(64, seed=12, vocab_size=32_000)
+    draws = mixed_draws(64, 32_000)
     bases = torch.arange(-5, 5)
 
     assert torch.equal(random_bits(bases, 999), random_bits(bases.cuda(), 999).cpu())
-    assert sample(logits.cuda(), draws) == sample(logits, draws)
+    assert_same_tokens(sample(logits.cuda(), draws), sample(logits, draws))
+    assert_same_tokens(TritonSampler()(logits.cuda(), draws), sample(logits, draws))
