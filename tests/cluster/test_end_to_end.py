@@ -412,8 +412,10 @@ def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster
 
     async def work(client):
         before = await client.generate(prompt, temperature=0.0, max_tokens=8)
-        os.kill(cluster.pid(ROUTER_NAME), signal.SIGKILL)
+        old_pid = cluster.pid(ROUTER_NAME)
+        os.kill(old_pid, signal.SIGKILL)
         await until(client, lambda status: all_ready(status, cluster))
+        assert cluster.pid(ROUTER_NAME) != old_pid
         after = await client.generate(prompt, temperature=0.0, max_tokens=8)
         return before, after
 
