@@ -54,18 +54,18 @@ def test_bits_are_those_of_the_torch_sampler_and_noise_is_as_close_as_float64(
 def test_tokens_are_those_of_the_torch_sampler(
     device: str, kind: str, vocab_size: int, shape: SamplingShape | None
 ):
-    rows = random_rows(40, vocab_size, seed=vocab_size)
+    rows = random_rows(24, vocab_size, seed=vocab_size)
     logits = logits_of_kind(kind, len(rows), vocab_size)
 
     assert draw(logits.to(device), rows, shape=shape) == draw_with_torch(logits, rows)
 
 
 def test_the_small_sizes_take_every_path(device: str):
-    rows = random_rows(60, 301, seed=301)
+    rows = random_rows(32, 301, seed=301)
     statuses: set[int] = set()
     for kind in ("normal", "two levels"):
         logits = logits_of_kind(kind, len(rows), 301).to(device)
-        sampler = TokenSampler(vocab_size=301, max_rows=60, device=device, shape=TINY)
+        sampler = TokenSampler(vocab_size=301, max_rows=32, device=device, shape=TINY)
 
         sampler.sample(logits, row_params(rows, device))
 
@@ -86,9 +86,9 @@ def test_the_small_sizes_take_every_path(device: str):
 )
 def test_exactly_the_tokens_that_sorting_keeps_are_drawn(device: str, kind: str, row: Row):
     logits = logits_of_kind(kind, 1, 41).to(device) / 3
-    rows = [replace(row, position=position) for position in range(200)]
+    rows = [replace(row, position=position) for position in range(100)]
 
-    drawn = draw(logits.expand(200, -1), rows, shape=TINY)
+    drawn = draw(logits.expand(100, -1), rows, shape=TINY)
 
     kept = kept_tokens(logits[0], row)
     assert set(drawn) <= kept
@@ -115,15 +115,15 @@ def test_all_tokens_that_tie_with_the_last_kept_one_are_kept(device: str):
 
 
 def test_a_row_draws_the_same_in_any_slot(device: str):
-    rows = random_rows(30, 301, seed=3)
-    logits = logits_of_kind("normal", 30, 301).to(device)
-    order = torch.randperm(30, generator=torch.Generator().manual_seed(1))
+    rows = random_rows(16, 301, seed=3)
+    logits = logits_of_kind("normal", 16, 301).to(device)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
 
     together = draw(logits, rows, shape=TINY)
 
     shuffled = draw(logits[order.to(device)], [rows[i] for i in order], shape=TINY)
     assert shuffled == [together[i] for i in order]
-    assert [draw(logits[i : i + 1], rows[i : i + 1])[0] for i in range(30)] == together
+    assert [draw(logits[i : i + 1], rows[i : i + 1])[0] for i in range(16)] == together
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
