@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from attn_kernels.errors import ShapeError
-from attn_kernels.prefill import PrefillAttention, PrefillTile
+from attn_kernels.prefill import PrefillAttention
+from attn_kernels.prefill_triton import PrefillTile
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 
 TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)

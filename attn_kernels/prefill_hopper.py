@@ -1,0 +1,141 @@
+"""Launches prefill attention for Hopper GPUs: tensor copy engine and specialized warps."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attn_kernels.errors import ShapeError, StrideError
+from attn_kernels.jit.paged_prefill_hopper import paged_prefill_hopper_kernel
+from attn_kernels.prefill_plan import UNIT_FIELDS, PrefillBatch, plan_units
+from attn_kernels.tiles import programs_for, to_device
+
+HEAD_DIMS = (64, 128)
+PAGE_SIZES = (16, 32, 64, 128)
+BLOCK_M = 128  # two warpgroups of 64 rows
+COLUMN_BLOCK = 64  # elements of a row that the copy engine puts side by side: 128 bytes
+VECTOR_BYTES = 16  # queries and output move in vectors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperTile:
+    """How the kernel is compiled; one choice for all chunks, or their bits would differ."""
+
+    block_n: int = 128  # keys, a multiple of the page size
+    k_stages: int = 2  # key tiles in shared memory
+    v_stages: int = 2
+
+
+def is_for(pages: Tensor) -> bool:
+    """Tell whether the kernel is written for a pool and its device."""
+    is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
+    return is_hopper and _refusal(pages) is None
+
+
+class HopperPrefill:
+    """Implements `attn_kernels.prefill.PrefillKernel`."""
+
+    def __init__(
+        self,
+        pages: Tensor,
+        *,
+        group: int,
+        scale_log2: float,
+        sliding_window: int | None,
+        tile: HopperTile,
+    ) -> None:
+        refusal = _refusal(pages)
+        if refusal is not None:
+            raise ShapeError(f"the Hopper kernel does not take {refusal}")
+        self._pages = pages
+        self._group = group
+        self._scale_log2 = scale_log2
+        self._sliding_window = sliding_window
+        self._tile = tile
+        self._unit_indptr = torch.zeros(1, dtype=torch.int32, device=pages.device)
+        self._units = torch.empty((0, UNIT_FIELDS), dtype=torch.int32, device=pages.device)
+        # For the copy engine the pool is a matrix: a box is a page's tokens and some columns.
+        _, _, _, _, page_size, head_dim = pages.shape
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        box = [page_size, COLUMN_BLOCK]
+        self._pages_desc = TensorDescriptor.from_tensor(pages.view(-1, head_dim), box, layout)
+
+    def plan(self, batch: PrefillBatch) -> None:
+        """Deal the query tiles of a batch to programs and copy the table to the device."""
+        _, _, _, num_kv_heads, _, head_dim = self._pages.shape
+        table = plan_units(
+            batch,
+            group=self._group,
+            num_kv_heads=num_kv_heads,
+            block_m=BLOCK_M,
+            block_n=self._tile.block_n,
+            sliding_window=self._sliding_window,
+            token_bytes=2 * head_dim * self._pages.element_size(),
+            max_programs=programs_for(self._pages.device, 1),
+        )
+        self._unit_indptr = to_device(table.unit_indptr, self._pages.device)
+        self._units = to_device(table.units, self._pages.device)
+
+    def launch(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        q: Tensor,
+        layer: int,
+        kv_page_indptr: Tensor,
+        kv_page_indices: Tensor,
+    ) -> None:
+        """Attend in one layer; shapes and dtypes are checked."""
+        for name, tensor in (("q", q), ("out", out)):
+            if tensor.data_ptr() % VECTOR_BYTES:
+                raise StrideError(
+                    f"{name} begins at address {tensor.data_ptr()}, must be a multiple of "
+                    f"{VECTOR_BYTES}"
+                )
+        _, num_layers, _, num_kv_heads, page_size, head_dim = self._pages.shape
+        num_programs = self._unit_indptr.shape[0] - 1
+        if num_programs == 0:
+            return
+        paged_prefill_hopper_kernel[(num_programs,)](
+            out,
+            lse if lse is not None else out,
+            q,
+            self._pages_desc,
+            kv_page_indptr,
+            kv_page_indices,
+            self._unit_indptr,
+            self._units,
+            layer,
+            num_layers,
+            self._scale_log2,
+            self._sliding_window or 0,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=self._tile.block_n,
+            K_STAGES=self._tile.k_stages,
+            V_STAGES=self._tile.v_stages,
+            UNIT_FIELDS=UNIT_FIELDS,
+            HAS_WINDOW=self._sliding_window is not None,
+            HAS_LSE=lse is not None,
+            num_warps=4,
+        )
+
+
+def _refusal(pages: Tensor) -> str | None:
+    """Say what about a pool the kernel is not written for, and what it takes."""
+    _, _, _, _, page_size, head_dim = pages.shape
+    if pages.element_size() != 2:
+        return f"{pages.dtype}, only 16-bit floats"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}, only {HEAD_DIMS}"
+    if page_size not in PAGE_SIZES:
+        return f"page_size {page_size}, only {PAGE_SIZES}"
+    num_rows = pages.numel() // head_dim
+    if num_rows >= 2**31:
+        return f"a pool of {num_rows} rows, only fewer than 2**31"
+    return None

@@ -1,0 +1,126 @@
+"""Cuts prefill chunks into tiles of rows and deals these to programs; pure, on the host."""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+ITEM_FIELDS = 5  # request, first row, qo_len, kv_len, tile
+UNIT_FIELDS = 6  # those of its item, key-value head
+
+# What the heads that run at one time may read: about what the L2 cache of a Hopper GPU (50 to
+# 60 MB in two halves) keeps, so that a key comes from memory once for all tiles that attend to it.
+L2_BYTES = 32 << 20
+# What a unit costs beside its key tiles, in key tiles. An H200 takes 1.5 us for a tile of 128 rows
+# and 128 keys, and about 2.5 us more for each unit.
+UNIT_COST = 1.5
+# A unit above this part of a program's share starts early, whatever its head.
+LONG_PART = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillBatch:
+    """The chunks of a batch, checked, as columns of int64 with a value for each chunk."""
+
+    requests: NDArray[np.int64]  # row in the page table
+    first_rows: NDArray[np.int64]  # row of the first new token in q
+    qo_lens: NDArray[np.int64]  # new tokens, 0 <= qo_len <= kv_len
+    kv_lens: NDArray[np.int64]  # all tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitTable:
+    """What each program of a persistent kernel does, in order."""
+
+    unit_indptr: NDArray[np.int32]  # [num_programs + 1], first unit of each program
+    units: NDArray[np.int32]  # [num_units, UNIT_FIELDS]
+
+
+def plan_items(batch: PrefillBatch, *, group: int, block_m: int) -> NDArray[np.int32]:
+    """Return the query tiles of a batch, [num_items, ITEM_FIELDS], those with most keys first.
+
+    Args:
+        batch: The chunks.
+        group: Query heads of a key-value head; a tile's rows are tokens times these.
+        block_m: Rows of a tile.
+    """
+    num_tiles = -(-batch.qo_lens * group // block_m)
+    owner = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    tile = np.arange(len(owner)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    last_token = np.minimum((tile + 1) * block_m // group, batch.qo_lens[owner])
+    keys = batch.kv_lens[owner] - batch.qo_lens[owner] + last_token
+    order = np.argsort(-keys, kind="stable")  # longest first: short ones fill the end
+    columns = (
+        batch.requests[owner],
+        batch.first_rows[owner],
+        batch.qo_lens[owner],
+        batch.kv_lens[owner],
+        tile,
+    )
+    return np.stack(columns, axis=1)[order].astype(np.int32)
+
+
+def plan_units(
+    batch: PrefillBatch,
+    *,
+    group: int,
+    num_kv_heads: int,
+    block_m: int,
+    block_n: int,
+    sliding_window: int | None,
+    token_bytes: int,
+    max_programs: int,
+) -> UnitTable:
+    """Deal the query tiles of all key-value heads to programs, so that all end at one time.
+
+    A unit is a query tile of one key-value head. Units go one by one to the program that has least
+    so far: first those that are long beside a program's share, then section by section of heads
+    whose keys and values fit the L2 cache together, the longest of a section first.
+
+    Args:
+        batch: The chunks.
+        group: Query heads of a key-value head.
+        num_kv_heads: Key-value heads.
+        block_m: Rows of a tile.
+        block_n: Keys of a tile.
+        sliding_window: Number of last tokens that a query sees; None is all.
+        token_bytes: Bytes of a token's key and value of one head.
+        max_programs: Programs that run at one time.
+    """
+    items = plan_items(batch, group=group, block_m=block_m).astype(np.int64)
+    num_items = len(items)
+    _, _, qo_lens, kv_lens, tiles = items.T
+    first_positions = kv_lens - qo_lens + tiles * block_m // group
+    last_tokens = np.minimum((tiles * block_m + block_m - 1) // group, qo_lens - 1)
+    ends = (kv_lens - qo_lens + last_tokens) // block_n + 1
+    begins = np.zeros_like(ends)
+    if sliding_window is not None:
+        begins = np.maximum(first_positions - sliding_window + 1, 0) // block_n
+    costs = ends - begins + UNIT_COST
+
+    head_bytes = int(batch.kv_lens.sum()) * token_bytes
+    heads_of_section = min(max(L2_BYTES // max(head_bytes, 1), 1), num_kv_heads)
+    heads = np.tile(np.arange(num_kv_heads), num_items)
+    item_of_unit = np.repeat(np.arange(num_items), num_kv_heads)
+    num_programs = min(max_programs, len(heads))
+    share = costs.sum() * num_kv_heads / max(num_programs, 1)
+    is_long = costs[item_of_unit] > LONG_PART * share
+    section = np.where(is_long, -1, heads // heads_of_section)
+    order = np.argsort(section, kind="stable")  # items are sorted already
+    heads, item_of_unit = heads[order], item_of_unit[order]
+
+    loads = [(0.0, program) for program in range(num_programs)]
+    owners = []
+    for cost in costs[item_of_unit].tolist():
+        load, program = loads[0]
+        heapq.heapreplace(loads, (load + cost, program))
+        owners.append(program)
+    owner = np.asarray(owners, dtype=np.int64)
+    by_program = np.argsort(owner, kind="stable")
+    units = np.concatenate([items[item_of_unit], heads[:, None]], axis=1)[by_program]
+    counts = np.bincount(owner, minlength=num_programs)
+    return UnitTable(
+        unit_indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        units=units.astype(np.int32),
+    )

@@ -1,0 +1,190 @@
+"""The prefill kernel for Hopper: compiled on any host, run on a GPU against the reference."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from attn_kernels import prefill_hopper
+from attn_kernels.errors import ShapeError, StrideError
+from attn_kernels.prefill import PrefillAttention
+from attn_kernels.prefill_hopper import HopperTile
+from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
+from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
+
+MAX_SHARED_BYTES = 227 * 1024
+MAX_SPILL_BYTES = 16  # a scalar or two of the start: warps begin with few registers
+NUM_WARPS = 12  # two warpgroups that multiply, and one of which a warp copies
+MMA_SHAPES = {64: "m64n64k16", 128: "m64n128k16"}
+
+SHAPES = [
+    # num_qo_heads, num_kv_heads, head_dim, page_size, dtype, sliding_window
+    (32, 8, 128, 64, torch.bfloat16, None),
+    (32, 8, 128, 64, torch.bfloat16, 4096),
+    (28, 4, 128, 16, torch.bfloat16, None),
+    (5, 1, 128, 32, torch.float16, 100),
+    (4, 4, 128, 128, torch.bfloat16, None),
+    (32, 8, 64, 64, torch.bfloat16, None),
+    (8, 1, 64, 16, torch.float16, 100),
+]
+IDS = [
+    f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}-w{window}"
+    for qo, kv, dim, page, dtype, window in SHAPES
+]
+# Chunks whose tiles of rows see one, two, three and more tiles of keys, and that end within a tile.
+QO_LENS = [1, 15, 130, 200, 7, 257, 129, 300, 33]
+KV_LENS = [1, 300, 130, 1000, 40, 257, 384, 300, 161]
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="no Hopper GPU",
+)
+
+
+def compiled(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    *,
+    has_lse: bool = False,
+) -> Compiled:
+    pages = torch.empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+    q = torch.empty(5, num_qo_heads, head_dim, dtype=dtype)
+    lse = torch.empty(5, num_qo_heads) if has_lse else None
+
+    def launch() -> None:
+        attention = PrefillAttention(
+            pages, num_qo_heads=num_qo_heads, scale=0.1, sliding_window=window, tile=HopperTile()
+        )
+        attention.plan([5], [5])
+        table = torch.zeros(2, dtype=torch.int32)
+        attention.run(q, 0, table, table, lse=lse)
+
+    (only,) = launches_of(launch)
+    return compile_launch(only)
+
+
+@pytest.fixture
+def _own_cache(tmp_path: Path) -> Iterator[None]:
+    """Compile, whatever the user's cache holds."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        yield
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: tuple):
+    result = compiled(*shape, has_lse=shape[5] is None)
+
+    assert result.shared_bytes <= MAX_SHARED_BYTES
+    assert result.spill_bytes <= MAX_SPILL_BYTES, f"{result.spill_bytes} bytes of local memory"
+    assert result.registers * NUM_WARPS * 32 <= 65_536
+    assert f"wgmma.mma_async.sync.aligned.{MMA_SHAPES[shape[2]]}" in result.ptx
+    assert "cp.async.bulk.tensor.2d" in result.ptx
+    assert "setmaxnreg.inc.sync.aligned.u32 \t240" in result.ptx
+    assert "ex2.approx.ftz.f32" in result.ptx
+    assert "mma.sync" not in result.ptx
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_the_next_keys_are_multiplied_before_the_softmax_of_the_present_ones():
+    ptx = compiled(*SHAPES[0]).ptx
+
+    turns = re.findall(r"bar\.sync 8.*?bar\.arrive 9.*?\n", ptx, re.DOTALL)
+    loop = max(turns, key=lambda turn: turn.count("wgmma.mma_async"))
+    assert loop.count("wgmma.commit_group") == 2, "scores and values in one turn"
+    assert "ex2" not in loop
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((4, 1, 2, 1, 24, 128), r"page_size 24, only \(16, 32, 64, 128\)"),
+        ((4, 1, 2, 1, 16, 96), r"head_dim 96, only \(64, 128\)"),
+    ],
+)
+def test_a_pool_that_the_kernel_does_not_take_is_refused(shape: tuple, message: str, device: str):
+    pages = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    with pytest.raises(ShapeError, match=message):
+        PrefillAttention(pages, num_qo_heads=1, scale=1.0, tile=HopperTile())
+
+
+def test_queries_at_an_odd_address_are_refused(device: str):
+    pages = torch.zeros(4, 1, 2, 1, 16, 64, dtype=torch.bfloat16, device=device)
+    attention = PrefillAttention(pages, num_qo_heads=1, scale=1.0, tile=HopperTile())
+    q = torch.zeros(65, dtype=torch.bfloat16, device=device)[1:].view(1, 1, 64)
+    table = torch.zeros(2, dtype=torch.int32, device=device)
+
+    with pytest.raises(StrideError, match=r"q begins at address .* must be a multiple of 16"):
+        attention.run(q, 0, table, table)
+
+
+def case_of(qo_lens: list[int], kv_lens: list[int], shape: tuple) -> PagedCase:
+    num_qo_heads, num_kv_heads, head_dim, page_size, dtype, _ = shape
+    return make_case(
+        qo_lens,
+        kv_lens,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device="cuda",
+    )
+
+
+def prefill(
+    case: PagedCase,
+    window: int | None = None,
+    *,
+    lse: torch.Tensor | None = None,
+    tile: HopperTile | None = None,
+) -> torch.Tensor:
+    attention = PrefillAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        sliding_window=window,
+        tile=tile,
+    )
+    assert isinstance(attention.tile, HopperTile), "the shipped choice on this GPU"
+    attention.plan(case.qo_lens, case.kv_lens)
+    tables = (case.kv_page_indptr, case.kv_page_indices)
+    return attention.run(case.q, case.layer, *tables, lse=lse)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_as_accurate_as_eager_attention(shape: tuple):
+    case = case_of(QO_LENS, KV_LENS, shape)
+    lse = torch.empty(case.q.shape[:2], device="cuda")
+
+    out = prefill(case, shape[5], lse=lse)
+
+    assert_close(out, case, shape[5])
+    torch.testing.assert_close(lse, case.expected(shape[5])[1], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_same_bits_by_any_number_of_programs_and_stages(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    case = case_of(QO_LENS, KV_LENS, SHAPES[0])
+
+    together = prefill(case, window)
+
+    assert torch.equal(prefill(case, window, tile=HopperTile(v_stages=3)), together)
+    for num_programs in (1, 7):  # many units in a row
+        monkeypatch.setattr(prefill_hopper, "programs_for", lambda *_, n=num_programs: n)
+        assert torch.equal(prefill(case, window), together)
