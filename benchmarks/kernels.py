@@ -6,7 +6,9 @@ Method: Llama-3-8B's shape (32 query heads, 8 key-value heads, head_dim 128), bf
 a pool of all layers in random pages of random data; the launch in a CUDA graph; 256 MB are written
 between runs, so that the L2 cache is cold; time from events around the replay; median and p99.
 "@compact" is the same on a pool of one layer. "tbps" counts the bytes of keys and values read,
-"tflops" the operations of the visible scores. plan() is host time and no part of "us".
+"tflops" the operations of the visible scores. plan() is host time and no part of "us". Matrix
+products draw so much power that the clocks fall within a second: a prefill case starts after a
+rest, "@sustained" follows at once.
 "launch/empty" is the shortest time that the method can show.
 """
 
@@ -27,7 +29,9 @@ from attn_kernels.cascade import CascadeAttention
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.digest import digest_pages
 from attn_kernels.pages import gather_pages, scatter_pages
-from attn_kernels.prefill import PrefillAttention, PrefillTile
+from attn_kernels.prefill import PrefillAttention
+from attn_kernels.prefill_hopper import HopperTile
+from attn_kernels.prefill_triton import PrefillTile
 from benchmarks.cascade_cases import Forest, cascade_cases
 from benchmarks.sampling_cases import sampling_cases
 
@@ -35,6 +39,7 @@ NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # of one layer
 SCALE = HEAD_DIM**-0.5
 FLUSH_BYTES = 256 << 20
+REST_S = 0.5
 GIB = 1 << 30
 
 
@@ -246,20 +251,26 @@ def bench_prefill(
     lens: Sequence[tuple[int, int]],
     *,
     page_size: int,
-    tile: PrefillTile | None = None,
+    tile: PrefillTile | HopperTile | None = None,
+    rest_s: float = REST_S,
 ) -> Timing:
-    """Time one prefill case."""
+    """Time one prefill case after the GPU has rested for some seconds."""
     qo_lens, kv_lens = [qo for qo, _ in lens], [kv for _, kv in lens]
     pages = bench.pool(sum(kv_lens) + page_size * len(kv_lens), page_size, compact=False)
     attention = PrefillAttention(pages, num_qo_heads=NUM_QO_HEADS, scale=SCALE, tile=tile)
     indptr, indices = page_tables(pages, kv_lens)
     q = torch.randn(sum(qo_lens), NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=bench.device)
     out = torch.empty_like(q)
+    began = time.perf_counter()
     attention.plan(qo_lens, kv_lens)
+    plan_us = (time.perf_counter() - began) * 1e6
+    torch.cuda.synchronize()
+    time.sleep(rest_s)
     us, p99_us = bench.time(lambda: attention.run(q, 0, indptr, indices, out=out))
     scores = sum(qo * (kv - qo) + qo * (qo + 1) / 2 for qo, kv in lens)
     flops = 4 * NUM_QO_HEADS * HEAD_DIM * scores
-    return Timing(case=case, us=us, p99_us=p99_us, tflops=flops / us / 1e6)
+    tflops = flops / us / 1e6
+    return Timing(case=case, us=us, p99_us=p99_us, tflops=tflops, plan_us=plan_us)
 
 
 def bench_pages(bench: Bench, num_pages: int, page_bytes: int) -> list[Timing]:
@@ -320,6 +331,9 @@ def main() -> None:
     for case, lens in PREFILL_CASES.items():
         if case.startswith(arguments.only):
             timings.append(bench_prefill(bench, case, lens, page_size=page_size))
+            _show(timings[-1])
+            name = f"{case}@sustained"
+            timings.append(bench_prefill(bench, name, lens, page_size=page_size, rest_s=0.0))
             _show(timings[-1])
     for case, launch in sampling_cases(bench.device):
         if case.startswith(arguments.only):
