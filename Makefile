@@ -6,6 +6,8 @@ CLUSTER_ENV = RAY_AUTH_MODE=disabled RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHON
 # One thread per test process: two processes with a pool each would fight for the same cores.
 TEST_ENV = $(CLUSTER_ENV) OMP_NUM_THREADS=1
 JOBS ?= 2
+# All share the first GPU: most of their time is compilation.
+GPU_JOBS ?= 4
 
 ifeq ($(PY),$(VENV)/bin/python)
 READY = $(VENV)/ready
@@ -28,7 +30,8 @@ test: $(DEV_READY) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu" $(ARGS)
 
 test-gpu: $(DEV_READY) ## the suite for hosts with GPUs
-	$(TEST_ENV) $(PY) -m pytest -m gpu $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(GPU_JOBS) -m "gpu and not cluster" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "gpu and cluster" $(ARGS)
 
 check: $(DEV_READY) ## format, lint, types, import contracts, generated code
 	$(PY) -m ruff format --check .

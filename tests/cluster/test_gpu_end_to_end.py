@@ -8,7 +8,7 @@ import pytest
 
 from cluster.devices import count_gpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (3, 1)])

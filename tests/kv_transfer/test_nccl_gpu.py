@@ -11,6 +11,7 @@ from tests.kv_transfer.nccl_worker import PAGES, Worker
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.cluster,
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
