@@ -14,12 +14,20 @@ from attn_kernels.checks import (
     check_pages,
     check_tensor,
 )
-from attn_kernels.decode_plan import ITEM_FIELDS, DecodeItems, Integers, SplitRule, plan_decode
+from attn_kernels.decode_plan import (
+    ITEM_FIELDS,
+    DecodeItems,
+    Integers,
+    SplitRule,
+    max_slots,
+    plan_decode,
+)
 from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.jit.paged_decode import paged_decode_kernel
 from attn_kernels.tiles import LOG2_E, padded, programs_for
 
 DEFAULT_RULE = SplitRule()
+BLOCK_M = 16  # query heads of a tile: the least columns that wgmma takes, the largest group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +41,15 @@ class DecodeTile:
 
 
 def decode_tile(head_dim: int, element_bytes: int) -> DecodeTile:
-    """Return the tile for a head size: two programs' tiles must fit a multiprocessor's 227 KB."""
+    """Return the tile for a head size: all programs' tiles must fit a multiprocessor's 227 KB.
+
+    Keys are the rows of products: 64 of them make wgmma.
+    """
     if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
-        return DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2)
-    block_n = {256: 32, 128: 64}.get(padded(head_dim), 128)
-    return DecodeTile(block_n=block_n, num_warps=4, num_stages=3, programs_per_sm=2)
+        return DecodeTile(block_n=16, num_warps=8, num_stages=2, programs_per_sm=1)
+    if padded(head_dim) > 128:
+        return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=1)
+    return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
 class DecodeAttention:
@@ -54,6 +66,7 @@ class DecodeAttention:
         max_requests: Most requests of a plan.
         max_kv_tokens: Most tokens of a plan, summed over its requests.
         sliding_window: Number of last tokens that a query sees, itself included; None is all.
+        soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
         rule: Where keys are cut.
         tile: How the kernel is compiled; None takes the shipped choice.
         num_programs: Programs of a launch; None takes what the device holds at once.
@@ -74,6 +87,7 @@ class DecodeAttention:
         max_requests: int,
         max_kv_tokens: int,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
         rule: SplitRule = DEFAULT_RULE,
         tile: DecodeTile | None = None,
         num_programs: int | None = None,
@@ -90,24 +104,35 @@ class DecodeAttention:
             )
         if sliding_window is not None and sliding_window < 1:
             raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
+        if soft_cap is not None and not soft_cap > 0:
+            raise ShapeError(f"soft_cap is {soft_cap}, must be positive or None")
         device = pages.device
         self.pages = pages
         self.num_qo_heads = num_qo_heads
+        self.soft_cap = soft_cap
         self.scale_log2 = scale * LOG2_E
+        self.soft_cap_log2 = 0.0
+        if soft_cap is not None:  # as the kernel's `capped` takes them
+            self.scale_log2 = 2 * scale * LOG2_E / soft_cap
+            self.soft_cap_log2 = soft_cap * LOG2_E
         self.sliding_window = sliding_window
         self.rule = rule
         self.max_requests = max_requests
         self.max_kv_tokens = max_kv_tokens
-        self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
-        # Segments always fit, also behind a shared part that ends within one; single splits of
-        # whole requests are for batches too small to fill the device.
-        num_segments = max_kv_tokens // rule.segment_len + 2 * max_requests
-        if max_shared_slots:
-            num_segments += max_requests * rule.splits_per_segment
-        self.max_items = max(num_segments, 8 * self.num_programs)
-        self.max_slots = self.max_items + max_shared_slots
+        # Programs of a lane take the same items, each for one key-value head.
+        num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
+        self.num_lanes = max(num_programs // num_kv_heads, 1)
+        self.num_programs = self.num_lanes * num_kv_heads
+        self.max_items = max_requests + self.num_lanes
+        self.max_slots = max_shared_slots + max_slots(
+            max_requests,
+            max_kv_tokens,
+            self.num_lanes,
+            rule,
+            begins_within=max_shared_slots > 0 or sliding_window is not None,
+        )
         pinned = device.type == "cuda"
-        size = 1 + self.max_items * ITEM_FIELDS
+        size = (self.num_lanes + self.max_items + 1) * ITEM_FIELDS  # the kernel reads one ahead
         self._host_plan = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self._plan = torch.zeros(size, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
@@ -166,9 +191,7 @@ class DecodeAttention:
             table_starts=table_starts,
             rule=self.rule,
             sliding_window=self.sliding_window,
-            num_programs=self.num_programs,
-            num_kv_heads=self.pages.shape[3],
-            max_items=self.max_items,
+            num_lanes=self.num_lanes,
             first_private=first_private,
             num_shared_slots=num_shared_slots,
         )
@@ -176,10 +199,8 @@ class DecodeAttention:
             raise CapacityError(f"{items.num_slots} slots, at most {self.max_slots} are planned")
         if self._copied is not None:
             self._copied.synchronize()  # the last plan has left the host buffer
-        used = 1 + items.num_items * ITEM_FIELDS
-        host = self._host_plan.numpy()
-        host[0] = items.num_items
-        host[1:used] = np.ravel(items.fields)
+        used = items.table.size
+        self._host_plan.numpy()[:used] = items.table.ravel()
         self._plan[:used].copy_(self._host_plan[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -234,15 +255,20 @@ class DecodeAttention:
             self.pages.stride(0),
             self.pages.stride(1),
             self.scale_log2,
+            self.soft_cap_log2,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=self.group,
             HEAD_DIM=head_dim,
             PAGE_SIZE=page_size,
             SPLIT_LEN=self.rule.split_len,
-            BLOCK_M=max(16, padded(self.group)),
+            SEGMENT_LEN=self.rule.segment_len,
+            BLOCK_M=BLOCK_M,
+            BLOCK_GROUP=padded(self.group),
             BLOCK_N=self.tile.block_n,
             BLOCK_D=padded(head_dim),
             ITEM_FIELDS=ITEM_FIELDS,
+            HAS_WINDOW=self.sliding_window is not None,
+            HAS_SOFT_CAP=self.soft_cap is not None,
             HAS_LSE=lse is not None,
             OVERLAPS=overlaps,
             num_stages=self.tile.num_stages,

@@ -1,4 +1,8 @@
-"""Pure planning of paged decode attention: lengths -> work items, in numpy on the host."""
+"""Pure planning of paged decode attention: lengths -> work items, in numpy on the host.
+
+Programs form lanes, one program for each key-value head, and all requests' keys, laid end to end,
+are dealt to the lanes in equal runs. A request that a lane's border cuts becomes several items.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,29 +11,27 @@ import numpy as np
 import numpy.typing as npt
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
+Array = npt.NDArray[np.int64]
 
 FIELDS = (
     "row",  # of q and out
     "first_entry",  # index of the request's first page in the page table
-    "begin",  # tokens [begin, end)
+    "begin",  # tokens [begin, end), both at borders of splits but for a request's last end
     "end",
     "first_token",  # first one inside the sliding window
-    "slot",  # where the item stores its partial result
+    "slot",  # first one where the item stores partial results
     "first_slot",  # of the request
     "num_slots",  # of the request; 0: the item is the whole request and stores no partial result
     "num_items",  # of the request: the last one to arrive folds all slots
-    "ends_segment",  # 1: the item's last split is the last one of a segment or of the request
+    "is_tail",  # 1: the request ends with the item
+    "others",  # of a lane's first item: where the lane's other items begin in the table
+    "lane_items",  # of a lane's first item: items of the lane
 )
 ITEM_FIELDS = len(FIELDS)
 
-# A model of the device; a token is that of one key-value head, 512 bytes at head_dim 128. Fitted by
-# hand to sweeps on one H200; it only has to choose a side. TODO(3): fit per device and shape.
-DEVICE_TOKENS_PER_US = 8_000.0
-PROGRAM_TOKENS_PER_US = 64.0  # of one program, however idle the rest: its arithmetic is a chain
-ITEM_US = 1.0  # filling a pipeline
-STORE_US = 5.0  # storing a partial result so that other programs see it
-SLOT_US = 0.2  # folding one partial result
-BUSY_ROUNDS = 2  # segments for every program: splits would only cost more
+# Fitted by hand to sweeps on one H200.
+ITEM_TOKENS = 128  # what an item costs before and after its keys, in tokens
+PIECE_EXCESS = 1.15  # times the average load that is accepted for one item in each lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +48,37 @@ class SplitRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeItems:
-    """Work items, longest first, and where each request's partial results lie.
+    """Work items of all lanes, and where each request's partial results lie.
 
     A request with more than one partial result owns slots in a row, in key order: first those that
-    another kernel fills, then one for each item. A slot holds the fold of a segment's first splits
+    another kernel fills, then those of its items. A slot holds the fold of a segment's first splits
     (one to all of them) or one of its later splits, and says whether a segment ends with it.
     """
 
-    fields: npt.NDArray[np.int32]  # [num_items, ITEM_FIELDS]
-    first_slots: npt.NDArray[np.int64]  # [num_requests]; means nothing for a request without slots
+    table: npt.NDArray[np.int32]  # [num_lanes + num_items, ITEM_FIELDS]: first items, then all
+    first_slots: Array  # [num_requests]; means nothing for a request without slots
     num_slots: int  # of all requests
+    num_lanes: int
 
     @property
     def num_items(self) -> int:
-        return len(self.fields)
+        return len(self.table) - self.num_lanes
+
+    @property
+    def fields(self) -> npt.NDArray[np.int32]:
+        """All items, [num_items, ITEM_FIELDS], in order of requests and keys."""
+        return self.table[self.num_lanes :]
+
+
+def max_slots(
+    max_requests: int, max_kv_tokens: int, num_lanes: int, rule: SplitRule, *, begins_within: bool
+) -> int:
+    """Return a bound of the slots that items fill; `begins_within` a segment they may begin."""
+    # A segment for each full one and each end; a piece that begins within a segment fills a slot
+    # for each of its splits.
+    pieces = num_lanes + (max_requests if begins_within else 0)
+    num_slots = max_kv_tokens // rule.segment_len + 2 * max_requests
+    return num_slots + pieces * (rule.splits_per_segment + 1)
 
 
 def plan_decode(
@@ -69,13 +88,11 @@ def plan_decode(
     table_starts: Integers,
     rule: SplitRule,
     sliding_window: int | None,
-    num_programs: int,
-    num_kv_heads: int,
-    max_items: int,
+    num_lanes: int,
     first_private: Integers | None = None,
     num_shared_slots: Integers | None = None,
 ) -> DecodeItems:
-    """Cut requests into items of one split or one segment each, whichever finishes earlier.
+    """Cut requests into items and deal them to lanes.
 
     Args:
         kv_lens: Tokens of each request; 0 gives a row of zeros.
@@ -83,9 +100,7 @@ def plan_decode(
         table_starts: Index of each request's first page in the page table.
         rule: Where to cut.
         sliding_window: Number of last tokens that a query sees; None is all.
-        num_programs: Programs of the launch.
-        num_kv_heads: Key-value heads; each makes every item once.
-        max_items: Splits are not considered beyond it.
+        num_lanes: Lanes; those that get no item are the last ones.
         first_private: First token that the items of each request cover, a multiple of the split
             length and below its kv_len; None is 0.
         num_shared_slots: Slots of each request that another kernel fills before this launch, for
@@ -95,82 +110,105 @@ def plan_decode(
     first_tokens = np.zeros_like(lens)
     if sliding_window is not None:
         first_tokens = np.maximum(lens - sliding_window, 0)
-    begins = first_tokens
+    first_splits = first_tokens // rule.split_len
     if first_private is not None:
-        begins = np.maximum(begins, np.asarray(first_private, dtype=np.int64))
-    shared = np.zeros_like(lens)
+        private = np.asarray(first_private, dtype=np.int64) // rule.split_len
+        first_splits = np.maximum(first_splits, private)
+    num_splits = -(-lens // rule.split_len) - first_splits
+
+    owner, cut, lane = _deal(num_splits, num_lanes, rule.split_len)
+    is_first = np.diff(owner, prepend=-1) != 0
+    is_tail = np.roll(is_first, -1)
+    begin = first_splits[owner] + cut
+    end = np.where(is_tail, first_splits[owner] + num_splits[owner], np.roll(begin, -1))
+
+    # An item's slots: splits up to the border of a segment if it begins within one, then segments.
+    per_segment = rule.splits_per_segment
+    border = np.minimum(-(-begin // per_segment) * per_segment, end)
+    item_slots = border - begin + -(-(end - border) // per_segment)
+    item_slots = np.maximum(item_slots, 1)
+    starts = np.flatnonzero(is_first)
+    num_items = np.diff(starts, append=len(owner))
+    num_slots = np.add.reduceat(item_slots, starts) if len(starts) else np.zeros_like(lens)
     if num_shared_slots is not None:
-        shared = np.asarray(num_shared_slots, dtype=np.int64)
-    entries = np.asarray(table_starts, dtype=np.int64)
-    out_rows = np.asarray(rows, dtype=np.int64)
+        num_slots = num_slots + np.asarray(num_shared_slots, dtype=np.int64)
+    num_slots[num_slots == 1] = 0
+    first_slots = np.cumsum(num_slots) - num_slots
+    # Items' slots lie at the end of the request's.
+    slot = np.cumsum(item_slots)
+    slot += (first_slots + num_slots - slot[starts + num_items - 1])[owner] - item_slots
 
-    # Tokens [begin, fine_end) are cut into splits, the rest into segments. A segment whose first
-    # splits are in shared slots can only be continued split by split.
-    borders = begins // rule.segment_len * rule.segment_len
-    if first_private is not None:
-        borders = -(-begins // rule.segment_len) * rule.segment_len
-
-    def cut(fine_ends: npt.NDArray[np.int64]) -> DecodeItems:
-        first_splits = begins // rule.split_len
-        num_fine = -(-np.minimum(fine_ends, lens) // rule.split_len) - first_splits
-        num_fine = np.maximum(num_fine, 0)
-        num_coarse = np.maximum(-(-(lens - fine_ends) // rule.segment_len), 0)
-        counts = np.maximum(num_fine + num_coarse, 1)
-        slot_counts = counts + shared
-        slot_counts[slot_counts == 1] = 0
-        first_slots = np.cumsum(slot_counts) - slot_counts
-
-        owner = np.repeat(np.arange(len(lens)), counts)
-        ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        coarse_ordinal = ordinal - num_fine[owner]
-        is_fine = coarse_ordinal < 0
-        begin = np.where(
-            is_fine,
-            (first_splits[owner] + ordinal) * rule.split_len,
-            fine_ends[owner] + coarse_ordinal * rule.segment_len,
-        )
-        unit_lens = np.where(is_fine, rule.split_len, rule.segment_len)
-        end = np.minimum(begin + unit_lens, lens[owner])
-
-        order = np.argsort(begin - end, kind="stable")
-        owner, ordinal, end = owner[order], ordinal[order], end[order]
-        fields = np.empty((len(owner), ITEM_FIELDS), dtype=np.int32)
-        columns = (
-            out_rows[owner],
-            entries[owner],
-            begin[order],
-            end,
-            first_tokens[owner],
-            (first_slots + shared)[owner] + ordinal,
-            first_slots[owner],
-            slot_counts[owner],
-            counts[owner],
-            (end % rule.segment_len == 0) | (end == lens[owner]),
-        )
-        for field, column in enumerate(columns):
-            fields[:, field] = column
-        return DecodeItems(fields=fields, first_slots=first_slots, num_slots=int(slot_counts.sum()))
-
-    coarse = cut(borders)
-    num_splits = int((-(-lens // rule.split_len)).sum()) + len(lens)
-    if num_splits > max_items or coarse.num_items * num_kv_heads > BUSY_ROUNDS * num_programs:
-        return coarse
-    fine = cut(np.maximum(lens, borders))
-    return min(coarse, fine, key=lambda items: _estimated_us(items, num_programs, num_kv_heads))
+    first_items = np.flatnonzero(np.diff(lane, prepend=-1))
+    table = np.zeros((num_lanes + len(owner), ITEM_FIELDS), dtype=np.int32)
+    fields = table[num_lanes:]
+    columns = (
+        np.asarray(rows, dtype=np.int64)[owner],
+        np.asarray(table_starts, dtype=np.int64)[owner],
+        begin * rule.split_len,
+        np.minimum(end * rule.split_len, lens[owner]),
+        first_tokens[owner],
+        slot,
+        first_slots[owner],
+        num_slots[owner],
+        num_items[owner],
+        is_tail,
+    )
+    for field, column in enumerate(columns):
+        fields[:, field] = column
+    table[: len(first_items)] = fields[first_items]
+    table[: len(first_items), 10] = num_lanes + first_items + 1
+    table[: len(first_items), 11] = np.diff(first_items, append=len(owner))
+    return DecodeItems(
+        table=table, first_slots=first_slots, num_slots=int(num_slots.sum()), num_lanes=num_lanes
+    )
 
 
-def _estimated_us(items: DecodeItems, num_programs: int, num_kv_heads: int) -> float:
-    """Estimate a launch: program 0 is the busiest, it takes every num_programs-th unit."""
-    num_units = items.num_items * num_kv_heads
-    mine = np.arange(0, num_units, num_programs) // num_kv_heads
-    lengths = items.fields[:, 3] - items.fields[:, 2]
-    all_tokens = float(lengths.sum()) * num_kv_heads
-    # Programs share the bandwidth; the busiest one ends last.
-    busiest = float(lengths[mine].sum())
-    active = min(num_units, num_programs)
-    rate = min(PROGRAM_TOKENS_PER_US, DEVICE_TOKENS_PER_US / active)
-    reading = max(all_tokens / DEVICE_TOKENS_PER_US, busiest / rate)
-    num_slots = items.fields[:, 7]
-    num_stored = int((num_slots[mine] > 0).sum())
-    fold = SLOT_US * int(num_slots.max(initial=1)) if num_stored else 0.0
-    return reading + ITEM_US * len(mine) + STORE_US * num_stored + fold
+def _deal(num_splits: Array, num_lanes: int, split_len: int) -> tuple[Array, Array, Array]:
+    """Deal requests to lanes, as equally as cuts between splits allow.
+
+    Args:
+        num_splits: Splits of each request.
+        num_lanes: Lanes.
+        split_len: Tokens of a split.
+
+    Returns:
+        For each item, in order: its request, the split of the request where it begins, its lane.
+    """
+    num_requests = len(num_splits)
+    if num_requests == 0:
+        none = np.zeros(0, dtype=np.int64)
+        return none, none, none
+    if num_requests <= num_lanes:
+        piece = _piece_for(num_splits, num_lanes)
+        if piece <= PIECE_EXCESS * num_splits.sum() / num_lanes + 1:
+            counts = np.maximum(-(-num_splits // piece), 1)
+            owner = np.repeat(np.arange(num_requests), counts)
+            lane = np.arange(len(owner))
+            return owner, (lane - (np.cumsum(counts) - counts)[owner]) * piece, lane
+
+    # Where lanes 1, 2, ... begin: a request and a split of it.
+    num_tokens = num_splits * split_len + ITEM_TOKENS
+    ends = np.cumsum(num_tokens)
+    borders = np.arange(1, num_lanes) * ends[-1] // num_lanes
+    border_owner = np.searchsorted(ends, borders, side="right")
+    border_cut = borders - (ends - num_tokens)[border_owner] - ITEM_TOKENS
+    border_cut = np.maximum(border_cut + split_len // 2, 0) // split_len
+    # Items begin where a request begins and where a lane does.
+    width = int(num_splits.max()) + 1
+    border_keys = border_owner * width + border_cut
+    at_end = border_cut >= num_splits[border_owner]
+    border_keys[at_end] = (border_owner[at_end] + 1) * width
+    keys = np.unique(np.concatenate((np.arange(num_requests) * width, border_keys)))
+    keys = keys[: np.searchsorted(keys, num_requests * width)]
+    lane = np.searchsorted(border_keys, keys, side="right")
+    # Lanes without items go last: programs that work together are then on different processors.
+    lane = np.cumsum(np.diff(lane, prepend=lane[0]) > 0)
+    return keys // width, keys % width, lane
+
+
+def _piece_for(num_splits: Array, num_lanes: int) -> int:
+    """Return the least number of splits so that pieces of it do not outnumber the lanes."""
+    piece = max(-(-int(num_splits.sum()) // num_lanes), 1)
+    while np.maximum(-(-num_splits // piece), 1).sum() > num_lanes:
+        piece += 1 + piece // 8
+    return piece

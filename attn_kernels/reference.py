@@ -16,6 +16,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each request's last tokens; decode is the case of one token each.
 
@@ -28,6 +29,7 @@ def paged_attention(
         kv_lens: All tokens of each request.
         scale: Factor of the scores.
         sliding_window: Number of last tokens that a query sees; None is all.
+        soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
 
     Returns:
         Output [tokens, num_qo_heads, head_dim] and natural log-sum-exp [tokens, num_qo_heads],
@@ -42,6 +44,8 @@ def paged_attention(
         kv = mine.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
         k, v = (each.repeat_interleave(group, dim=0) for each in kv)
         scores = torch.einsum("qnh,nkh->qnk", q[row : row + qo_len].float(), k) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         key = torch.arange(kv_len, device=q.device)
         distance = torch.arange(kv_len - qo_len, kv_len, device=q.device)[:, None] - key[None, :]
         hidden = distance < 0

@@ -1,30 +1,81 @@
 """Attention states inside kernels: unnormalized acc, base-2 maximum m, and sum total of weights.
 
-A state over no keys is (0, -inf, 0). All kernels fold states with `merge`, so that a fold gives the
-same bits wherever it is computed; the explicit fma leaves the compiler no choice of contraction.
+A state over no keys is (0, -inf, 0). All kernels fold states by the same arithmetic (`merge` and
+`merge_columns`), so that a fold gives the same bits wherever it is computed; the explicit fma
+leaves the compiler no choice of contraction.
+
+There are two ways to take a tile of keys into a state:
+
+- `attend_tile` sums weights as the compiler likes; its bits belong to one shape of tile.
+- `attend_columns` (few queries: they are the columns, keys the rows) and `attend_rows` (many
+  queries) give equal bits for a query in any tile of either kind with the same keys, if the matrix
+  products are wgmma: at least 64 rows, 16 columns, half precision. Such a product is one chain in
+  ascending order of the inner dimension, whatever the tile (decision 0006), and here the sum of
+  weights is one too: the rounded weights times ones. All columns of that product are equal, so a
+  total is kept as a matrix; `tl.max` takes one of them.
 """
 
 import triton
 import triton.language as tl
 
+TOTAL_ROWS = tl.constexpr(64)  # of the matrix of ones, the least that wgmma takes
+TOTAL_COLUMNS = tl.constexpr(16)
+
 
 @triton.jit
 def merge(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # acc [M, D]; m and total [M]
+    # acc [M, D]; m [M]; total [M], or [M, TOTAL_COLUMNS]
     m = tl.maximum(m_a, m_b)
     m_finite = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf would be NaN
     weight_a = tl.exp2(m_a - m_finite)
     weight_b = tl.exp2(m_b - m_finite)
     acc = tl.fma(acc_a, weight_a[:, None], acc_b * weight_b[:, None])
-    return acc, m, tl.fma(total_a, weight_a, total_b * weight_b)
+    if len(total_a.shape) == 2:
+        total = tl.fma(total_a, weight_a[:, None], total_b * weight_b[:, None])
+    else:
+        total = tl.fma(total_a, weight_a, total_b * weight_b)
+    return acc, m, total
 
 
 @triton.jit
-def attend_tile(q, k, v, visible, acc, m, total, scale_log2, MASKED: tl.constexpr):
+def merge_columns(acc_a, m_a, total_a, acc_b, m_b, total_b):
+    # acc [D, M]; m [M]; total [TOTAL_ROWS, M]
+    m = tl.maximum(m_a, m_b)
+    m_finite = tl.where(m == float("-inf"), 0.0, m)
+    weight_a = tl.exp2(m_a - m_finite)
+    weight_b = tl.exp2(m_b - m_finite)
+    acc = tl.fma(acc_a, weight_a[None, :], acc_b * weight_b[None, :])
+    return acc, m, tl.fma(total_a, weight_a[None, :], total_b * weight_b[None, :])
+
+
+@triton.jit
+def capped(scores, scale_log2, soft_cap_log2):
+    # soft_cap * tanh(scores * scale / soft_cap), in base 2; `scale_log2` is 2 * scale / soft_cap
+    # and `soft_cap_log2` the cap, both times log2(e).
+    return soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(scores * scale_log2) + 1.0))
+
+
+@triton.jit
+def attend_tile(
+    q,
+    k,
+    v,
+    visible,
+    acc,
+    m,
+    total,
+    scale_log2,
+    MASKED: tl.constexpr,
+    soft_cap_log2=0.0,
+    HAS_SOFT_CAP: tl.constexpr = False,
+):
     # q [M, D]; k [D, N]; v [N, D]; visible [M, N]; acc [M, D]; m and total [M]
     # The scale is applied in float32 after the product, and the same way with and without a
     # mask: a row must not notice in which kind of tile its keys were.
     scores = tl.dot(q, k, input_precision="ieee")
+    if HAS_SOFT_CAP:
+        scores = capped(scores, scale_log2, soft_cap_log2)
+        scale_log2 = 1.0
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * scale_log2)
@@ -38,7 +89,68 @@ def attend_tile(q, k, v, visible, acc, m, total, scale_log2, MASKED: tl.constexp
 
 
 @triton.jit
+def attend_rows(
+    q,
+    k,
+    v,
+    visible,
+    acc,
+    m,
+    total,
+    scale_log2,
+    soft_cap_log2,
+    MASKED: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+):
+    # q [M, D]; k [D, N]; v [N, D]; visible [M, N]; acc [M, D]; m [M]; total [M, TOTAL_COLUMNS]
+    scores = tl.dot(q, k, input_precision="ieee")
+    if HAS_SOFT_CAP:
+        scores = capped(scores, scale_log2, soft_cap_log2)
+        scale_log2 = 1.0
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, 1) * scale_log2)
+    m_finite = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = tl.exp2(tl.fma(scores, scale_log2, -m_finite[:, None])).to(v.dtype)  # [M, N]
+    alpha = tl.exp2(m - m_finite)
+    acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+    ones = tl.full([v.shape[0], TOTAL_COLUMNS], 1.0, tl.float32).to(v.dtype)
+    total = tl.dot(p, ones, total * alpha[:, None], input_precision="ieee")
+    return acc, new_m, total
+
+
+@triton.jit
+def attend_columns(
+    q,
+    k,
+    v,
+    visible,
+    acc,
+    m,
+    total,
+    scale_log2,
+    soft_cap_log2,
+    HAS_SOFT_CAP: tl.constexpr,
+):
+    # q [D, M]; k and v [N, D]; visible [N]; acc [D, M]; m [M]; total [TOTAL_ROWS, M]
+    scores = tl.dot(k, q, input_precision="ieee")  # [N, M]
+    if HAS_SOFT_CAP:
+        scores = capped(scores, scale_log2, soft_cap_log2)
+        scale_log2 = 1.0
+    scores = tl.where(visible[:, None], scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, 0) * scale_log2)
+    m_finite = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = tl.exp2(tl.fma(scores, scale_log2, -m_finite[None, :])).to(v.dtype)
+    alpha = tl.exp2(m - m_finite)
+    acc = tl.dot(tl.trans(v), p, acc * alpha[None, :], input_precision="ieee")
+    ones = tl.full([TOTAL_ROWS, v.shape[0]], 1.0, tl.float32).to(v.dtype)
+    total = tl.dot(ones, p, total * alpha[None, :], input_precision="ieee")
+    return acc, new_m, total
+
+
+@triton.jit
 def normalize(acc, m, total):
+    # acc [M, D]; m and total [M]
     # Returns the output [M, D] and lse_log2 [M]; a state over no keys gives 0 and -inf.
     is_empty = total == 0.0
     out = acc / tl.where(is_empty, 1.0, total)[:, None]

@@ -26,7 +26,9 @@ class PagedCase:
     def num_qo_heads(self) -> int:
         return self.q.shape[1]
 
-    def expected(self, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+    def expected(
+        self, sliding_window: int | None = None, soft_cap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         return reference.paged_attention(
             self.q,
             self.pages,
@@ -36,6 +38,7 @@ class PagedCase:
             self.kv_lens,
             scale=self.scale,
             sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
 
     def only(self, request: int) -> "PagedCase":
@@ -171,19 +174,24 @@ def shared_case(
     )
 
 
-def assert_close(actual: Tensor, case: PagedCase, sliding_window: int | None = None) -> None:
+def assert_close(
+    actual: Tensor,
+    case: PagedCase,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
     """Accept twice the error of attention in the case's dtype, plus a small absolute part.
 
     The absolute part is a few units in the last place of float32: the device's exp2 has two.
     """
-    expected, _ = case.expected(sliding_window)
-    eager_error = (_eager(case, sliding_window).float() - expected).abs().max()
+    expected, _ = case.expected(sliding_window, soft_cap)
+    eager_error = (_eager(case, sliding_window, soft_cap).float() - expected).abs().max()
     error = (actual.float() - expected).abs().max()
     assert not torch.isnan(actual).any()
     assert error <= 2 * eager_error + 4e-6, f"error {error}, eager attention has {eager_error}"
 
 
-def _eager(case: PagedCase, sliding_window: int | None) -> Tensor:
+def _eager(case: PagedCase, sliding_window: int | None, soft_cap: float | None) -> Tensor:
     """Attention as a few torch operations in the case's own dtype."""
     outs = []
     first = 0
@@ -193,6 +201,8 @@ def _eager(case: PagedCase, sliding_window: int | None) -> Tensor:
         k, v = (each.repeat_interleave(group, dim=0) for each in kv)
         q = case.q[first : first + qo_len].transpose(0, 1)
         scores = (q @ k.transpose(1, 2)) * case.scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         position = torch.arange(kv_len - qo_len, kv_len, device=q.device)[:, None]
         distance = position - torch.arange(kv_len, device=q.device)
         hidden = distance < 0

@@ -87,7 +87,8 @@ def test_decode(
     assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
     assert programs * compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
     if dtype != torch.float32:
-        assert "mma.sync.aligned.m16n8k16" in compiled.ptx
+        assert "wgmma.mma_async" in compiled.ptx
+        assert "mma.sync" not in compiled.ptx
         assert "cp.async.cg.shared.global" in compiled.ptx
         assert "cp.async.wait_group \t0;" not in _loop_of(compiled.ptx), "the pipeline drains"
 
@@ -167,5 +168,5 @@ def test_other_kernels(name: str):
 
 def _loop_of(ptx: str) -> str:
     """The innermost loop that multiplies matrices: from the last label before its mma."""
-    before = ptx.rindex("\n$L__BB", 0, ptx.index("mma.sync"))
-    return ptx[before : ptx.index("bra", ptx.index("mma.sync"))]
+    before = ptx.rindex("\n$L__BB", 0, ptx.index("wgmma.mma_async"))
+    return ptx[before : ptx.index("bra", ptx.index("wgmma.mma_async"))]

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels import decode_plan
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import SplitRule
 from attn_kernels.errors import CapacityError, ShapeError
@@ -19,6 +18,7 @@ def make_attention(
     case: PagedCase,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     rule: SplitRule = RULE,
     num_programs: int = 3,
 ) -> DecodeAttention:
@@ -29,6 +29,7 @@ def make_attention(
         max_requests=len(case.kv_lens),
         max_kv_tokens=sum(case.kv_lens),
         sliding_window=window,
+        soft_cap=soft_cap,
         rule=rule,
         tile=TILE,
         num_programs=num_programs,
@@ -107,37 +108,37 @@ def test_a_request_has_the_same_bits_in_any_batch_and_in_any_pages(device: str):
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_items_of_splits_and_of_segments_give_the_same_bits(
-    device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_cuts_between_any_splits_give_the_same_bits(device: str, window: int | None):
     case = make_case([1, 1], [97, 70], device=device)
     num_items, outs = [], []
-    for busy_rounds in (1e9, 0):  # never and always too busy to look at splits
-        monkeypatch.setattr(decode_plan, "BUSY_ROUNDS", busy_rounds)
-        monkeypatch.setattr(decode_plan, "PROGRAM_TOKENS_PER_US", 0.01)  # splits win
-        attention = make_attention(case, window=window, num_programs=64)
-        attention.plan(case.kv_lens)
-        num_items.append(int(attention._plan[0]))
+    for num_programs in (2, 10, 64):
+        attention = make_attention(case, window=window, num_programs=num_programs)
+        num_items.append(attention.plan(case.kv_lens).num_items)
         outs.append(run(attention, case))
 
-    assert num_items[0] > num_items[1]
-    assert torch.equal(*outs)
+    assert num_items[0] == 2 < num_items[1] < num_items[2]
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_slots_that_another_kernel_filled_give_the_bits_of_flat_decode(
-    device: str, monkeypatch: pytest.MonkeyPatch
-):
+def slots_of_pieces(
+    case: PagedCase, request: int, num_programs: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the partial results (acc, stats) of a request cut for so many programs."""
+    alone = case.only(request)
+    attention = make_attention(alone, num_programs=num_programs)
+    items = attention.plan(alone.kv_lens)
+    first = int(items.first_slots[0])
+    run(attention, alone)
+    slots = range(first, first + items.num_slots)
+    return [(attention.partial_acc[slot], attention.partial_stats[slot]) for slot in slots]
+
+
+def test_slots_that_another_kernel_filled_give_the_bits_of_flat_decode(device: str):
     case = make_case([1, 1], [97, 33], num_qo_heads=6, device=device)
-    flat = {}
-    for name, busy_rounds in (("splits", 1e9), ("segments", 0)):
-        monkeypatch.setattr(decode_plan, "BUSY_ROUNDS", busy_rounds)
-        monkeypatch.setattr(decode_plan, "PROGRAM_TOKENS_PER_US", 0.01)
-        attention = make_attention(case, num_programs=64)
-        first_slots = attention.plan(case.kv_lens).first_slots.tolist()
-        flat[name] = (attention, first_slots, run(attention, case))
     # Tokens [0, 48) of the first request as a segment and a split, [0, 32) of the second as one
     # segment; what is left of them begins within a segment, and is a single item.
-    shared = [("segments", 0, 0), ("splits", 0, 2), ("segments", 1, 0)]
+    splits, segments = slots_of_pieces(case, 0, 64), slots_of_pieces(case, 0, 2)
+    shared = [segments[0], splits[2], slots_of_pieces(case, 1, 2)[0]]
     attention = DecodeAttention(
         case.pages,
         num_qo_heads=case.num_qo_heads,
@@ -146,20 +147,30 @@ def test_slots_that_another_kernel_filled_give_the_bits_of_flat_decode(
         max_kv_tokens=200,
         rule=RULE,
         tile=TILE,
-        num_programs=3,
+        num_programs=2,
         max_shared_slots=3,
     )
 
     items = attention.plan(case.kv_lens, first_private=[48, 32], num_shared_slots=[2, 1])
     first, second = items.first_slots.tolist()
-    for slot, (name, request, index) in zip((first, first + 1, second), shared, strict=True):
-        source, first_slots, _ = flat[name]
-        attention.partial_acc[slot] = source.partial_acc[first_slots[request] + index]
-        attention.partial_stats[slot] = source.partial_stats[first_slots[request] + index]
+    for slot, (acc, stats) in zip((first, first + 1, second), shared, strict=True):
+        attention.partial_acc[slot] = acc
+        attention.partial_stats[slot] = stats
     out = run(attention, case)
 
-    assert torch.equal(out, flat["splits"][2])
-    assert torch.equal(out, flat["segments"][2])
+    assert (len(splits), len(segments)) == (7, 4)
+    assert torch.equal(out, decode(case))
+
+
+def test_a_soft_cap_bounds_scores(device: str):
+    case = make_case([1, 1], [97, 5], device=device)
+    attention = make_attention(case, soft_cap=0.5)
+    attention.plan(case.kv_lens)
+
+    out = run(attention, case)
+
+    torch.testing.assert_close(out, case.expected(soft_cap=0.5)[0])
+    assert not torch.allclose(out, case.expected()[0], atol=1e-3)
 
 
 def test_one_plan_serves_many_runs(device: str):

@@ -2,129 +2,166 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule, plan_decode
+from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule, max_slots, plan_decode
 
 RULE = SplitRule(split_len=256, splits_per_segment=4)
-FIRST_ENTRY, SLOT, NUM_SLOTS, NUM_ITEMS, ENDS_SEGMENT = map(
-    FIELDS.index, ("first_entry", "slot", "num_slots", "num_items", "ends_segment")
+FIRST_ENTRY, BEGIN, END, FIRST_TOKEN, SLOT, NUM_SLOTS, NUM_ITEMS, IS_TAIL, OTHERS, LANE_ITEMS = map(
+    FIELDS.index,
+    (
+        "first_entry",
+        "begin",
+        "end",
+        "first_token",
+        "slot",
+        "num_slots",
+        "num_items",
+        "is_tail",
+        "others",
+        "lane_items",
+    ),
 )
 
 
 def plan(
     kv_lens: list[int],
     *,
-    num_programs: int = 264,
+    num_lanes: int = 33,
     window: int | None = None,
-    max_items: int = 10_000,
     first_private: list[int] | None = None,
     num_shared_slots: list[int] | None = None,
 ) -> DecodeItems:
     return plan_decode(
         kv_lens,
         rows=range(len(kv_lens)),
-        table_starts=range(len(kv_lens)),
+        table_starts=range(len(kv_lens)),  # names the request
         rule=RULE,
         sliding_window=window,
-        num_programs=num_programs,
-        num_kv_heads=8,
-        max_items=max_items,
+        num_lanes=num_lanes,
         first_private=first_private,
         num_shared_slots=num_shared_slots,
     )
 
 
+def items_of(items: DecodeItems, request: int) -> np.ndarray:
+    """The request's items as the kernel meets them in the lanes, in key order."""
+    mine = np.array([item for lane in lanes_of(items) for item in lane])
+    mine = mine[mine[:, FIRST_ENTRY] == request]
+    return mine[np.argsort(mine[:, BEGIN])]
+
+
 def ranges_of(items: DecodeItems, request: int) -> list[tuple[int, int]]:
-    mine = items.fields[items.fields[:, FIRST_ENTRY] == request]
-    return [(int(row[2]), int(row[3])) for row in mine[np.argsort(mine[:, 2])]]
+    return [(int(item[BEGIN]), int(item[END])) for item in items_of(items, request)]
 
 
-def test_few_tokens_are_cut_into_splits_to_use_the_whole_device():
-    items = plan([1024])
-
-    assert ranges_of(items, 0) == [(0, 256), (256, 512), (512, 768), (768, 1024)]
-    assert items.num_slots == 4
-
-
-def test_many_tokens_are_cut_into_segments():
-    items = plan([1024 + 5] * 256)
-
-    assert ranges_of(items, 3) == [(0, 1024), (1024, 1029)]
-    assert items.num_slots == 2 * 256
+def lanes_of(items: DecodeItems) -> list[list[np.ndarray]]:
+    """What each lane does, read from the table as the kernel reads it."""
+    lanes = []
+    for lane in range(items.num_lanes):
+        first = items.table[lane]
+        others = first[OTHERS] + np.arange(first[LANE_ITEMS] - 1)
+        lanes.append([first, *items.table[others]] if first[LANE_ITEMS] else [])
+    return lanes
 
 
-def test_a_request_of_one_item_needs_no_slot():
-    items = plan([200, 256])
+def loads_of(items: DecodeItems) -> np.ndarray:
+    return np.array([sum(item[END] - item[BEGIN] for item in lane) for lane in lanes_of(items)])
+
+
+def slots_filled(item: np.ndarray) -> list[int]:
+    """The slots that the kernel stores for an item, by its rule of when to store."""
+    count = 1
+    for border in range(item[BEGIN] + RULE.split_len, item[END], RULE.split_len):
+        is_alone = item[BEGIN] % RULE.segment_len and (
+            border // RULE.segment_len == item[BEGIN] // RULE.segment_len
+        )
+        count += bool(border % RULE.segment_len == 0 or is_alone)
+    return list(range(item[SLOT], item[SLOT] + count))
+
+
+def test_one_request_is_spread_over_all_lanes():
+    assert ranges_of(plan([1024]), 0) == [(0, 256), (256, 512), (512, 768), (768, 1024)]
+    assert plan([33 * 256]).num_items == 33
+
+
+def test_requests_that_fit_the_lanes_one_by_one_are_not_cut():
+    items = plan([1024] * 32)
+
+    assert items.num_items == 32
+    assert items.num_slots == 0
+    assert loads_of(items).tolist() == [1024] * 32 + [0]
+
+
+def test_a_request_in_one_item_and_one_segment_needs_no_slot():
+    items = plan([200, 256, 1024], num_lanes=1)
 
     assert items.num_slots == 0
-    assert items.fields[:, NUM_SLOTS].tolist() == [0, 0]
+    assert (items.fields[:, NUM_SLOTS] == 0).all()
 
 
-def test_long_items_come_first():
-    items = plan([300, 65_536, 40])
+def test_lanes_without_work_are_the_last_ones():
+    num_items = [len(lane) for lane in lanes_of(plan([300, 300]))]
 
-    lengths = items.fields[:, 3] - items.fields[:, 2]
-    assert (np.diff(lengths) <= 0).all()
+    assert num_items == [1] * 4 + [0] * 29
 
 
-@pytest.mark.parametrize("num_programs", [1, 264, 100_000])
-def test_items_cover_every_token_of_every_request_once(num_programs: int):
-    rng = np.random.default_rng(0)
-    lens = rng.integers(1, 9_000, size=50).tolist()
-    items = plan(lens, num_programs=num_programs)
+@pytest.mark.parametrize(
+    "kv_lens",
+    [[8192] * 128, [1024] * 256, [65_536] + [512] * 63, [32_768] * 4 + [1024] * 60, [16_384]],
+)
+def test_lanes_are_equally_loaded(kv_lens: list[int]):
+    loads = loads_of(plan(kv_lens))
 
+    assert loads.max() <= loads.mean() + 512
+
+
+LENS = st.lists(st.integers(0, 9000), min_size=1, max_size=40)
+
+
+@given(lens=LENS, num_lanes=st.integers(1, 70), window=st.none() | st.integers(1, 3000))
+def test_items_cover_every_visible_token_once_and_fill_every_slot_once(
+    lens: list[int], num_lanes: int, window: int | None
+):
+    items = plan(lens, num_lanes=num_lanes, window=window)
+
+    filled: list[int] = []
     for request, kv_len in enumerate(lens):
+        mine = items_of(items, request)
+        first_token = max(kv_len - window, 0) if window else 0
         ranges = ranges_of(items, request)
-        assert ranges[0][0] == 0
+        assert ranges[0][0] == first_token // 256 * 256
         assert ranges[-1][1] == kv_len
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
         assert all(begin % 256 == 0 for begin, _ in ranges)
-    used = items.fields[items.fields[:, NUM_SLOTS] > 0][:, SLOT]
-    assert sorted(used.tolist()) == list(range(items.num_slots))
-
-
-def test_slots_of_a_request_follow_its_tokens():
-    items = plan([4096, 2048])
-
-    for request in (0, 1):
-        mine = items.fields[items.fields[:, FIRST_ENTRY] == request]
-        mine = mine[np.argsort(mine[:, 2])]
-        first = items.first_slots[request]
-        assert mine[:, SLOT].tolist() == list(range(first, first + len(mine)))
-        assert (mine[:, NUM_SLOTS] == len(mine)).all()
+        assert (mine[:, FIRST_TOKEN] == first_token).all()
         assert (mine[:, NUM_ITEMS] == len(mine)).all()
-
-
-def test_a_window_leaves_out_what_is_before_it_but_cuts_at_the_same_places():
-    items = plan([2000], window=300)
-
-    assert ranges_of(items, 0) == [(1536, 1792), (1792, 2000)]
-    assert (items.fields[:, 4] == 1700).all()
-    assert items.fields[:, ENDS_SEGMENT].tolist() == [0, 1]
+        assert mine[:, IS_TAIL].tolist() == [0] * (len(mine) - 1) + [1]
+        if mine[0, NUM_SLOTS]:
+            slots = [slot for item in mine for slot in slots_filled(item)]
+            first = int(items.first_slots[request])
+            assert slots == list(range(first, first + mine[0, NUM_SLOTS]))
+            filled += slots
+        else:
+            assert len(mine) == len(slots_filled(mine[0])) == 1
+    assert sorted(filled) == list(range(items.num_slots))
+    bound = max_slots(len(lens), sum(lens), num_lanes, RULE, begins_within=window is not None)
+    assert items.num_slots <= bound
 
 
 def test_private_items_begin_behind_the_shared_part_and_follow_its_slots():
-    items = plan([3000, 1024, 1300], first_private=[1024, 0, 768], num_shared_slots=[1, 0, 3])
+    first_private, num_shared = [1024, 0, 768], [1, 0, 3]
+    items = plan([3000, 1024, 1300], first_private=first_private, num_shared_slots=num_shared)
 
-    assert ranges_of(items, 0)[0][0] == 1024
-    assert ranges_of(items, 1)[0][0] == 0
-    assert ranges_of(items, 2)[0][0] == 768
-    for request, num_shared in enumerate([1, 0, 3]):
-        mine = items.fields[items.fields[:, FIRST_ENTRY] == request]
-        mine = mine[np.argsort(mine[:, 2])]
-        first = items.first_slots[request] + num_shared
-        assert mine[:, SLOT].tolist() == list(range(first, first + len(mine)))
-        assert (mine[:, NUM_SLOTS] == num_shared + len(mine)).all()
+    for request in range(3):
+        mine = items_of(items, request)
+        slots = [slot for item in mine for slot in slots_filled(item)]
+        first = items.first_slots[request] + num_shared[request]
+        assert mine[0, BEGIN] == first_private[request]
+        assert slots == list(range(first, first + len(slots)))
+        assert (mine[:, NUM_SLOTS] == num_shared[request] + len(slots)).all()
         assert (mine[:, NUM_ITEMS] == len(mine)).all()
-
-
-def test_a_segment_that_begins_in_a_shared_slot_is_continued_split_by_split():
-    # So many requests that segments are preferred.
-    items = plan([2300] * 300, first_private=[512] * 300, num_shared_slots=[1] * 300)
-
-    assert ranges_of(items, 7) == [(512, 768), (768, 1024), (1024, 2048), (2048, 2300)]
-    mine = items.fields[items.fields[:, FIRST_ENTRY] == 7]
-    assert mine[np.argsort(mine[:, 2])][:, ENDS_SEGMENT].tolist() == [0, 1, 1, 1]
 
 
 def test_a_request_of_one_item_behind_a_shared_slot_is_folded_too():
@@ -134,15 +171,5 @@ def test_a_request_of_one_item_behind_a_shared_slot_is_folded_too():
     assert items.num_slots == 2
 
 
-def test_splits_are_not_considered_beyond_the_buffers():
-    assert plan([1024], max_items=3).num_items == 1
-
-
-def test_a_skewed_batch_is_spread_over_all_programs():
-    items = plan([65_536] + [512] * 63)
-
-    load = np.zeros(264)
-    lengths = np.repeat(items.fields[:, 3] - items.fields[:, 2], 8)
-    for unit, length in enumerate(lengths):
-        load[unit % 264] += length
-    assert load.max() < 1.15 * load.mean()
+def test_a_batch_of_no_requests_leaves_all_lanes_empty():
+    assert lanes_of(plan([])) == [[]] * 33

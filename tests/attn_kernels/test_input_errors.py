@@ -41,6 +41,7 @@ def decode(**changes: object) -> torch.Tensor:
         max_requests=4,
         max_kv_tokens=64,
         sliding_window=changes.pop("sliding_window", None),
+        soft_cap=changes.pop("soft_cap", None),
     )
     arguments = {
         "q": torch.zeros(2, 8, 64),
@@ -65,6 +66,7 @@ CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
     ({"pages": torch.zeros(4, 2, 3, 2, 16, 64)}, ShapeError, "pages has shape"),
     ({"pages": torch.zeros(4, 2, 2, 2, 16, 64).double()}, DtypeError, "pages is torch.float64"),
     ({"sliding_window": 0}, ShapeError, "sliding_window is 0"),
+    ({"soft_cap": -1.0}, ShapeError, "soft_cap is -1.0, must be positive"),
 ]
 
 
