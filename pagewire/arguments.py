@@ -16,6 +16,7 @@ from pagewire.errors import FieldViolation, InvalidRequestError
 from pagewire.types import Message
 
 MAX_UINT32 = 2**32 - 1
+MAX_MESSAGES = 10_000
 MAX_SEED = 2**64 - 1
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -103,6 +104,8 @@ def check_messages(field: str, value: object) -> list[tuple[str, str]]:
     messages = _items(field, value, "a sequence of messages")
     if not messages:
         raise refused(field, "none", "at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise refused(field, f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
     return [_message(f"{field}[{i}]", each) for i, each in enumerate(messages)]
 
 

@@ -31,7 +31,7 @@ from pagewire.types import (
 )
 from protos import common_pb2, inference_pb2
 
-MAX_MESSAGE_BYTES = 64 * 2**20  # of the router, in both directions
+MAX_MESSAGE_BYTES = 64 * 2**20  # of an answer; a router may take less, and says so
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 Prompt = str | Sequence[int]

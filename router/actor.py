@@ -24,12 +24,21 @@ ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know 
 ANNOUNCE_TIMEOUT_S = 5.0
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 MAX_MESSAGE_BYTES = 64 * 2**20
-GRPC_OPTIONS = (
+CHANNEL_OPTIONS = (  # to workers
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
 )
 SERVICE = "pagewire.v1.InferenceService"
+
+
+def server_options(config: RouterConfig) -> tuple[tuple[str, int], ...]:
+    """Return the options of the server that clients connect to."""
+    return (
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # To parse a message holds up all streams.
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    )
 
 
 class RouterActor:
@@ -63,11 +72,11 @@ class RouterActor:
                 config=config,
                 model_dir=model_dir,
                 connect_channel=lambda address: grpc.aio.insecure_channel(
-                    address, options=GRPC_OPTIONS
+                    address, options=CHANNEL_OPTIONS
                 ),
                 random_id=lambda: secrets.token_hex(16),
             )
-            self._server = grpc.aio.server(options=GRPC_OPTIONS)
+            self._server = grpc.aio.server(options=server_options(config))
             host = f"[{host}]" if ":" in host else host  # IPv6
             self._address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
             self._router.register(self._server)

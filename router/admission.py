@@ -93,8 +93,9 @@ class Admission:
 
     async def tokenize(self, model_name: str, prompt: Prompt) -> tuple[str, list[int]]:
         """Return the text and the token ids that `admit` would use."""
-        check_model(model_name, await self._model())
-        return await tokenize(prompt, self._folder, max_chars=self._config.max_prompt_chars)
+        model = await self._model()
+        check_model(model_name, model)
+        return await self._tokenize(prompt, model)
 
     async def admit(
         self,
@@ -114,7 +115,7 @@ class Admission:
         """
         model = await self._model()
         check_model(model_name, model)
-        _, token_ids = await tokenize(prompt, self._folder, max_chars=self._config.max_prompt_chars)
+        _, token_ids = await self._tokenize(prompt, model)
         check_prompt(token_ids, model)
         sampling = complete_sampling(
             asked,
@@ -138,6 +139,10 @@ class Admission:
             deadline_at=asyncio.get_running_loop().time() + timeout_s,
         )
         return Generation(request, self._folder.tokenizer)
+
+    async def _tokenize(self, prompt: Prompt, model: ServedModel) -> tuple[str, list[int]]:
+        max_chars = self._config.prompt_chars_limit(model.max_context_tokens)
+        return await tokenize(prompt, self._folder, max_chars=max_chars)
 
     def _page_hashes(self, token_ids: list[int], model: ServedModel) -> tuple[bytes, ...]:
         return tuple(

@@ -4,6 +4,10 @@ import math
 from dataclasses import dataclass, fields
 
 AT_LEAST_ONE = {"max_active_requests", "max_prefill_candidates", "max_index_pages"}
+MAX_PROMPT_CHARS = 1_000_000
+CHARS_PER_TOKEN = 32  # of a text that could still fit into the context
+BYTES_PER_CHAR = 4  # the most in UTF-8
+BESIDE_PROMPT_BYTES = 8 * 2**20  # token ids of a context of 2**20, messages, stop strings
 POSITIVE = {"prefill_tokens_per_s", "dead_after_s", "request_timeout_s"}
 
 
@@ -16,7 +20,8 @@ class RouterConfig:
     # Admission
     max_active_requests: int = 1024  # more are refused with RESOURCE_EXHAUSTED before any work
     retry_delay_s: float = 0.5  # suggested to clients that were refused
-    max_prompt_chars: int = 1_000_000  # of text or rendered chat; about half a second to tokenize
+    max_prompt_chars: int = 0  # of text or rendered chat; 0: 32 for each token of the context, at
+    # most 1,000,000, which take about half a second to tokenize
     request_timeout_s: float = 3600.0  # for calls without a deadline of their own
     slow_client_timeout_s: float = 30.0  # a client that takes nothing for so long is cancelled
     cache_salt: bytes = b""  # of the prefix cache; part of every page hash
@@ -40,6 +45,20 @@ class RouterConfig:
     page_pressure_s: float = 0.5  # cost of a decode worker whose pages are all referenced
     speculative_ttl_s: float = 5.0  # own decisions count as cached so long
     max_index_pages: int = 2_000_000  # about 250 MB
+
+    @property
+    def most_prompt_chars(self) -> int:
+        """Characters that no prompt may exceed, whatever the context."""
+        return self.max_prompt_chars or MAX_PROMPT_CHARS
+
+    def prompt_chars_limit(self, context_tokens: int) -> int:
+        """Return how many characters a prompt may have when the context holds so many tokens."""
+        return self.max_prompt_chars or min(MAX_PROMPT_CHARS, CHARS_PER_TOKEN * context_tokens)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """What a valid request can take on the wire."""
+        return BYTES_PER_CHAR * self.most_prompt_chars + BESIDE_PROMPT_BYTES
 
     def __post_init__(self) -> None:
         """Raise ValueError with one line for each wrong option, beginning with its name."""

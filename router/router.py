@@ -45,7 +45,7 @@ class Router:
     ) -> None:
         folder = ModelFolder()
         if model_dir is not None:
-            folder = read_model_folder(model_dir, max_prompt_chars=config.max_prompt_chars)
+            folder = read_model_folder(model_dir, max_prompt_chars=config.most_prompt_chars)
         self.index = PrefixIndex(max_pages=config.max_index_pages)
         self.registry = WorkerRegistry(
             config=config,

@@ -30,6 +30,7 @@ from router.generation import Generation
 from router.prefix_index import PrefixIndex
 from router.prompt import Chat, PackedTokens, Prompt, Text
 from router.token_ids import pack_token_ids
+from router.validation import check_num_messages
 from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ def _prompt(request: Any, kind: str | None, field: str) -> Prompt:
     if kind == "token_ids":
         return PackedTokens(request.token_ids)
     if kind == "chat":
+        check_num_messages(f"{field}.chat.messages", len(request.chat.messages))
         messages = tuple((message.role, message.content) for message in request.chat.messages)
         return Chat(f"{field}.chat", messages)
     raise InvalidRequest(field, "nothing", "text, chat or token ids")

@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
 MAX_SEED = 2**64 - 1
+MAX_MESSAGES = 10_000
 # Divisors of logits: beyond these float32 overflows, and the draw would be of NaN.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
@@ -41,6 +42,12 @@ def check_text(field: str, text: str, max_chars: int) -> None:
         raise InvalidRequest(field, "an empty text", "at least one character")
     if len(text) > max_chars:
         raise InvalidRequest(field, f"{len(text)} characters", f"at most {max_chars}")
+
+
+def check_num_messages(field: str, num_messages: int) -> None:
+    """Refuse a chat whose messages would take long to look at one by one."""
+    if num_messages > MAX_MESSAGES:
+        raise InvalidRequest(field, f"{num_messages} messages", f"at most {MAX_MESSAGES}")
 
 
 def check_prompt(token_ids: Sequence[int], model: ServedModel) -> None:

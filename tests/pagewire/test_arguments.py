@@ -9,7 +9,13 @@ import pytest
 
 import pagewire
 from pagewire import AsyncClient, Client, InvalidRequestError, Message
-from pagewire.arguments import MAX_TIMEOUT_S, check_address, check_sampling, check_token_ids
+from pagewire.arguments import (
+    MAX_TIMEOUT_S,
+    check_address,
+    check_messages,
+    check_sampling,
+    check_token_ids,
+)
 from pagewire.types import SamplingOptions
 from pagewire.wire import MAX_MESSAGE_BYTES
 from router.errors import InvalidRequest
@@ -233,6 +239,11 @@ def test_token_ids_may_be_any_sequence_of_integers(ids):
 
 def test_one_stop_string_may_stand_alone():
     assert check_sampling({"stop": "END"}) == {"stop": ["END"]}
+
+
+def test_a_chat_of_too_many_messages_is_refused_in_the_routers_words():
+    with pytest.raises(InvalidRequestError, match="found 10001 messages; allowed: at most 10000"):
+        check_messages("prompt.chat.messages", [{"role": "user", "content": "x"}] * 10_001)
 
 
 def test_min_tokens_beyond_max_tokens_are_refused():

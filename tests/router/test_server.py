@@ -133,6 +133,8 @@ def bad_requests() -> Iterator[tuple[str, GenerateRequest, grpc.StatusCode, str]
     yield "too long text", GenerateRequest(text="dog 😀" * 200), invalid, "prompt"
     yield "oversized text", GenerateRequest(text="x" * 20_001), invalid, "prompt.text"
     yield "no messages", chat(), invalid, "prompt.chat.messages"
+    crowd = chat(*[("user", "x")] * 10_001)
+    yield "too many messages", crowd, invalid, "prompt.chat.messages"
     yield "no role", chat(("", "hi")), invalid, "prompt.chat.messages[0].role"
     yield "refused by template", chat(("tool", "x")), invalid, "prompt.chat.messages"
     yield "nan", sampling(temperature=float("nan")), invalid, "sampling.temperature"
@@ -146,6 +148,26 @@ def bad_requests() -> Iterator[tuple[str, GenerateRequest, grpc.StatusCode, str]
     yield "empty stop", sampling(stop=["a", ""]), invalid, "sampling.stop[1]"
     yield "stops", sampling(stop=["x"] * 17), invalid, "sampling.stop"
     yield "stop id", sampling(stop_token_ids=[400]), invalid, "sampling.stop_token_ids[0]"
+
+
+def test_a_text_far_beyond_the_context_is_refused_without_tokenizing(model_dir: Path) -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0"), model_dir=model_dir) as tested:
+            # The scripted model's context holds 512 tokens.
+            answer = await tested.generate(request=GenerateRequest(text="x" * (32 * 512 + 1)))
+
+            [violation] = details(answer.error, error_details_pb2.BadRequest).field_violations
+            assert violation.field == "prompt.text"
+            assert "at most 16384" in violation.description
+
+    run_virtual(main())
+
+
+def test_a_message_that_no_valid_request_needs_is_not_even_read() -> None:
+    default = RouterConfig()
+
+    assert 4 * 1_000_000 + 4 * 2**20 < default.max_request_bytes < 16 * 2**20
+    assert RouterConfig(max_prompt_chars=10**7).max_request_bytes > 4 * 10**7
 
 
 def test_each_bad_request_gets_a_rich_error_at_once_and_another_stream_goes_on(
