@@ -31,6 +31,24 @@ GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
 )
+# A process that hangs keeps its connections: only pings tell. gRPC's own threads answer them, also
+# while Python computes.
+KEEPALIVE_MS = 1000
+PING_TIMEOUT_MS = 2000
+CHANNEL_OPTIONS = (
+    *GRPC_OPTIONS,
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the lower of the two; its default is 60 s
+    ("grpc.http2.max_pings_without_data", 0),  # no limit
+    ("grpc.min_reconnect_backoff_ms", PING_TIMEOUT_MS),  # also the longest time to connect
+)
+SERVER_OPTIONS = (
+    *GRPC_OPTIONS,
+    # Otherwise a server ends connections that are pinged so often.
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +90,7 @@ Announce = Callable[[WorkerIdentity], Awaitable[None]]
 
 def connect_channel(address: str) -> grpc.aio.Channel:
     """Open a channel to another worker."""
-    return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class WorkerProcess:
@@ -96,7 +114,7 @@ class WorkerProcess:
         """
         settings = self._settings
         executor = await asyncio.to_thread(_load_executor, settings)
-        server = grpc.aio.server(options=GRPC_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         port = server.add_insecure_port(f"{settings.host}:0")
         identity = WorkerIdentity(
             worker_id=settings.worker_id,

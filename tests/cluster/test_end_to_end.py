@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -297,6 +298,42 @@ def test_a_killed_prefill_worker_costs_no_token(cluster, oracle):
     assert all(len(completion.token_ids) == 8 for completion in completions)
     assert sum(completion.usage.prefill_retries for completion in completions) > 0
     assert {name for name in before if before[name] != after[name]} == {victim}
+
+
+def test_a_hung_prefill_worker_costs_no_token_and_a_few_seconds(cluster, oracle):
+    if cluster.device != "cpu":
+        pytest.skip("a GPU is done before a heartbeat can show it at work")
+    prompts = [prompt_of(("hung", index), 1200 + index) for index in range(6)]
+
+    async def work(client):
+        before = incarnations(await client.status())
+        answers = asyncio.create_task(generate_all(client, prompts, max_tokens=8))
+        status, _ = await until(client, lambda status: busy(status, "prefill"))
+        victim = busy(status, "prefill")[0]
+        pid = cluster.pid(victim)
+        os.kill(pid, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        try:
+            completions = await answers
+            seconds = time.monotonic() - stopped_at
+            # What the hung worker might still write into is free again, too.
+            await until(client, lambda status: is_idle(without(status, victim)))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        await until(client, lambda status: is_restarted(status, victim, before))
+        return completions, seconds
+
+    completions, seconds = run(cluster, work)
+
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.token_ids) == oracle.tokens(prompt, 8)
+    assert sum(completion.usage.prefill_retries for completion in completions) > 0
+    assert seconds < 12
+
+
+def without(status, worker_id):
+    others = tuple(each for each in status.workers if each.worker_id != worker_id)
+    return replace(status, workers=others)
 
 
 def is_restarted(status, worker_id, before):
