@@ -5,6 +5,8 @@ from math import prod
 from pathlib import Path
 
 from cluster.config import ClusterConfig
+from cluster.host_memory import HostMemory
+from cluster.status import format_bytes
 from kv_cache.layout import DTYPE_BYTES, KVLayout, num_pages_for
 from llm_engine.checkpoint import read_checkpoint
 from llm_engine.errors import NotEnoughMemory
@@ -13,6 +15,15 @@ from llm_engine.model_config import read_model_config
 
 PROCESS_BYTES = 400 * 2**20  # of a worker beside weights and pages: Python, torch, activations
 CLUSTER_BYTES = 800 * 2**20  # Ray, controller and router
+MEMORY_REMEDY = "--prefill 1 --decode 1 --dtype bfloat16 --cpu-pages-mib 64"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryShortage:
+    """Workers that would need more memory than a host without GPUs has for them."""
+
+    found: str
+    is_hopeless: bool  # more than the host has in all, not only more than is free now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,3 +91,23 @@ def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:
     pages = pages_of_worker(needs, config, None) * needs.page_bytes
     num_workers = config.prefill + config.decode
     return CLUSTER_BYTES + num_workers * (PROCESS_BYTES + needs.weights_bytes + pages)
+
+
+def memory_shortage(
+    needs: ModelNeeds, config: ClusterConfig, memory: HostMemory
+) -> MemoryShortage | None:
+    """Judge a host without GPUs; None: all workers fit into what is free."""
+    needed = host_bytes(needs, config)
+    if needed <= memory.free_bytes:
+        return None
+    is_hopeless = needed > memory.total_bytes
+    return MemoryShortage(found=memory_account(needs, config, memory), is_hopeless=is_hopeless)
+
+
+def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory) -> str:
+    """Say what the workers need and what there is."""
+    return (
+        f"{config.prefill + config.decode} workers need about "
+        f"{format_bytes(host_bytes(needs, config))}, {format_bytes(memory.free_bytes)} of "
+        f"{format_bytes(memory.total_bytes)} are free"
+    )

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from cluster import client_commands
 from cluster.config import ClusterConfig, load_config
@@ -119,12 +118,14 @@ def doctor(
     if as_json:
         out.print_json(data=[asdict(each) for each in findings])
     else:
-        table = Table(box=None, show_header=False)
+        width = max(len(each.check) for each in findings)
         for each in findings:
             style = LEVEL_STYLES[each.level]
-            remedy = f"\n→ {escape(each.remedy)}" if each.remedy else ""
-            table.add_row(f"[{style}]{each.level}[/]", each.check, escape(each.found) + remedy)
-        out.print(table)
+            found = escape(f"{each.check:<{width}}  {each.found}")
+            # Not wrapped: a remedy is to be copied.
+            out.print(f"[{style}]{each.level:<4}[/]  {found}", soft_wrap=True)
+            if each.remedy:
+                out.print(f"      {'':<{width}}  → {escape(each.remedy)}", soft_wrap=True)
     if any(each.level == "fail" for each in findings):
         raise typer.Exit(1)
 

@@ -14,17 +14,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from cluster.capacity import ModelNeeds, host_bytes, pages_of_worker, read_model_needs
+from cluster.capacity import (
+    MEMORY_REMEDY,
+    ModelNeeds,
+    memory_account,
+    memory_shortage,
+    pages_of_worker,
+    read_model_needs,
+)
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free, resolve_device
 from cluster.errors import ClusterError
+from cluster.host_memory import HostMemory, read_host_memory
 from cluster.model_folder import check_model_folder
-from cluster.status import format_bytes
 
 Level = Literal["ok", "warn", "fail"]
 Versions = Mapping[str, str]  # distribution name, lower case |-> version
 
-CGROUP = Path("/sys/fs/cgroup")
 MIN_PYTHON = (3, 11)
 SHM_PATH = "/dev/shm"  # noqa: S108 - the mount itself
 MIN_SHM_BYTES = 256 * 2**20
@@ -55,7 +61,7 @@ class HostFacts:
     torch_gpus: int  # GPUs that torch can use
     compiler: str | None  # path of a C compiler
     shm_free_bytes: int | None  # None: there is no /dev/shm
-    memory_free_bytes: int  # of the host, or of the container this runs in
+    memory: HostMemory
     gpu_free_bytes: tuple[int, ...]  # of each GPU that torch can use
     protobuf_gencode: str  # version that wrote protos/*_pb2.py
     grpc_gencode: str  # version that wrote protos/*_pb2_grpc.py
@@ -235,16 +241,16 @@ def check_model(model_dir: Path) -> Finding:
 
 def check_memory(facts: HostFacts, config: ClusterConfig, needs: ModelNeeds) -> Finding:
     """Weights and pages of all workers fit into the memory of a host without GPUs."""
-    needed = host_bytes(needs, config)
-    num_workers = config.prefill + config.decode
-    found = (
-        f"{num_workers} workers need about {format_bytes(needed)}, "
-        f"{format_bytes(facts.memory_free_bytes)} are free"
-    )
-    if needed <= facts.memory_free_bytes:
+    shortage = memory_shortage(needs, config, facts.memory)
+    if not shortage:
+        found = memory_account(needs, config, facts.memory)
         return Finding(check="memory", level="ok", found=found)
-    remedy = "pagewire serve --prefill 1 --decode 1 --dtype bfloat16 --cpu-pages-mib 64"
-    return Finding(check="memory", level="warn", found=found, remedy=remedy)
+    return Finding(
+        check="memory",
+        level="fail" if shortage.is_hopeless else "warn",
+        found=shortage.found,
+        remedy=f"pagewire serve {MEMORY_REMEDY}",
+    )
 
 
 def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int | None) -> Finding:
@@ -279,7 +285,7 @@ def collect_facts() -> HostFacts:
         torch_gpus=len(gpu_free_bytes),
         compiler=shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
         shm_free_bytes=_free_bytes(Path(SHM_PATH)),
-        memory_free_bytes=_free_memory(),
+        memory=read_host_memory(),
         gpu_free_bytes=gpu_free_bytes,
         protobuf_gencode=".".join(_written_by(protos / "common_pb2.py", GENCODE_PATTERN)),
         grpc_gencode=".".join(_written_by(protos / "worker_pb2_grpc.py", GRPC_GENCODE_PATTERN)),
@@ -309,15 +315,6 @@ def _free_bytes(path: Path) -> int | None:
         return None
     stats = os.statvfs(path)
     return stats.f_bavail * stats.f_frsize
-
-
-def _free_memory() -> int:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    free = int(found[1]) * 1024 if found else 0
-    limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and limit.read_text().strip() != "max":  # a container's
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
 
 
 def _written_by(path: Path, pattern: re.Pattern[str]) -> tuple[str, ...]:

@@ -14,11 +14,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.capacity import MEMORY_REMEDY, memory_shortage, read_model_needs
 from cluster.config import ClusterConfig
 from cluster.controller import ControllerActor
 from cluster.devices import check_gpus, check_port_free, count_gpus, resolve_device
 from cluster.environment import worker_environment
-from cluster.errors import ConfigError, StartError
+from cluster.errors import ConfigError, PlacementError, StartError
+from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_model_folder
 from cluster.ray_address import check_ray_answers
 from decode_worker.actor import CONTROL_GROUP, DecodeActor
@@ -102,6 +104,8 @@ def start_cluster(
     else:
         check_port_free(config.host, config.port)
         device = _choose_device(config, count_gpus() if config.device != "cpu" else 0)
+        if device == "cpu":
+            _check_memory(config, say)
         say(_starting(config, device))
         check()
         _start_local_ray(config, device, shows_worker_logs)
@@ -128,6 +132,17 @@ def _choose_device(config: ClusterConfig, num_gpus: int) -> str:
     device = resolve_device(config.device, num_gpus)
     check_gpus(device, config.prefill, config.decode, num_gpus)
     return device
+
+
+def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
+    """Refuse what this host can never hold, and warn of what it may not hold now."""
+    assert config.model is not None
+    needs = read_model_needs(config.model, config, "cpu")
+    shortage = memory_shortage(needs, config, read_host_memory())
+    if shortage and shortage.is_hopeless:
+        raise PlacementError(f"{shortage.found}; try {MEMORY_REMEDY}")
+    if shortage:
+        say(f"warning: {shortage.found}; if workers die, try {MEMORY_REMEDY}")
 
 
 def _attach_ray(config: ClusterConfig, shows_worker_logs: bool) -> None:

@@ -6,6 +6,7 @@ import pytest
 from cluster.config import load_config
 from cluster.demo_model import write_demo_model
 from cluster.doctor import HostFacts, collect_facts, examine
+from cluster.host_memory import HostMemory, read_host_memory
 
 GPU_VERSIONS = {
     "torch": "2.11.0",
@@ -26,7 +27,7 @@ GPU_HOST = HostFacts(
     torch_gpus=2,
     compiler="/usr/bin/cc",
     shm_free_bytes=2**30,
-    memory_free_bytes=64 * 2**30,
+    memory=HostMemory(total_bytes=64 * 2**30, free_bytes=60 * 2**30),
     gpu_free_bytes=(80 * 2**30,) * 2,
     protobuf_gencode="7.35.1",
     grpc_gencode="1.85.1",
@@ -153,21 +154,39 @@ def test_a_pool_smaller_than_the_context_is_found(model_dir, facts, options, lev
 
 
 def test_workers_that_do_not_fit_into_memory_are_found(model_dir):
-    small = replace(CPU_HOST, memory_free_bytes=3 * 2**30)
+    memory = HostMemory(total_bytes=16 * 2**30, free_bytes=3 * 2**30)
+    small = replace(CPU_HOST, memory=memory)
 
     assert findings(small, model=model_dir, prefill=1, decode=1)["memory"].level == "ok"
     many = findings(small, model=model_dir, prefill=4, decode=4)["memory"]
     assert many.level == "warn"
     assert "8 workers need about" in many.found
-    assert "3.0 GiB are free" in many.found
+    assert "3.0 GiB of 16.0 GiB are free" in many.found
     assert "--prefill 1 --decode 1" in many.remedy
     assert "memory" not in findings(GPU_HOST, model=model_dir)
+    assert findings(small, model=model_dir, prefill=40, decode=40)["memory"].level == "fail"
+
+
+def test_a_containers_limit_counts(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:   6291456 kB\n")
+    host = HostMemory(total_bytes=8 * 2**30, free_bytes=6 * 2**30)
+    assert read_host_memory(tmp_path, meminfo) == host
+
+    (tmp_path / "memory.max").write_text("max\n")
+    assert read_host_memory(tmp_path, meminfo) == host
+
+    (tmp_path / "memory.max").write_text(f"{4 * 2**30}\n")
+    (tmp_path / "memory.current").write_text(f"{2**30}\n")
+    assert read_host_memory(tmp_path, meminfo) == HostMemory(
+        total_bytes=4 * 2**30, free_bytes=3 * 2**30
+    )
 
 
 def test_facts_of_this_host_can_be_collected():
     facts = collect_facts()
 
     assert facts.versions["grpcio"]
-    assert facts.memory_free_bytes > 2**20
+    assert facts.memory.total_bytes > facts.memory.free_bytes > 2**20
     assert facts.protobuf_gencode.count(".") == 2
     assert facts.grpc_gencode.count(".") == 2

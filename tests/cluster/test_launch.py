@@ -1,9 +1,11 @@
 import pytest
 import ray
 
+from cluster import launch
 from cluster.config import load_config
 from cluster.demo_model import demo_model_dir
-from cluster.errors import StartError
+from cluster.errors import PlacementError, StartError
+from cluster.host_memory import HostMemory
 from cluster.launch import _refuse_misfits, _settings, start_cluster
 
 
@@ -23,6 +25,38 @@ def test_workers_with_different_models_fail_the_start_with_the_difference():
     reason = "not the model of decode-0: page_size is 16, theirs 64"
     with pytest.raises(StartError, match=f"one model, but decode-1 serves {reason}"):
         _refuse_misfits({"decode-1": reason})
+
+
+def start_on_a_host_with(monkeypatch, memory, **workers):
+    """Try to start; Ray does not."""
+    monkeypatch.setattr(launch, "read_host_memory", lambda: memory)
+    options = {"model": str(demo_model_dir()), "device": "cpu", "port": 0} | workers
+    said = []
+    with pytest.raises(StartError):
+        start_cluster(load_config(None, options), shows_worker_logs=False, say=said.append)
+    return said
+
+
+def test_workers_that_the_host_can_never_hold_are_refused_before_anything_starts(monkeypatch):
+    memory = HostMemory(total_bytes=8 * 2**30, free_bytes=7 * 2**30)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+
+    with pytest.raises(PlacementError, match=r"80 workers need about .* of 8.0 GiB are free; try"):
+        start_on_a_host_with(monkeypatch, memory, prefill=40, decode=40)
+
+
+def test_workers_that_may_not_fit_now_are_warned_of(monkeypatch):
+    def init(**_):
+        raise Exception("no")
+
+    monkeypatch.setattr(ray, "init", init)
+    tight = HostMemory(total_bytes=64 * 2**30, free_bytes=2**30)
+    ample = HostMemory(total_bytes=64 * 2**30, free_bytes=60 * 2**30)
+
+    warning, starting = start_on_a_host_with(monkeypatch, tight, prefill=2, decode=2)
+    assert "warning: 4 workers need about" in warning
+    assert "starting 2 prefill" in starting
+    assert len(start_on_a_host_with(monkeypatch, ample, prefill=2, decode=2)) == 1
 
 
 def test_a_ray_that_does_not_start_is_explained(monkeypatch):
