@@ -19,8 +19,8 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float | None  # -2 .. 2; 0 is off
     frequency_penalty: float | None  # -2 .. 2; 0 is off
     seed: int | None  # 0 .. 2**64 - 1; drawn by the router
-    max_tokens: int | None  # per choice, 1 .. 2**32 - 1; to the end of the context
-    min_tokens: int | None  # up to max_tokens; end and stop tokens are not drawn before; 0
+    max_tokens: int | None  # per choice, 1 .. 2**32 - 1, cut to what the context holds; all of that
+    min_tokens: int | None  # up to max_tokens; nothing ends a choice, or is looked for, before; 0
     stop: str | Sequence[str] | None  # generation ends before the first of these, up to 16; none
     stop_token_ids: Sequence[int] | None  # generation ends at any of these, up to 256; none
     ignore_eos: bool | None  # go on past the model's end tokens; False
@@ -79,8 +79,8 @@ class Usage:
     completion_tokens: int  # of all choices
     decode_cached_tokens: int  # prompt tokens found in the decode worker's cache
     prefill_cached_tokens: int  # prompt tokens found in the prefill worker's cache
-    prefill_computed_tokens: int  # prompt tokens computed by prefill workers
-    decode_computed_tokens: int  # prompt tokens computed by the decode worker itself
+    prefill_computed_tokens: int  # by prefill workers; after an interruption also emitted ones
+    decode_computed_tokens: int  # the same, by the decode worker itself
     pages_moved: int  # from prefill to decode workers
     bytes_moved: int
     preemptions: int
@@ -120,6 +120,11 @@ class Completion:
     def finish_reason(self) -> str | None:
         """The first choice's finish reason."""
         return self.choices[0].finish_reason
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string or token that ended the first choice."""
+        return self.choices[0].stopped_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

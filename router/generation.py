@@ -6,7 +6,8 @@ Rules, in the order in which a delta meets them:
 - another attempt than the current one, or a choice that is over: dropped;
 - tokens that were received before (first_index below the next index): dropped;
 - tokens missing in between: DeltaGap, the request is resumed elsewhere;
-- a stop string: the choice ends there, whatever else the worker says about it.
+- a stop string in what follows the first min_tokens tokens: the choice ends there, whatever else
+  the worker says about it.
 
 What a slow client has not taken merges into one output per choice, so that the memory of a request
 is bounded by its tokens.
@@ -115,6 +116,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self._stop_strings = StopStrings(request.sampling.stop)
+        self._min_tokens = request.sampling.min_tokens
         self._output: Output | None = None
 
     def accept(self, delta: Delta) -> int:
@@ -163,8 +165,11 @@ class Choice:
             self._add_text(self._detokenizer.push(token_id))
 
     def _add_text(self, text: str) -> None:
-        result = self._stop_strings.push(text)
         output = self._pending()
+        if len(self.token_ids) <= self._min_tokens:  # it could not end here
+            output.text += text
+            return
+        result = self._stop_strings.push(text)
         output.text += result.text
         if result.stopped_by:
             self.is_finished = True

@@ -12,13 +12,17 @@ EOS = 1  # <|end|>
 
 
 def generation(
-    *, n: int = 1, stop: tuple[str, ...] = (), end_ids: tuple[int, ...] = (EOS,)
+    *,
+    n: int = 1,
+    stop: tuple[str, ...] = (),
+    end_ids: tuple[int, ...] = (EOS,),
+    min_tokens: int | None = None,
 ) -> Generation:
     model = ServedModel(
         name="m", fingerprint="f", vocab_size=400, max_context_tokens=100, page_size=4
     )
     sampling = complete_sampling(
-        AskedSampling(n=n, stop=stop),
+        AskedSampling(n=n, stop=stop, min_tokens=min_tokens),
         defaults=SamplingDefaults(),
         model=model,
         prompt_len=3,
@@ -94,6 +98,27 @@ def test_a_choice_that_stopped_takes_nothing_more_while_others_go_on() -> None:
     assert made.is_running_at_worker
     assert made.take_stopped() == [0]
     assert made.take_stopped() == [], "the worker is told once"
+
+
+def test_a_stop_string_within_the_first_min_tokens_ends_nothing() -> None:
+    early, later = ids("END of "), ids("it END x")
+    for pieces in ([early + later], [[each] for each in early + later]):
+        made = generation(stop=("END",), min_tokens=len(early))
+        for piece in pieces:
+            made.accept(delta(made.num_tokens, piece), 11.0)
+
+        [output] = made.take_outputs()
+        assert (output.text, output.finish, output.stopped_by) == ("END of it ", Finish.STOP, "END")
+
+
+def test_a_stop_string_that_begins_before_min_tokens_is_text() -> None:
+    tokens = ids("END")
+    made = generation(stop=("END",), min_tokens=len(tokens))
+
+    made.accept(delta(0, tokens, finish=Finish.LENGTH), 11.0)
+
+    [output] = made.take_outputs()
+    assert (output.text, output.finish, output.stopped_by) == ("END", Finish.LENGTH, "")
 
 
 def test_a_stop_token_that_is_plain_text_is_not_part_of_the_text() -> None:
