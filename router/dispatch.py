@@ -162,8 +162,8 @@ class Dispatcher:
     async def _candidates(self, generation: Generation, refused: set[WorkerMember]) -> list[Worker]:
         """Return the decode workers to choose from, waiting for one if there is none."""
         loop = asyncio.get_running_loop()
-        is_first = generation.attempt < 0
-        wait_s = self._config.worker_wait_s if is_first else self._config.resume_wait_s
+        is_new = generation.num_tokens == 0
+        wait_s = self._config.worker_wait_s if is_new else self._config.resume_wait_s
         if refused and not self._others(refused):
             # Whoever is left has just refused: give it, or a new worker, a moment.
             await self._registry.wait_changed(loop.time() + self._config.retry_delay_s)

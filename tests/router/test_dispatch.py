@@ -372,6 +372,27 @@ def test_without_a_worker_a_request_waits_a_while_and_then_fails() -> None:
     run_virtual(main())
 
 
+def test_an_interrupted_request_without_a_token_waits_like_a_new_one() -> None:
+    async def silent(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        await asyncio.sleep(100)
+
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", serve=silent)
+        async with running_router(worker, worker_wait_s=5.0, resume_wait_s=30.0) as tested:
+            call = asyncio.create_task(tested.generate())
+            await wait_until(lambda: len(worker.submits) == 1)
+            killed_at = asyncio.get_running_loop().time()
+            tested.network.kill(worker.address)
+            answer = await call
+
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.UNAVAILABLE
+            waited_s = asyncio.get_running_loop().time() - killed_at
+            assert 5.0 <= waited_s < 9.0, "dead_after_s comes first"
+
+    run_virtual(main())
+
+
 def test_a_new_incarnation_of_the_only_worker_takes_over_its_requests() -> None:
     async def main() -> None:
         old = ScriptedWorker("decode-0", incarnation=1, token_s=0.1)
