@@ -2,11 +2,11 @@
 
 Ranges and words are those of the router, which judges again and also knows the model's limits.
 Each refusal is an `InvalidRequestError` that names the field as the router does, what was found
-and what is allowed.
+and what is allowed; for options it names all that are wrong.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from operator import index
@@ -112,20 +112,33 @@ def check_messages(field: str, value: object) -> list[tuple[str, str]]:
 def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
     """Return the options that are set, with plain Python values; None is as good as absent."""
     checked: dict[str, Any] = {}
+    wrong: list[InvalidRequestError] = []
     for name, value in options.items():
         check = _OPTIONS.get(name)
         if check is None:
-            raise refused(f"sampling.{name}", "an unknown option", ", ".join(_OPTIONS))
-        if value is not None:
-            checked[name] = check(f"sampling.{name}", value)
+            wrong.append(refused(f"sampling.{name}", "an unknown option", ", ".join(_OPTIONS)))
+        elif value is not None:
+            try:
+                checked[name] = check(f"sampling.{name}", value)
+            except InvalidRequestError as error:
+                wrong.append(error)
     max_tokens = checked.get("max_tokens", MAX_UINT32)
     if checked.get("min_tokens", 0) > max_tokens:
-        raise refused(
-            "sampling.min_tokens",
-            str(checked["min_tokens"]),
-            f"at most {max_tokens}: max_tokens, or what the context holds",
-        )
+        found = str(checked["min_tokens"])
+        allowed = f"at most {max_tokens}: max_tokens, or what the context holds"
+        wrong.append(refused("sampling.min_tokens", found, allowed))
+    if wrong:
+        raise _joined(wrong)
     return checked
+
+
+def _joined(errors: Sequence[InvalidRequestError]) -> InvalidRequestError:
+    """Return one error for several wrong fields, with a line for each."""
+    return InvalidRequestError(
+        "\n".join(error.message for error in errors),
+        code=errors[0].code,
+        violations=tuple(violation for error in errors for violation in error.violations),
+    )
 
 
 def _message(field: str, value: object) -> tuple[str, str]:

@@ -26,13 +26,24 @@ class RouterError(Exception):
 
 
 class InvalidRequest(RouterError):
-    """A field of the request is wrong."""
+    """A field of the request is wrong, or several are.
 
-    def __init__(self, field: str, found: str, allowed: str) -> None:
-        super().__init__(f"{field}: found {found}; allowed: {allowed}")
+    Args:
+        field, found, allowed: Of the first wrong field.
+        others: Errors of further fields, which this one then stands for.
+    """
+
+    def __init__(self, field: str, found: str, allowed: str, *others: "InvalidRequest") -> None:
+        description = f"found {found}; allowed: {allowed}"
+        super().__init__("\n".join([f"{field}: {description}", *map(str, others)]))
         self.field = field
         self.found = found
         self.allowed = allowed
+        # (field, description) of each
+        self.violations: tuple[tuple[str, str], ...] = (
+            (field, description),
+            *(violation for other in others for violation in other.violations),
+        )
 
 
 class UnknownModel(InvalidRequest):

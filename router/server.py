@@ -246,10 +246,10 @@ async def _abort(context: grpc.aio.ServicerContext, error: RouterError) -> NoRet
     reason = error_details_pb2.ErrorInfo(reason=_reason(error), domain=_ERROR_DOMAIN)
     status.details.add().Pack(reason)
     if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=f"found {error.found}; allowed: {error.allowed}"
-        )
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+        bad_request = error_details_pb2.BadRequest()
+        for field, description in error.violations:
+            bad_request.field_violations.add(field=field, description=description)
+        status.details.add().Pack(bad_request)
     if isinstance(error, Overloaded):
         delay = Duration()
         delay.FromMilliseconds(int(1000 * error.retry_delay_s))

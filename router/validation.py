@@ -1,6 +1,7 @@
 """The one validator: what a client may ask for, whichever front end it used.
 
-Each refusal is an `InvalidRequest` that names the field, what was found and what is allowed.
+Each refusal is an `InvalidRequest` that names the field, what was found and what is allowed; for
+sampling parameters it names all fields that are wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,55 +93,56 @@ def complete_sampling(
     Raises:
         InvalidRequest: A value is out of range, not finite or contradicts another.
     """
+    refusals = _Refusals()
+    integer, number = refusals.integer, refusals.number
     room = model.max_context_tokens - prompt_len
-    max_tokens = _integer("max_tokens", asked.max_tokens, room, 1, 2**32 - 1)
-    min_tokens = _integer("min_tokens", asked.min_tokens, 0, 0, 2**32 - 1)
+    max_tokens = integer("max_tokens", asked.max_tokens, room, 1, 2**32 - 1)
+    min_tokens = integer("min_tokens", asked.min_tokens, 0, 0, 2**32 - 1)
     if min_tokens > min(max_tokens, room):
-        raise InvalidRequest(
-            "sampling.min_tokens",
+        refusals.add(
+            "min_tokens",
             str(min_tokens),
             f"at most {min(max_tokens, room)}: max_tokens, or what the context holds",
         )
-    top_k = _integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
+    top_k = integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
     temperature = defaults.temperature if asked.temperature is None else asked.temperature
     if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise InvalidRequest(
-            "sampling.temperature",
-            repr(temperature),
-            f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
-        )
+        allowed = f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        refusals.add("temperature", repr(temperature), allowed)
     top_p = defaults.top_p if asked.top_p is None else asked.top_p
     if not 0 < top_p <= 1:
-        raise InvalidRequest("sampling.top_p", repr(top_p), "above 0, up to 1")
-    _check_stop_strings(asked.stop, has_tokenizer=has_tokenizer)
-    _check_stop_tokens(asked, model)
-    return Sampling(
+        refusals.add("top_p", repr(top_p), "above 0, up to 1")
+    _check_stop_strings(asked.stop, refusals, has_tokenizer=has_tokenizer)
+    _check_stop_tokens(asked, model, refusals)
+    sampling = Sampling(
         temperature=temperature,
         top_p=top_p,
         top_k=0 if top_k >= model.vocab_size else top_k,
-        min_p=_number("min_p", asked.min_p, defaults.min_p, 0, 1),
-        repetition_penalty=_number(
+        min_p=number("min_p", asked.min_p, defaults.min_p, 0, 1),
+        repetition_penalty=number(
             "repetition_penalty",
             asked.repetition_penalty,
             defaults.repetition_penalty,
             MIN_REPETITION_PENALTY,
             MAX_REPETITION_PENALTY,
         ),
-        presence_penalty=_number("presence_penalty", asked.presence_penalty, 0.0, -2, 2),
-        frequency_penalty=_number("frequency_penalty", asked.frequency_penalty, 0.0, -2, 2),
-        seed=draw_seed() if asked.seed is None else _integer("seed", asked.seed, 0, 0, MAX_SEED),
+        presence_penalty=number("presence_penalty", asked.presence_penalty, 0.0, -2, 2),
+        frequency_penalty=number("frequency_penalty", asked.frequency_penalty, 0.0, -2, 2),
+        seed=draw_seed() if asked.seed is None else integer("seed", asked.seed, 0, 0, MAX_SEED),
         max_tokens=min(max_tokens, room),
         min_tokens=min_tokens,
         stop=asked.stop,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
-        n=_integer("n", asked.n, 1, 1, MAX_CHOICES),
+        n=integer("n", asked.n, 1, 1, MAX_CHOICES),
         logprobs=(
             None
             if asked.logprobs is None
-            else _integer("logprobs", asked.logprobs, 0, 0, min(MAX_LOGPROBS, model.vocab_size))
+            else integer("logprobs", asked.logprobs, 0, 0, min(MAX_LOGPROBS, model.vocab_size))
         ),
     )
+    refusals.raise_any()
+    return sampling
 
 
 def end_token_ids(sampling: Sampling, model: ServedModel) -> frozenset[int]:
@@ -149,56 +151,72 @@ def end_token_ids(sampling: Sampling, model: ServedModel) -> frozenset[int]:
     return frozenset(eos) | frozenset(sampling.stop_token_ids)
 
 
-def _number(name: str, value: float | None, default: float, low: float, high: float) -> float:
-    if value is None:
-        return default
-    if not low <= value <= high:  # neither is NaN
-        raise InvalidRequest(f"sampling.{name}", repr(value), f"{low:g} to {high:g}")
-    return value
+class _Refusals:
+    """What is wrong with sampling parameters, so that a caller hears of all of it at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[InvalidRequest] = []
+
+    def add(self, name: str, found: str, allowed: str) -> None:
+        """Note a wrong field; one note for each keeps a status small enough for gRPC."""
+        self._errors.append(InvalidRequest(f"sampling.{name}", found, allowed))
+
+    def number(
+        self, name: str, value: float | None, default: float, low: float, high: float
+    ) -> float:
+        """Return the value, or the default where there is none or a wrong one."""
+        if value is None:
+            return default
+        if not low <= value <= high:  # neither is NaN
+            self.add(name, repr(value), f"{low:g} to {high:g}")
+            return default
+        return value
+
+    def integer(self, name: str, value: int | None, default: int, low: int, high: int) -> int:
+        """Return the value, or the default where there is none or a wrong one."""
+        if value is None:
+            return default
+        if not low <= value <= high:
+            self.add(name, str(value), f"{low} to {high}")
+            return default
+        return value
+
+    def raise_any(self) -> None:
+        """Raise one error for all that was noted."""
+        if self._errors:
+            first, *others = self._errors
+            raise InvalidRequest(first.field, first.found, first.allowed, *others)
 
 
-def _integer(name: str, value: int | None, default: int, low: int, high: int) -> int:
-    if value is None:
-        return default
-    if not low <= value <= high:
-        raise InvalidRequest(f"sampling.{name}", str(value), f"{low} to {high}")
-    return value
-
-
-def _check_stop_strings(stop: tuple[str, ...], *, has_tokenizer: bool) -> None:
+def _check_stop_strings(stop: tuple[str, ...], refusals: _Refusals, *, has_tokenizer: bool) -> None:
     if stop and not has_tokenizer:
-        raise InvalidRequest(
-            "sampling.stop",
-            f"{len(stop)} strings",
-            "none: this router has no tokenizer and makes no text; use stop_token_ids",
-        )
+        allowed = "none: this router has no tokenizer and makes no text; use stop_token_ids"
+        refusals.add("stop", f"{len(stop)} strings", allowed)
+        return
     if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest("sampling.stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS}")
+        refusals.add("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS}")
+        return
     for index, each in enumerate(stop):
         if not 1 <= len(each) <= MAX_STOP_CHARS:
-            raise InvalidRequest(
-                f"sampling.stop[{index}]",
-                f"{len(each)} characters",
-                f"1 to {MAX_STOP_CHARS} characters",
-            )
+            allowed = f"1 to {MAX_STOP_CHARS} characters"
+            refusals.add(f"stop[{index}]", f"{len(each)} characters", allowed)
+            return
 
 
-def _check_stop_tokens(asked: AskedSampling, model: ServedModel) -> None:
+def _check_stop_tokens(asked: AskedSampling, model: ServedModel, refusals: _Refusals) -> None:
     if len(asked.stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequest(
-            "sampling.stop_token_ids",
-            f"{len(asked.stop_token_ids)} ids",
-            f"at most {MAX_STOP_TOKENS}",
-        )
+        found = f"{len(asked.stop_token_ids)} ids"
+        refusals.add("stop_token_ids", found, f"at most {MAX_STOP_TOKENS}")
+        return
     for index, token_id in enumerate(asked.stop_token_ids):
         if not 0 <= token_id < model.vocab_size:
-            raise InvalidRequest(
-                f"sampling.stop_token_ids[{index}]", str(token_id), f"0 to {model.vocab_size - 1}"
-            )
+            allowed = f"0 to {model.vocab_size - 1}"
+            refusals.add(f"stop_token_ids[{index}]", str(token_id), allowed)
+            return
     eos = () if asked.ignore_eos else model.eos_token_ids
     if asked.min_tokens and len({*eos, *asked.stop_token_ids}) >= model.vocab_size:
-        raise InvalidRequest(
-            "sampling.stop_token_ids",
+        refusals.add(
+            "stop_token_ids",
             "every token of the vocabulary",
             "fewer, or min_tokens 0: before min_tokens no stop token can be drawn",
         )

@@ -246,6 +246,17 @@ def test_a_chat_of_too_many_messages_is_refused_in_the_routers_words():
         check_messages("prompt.chat.messages", [{"role": "user", "content": "x"}] * 10_001)
 
 
+def test_all_wrong_options_are_named_at_once():
+    with pytest.raises(InvalidRequestError) as caught:
+        check_sampling({"top_p": 2, "temprature": 1, "n": 0, "seed": 5})
+
+    fields = [each.field for each in caught.value.violations]
+    assert fields == ["sampling.top_p", "sampling.temprature", "sampling.n"]
+    assert all(
+        field in line for field, line in zip(fields, str(caught.value).splitlines(), strict=True)
+    )
+
+
 def test_min_tokens_beyond_max_tokens_are_refused():
     with pytest.raises(InvalidRequestError, match=r"min_tokens: found 5; allowed: at most 4"):
         check_sampling({"min_tokens": 5, "max_tokens": 4})

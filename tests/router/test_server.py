@@ -163,6 +163,23 @@ def test_a_text_far_beyond_the_context_is_refused_without_tokenizing(model_dir: 
     run_virtual(main())
 
 
+def test_all_wrong_sampling_parameters_are_named_at_once(model_dir: Path) -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0"), model_dir=model_dir) as tested:
+            wrong = common_pb2.SamplingParams(
+                temperature=-1, top_p=2, n=0, min_p=3, stop=["", ""], stop_token_ids=[10**6]
+            )
+            answer = await tested.generate(request=GenerateRequest(text="x", sampling=wrong))
+
+            [detail] = [details(answer.error, error_details_pb2.BadRequest)]
+            named = {each.field.removeprefix("sampling.") for each in detail.field_violations}
+            assert named == {"temperature", "top_p", "n", "min_p", "stop[0]", "stop_token_ids[0]"}
+            assert answer.error is not None
+            assert len((answer.error.details() or "").splitlines()) == len(named)
+
+    run_virtual(main())
+
+
 def test_a_message_that_no_valid_request_needs_is_not_even_read() -> None:
     default = RouterConfig()
 
