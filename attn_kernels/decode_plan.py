@@ -16,13 +16,13 @@ Array = npt.NDArray[np.int64]
 FIELDS = (
     "row",  # of q and out
     "first_entry",  # index of the request's first page in the page table
-    "begin",  # tokens [begin, end), both at borders of splits but for a request's last end
-    "end",
     "first_token",  # first one inside the sliding window
-    "slot",  # first one where the item stores partial results
     "first_slot",  # of the request
     "num_slots",  # of the request; 0: the item is the whole request and stores no partial result
     "num_items",  # of the request: the last one to arrive folds all slots
+    "begin",  # tokens [begin, end), both at borders of splits but for a request's last end
+    "end",
+    "slot",  # first one where the item stores partial results
     "is_tail",  # 1: the request ends with the item
     "others",  # of a lane's first item: where the lane's other items begin in the table
     "lane_items",  # of a lane's first item: items of the lane
@@ -107,57 +107,56 @@ def plan_decode(
             the tokens before first_private; None is 0.
     """
     lens = np.asarray(kv_lens, dtype=np.int64)
+    split_len, per_segment = rule.split_len, rule.splits_per_segment
     first_tokens = np.zeros_like(lens)
     if sliding_window is not None:
         first_tokens = np.maximum(lens - sliding_window, 0)
-    first_splits = first_tokens // rule.split_len
+    first_splits = first_tokens // split_len
     if first_private is not None:
-        private = np.asarray(first_private, dtype=np.int64) // rule.split_len
+        private = np.asarray(first_private, dtype=np.int64) // split_len
         first_splits = np.maximum(first_splits, private)
-    num_splits = -(-lens // rule.split_len) - first_splits
+    end_splits = (lens + split_len - 1) // split_len
 
-    owner, cut, lane = _deal(num_splits, num_lanes, rule.split_len)
-    is_first = np.diff(owner, prepend=-1) != 0
-    is_tail = np.roll(is_first, -1)
+    owner, cut, lane = _deal(end_splits - first_splits, num_lanes, split_len)
+    num_items = np.bincount(owner, minlength=len(lens))
+    tails = np.cumsum(num_items) - 1  # each request's last item
     begin = first_splits[owner] + cut
-    end = np.where(is_tail, first_splits[owner] + num_splits[owner], np.roll(begin, -1))
+    end = np.empty_like(begin)
+    end[:-1] = begin[1:]
+    end[tails] = end_splits
 
     # An item's slots: splits up to the border of a segment if it begins within one, then segments.
-    per_segment = rule.splits_per_segment
-    border = np.minimum(-(-begin // per_segment) * per_segment, end)
-    item_slots = border - begin + -(-(end - border) // per_segment)
+    border = np.minimum((begin + per_segment - 1) // per_segment * per_segment, end)
+    item_slots = border - begin + (end - border + per_segment - 1) // per_segment
     item_slots = np.maximum(item_slots, 1)
-    starts = np.flatnonzero(is_first)
-    num_items = np.diff(starts, append=len(owner))
-    num_slots = np.add.reduceat(item_slots, starts) if len(starts) else np.zeros_like(lens)
+    slot_ends = np.cumsum(item_slots)
+    num_slots = slot_ends[tails]
+    num_slots[1:] -= slot_ends[tails[:-1]]
     if num_shared_slots is not None:
-        num_slots = num_slots + np.asarray(num_shared_slots, dtype=np.int64)
+        num_slots += np.asarray(num_shared_slots, dtype=np.int64)
     num_slots[num_slots == 1] = 0
-    first_slots = np.cumsum(num_slots) - num_slots
-    # Items' slots lie at the end of the request's.
-    slot = np.cumsum(item_slots)
-    slot += (first_slots + num_slots - slot[starts + num_items - 1])[owner] - item_slots
+    last_slots = np.cumsum(num_slots)
+    first_slots = last_slots - num_slots
 
-    first_items = np.flatnonzero(np.diff(lane, prepend=-1))
+    requests = np.empty((len(lens), 6), dtype=np.int32)
+    columns = (rows, table_starts, first_tokens, first_slots, num_slots, num_items)
+    for field, column in enumerate(columns):
+        requests[:, field] = column
     table = np.zeros((num_lanes + len(owner), ITEM_FIELDS), dtype=np.int32)
     fields = table[num_lanes:]
-    columns = (
-        np.asarray(rows, dtype=np.int64)[owner],
-        np.asarray(table_starts, dtype=np.int64)[owner],
-        begin * rule.split_len,
-        np.minimum(end * rule.split_len, lens[owner]),
-        first_tokens[owner],
-        slot,
-        first_slots[owner],
-        num_slots[owner],
-        num_items[owner],
-        is_tail,
-    )
-    for field, column in enumerate(columns):
-        fields[:, field] = column
-    table[: len(first_items)] = fields[first_items]
-    table[: len(first_items), 10] = num_lanes + first_items + 1
-    table[: len(first_items), 11] = np.diff(first_items, append=len(owner))
+    fields[:, :6] = requests[owner]
+    fields[:, 6] = begin * split_len
+    fields[:, 7] = end * split_len
+    fields[tails, 7] = lens
+    fields[:, 8] = slot_ends - item_slots  # items' slots lie at the end of the request's
+    fields[:, 8] += (last_slots - slot_ends[tails])[owner]
+    fields[tails, 9] = 1
+    lane_items = np.bincount(lane)
+    first_items = np.cumsum(lane_items) - lane_items
+    used = table[: len(lane_items)]
+    used[:] = fields[first_items]
+    used[:, 10] = num_lanes + first_items + 1
+    used[:, 11] = lane_items
     return DecodeItems(
         table=table, first_slots=first_slots, num_slots=int(num_slots.sum()), num_lanes=num_lanes
     )
@@ -198,12 +197,15 @@ def _deal(num_splits: Array, num_lanes: int, split_len: int) -> tuple[Array, Arr
     border_keys = border_owner * width + border_cut
     at_end = border_cut >= num_splits[border_owner]
     border_keys[at_end] = (border_owner[at_end] + 1) * width
-    keys = np.unique(np.concatenate((np.arange(num_requests) * width, border_keys)))
-    keys = keys[: np.searchsorted(keys, num_requests * width)]
+    keys = np.concatenate((np.arange(num_requests + 1) * width, border_keys))
+    keys.sort()
+    keys = keys[:-1][keys[1:] > keys[:-1]]  # each once, without the end of the last request
     lane = np.searchsorted(border_keys, keys, side="right")
     # Lanes without items go last: programs that work together are then on different processors.
-    lane = np.cumsum(np.diff(lane, prepend=lane[0]) > 0)
-    return keys // width, keys % width, lane
+    is_new = np.zeros(len(lane), dtype=np.int64)
+    np.greater(lane[1:], lane[:-1], out=is_new[1:], casting="unsafe")
+    owner = keys // width
+    return owner, keys - owner * width, np.cumsum(is_new)
 
 
 def _piece_for(num_splits: Array, num_lanes: int) -> int:

@@ -37,9 +37,9 @@ def load_item(item_ptr):
     return (
         tl.load(item_ptr),
         tl.load(item_ptr + 1),
+        tl.load(item_ptr + 6),
+        tl.load(item_ptr + 7),
         tl.load(item_ptr + 2),
-        tl.load(item_ptr + 3),
-        tl.load(item_ptr + 4),
     )
 
 
@@ -265,10 +265,10 @@ def paged_decode_kernel(
     q = tl.load(q_ptr + my_out_row * HEAD_DIM + heads_dims, mask=in_acc, other=0.0)
 
     for index in tl.range(0, my_num_items):
-        my_slot = tl.load(my_item_ptr + 5)
-        my_first_slot = tl.load(my_item_ptr + 6)
-        my_num_slots = tl.load(my_item_ptr + 7)  # 0: the item is the whole request
-        my_arrivals = tl.load(my_item_ptr + 8)  # items of the request
+        my_first_slot = tl.load(my_item_ptr + 3)
+        my_num_slots = tl.load(my_item_ptr + 4)  # 0: the item is the whole request
+        my_arrivals = tl.load(my_item_ptr + 5)  # items of the request
+        my_slot = tl.load(my_item_ptr + 8)
         my_is_tail = tl.load(my_item_ptr + 9)  # the request ends with the item
         # The next item's fields arrive while this one is computed.
         my_item_ptr = my_others_ptr + index * ITEM_FIELDS
