@@ -4,6 +4,7 @@ Exit codes: 0 all went well; 1 something did not, and the text on standard error
 command line or the configuration was wrong; 130 and 143 SIGINT or SIGTERM came before the end.
 """
 
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -23,9 +24,10 @@ from cluster.environment import prepare_local_ray
 from cluster.errors import ClusterError, ConfigError, Interrupted
 from cluster.flags import with_config_flags
 from cluster.stop_signals import StopSignals
+from cluster.strict_command import StrictCommand
 from llm_engine.model_config import read_model_config
 from observability.logs import configure_logging
-from pagewire import ConnectionFailedError, PagewireError
+from pagewire import ConnectionFailedError, InvalidRequestError, PagewireError
 
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -55,7 +57,10 @@ def serve(config: ClusterConfig) -> None:
                     f"note: a request may have {cluster.context_tokens} tokens, the model could "
                     f"serve {context_tokens}; pagewire doctor says which option gives more pages"
                 )
-            _say(f"ready: pagewire serves {config.model} on {cluster.address} ({cluster.device})")
+            _say(
+                f"ready: pagewire serves {config.model} on {_where(cluster.address)} "
+                f"({cluster.device})"
+            )
             signals.stopped.wait()
             _say(f"stopping; running requests have {config.stop_grace_s:.0f} s")
         _say("stopped")
@@ -101,7 +106,7 @@ def demo(config: ClusterConfig) -> None:
         _say("stopped")
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with options.")] = None,
     model: Annotated[Path | None, typer.Option("--model", help="Checkpoint folder.")] = None,
@@ -141,9 +146,9 @@ def version() -> None:
 
 
 for each in (client_commands.generate, client_commands.chat, client_commands.status):
-    app.command()(each)
-app.command("serve")(with_config_flags(serve))
-app.command("demo")(with_config_flags(demo, demo_defaults))
+    app.command(cls=StrictCommand)(each)
+app.command("serve", cls=StrictCommand)(with_config_flags(serve))
+app.command("demo", cls=StrictCommand)(with_config_flags(demo, demo_defaults))
 
 
 def main() -> None:
@@ -159,9 +164,22 @@ def main() -> None:
     except (ClusterError, PagewireError) as error:
         for line in str(error).splitlines():
             sys.stderr.write(f"error: {line}\n")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(2 if isinstance(error, ConfigError) or _is_wrong_argument(error) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _is_wrong_argument(error: Exception) -> bool:
+    """Tell what was refused before anything was sent from what a router refused."""
+    return isinstance(error, InvalidRequestError) and error.__cause__ is None
+
+
+def _where(address: str) -> str:
+    """Return an address, and for that of all interfaces also one to connect to."""
+    host, _, port = address.rpartition(":")
+    if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+        return address
+    return f"{address}, for clients localhost:{port} or {socket.gethostname()}:{port}"
 
 
 def _say(line: str) -> None:

@@ -150,10 +150,12 @@ def _write(delta: Delta) -> None:
 
 
 def _ask() -> str:
+    is_terminal = sys.stdin.isatty()
     try:
-        return input("> ").strip()
+        return input("> " if is_terminal else "").strip()
     except EOFError:
-        sys.stdout.write("\n")
+        if is_terminal:
+            sys.stdout.write("\n")
         return ""
 
 

@@ -262,9 +262,10 @@ def _place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) 
     try:
         return remote.options(name=name, **options).remote(*arguments)
     except ValueError as error:
-        raise StartError(
-            f"cannot start {name}: {error}; another cluster runs on this Ray, stop it first"
-        ) from error
+        if "already taken" in str(error):
+            reason = "another Pagewire cluster runs on this Ray; stop it first"
+            raise StartError(f"{name} exists already: {reason}") from error
+        raise StartError(f"cannot start {name}: {error}") from error
 
 
 def _wait_ready(

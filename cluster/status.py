@@ -37,6 +37,8 @@ def status_json(status: ClusterStatus) -> str:
     content = asdict(status)
     for values, worker in zip(content["workers"], status.workers, strict=True):
         values["hit_rate"] = worker.hit_rate
+        # As in the logs; as a number it is more than many readers of JSON can hold.
+        values["incarnation"] = f"{worker.incarnation:016x}"
     return json.dumps(content, indent=2)
 
 

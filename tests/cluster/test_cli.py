@@ -59,6 +59,12 @@ def test_every_option_is_a_flag(command):
         (["serve", "--model", "/nowhere"], 2, "model is /nowhere; it must be an existing folder"),
         (["serve", "--page-size", "3"], 2, "command line: page_size is 3"),
         (["serve", "--prefil", "3"], 2, "--prefill"),
+        (["serve", "--port", "abc"], 2, "found 'abc'"),
+        (["serve", "--port", "1", "--prefill", "2", "--port", "3"], 2, "given twice"),
+        (["serve", "--deterministic", "--no-deterministic"], 2, "given twice"),
+        (["generate", "x", "--temperature", "nan"], 2, "sampling.temperature: found nan"),
+        (["chat", "--address", "nonsense"], 2, "address: found 'nonsense'"),
+        (["status", "--address", "nonsense"], 2, "address: found 'nonsense'"),
         (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
         (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
         (["status", "--once", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
@@ -73,6 +79,12 @@ def test_what_cannot_work_is_refused_with_words(arguments, exit_code, words):
     assert result.returncode == exit_code
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
+    assert cli._where("10.0.0.1:5") == "10.0.0.1:5"
+    for host in ("0.0.0.0", "[::]"):
+        assert cli._where(f"{host}:5").startswith(f"{host}:5, for clients localhost:5 or ")
 
 
 def test_demo_uses_the_gpus_there_are(monkeypatch):

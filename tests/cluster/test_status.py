@@ -101,5 +101,6 @@ def test_json_carries_everything_and_the_hit_rate():
     content = json.loads(status_json(status(worker(cached_tokens=3, computed_tokens=1))))
 
     assert content["workers"][0]["hit_rate"] == 0.75
+    assert content["workers"][0]["incarnation"] == "00000000000000ff"
     assert content["workers"][0]["pages"]["incoming"] == 1
     assert content["finished_requests"] == 9

@@ -34,7 +34,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             async for response in self.script(request, context):
                 yield response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter while a message is written
             self.cancelled.set()
             raise
 
