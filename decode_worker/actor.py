@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from decode_worker.config import DecodeConfig
+from decode_worker.server import SERVICES
 from kv_transfer.transport import Transport
 from llm_engine.engine_api import EngineExecutor
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
@@ -20,7 +21,6 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
-SERVICES = ("pagewire.v1.DecodeService", "pagewire.v1.WorkerService")
 
 
 class DecodeActor:

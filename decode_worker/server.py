@@ -35,6 +35,7 @@ STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
+SERVICES = ("pagewire.v1.DecodeService", "pagewire.v1.WorkerService")
 HELLO_S = 5.0  # from the opening of a session to its first message
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import grpc
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2
 
 from decode_worker.admission import check_request
 from decode_worker.config import DecodeConfig
@@ -15,7 +15,7 @@ from decode_worker.outbox import Outbox, RequestFailure
 from decode_worker.receiving import PrefillReceivers
 from decode_worker.request import Request, TokenDelta
 from decode_worker.scheduler import Scheduler
-from decode_worker.server import register_decode_service
+from decode_worker.server import SERVICES, register_decode_service
 from decode_worker.step_loop import StepLoop
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.driver import RunBlocking
@@ -146,6 +146,8 @@ class DecodeWorker:
 
     async def start(self) -> None:
         """Begin to step; returns at once."""
+        for service in SERVICES:
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._stepping = asyncio.get_running_loop().create_task(self._loop.run())
 
     async def wait_failed(self) -> None:

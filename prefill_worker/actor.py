@@ -14,12 +14,12 @@ from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from llm_engine.worker_process import ServedWorker, WorkerProcess, WorkerSettings
 from observability.logs import configure_logging, fields
 from prefill_worker.config import PrefillConfig
+from prefill_worker.server import SERVICES
 
 log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
-SERVICES = ("pagewire.v1.PrefillService", "pagewire.v1.WorkerService")
 
 
 class PrefillActor:

@@ -30,6 +30,7 @@ from protos import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+SERVICES = ("pagewire.v1.PrefillService", "pagewire.v1.WorkerService")
 STATUS_CODES: dict[type[PrefillError], grpc.StatusCode] = {
     InvalidPrompt: grpc.StatusCode.INVALID_ARGUMENT,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2
 
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.connections import AcceptedConnections
@@ -32,7 +32,7 @@ from prefill_worker.errors import (
 )
 from prefill_worker.request import Progress, Prompt
 from prefill_worker.scheduler import Scheduler
-from prefill_worker.server import register_prefill_service
+from prefill_worker.server import SERVICES, register_prefill_service
 from prefill_worker.step_loop import StepLoop
 from prefill_worker.wire import PrefillStart
 
@@ -114,6 +114,8 @@ class PrefillWorker:
 
     async def start(self) -> None:
         """Begin to step; returns at once."""
+        for service in SERVICES:
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._stepping = asyncio.get_running_loop().create_task(self._loop.run())
 
     async def wait_failed(self) -> None:

@@ -177,9 +177,10 @@ def test_a_worker_describes_itself_beats_and_publishes_its_cache() -> None:
             assert len(snapshot.stored) == 16 * pages.cached
             assert snapshot.incarnation == info.worker.incarnation
 
-            check = await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=5.0
-            )
-            assert check.status == health_pb2.HealthCheckResponse.SERVING
+            for service in ("", "pagewire.v1.DecodeService", "pagewire.v1.WorkerService"):
+                check = await health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(service=service), timeout=5.0
+                )
+                assert check.status == health_pb2.HealthCheckResponse.SERVING
 
     asyncio.run(main())
