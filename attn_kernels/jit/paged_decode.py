@@ -393,9 +393,13 @@ def paged_decode_kernel(
             # The last of a request's items to arrive folds all slots, in key order. The barrier
             # puts all threads' stores before the release by one of them.
             tl.debug_barrier()
-            counter = arrivals_ptr + my_first_slot * NUM_KV_HEADS + my_kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == my_arrivals - 1:
-                tl.store(counter, 0)
+            is_last = my_arrivals == 1  # the other slots are shared ones
+            if my_arrivals > 1:
+                counter = arrivals_ptr + my_first_slot * NUM_KV_HEADS + my_kv_head
+                is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == my_arrivals - 1
+                if is_last:
+                    tl.store(counter, 0)
+            if is_last:
                 if OVERLAPS:
                     cuda.gdc_wait()
                 group_acc, group_m, group_total = fold_slots(
