@@ -52,7 +52,9 @@ def merge_columns(acc_a, m_a, total_a, acc_b, m_b, total_b):
 def capped(scores, scale_log2, soft_cap_log2):
     # soft_cap * tanh(scores * scale / soft_cap), in base 2; `scale_log2` is 2 * scale / soft_cap
     # and `soft_cap_log2` the cap, both times log2(e).
-    return soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(scores * scale_log2) + 1.0))
+    # The last operation is an fma: a product could be contracted with what follows, or not.
+    inverse = 1.0 / (tl.exp2(scores * scale_log2) + 1.0)
+    return tl.fma(inverse, -2.0 * soft_cap_log2, soft_cap_log2)
 
 
 @triton.jit
