@@ -14,21 +14,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_kernels.cascade_plan import (
-    ITEM_FIELDS,
-    CascadeEstimate,
-    CascadeModel,
-    CascadePlan,
-    plan_cascade,
-)
+from attn_kernels.cascade_items import ITEM_FIELDS
+from attn_kernels.cascade_model import CascadeModel
+from attn_kernels.cascade_plan import CascadeEstimate, CascadePlan, plan_cascade
 from attn_kernels.decode import DEFAULT_RULE, DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import DecodeItems, SplitRule
 from attn_kernels.jit.cascade import shared_prefix_kernel
+from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
 from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
 from attn_kernels.tiles import padded, programs_for
 
-FLOPS_PER_US_OF_SM = 3.3e6  # of the shared part's tiles, measured on one H200
+# Of the shared part's tiles, per us and multiprocessor, measured on one H200
+TRITON_FLOPS, HOPPER_FLOPS = 3.0e6, 3.8e6
+HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_PAGE_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +43,41 @@ class SharedTile:
     programs_per_sm: int
 
 
-def shared_tile(head_dim: int, element_bytes: int, max_rows: int) -> SharedTile:
-    """Return the tile for a head size and the most query rows of one key-value head."""
-    if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperSharedTile:
+    """How the Hopper kernel of the shared part is compiled: two warpgroups of 64 query rows."""
+
+    block_m: int = 128  # the kernel is written for 128
+    stages: int = 4  # key tiles in flight
+    programs_per_sm: int = 1
+
+
+def shared_tile(
+    pages: Tensor, max_rows: int, *, is_hopper: bool | None = None
+) -> SharedTile | HopperSharedTile:
+    """Return the shipped tile.
+
+    Args:
+        pages: The pool.
+        max_rows: Most query rows of one key-value head: requests times query heads of it.
+        is_hopper: Whether the device is a Hopper GPU; None looks.
+    """
+    _, _, _, _, page_size, head_dim = pages.shape
+    if pages.element_size() == 4:  # no tensor cores in full float32: for tests, not for speed
         return SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
+    if is_hopper is None:
+        is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
+    is_taken = (
+        head_dim in HOPPER_HEAD_DIMS
+        and page_size in HOPPER_PAGE_SIZES
+        and pages.numel() // head_dim < 2**31  # rows are numbered in 32 bits
+    )
+    if is_hopper and is_taken and max_rows > 128:
+        return HopperSharedTile()
     if head_dim > 128:  # two states of 256 columns fill the registers of eight warps
         return SharedTile(block_m=64, num_warps=8, num_stages=2, programs_per_sm=1)
-    if max_rows > 128:
-        return SharedTile(block_m=128, num_warps=8, num_stages=3, programs_per_sm=1)
-    return SharedTile(block_m=64, num_warps=4, num_stages=3, programs_per_sm=2)
+    # One program, so that programs of decode fit beside it.
+    return SharedTile(block_m=64, num_warps=4, num_stages=3, programs_per_sm=1)
 
 
 class CascadeAttention:
@@ -65,6 +93,9 @@ class CascadeAttention:
         scale: Factor of the scores, usually head_dim ** -0.5.
         max_requests: Most requests of a plan.
         max_kv_tokens: Most tokens of a plan, summed over its requests, shared ones for each.
+        soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
+        is_exact: Whether results have the bits of flat decode (in half precision), whatever the
+            batch shares. False is up to a quarter faster, and other in the last bits of float32.
         rule: Where keys are cut.
         decode_tile: How the decode kernel is compiled; None takes the shipped choice.
         tile: How the shared part's kernel is compiled; None takes the shipped choice.
@@ -80,9 +111,11 @@ class CascadeAttention:
         scale: float,
         max_requests: int,
         max_kv_tokens: int,
+        soft_cap: float | None = None,
+        is_exact: bool = True,
         rule: SplitRule = DEFAULT_RULE,
         decode_tile: DecodeTile | None = None,
-        tile: SharedTile | None = None,
+        tile: SharedTile | HopperSharedTile | None = None,
         num_programs: int | None = None,
         model: CascadeModel | None = None,
     ) -> None:
@@ -96,6 +129,7 @@ class CascadeAttention:
             scale=scale,
             max_requests=max_requests,
             max_kv_tokens=max_kv_tokens,
+            soft_cap=soft_cap,
             rule=rule,
             tile=decode_tile,
             max_shared_slots=self.max_shared_slots,
@@ -103,21 +137,25 @@ class CascadeAttention:
         _, _, _, num_kv_heads, page_size, head_dim = pages.shape
         device = pages.device
         group = self.decode.group
-        self.tile = tile or shared_tile(head_dim, pages.element_size(), max_requests * group)
+        self.tile = tile or shared_tile(pages, max_requests * group)
         self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
         self.unit_len = math.lcm(rule.split_len, page_size)
+        is_hopper = isinstance(self.tile, HopperSharedTile)
+        flops_per_token = 4 * self.tile.block_m * padded(head_dim) * self.tile.programs_per_sm
         self.model = model or CascadeModel(
             num_kv_heads=num_kv_heads,
             members_per_tile=self.tile.block_m // group,
-            tile_token_us=4.0
-            * self.tile.block_m
-            * padded(head_dim)
-            * self.tile.programs_per_sm
-            / FLOPS_PER_US_OF_SM,
             token_bytes=2 * num_kv_heads * head_dim * pages.element_size(),
-            slot_bytes=num_qo_heads * (head_dim + 3) * 4,
             num_programs=self.num_programs,
+            num_decode_programs=self.decode.num_programs,
+            tile_token_us=flops_per_token / (HOPPER_FLOPS if is_hopper else TRITON_FLOPS),
         )
+        self._pages_desc = None
+        if isinstance(self.tile, HopperSharedTile):
+            layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+            box = [min(page_size, self.decode.tile.block_n), 64]
+            self._pages_desc = TensorDescriptor.from_tensor(pages.view(-1, head_dim), box, layout)
+        self.is_exact = is_exact
         self.overlaps = device.type == "cuda"  # launches depend on each other's parts only
         pinned = device.type == "cuda"
         size = 1 + self.max_shared_slots * (ITEM_FIELDS + 2 * group)
@@ -171,6 +209,7 @@ class CascadeAttention:
             rule=self.decode.rule,
             model=self.model,
             max_slots=self.max_shared_slots,
+            is_exact=self.is_exact,
         )
         self._starts = starts
         self._rows = np.arange(len(lens)) if rows is None else np.asarray(rows, dtype=np.int64)
@@ -218,8 +257,17 @@ class CascadeAttention:
         Returns:
             The output, shaped as q.
         """
+        self.decode.check_run(q, layer, kv_page_indices)
+        if isinstance(self.tile, HopperSharedTile):
+            self._launch_hopper(self.tile, q, layer, kv_page_indices)
+        else:
+            self._launch_triton(self.tile, q, layer, kv_page_indices)
+        return self.decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=self.overlaps)
+
+    def _launch_triton(
+        self, tile: SharedTile, q: Tensor, layer: int, kv_page_indices: Tensor
+    ) -> None:
         decode = self.decode
-        decode.check_run(q, layer, kv_page_indices)
         _, _, _, num_kv_heads, page_size, head_dim = decode.pages.shape
         shared_prefix_kernel[(self.num_programs,)](
             q,
@@ -232,20 +280,54 @@ class CascadeAttention:
             decode.pages.stride(0),
             decode.pages.stride(1),
             decode.scale_log2,
+            decode.soft_cap_log2,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=decode.group,
             HEAD_DIM=head_dim,
             PAGE_SIZE=page_size,
             SPLIT_LEN=decode.rule.split_len,
-            BLOCK_M=self.tile.block_m,
+            SEGMENT_LEN=decode.rule.segment_len,
+            BLOCK_M=tile.block_m,
             BLOCK_N=decode.tile.block_n,
             BLOCK_D=padded(head_dim),
             ITEM_FIELDS=ITEM_FIELDS,
+            HAS_SOFT_CAP=decode.soft_cap is not None,
+            IS_EXACT=self.is_exact,
             OVERLAPS=self.overlaps,
-            num_stages=self.tile.num_stages,
-            num_warps=self.tile.num_warps,
+            num_stages=tile.num_stages,
+            num_warps=tile.num_warps,
         )
-        return decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=self.overlaps)
+
+    def _launch_hopper(
+        self, tile: HopperSharedTile, q: Tensor, layer: int, kv_page_indices: Tensor
+    ) -> None:
+        decode = self.decode
+        _, num_layers, _, num_kv_heads, page_size, head_dim = decode.pages.shape
+        shared_prefix_hopper_kernel[(self.num_programs,)](
+            q,
+            self._pages_desc,
+            kv_page_indices,
+            self._plan,
+            decode.partial_acc,
+            decode.partial_stats,
+            layer,
+            num_layers,
+            decode.scale_log2,
+            decode.soft_cap_log2,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=decode.group,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            SPLIT_LEN=decode.rule.split_len,
+            SEGMENT_LEN=decode.rule.segment_len,
+            BLOCK_N=decode.tile.block_n,
+            STAGES=tile.stages,
+            ITEM_FIELDS=ITEM_FIELDS,
+            HAS_SOFT_CAP=decode.soft_cap is not None,
+            IS_EXACT=self.is_exact,
+            OVERLAPS=self.overlaps,
+            num_warps=4,
+        )
 
     def _copy(self, shared: CascadePlan, items: DecodeItems) -> None:
         """Bring the items, and their query rows behind them, to the device."""

@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from attn_kernels.jit.attention_state import attend_tile, merge, page_of_tile
+from attn_kernels.jit.attention_state import (
+    TOTAL_COLUMNS,
+    attend_rows,
+    merge,
+    page_of_tile,
+)
 from attn_kernels.jit.paged_prefill import load_kv_tile
 
 
@@ -26,16 +31,20 @@ def shared_prefix_kernel(
     layer,
     page_stride,  # elements
     layer_stride,
-    scale_log2,  # softmax scale * log2(e)
+    scale_log2,  # softmax scale * log2(e); for a soft cap see `capped`
+    soft_cap_log2,  # soft cap * log2(e); read only if HAS_SOFT_CAP
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
+    SEGMENT_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows (request, query head) of a tile
     BLOCK_N: tl.constexpr,  # divides SPLIT_LEN; that of the decode kernel, or bits differ
     BLOCK_D: tl.constexpr,  # HEAD_DIM, padded to a power of two
     ITEM_FIELDS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    IS_EXACT: tl.constexpr,  # the bits are those of flat decode
     OVERLAPS: tl.constexpr,  # the decode kernel is launched beside this one
 ):
     # Grid: (num_programs,); each program takes every num_programs-th unit (item, key-value head).
@@ -53,8 +62,7 @@ def shared_prefix_kernel(
         my_begin = tl.load(my_item_ptr + 2)
         my_end = tl.load(my_item_ptr + 3)
         my_first_entry = tl.load(my_item_ptr + 4)  # of the page table that is read
-        my_ordinal = tl.load(my_item_ptr + 5)  # of the slot among those of a request
-        my_ends_segment = tl.load(my_item_ptr + 6)
+        my_ordinal = tl.load(my_item_ptr + 5)  # of the first slot among those of a request
 
         is_row = rows < my_num_rows
         in_q = is_row[:, None] & (dims < HEAD_DIM)[None, :]
@@ -66,49 +74,75 @@ def shared_prefix_kernel(
         my_k_ptr = pages_ptr + layer * layer_stride + my_kv_head * (PAGE_SIZE * HEAD_DIM)
         my_v_ptr = my_k_ptr + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
 
-        # State of the split in progress, and of those before it.
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        segment_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        page = page_of_tile(page_indices_ptr, my_first_entry, my_begin, my_end, PAGE_SIZE, BLOCK_N)
-        for start in tl.range(my_begin, my_end, BLOCK_N):
-            if start % SPLIT_LEN == 0:
-                segment_acc, segment_m, segment_total = merge(
-                    segment_acc, segment_m, segment_total, acc, m, total
+        # A slot for each segment; where its beginning belongs to another item, for each split (it
+        # could not be folded in key order yet). One slot if bits do not matter.
+        begin = my_begin
+        while begin < my_end:
+            end = my_end
+            if IS_EXACT:
+                end = tl.minimum(begin // SEGMENT_LEN * SEGMENT_LEN + SEGMENT_LEN, my_end)
+                end = tl.where(begin % SEGMENT_LEN == 0, end, begin + SPLIT_LEN)
+            # State of the split in progress, and of those before it.
+            acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+            m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            total = tl.zeros([BLOCK_M, TOTAL_COLUMNS], dtype=tl.float32)
+            segment_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+            segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
+            page = page_of_tile(page_indices_ptr, my_first_entry, begin, end, PAGE_SIZE, BLOCK_N)
+            for start in tl.range(begin, end, BLOCK_N):
+                if IS_EXACT & (start % SPLIT_LEN == 0):
+                    segment_acc, segment_m, segment_total = merge(
+                        segment_acc, segment_m, segment_total, acc, m, tl.max(total, 1)
+                    )
+                    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+                    m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+                    total = tl.zeros([BLOCK_M, TOTAL_COLUMNS], dtype=tl.float32)
+                k, v, _ = load_kv_tile(
+                    my_k_ptr,
+                    my_v_ptr,
+                    page,
+                    start,
+                    end,
+                    page_stride,
+                    PAGE_SIZE=PAGE_SIZE,
+                    HEAD_DIM=HEAD_DIM,
+                    BLOCK_N=BLOCK_N,
+                    BLOCK_D=BLOCK_D,
+                    MASKED=HEAD_DIM < BLOCK_D,
                 )
-                acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-                m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-                total = tl.zeros([BLOCK_M], dtype=tl.float32)
-            k, v, _ = load_kv_tile(
-                my_k_ptr,
-                my_v_ptr,
-                page,
-                start,
-                my_end,
-                page_stride,
-                PAGE_SIZE=PAGE_SIZE,
-                HEAD_DIM=HEAD_DIM,
-                BLOCK_N=BLOCK_N,
-                BLOCK_D=BLOCK_D,
-                MASKED=HEAD_DIM < BLOCK_D,
+                # One tile ahead: keys must not wait for the page id within an iteration.
+                page = page_of_tile(
+                    page_indices_ptr, my_first_entry, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N
+                )
+                acc, m, total = attend_rows(
+                    q,
+                    k,
+                    v,
+                    is_row[:, None],
+                    acc,
+                    m,
+                    total,
+                    scale_log2,
+                    soft_cap_log2,
+                    MASKED=False,
+                    HAS_SOFT_CAP=HAS_SOFT_CAP,
+                )
+            segment_acc, segment_m, segment_total = merge(
+                segment_acc, segment_m, segment_total, acc, m, tl.max(total, 1)
             )
-            # One tile ahead: keys must not wait for the page id within an iteration.
-            page = page_of_tile(
-                page_indices_ptr, my_first_entry, start + BLOCK_N, my_end, PAGE_SIZE, BLOCK_N
-            )
-            acc, m, total = attend_tile(
-                q, k, v, is_row[:, None], acc, m, total, scale_log2, MASKED=False
-            )
-        acc, m, total = merge(segment_acc, segment_m, segment_total, acc, m, total)
 
-        slot_heads = tl.load(my_rows_ptr + rows * 2 + 1, mask=is_row, other=0)
-        slot_heads += my_ordinal * (NUM_KV_HEADS * GROUP) + my_kv_head * GROUP
-        partial_rows = slot_heads.to(tl.int64)
-        tl.store(partial_acc_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_q)
-        stats_ptrs = partial_stats_ptr + partial_rows * 3
-        tl.store(stats_ptrs, m, mask=is_row)
-        tl.store(stats_ptrs + 1, total, mask=is_row)
-        tl.store(stats_ptrs + 2, my_ends_segment.to(tl.float32), mask=is_row)
+            slot_heads = tl.load(my_rows_ptr + rows * 2 + 1, mask=is_row, other=0)
+            slot_heads += my_ordinal * (NUM_KV_HEADS * GROUP) + my_kv_head * GROUP
+            partial_rows = slot_heads.to(tl.int64)
+            tl.store(
+                partial_acc_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :],
+                segment_acc,
+                mask=in_q,
+            )
+            stats_ptrs = partial_stats_ptr + partial_rows * 3
+            tl.store(stats_ptrs, segment_m, mask=is_row)
+            tl.store(stats_ptrs + 1, segment_total, mask=is_row)
+            tl.store(stats_ptrs + 2, (end % SEGMENT_LEN == 0).to(tl.float32), mask=is_row)
+            my_ordinal += 1
+            begin = end

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from attn_kernels import cascade_items, cascade_plan
 from attn_kernels.cascade import CascadeAttention, SharedTile
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import SplitRule
@@ -24,7 +25,13 @@ SHARE_ALL = {"repeated_bytes_per_us": 1e-3, "margin": 1e9}
 
 
 def make_attention(
-    case: PagedCase, *, tile: SharedTile = TILE, rule: SplitRule = RULE, **model: float
+    case: PagedCase,
+    *,
+    tile: SharedTile = TILE,
+    rule: SplitRule = RULE,
+    soft_cap: float | None = None,
+    is_exact: bool = True,
+    **model: float,
 ) -> CascadeAttention:
     attention = CascadeAttention(
         case.pages,
@@ -32,6 +39,8 @@ def make_attention(
         scale=case.scale,
         max_requests=len(case.kv_lens),
         max_kv_tokens=sum(case.kv_lens),
+        soft_cap=soft_cap,
+        is_exact=is_exact,
         rule=rule,
         decode_tile=DECODE_TILE,
         tile=tile,
@@ -138,6 +147,28 @@ def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
     assert few_slots < int(attention._shared.num_shared_slots.max()), "something was absorbed"
     assert_close(outs[0], case)
     assert all(torch.equal(out, outs[0]) for out in outs) or device == "cuda"
+
+
+@pytest.mark.parametrize("item_splits", [1, 2, 4, 8])
+def test_items_of_any_length_give_the_same_bits_and_inexact_ones_fewer_slots(
+    device: str, item_splits: int, monkeypatch: pytest.MonkeyPatch
+):
+    def cut_runs(runs: object, *, max_slots: int, **options: object) -> object:
+        return cascade_items.cut(runs, item_splits=item_splits, **options)
+
+    tables = grow(3, [0], [20], [0] * 3, [1, 9, 30], page_size=8)
+    case = shared_case(tables, device=device)
+    rule = SplitRule(split_len=16, splits_per_segment=4)
+    expected = cascade(case, rule=rule)
+    monkeypatch.setattr(cascade_plan, "cut_runs", cut_runs)
+    exact, inexact = (make_attention(case, rule=rule, is_exact=value) for value in (True, False))
+    plan(exact, case)
+    plan(inexact, case)
+
+    assert torch.equal(run(exact, case), expected) or device == "cuda"
+    assert_close(run(inexact, case), case)
+    slots = [attention._shared.num_shared_slots.sum() for attention in (exact, inexact)]
+    assert slots[0] > slots[1] if item_splits == 2 else slots[0] >= slots[1]
 
 
 @pytest.mark.parametrize(

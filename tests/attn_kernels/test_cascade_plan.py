@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attn_kernels.cascade_plan import MAX_ABSORBED, CascadeModel, CascadePlan, plan_cascade, share
+from attn_kernels.cascade_model import CascadeModel
+from attn_kernels.cascade_plan import MAX_ABSORBED, CascadePlan, plan_cascade, share
 from attn_kernels.decode_plan import SplitRule
 from attn_kernels.prefix_tree import prefix_tree
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
@@ -17,21 +18,21 @@ RULE = SplitRule(split_len=4, splits_per_segment=4)
 MODEL = CascadeModel(
     num_kv_heads=2,
     members_per_tile=2,
-    tile_token_us=0.01,
     token_bytes=4096,
-    slot_bytes=1000,
     num_programs=6,
-    flat_us=0.0,
+    num_decode_programs=12,
+    tile_token_us=0.01,
+    launch_us=0.0,
     extra_us=0.0,
 )
 EAGER = replace(MODEL, margin=1e9)  # shares although it is slower
 LLAMA_3_8B = CascadeModel(
     num_kv_heads=8,
     members_per_tile=32,
-    tile_token_us=0.02,
     token_bytes=4096,
-    slot_bytes=16_768,
     num_programs=132,
+    num_decode_programs=264,
+    tile_token_us=0.0143,
 )
 
 
@@ -40,6 +41,7 @@ def plan(
     model: CascadeModel = EAGER,
     rule: SplitRule = RULE,
     max_slots: int = 10_000,
+    is_exact: bool = True,
 ) -> CascadePlan:
     kv_lens = np.array(tables.kv_lens)
     nodes = prefix_tree(
@@ -50,33 +52,48 @@ def plan(
         unit_len=rule.split_len,
     )
     return plan_cascade(
-        nodes, kv_lens, table_starts=tables.starts, rule=rule, model=model, max_slots=max_slots
+        nodes,
+        kv_lens,
+        table_starts=tables.starts,
+        rule=rule,
+        model=model,
+        max_slots=max_slots,
+        is_exact=is_exact,
     )
 
 
-def slots_of(cascade: CascadePlan, request: int) -> list[tuple[int, int, int, int]]:
-    """Begin, end, flag, first entry of the pieces of a request, by ordinal."""
-    slots: dict[int, tuple[int, int, int, int]] = {}
-    for first, count, begin, end, entry, ordinal, ends_segment in cascade.fields.tolist():
-        if request in cascade.members[first : first + count]:
+def slots_of(
+    cascade: CascadePlan, request: int, rule: SplitRule, is_exact: bool
+) -> list[tuple[int, int, int]]:
+    """Begin, end, first entry of what a request's shared slots hold, by ordinal."""
+    slots: dict[int, tuple[int, int, int]] = {}
+    for first, count, begin, end, entry, ordinal in cascade.fields.tolist():
+        if request not in cascade.members[first : first + count]:
+            continue
+        while begin < end:  # as the kernels cut
+            segment_end = (begin // rule.segment_len + 1) * rule.segment_len
+            is_within = begin % rule.segment_len != 0
+            slot_end = begin + rule.split_len if is_within else min(segment_end, end)
+            if not is_exact:
+                slot_end = end
             assert ordinal not in slots
-            slots[ordinal] = (begin, end, ends_segment, entry)
+            slots[ordinal] = (begin, slot_end, entry)
+            ordinal += 1
+            begin = slot_end
     assert sorted(slots) == list(range(len(slots)))
     return [slots[ordinal] for ordinal in range(len(slots))]
 
 
-def check_coverage(cascade: CascadePlan, tables: SharedTables, rule: SplitRule = RULE) -> None:
+def check_coverage(
+    cascade: CascadePlan, tables: SharedTables, is_exact: bool, rule: SplitRule = RULE
+) -> None:
     for request, kv_len in enumerate(tables.kv_lens):
         reached = 0
-        slots = slots_of(cascade, request)
-        for begin, end, ends_segment, entry in slots:
+        slots = slots_of(cascade, request, rule, is_exact)
+        for begin, end, entry in slots:
             assert begin == reached
             assert begin % rule.split_len == 0
             assert end % rule.split_len == 0
-            # A later split of a segment stands alone; only its first ones may be folded.
-            assert begin % rule.segment_len == 0 or end - begin == rule.split_len
-            assert end <= (begin // rule.segment_len + 1) * rule.segment_len
-            assert ends_segment == (end % rule.segment_len == 0)
             mine = tables.starts[request]
             pages = slice(begin // tables.page_size, end // tables.page_size)
             assert np.array_equal(tables.indices[entry:][pages], tables.indices[mine:][pages]), (
@@ -88,14 +105,16 @@ def check_coverage(cascade: CascadePlan, tables: SharedTables, rule: SplitRule =
         assert reached < max(kv_len, 1)
 
 
-@given(forests(), st.sampled_from([1, 2, 6, 1000]), st.sampled_from([0.0, 0.01, 1.0]))
+@given(
+    forests(), st.sampled_from([1, 2, 6, 1000]), st.sampled_from([0.0, 0.01, 1.0]), st.booleans()
+)
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_every_key_of_every_request_is_covered_once_in_order(
-    tables: SharedTables, num_programs: int, slot_us: float
+    tables: SharedTables, num_programs: int, slot_us: float, is_exact: bool
 ):
     model = replace(EAGER, num_programs=num_programs, slot_us=slot_us)
 
-    check_coverage(plan(tables, model), tables)
+    check_coverage(plan(tables, model, is_exact=is_exact), tables, is_exact)
 
 
 @given(forests(), st.randoms(use_true_random=False))
@@ -176,23 +195,22 @@ def test_a_short_prefix_of_few_is_absorbed_by_longer_ones_below_it():
     tables = grow(64, [0, 0, 0], [4, 128, 128], [1] * 32 + [2] * 32, [100] * 64, page_size=64)
     cascade = plan(tables, LLAMA_3_8B, FULL_RULE)
 
-    assert cascade.fields[:, 2].min() == 0
+    assert (cascade.fields[:, 2] == 0).sum() == 2, "each group reads it for itself"
     assert (cascade.first_private == 256 + 8192).all()
-    assert cascade.num_shared_slots.max() == 5, "whole segments from the first token on"
 
 
-def test_few_tokens_are_cut_into_splits_and_many_into_segments():
+def test_few_tokens_are_cut_finely_and_many_into_whole_segments():
     few = plan(shared_batch(16, 8192, 256), replace(LLAMA_3_8B, num_programs=264), FULL_RULE)
     many = plan(shared_batch(256, 32_768, 256), LLAMA_3_8B, FULL_RULE)
 
-    assert (few.fields[:, 3] - few.fields[:, 2] == 256).all()
-    assert (
-        many.fields[: many.num_items // 2, 3] - many.fields[: many.num_items // 2, 2] == 2048
-    ).all()
+    assert (few.fields[:, 3] - few.fields[:, 2] <= 512).all()
+    assert ((many.fields[:, 3] - many.fields[:, 2]) % FULL_RULE.segment_len == 0).all()
 
 
 def test_a_plan_that_needs_more_slots_than_there_are_is_flat():
     tables = shared_batch(64, 8192, 256)
 
-    assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=64 * 4).num_items > 0
-    assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=64 * 4 - 1).num_items == 0
+    num_slots = 64 * (8192 // FULL_RULE.segment_len)
+
+    assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=num_slots).num_items > 0
+    assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=num_slots - 1).num_items == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 
-from attn_kernels.cascade import CascadeAttention
+from attn_kernels.cascade import CascadeAttention, HopperSharedTile, shared_tile
 from tests.attn_kernels.sm90 import Launch, compile_launch, launches_of
 from tests.attn_kernels.test_compile_sm90 import (
     IDS,
@@ -34,16 +34,21 @@ def both_launches(
     page_size: int,
     dtype: torch.dtype,
     max_requests: int,
+    is_exact: bool = True,
 ) -> tuple[CascadeAttention, Launch, Launch]:
     made: list[CascadeAttention] = []
+    pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+    max_rows = max_requests * num_qo_heads // num_kv_heads
 
     def launch() -> None:
         attention = CascadeAttention(
-            empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype),
+            pages,
             num_qo_heads=num_qo_heads,
             scale=0.1,
             max_requests=max_requests,
             max_kv_tokens=64,
+            tile=shared_tile(pages, max_rows, is_hopper=True),
+            is_exact=is_exact,
         )
         attention.overlaps = True  # as on a GPU
         made.append(attention)
@@ -54,6 +59,7 @@ def both_launches(
     return made[0], shared, decode
 
 
+@pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "inexact"])
 @pytest.mark.parametrize("max_requests", [8, 256])
 @pytest.mark.parametrize(
     ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "dtype"), SHAPES, ids=IDS
@@ -65,9 +71,10 @@ def test_shared_part(
     page_size: int,
     dtype: torch.dtype,
     max_requests: int,
+    is_exact: bool,
 ):
     attention, shared, decode = both_launches(
-        num_qo_heads, num_kv_heads, head_dim, page_size, dtype, max_requests
+        num_qo_heads, num_kv_heads, head_dim, page_size, dtype, max_requests, is_exact
     )
 
     compiled = compile_launch(shared)
@@ -82,7 +89,11 @@ def test_shared_part(
     if dtype != torch.float32:
         assert "wgmma.mma_async" in compiled.ptx
         assert "mma.sync" not in compiled.ptx
-        assert "cp.async.cg.shared.global" in compiled.ptx
+        if isinstance(attention.tile, HopperSharedTile):
+            assert "setmaxnreg" in compiled.ptx
+            assert "cp.async.bulk.tensor" in compiled.ptx
+        else:
+            assert "cp.async.cg.shared.global" in compiled.ptx
 
 
 def test_decode_waits_for_the_shared_part_before_it_folds_and_before_it_ends():

@@ -1,0 +1,193 @@
+"""Cascade attention on a GPU in a served model's shapes: accuracy, bits, graphs, large offsets."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile
+from attn_kernels.decode import DecodeAttention
+from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
+from tests.attn_kernels.shared_tables import SharedTables, grow
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SHAPES = {
+    "llama-3-8b": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "qwen2-7b": {"num_qo_heads": 28, "num_kv_heads": 4, "head_dim": 128},
+    "phi-3": {"num_qo_heads": 32, "num_kv_heads": 32, "head_dim": 96},
+    "gemma": {"num_qo_heads": 16, "num_kv_heads": 8, "head_dim": 256},
+    "llama-3-1b": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 64},
+    "group-16": {"num_qo_heads": 16, "num_kv_heads": 1, "head_dim": 128},
+}
+TILES = {
+    "64-rows": SharedTile(block_m=64, num_warps=4, num_stages=3, programs_per_sm=1),
+    "128-rows": SharedTile(block_m=128, num_warps=8, num_stages=3, programs_per_sm=1),
+    "hopper": HopperSharedTile(),
+}
+SHARE_ALL = {"repeated_bytes_per_us": 1e-3, "margin": 1e9}
+
+
+def forest(page_size: int, num_leaves: int = 40) -> SharedTables:
+    """Two roots and three levels; prefixes of whole and broken segments, and of none."""
+    tokens = [2304, 4096, 512, 0, 256]
+    return grow(
+        num_leaves,
+        parents=[0, 0, 1, 3, 3],
+        node_pages=[-(-count // page_size) for count in tokens],
+        leaves=[(0, 1, 2, 2, 2, 4, 4, 3)[i % 8] for i in range(num_leaves)],
+        suffix_tokens=[(1, 300, 64, 2500, 17)[i % 5] for i in range(num_leaves)],
+        page_size=page_size,
+    )
+
+
+def cuda_case(tables: SharedTables, name: str = "llama-3-8b", **options: object) -> PagedCase:
+    shape = {**SHAPES[name], "dtype": torch.bfloat16, **options}
+    return shared_case(tables, device="cuda", **shape)
+
+
+def cascade(case: PagedCase, **options: object) -> CascadeAttention:
+    attention = CascadeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        max_requests=len(case.kv_lens),
+        max_kv_tokens=sum(case.kv_lens),
+        **options,
+    )
+    attention.model = replace(attention.model, **SHARE_ALL)
+    plan(attention, case)
+    assert attention.num_shared_items > 0
+    return attention
+
+
+def plan(attention: CascadeAttention, case: PagedCase) -> None:
+    attention.plan(
+        case.kv_lens, case.kv_page_indptr[:-1].cpu().numpy(), case.kv_page_indices.cpu().numpy()
+    )
+
+
+def states(attention: CascadeAttention | DecodeAttention, case: PagedCase) -> tuple[Tensor, Tensor]:
+    """Run with float32 outputs: a difference must not hide in bfloat16."""
+    lse = torch.empty(case.q.shape[:2], device="cuda")
+    out = torch.empty(case.q.shape, device="cuda")
+    attention.run(case.q, case.layer, case.kv_page_indices, out=out, lse=lse)
+    return out, lse
+
+
+def flat_states(case: PagedCase) -> tuple[Tensor, Tensor]:
+    attention = DecodeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        max_requests=len(case.kv_lens),
+        max_kv_tokens=sum(case.kv_lens),
+    )
+    attention.plan(case.kv_lens)
+    return states(attention, case)
+
+
+def all_equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_the_shipped_tiles_are_as_accurate_as_eager_attention(name: str, page_size: int):
+    for num_leaves in (8, 40):
+        case = cuda_case(forest(page_size, num_leaves), name)
+
+        attention = cascade(case)
+
+        assert_close(attention.run(case.q, case.layer, case.kv_page_indices), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype):
+    case = cuda_case(forest(64), dtype=dtype)
+
+    assert_close(cascade(case).run(case.q, case.layer, case.kv_page_indices), case)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "llama-3-1b", "group-16"])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_tiles_and_runs_give_the_bits_of_flat_decode(name: str, page_size: int):
+    case = cuda_case(forest(page_size), name)
+    expected = flat_states(case)
+
+    for tile in TILES.values():
+        attention = cascade(case, tile=tile)
+        for overlaps in (True, False):
+            attention.overlaps = overlaps
+            for _ in range(20):
+                assert all_equal(states(attention, case), expected)
+        assert all_equal(states(cascade(case, tile=tile, num_programs=1), case), expected)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-1b", "gemma"])
+def test_inexact_tiles_are_as_accurate_as_eager_attention(name: str):
+    for num_leaves in (8, 40):
+        case = cuda_case(forest(64, num_leaves), name)
+
+        attention = cascade(case, is_exact=False)
+
+        assert_close(attention.run(case.q, case.layer, case.kv_page_indices), case)
+
+
+def test_a_soft_cap_gives_the_bits_of_flat_decode():
+    case = cuda_case(forest(64))
+    flat = DecodeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        soft_cap=2.0,
+        max_requests=len(case.kv_lens),
+        max_kv_tokens=sum(case.kv_lens),
+    )
+    flat.plan(case.kv_lens)
+
+    for tile in TILES.values():
+        attention = cascade(case, tile=tile, soft_cap=2.0)
+        assert all_equal(states(attention, case), states(flat, case))
+
+
+def test_a_graph_replays_for_later_plans_whether_they_share_or_not():
+    case = cuda_case(forest(64))
+    attention = cascade(case)
+    out = torch.empty_like(case.q)
+    expected = attention.run(case.q, case.layer, case.kv_page_indices)
+    flat = replace(attention.model, margin=0.0)
+    shared = attention.model
+    torch.cuda.synchronize()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(case.q, case.layer, case.kv_page_indices, out=out)
+
+    for model in (shared, flat, shared):
+        attention.model = model
+        plan(attention, case)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert (attention.num_shared_items > 0) == (model is shared)
+        assert torch.equal(out, expected)
+
+
+def test_pages_beyond_two_to_the_31_elements():
+    tables = forest(64)
+    case = cuda_case(tables)
+    num_pages = 2**31 // case.pages[0].numel() + case.pages.shape[0] + 1
+    pages = torch.empty((num_pages, *case.pages.shape[1:]), dtype=torch.bfloat16, device="cuda")
+    shift = num_pages - case.pages.shape[0]
+    pages[shift:] = case.pages
+    far = replace(case, pages=pages, kv_page_indices=case.kv_page_indices + shift)
+
+    for tile in TILES.values():
+        assert all_equal(
+            states(cascade(far, tile=tile), far), states(cascade(case, tile=tile), case)
+        )
