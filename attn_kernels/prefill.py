@@ -13,7 +13,6 @@ from attn_kernels.errors import ShapeError
 from attn_kernels.prefill_hopper import HopperPrefill, HopperTile
 from attn_kernels.prefill_plan import PrefillBatch
 from attn_kernels.prefill_triton import PrefillTile, TritonPrefill, prefill_tile
-from attn_kernels.tiles import LOG2_E
 
 
 class PrefillKernel(Protocol):
@@ -32,9 +31,9 @@ class PrefillKernel(Protocol):
     ) -> None: ...
 
 
-def shipped_tile(pages: Tensor) -> PrefillTile | HopperTile:
+def shipped_tile(pages: Tensor, soft_cap: float | None) -> PrefillTile | HopperTile:
     """Return which kernel runs for a pool, and its tile."""
-    if prefill_hopper.is_for(pages):
+    if soft_cap is None and prefill_hopper.is_for(pages):
         return HopperTile()
     return prefill_tile(pages.shape[-1], pages.element_size())
 
@@ -44,13 +43,14 @@ class PrefillAttention:
 
     A token's result does not depend on its batch mates, its physical pages, or how its prompt was
     cut into chunks. There are two kernels, whose bits differ: one for Hopper GPUs and the usual
-    head and page sizes, and one in plain Triton for everything else.
+    head and page sizes without soft cap, and one in plain Triton for everything else.
 
     Args:
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
         num_qo_heads: Query heads, 1 to 16 for each key-value head.
         scale: Factor of the scores, usually head_dim ** -0.5.
         sliding_window: Number of last tokens that a query sees, itself included; None is all.
+        soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
         tile: Which kernel runs and how it is compiled; None takes the shipped choice.
     """
 
@@ -61,6 +61,7 @@ class PrefillAttention:
         num_qo_heads: int,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
         tile: PrefillTile | HopperTile | None = None,
     ) -> None:
         check_pages(pages)
@@ -68,15 +69,19 @@ class PrefillAttention:
         group = check_heads(num_qo_heads, num_kv_heads, head_dim)
         if sliding_window is not None and sliding_window < 1:
             raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
+        if soft_cap is not None and not soft_cap > 0:
+            raise ShapeError(f"soft_cap is {soft_cap}, must be positive or None")
         self.pages = pages
         self.num_qo_heads = num_qo_heads
-        self.tile = tile or shipped_tile(pages)
+        self.tile = tile or shipped_tile(pages, soft_cap)
         self._kernel: PrefillKernel
         if isinstance(self.tile, HopperTile):
+            if soft_cap is not None:
+                raise ShapeError(f"soft_cap is {soft_cap}, the Hopper kernel takes none")
             self._kernel = HopperPrefill(
                 pages,
                 group=group,
-                scale_log2=scale * LOG2_E,
+                scale=scale,
                 sliding_window=sliding_window,
                 tile=self.tile,
             )
@@ -84,8 +89,9 @@ class PrefillAttention:
             self._kernel = TritonPrefill(
                 pages,
                 group=group,
-                scale_log2=scale * LOG2_E,
+                scale=scale,
                 sliding_window=sliding_window,
+                soft_cap=soft_cap,
                 tile=self.tile,
             )
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_kernels.errors import ShapeError, StrideError
 from attn_kernels.jit.paged_prefill_hopper import paged_prefill_hopper_kernel
 from attn_kernels.prefill_plan import UNIT_FIELDS, PrefillBatch, plan_units
-from attn_kernels.tiles import programs_for, to_device
+from attn_kernels.tiles import LOG2_E, programs_for, to_device
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -42,7 +42,7 @@ class HopperPrefill:
         pages: Tensor,
         *,
         group: int,
-        scale_log2: float,
+        scale: float,
         sliding_window: int | None,
         tile: HopperTile,
     ) -> None:
@@ -51,7 +51,7 @@ class HopperPrefill:
             raise ShapeError(f"the Hopper kernel does not take {refusal}")
         self._pages = pages
         self._group = group
-        self._scale_log2 = scale_log2
+        self._scale_log2 = scale * LOG2_E
         self._sliding_window = sliding_window
         self._tile = tile
         self._unit_indptr = torch.zeros(1, dtype=torch.int32, device=pages.device)

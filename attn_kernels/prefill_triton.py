@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_kernels.jit.paged_prefill import paged_prefill_kernel
 from attn_kernels.prefill_plan import ITEM_FIELDS, PrefillBatch, plan_items
-from attn_kernels.tiles import padded, to_device
+from attn_kernels.tiles import LOG2_E, padded, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +37,19 @@ class TritonPrefill:
         pages: Tensor,
         *,
         group: int,
-        scale_log2: float,
+        scale: float,
         sliding_window: int | None,
+        soft_cap: float | None,
         tile: PrefillTile,
     ) -> None:
         self._pages = pages
         self._group = group
-        self._scale_log2 = scale_log2
+        self._has_soft_cap = soft_cap is not None
+        self._scale_log2 = scale * LOG2_E
+        self._soft_cap_log2 = 0.0
+        if soft_cap is not None:  # as the kernel's `capped` takes them
+            self._scale_log2 = 2 * scale * LOG2_E / soft_cap
+            self._soft_cap_log2 = soft_cap * LOG2_E
         self._sliding_window = sliding_window
         self._tile = tile
         self._items = torch.empty((0, ITEM_FIELDS), dtype=torch.int32, device=pages.device)
@@ -79,6 +85,7 @@ class TritonPrefill:
             self._pages.stride(0),
             self._pages.stride(1),
             self._scale_log2,
+            self._soft_cap_log2,
             self._sliding_window or 0,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=self._group,
@@ -89,6 +96,7 @@ class TritonPrefill:
             BLOCK_D=padded(head_dim),
             ITEM_FIELDS=ITEM_FIELDS,
             HAS_WINDOW=self._sliding_window is not None,
+            HAS_SOFT_CAP=self._has_soft_cap,
             HAS_LSE=lse is not None,
             num_stages=self._tile.num_stages,
             num_warps=self._tile.num_warps,

@@ -58,6 +58,7 @@ def paged_prefill_kernel(
     page_stride,  # elements
     layer_stride,
     scale_log2,  # softmax scale * log2(e)
+    soft_cap_log2,  # cap * log2(e), and scale_log2 as `capped` takes it; only if HAS_SOFT_CAP
     sliding_window,  # tokens that a query sees; read only if HAS_WINDOW
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,6 +69,7 @@ def paged_prefill_kernel(
     BLOCK_D: tl.constexpr,  # HEAD_DIM, padded to a power of two
     ITEM_FIELDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
     # Grid: (num_items * num_kv_heads,); heads of one item are neighbours.
@@ -133,7 +135,19 @@ def paged_prefill_kernel(
             )
             distances = positions[:, None] - tokens[None, :]
             visible = (distances >= 0) & (distances < sliding_window)
-            acc, m, total = attend_tile(q, k, v, visible, acc, m, total, scale_log2, MASKED=True)
+            acc, m, total = attend_tile(
+                q,
+                k,
+                v,
+                visible,
+                acc,
+                m,
+                total,
+                scale_log2,
+                MASKED=True,
+                soft_cap_log2=soft_cap_log2,
+                HAS_SOFT_CAP=HAS_SOFT_CAP,
+            )
     # Page ids are loaded one tile ahead: keys must not wait for them within an iteration.
     page = page_of_tile(page_indices_ptr, my_first_page, full_begin, end, PAGE_SIZE, BLOCK_N)
     for start in tl.range(full_begin, full_end, BLOCK_N):
@@ -154,7 +168,17 @@ def paged_prefill_kernel(
             page_indices_ptr, my_first_page, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N
         )
         acc, m, total = attend_tile(
-            q, k, v, is_row[:, None], acc, m, total, scale_log2, MASKED=False
+            q,
+            k,
+            v,
+            is_row[:, None],
+            acc,
+            m,
+            total,
+            scale_log2,
+            MASKED=False,
+            soft_cap_log2=soft_cap_log2,
+            HAS_SOFT_CAP=HAS_SOFT_CAP,
         )
     page = page_of_tile(page_indices_ptr, my_first_page, full_end, end, PAGE_SIZE, BLOCK_N)
     for start in tl.range(full_end, end, BLOCK_N):
@@ -178,7 +202,19 @@ def paged_prefill_kernel(
         visible = distances >= 0
         if HAS_WINDOW:
             visible = visible & (distances < sliding_window)
-        acc, m, total = attend_tile(q, k, v, visible, acc, m, total, scale_log2, MASKED=True)
+        acc, m, total = attend_tile(
+            q,
+            k,
+            v,
+            visible,
+            acc,
+            m,
+            total,
+            scale_log2,
+            MASKED=True,
+            soft_cap_log2=soft_cap_log2,
+            HAS_SOFT_CAP=HAS_SOFT_CAP,
+        )
 
     out, lse_log2 = normalize(acc, m, total)
     tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out, mask=in_q)

@@ -10,12 +10,19 @@ from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
 
 
-def prefill(case: PagedCase, *, window: int | None = None, lse: Tensor | None = None) -> Tensor:
+def prefill(
+    case: PagedCase,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
     attention = PrefillAttention(
         case.pages,
         num_qo_heads=case.num_qo_heads,
         scale=case.scale,
         sliding_window=window,
+        soft_cap=soft_cap,
         tile=TILE,
     )
     attention.plan(case.qo_lens, case.kv_lens)
@@ -73,6 +80,19 @@ def test_sliding_window_hides_older_tokens(device: str, window: int):
 
 
 @pytest.mark.parametrize("window", [None, 12])
+def test_a_soft_cap_bounds_scores(device: str, window: int | None):
+    case = make_case([1, 20, 12], [1, 20, 65], device=device)
+    lse = torch.empty(case.q.shape[:2], device=device)
+
+    out = prefill(case, window=window, soft_cap=0.5, lse=lse)
+
+    expected, expected_lse = case.expected(window, soft_cap=0.5)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert not torch.allclose(out, prefill(case, window=window), atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 12])
 def test_a_token_has_the_same_bits_in_any_chunk_any_batch_and_any_pages(
     device: str, window: int | None
 ):
@@ -121,3 +141,11 @@ def test_more_new_tokens_than_tokens_are_refused(device: str):
 
     with pytest.raises(ShapeError, match="21 new tokens of 20"):
         attention.plan([21], [20])
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, -1.0, float("nan")])
+def test_a_soft_cap_that_is_not_positive_is_refused(device: str, soft_cap: float):
+    case = make_case([1], [20], device=device)
+
+    with pytest.raises(ShapeError, match=f"soft_cap is {soft_cap}, must be positive"):
+        PrefillAttention(case.pages, num_qo_heads=4, scale=1.0, soft_cap=soft_cap)

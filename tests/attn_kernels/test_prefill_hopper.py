@@ -12,6 +12,7 @@ from attn_kernels import prefill_hopper
 from attn_kernels.errors import ShapeError, StrideError
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_hopper import HopperTile
+from attn_kernels.prefill_triton import PrefillTile
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
 
@@ -115,6 +116,16 @@ def test_a_pool_that_the_kernel_does_not_take_is_refused(shape: tuple, message: 
 
     with pytest.raises(ShapeError, match=message):
         PrefillAttention(pages, num_qo_heads=1, scale=1.0, tile=HopperTile())
+
+
+def test_a_soft_cap_is_left_to_the_other_kernel(device: str):
+    pages = torch.zeros(4, 1, 2, 1, 16, 64, dtype=torch.bfloat16, device=device)
+
+    other = PrefillAttention(pages, num_qo_heads=1, scale=1.0, soft_cap=30.0)
+
+    assert isinstance(other.tile, PrefillTile)
+    with pytest.raises(ShapeError, match="the Hopper kernel takes none"):
+        PrefillAttention(pages, num_qo_heads=1, scale=1.0, soft_cap=30.0, tile=HopperTile())
 
 
 def test_queries_at_an_odd_address_are_refused(device: str):
