@@ -17,7 +17,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -308,48 +308,40 @@ def main() -> None:
     arguments = parser.parse_args()
 
     bench = Bench(pool_bytes=arguments.pool_gib * GIB, repetitions=arguments.repetitions)
-    timings: list[Timing] = []
-    page_size = arguments.page_size
+    properties = torch.cuda.get_device_properties(bench.device)
+    print(f"{properties.name}, torch {torch.__version__}, page_size {arguments.page_size}")
+    rows = []
+    for timing in run_cases(bench, arguments.only, arguments.page_size):
+        _show(timing)
+        rows.append({name: value for name, value in asdict(timing).items() if value is not None})
+        if arguments.out is not None:  # after each case: a run that is cut short keeps the others
+            arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def run_cases(bench: Bench, prefix: str, page_size: int) -> Iterator[Timing]:
+    """Time the shortest launch, then the cases whose names begin with the prefix."""
     nothing = torch.zeros(1, device=bench.device)
     us, p99_us = bench.time(lambda: nothing.zero_())
-    timings.append(Timing(case="launch/empty", us=us, p99_us=p99_us))
-    properties = torch.cuda.get_device_properties(bench.device)
-    print(f"{properties.name}, torch {torch.__version__}, page_size {page_size}")
-    _show(timings[-1])
+    yield Timing(case="launch/empty", us=us, p99_us=p99_us)
     for case, kv_lens in DECODE_CASES.items():
-        if case.startswith(arguments.only):
-            timings.append(bench_decode(bench, case, kv_lens, page_size=page_size))
-            _show(timings[-1])
-            compact = f"{case}@compact"
-            timings.append(bench_decode(bench, compact, kv_lens, page_size=page_size, compact=True))
-            _show(timings[-1])
+        if case.startswith(prefix):
+            yield bench_decode(bench, case, kv_lens, page_size=page_size)
+            yield bench_decode(bench, f"{case}@compact", kv_lens, page_size=page_size, compact=True)
     for case, forest in cascade_cases():
-        if case.startswith(arguments.only):
-            for timing in bench_cascade(bench, case, forest, page_size=page_size):
-                timings.append(timing)
-                _show(timing)
+        if case.startswith(prefix):
+            yield from bench_cascade(bench, case, forest, page_size=page_size)
     for case, lens in PREFILL_CASES.items():
-        if case.startswith(arguments.only):
-            timings.append(bench_prefill(bench, case, lens, page_size=page_size))
-            _show(timings[-1])
+        if case.startswith(prefix):
+            yield bench_prefill(bench, case, lens, page_size=page_size)
             name = f"{case}@sustained"
-            timings.append(bench_prefill(bench, name, lens, page_size=page_size, rest_s=0.0))
-            _show(timings[-1])
+            yield bench_prefill(bench, name, lens, page_size=page_size, rest_s=0.0)
     for case, launch in sampling_cases(bench.device):
-        if case.startswith(arguments.only):
+        if case.startswith(prefix):
             us, p99_us = bench.time(launch)
-            timings.append(Timing(case=case, us=us, p99_us=p99_us))
-            _show(timings[-1])
-    if not arguments.only or "pages".startswith(arguments.only):
-        for timing in bench_pages(bench, 256, 2 << 20) + bench_pages(bench, 256, 8 << 20):
-            timings.append(timing)
-            _show(timing)
-    if arguments.out is not None:
-        rows = [
-            {name: value for name, value in asdict(timing).items() if value is not None}
-            for timing in timings
-        ]
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+            yield Timing(case=case, us=us, p99_us=p99_us)
+    if "pages".startswith(prefix):
+        for page_bytes in (2 << 20, 8 << 20):
+            yield from bench_pages(bench, 256, page_bytes)
 
 
 def _show(timing: Timing) -> None:
