@@ -211,7 +211,7 @@ def fold_slots(
 @triton.jit(do_not_specialize=["layer"])
 def paged_decode_kernel(
     out_ptr,  # [num_rows, num_qo_heads, head_dim]
-    lse_ptr,  # [num_rows, num_qo_heads], float32, natural log; read only if HAS_LSE
+    lse_ptr,  # [num_rows, num_qo_heads], float32, natural log; written only if HAS_LSE
     q_ptr,  # [num_rows, num_qo_heads, head_dim]
     pages_ptr,  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
     page_indices_ptr,  # [num_table_entries], int32

@@ -48,7 +48,7 @@ def load_kv_tile(
 @triton.jit(do_not_specialize=["layer", "sliding_window"])
 def paged_prefill_kernel(
     out_ptr,  # [num_rows, num_qo_heads, head_dim]
-    lse_ptr,  # [num_rows, num_qo_heads], float32, natural log; read only if HAS_LSE
+    lse_ptr,  # [num_rows, num_qo_heads], float32, natural log; written only if HAS_LSE
     q_ptr,  # [num_rows, num_qo_heads, head_dim]
     pages_ptr,  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
     page_indptr_ptr,  # [num_requests + 1], int32
