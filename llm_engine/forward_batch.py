@@ -30,10 +30,6 @@ class ForwardBatch:
     kv_lens: tuple[int, ...]  # host copy: tokens in each sequence after the append
     prompt_lens: tuple[int, ...]  # on the host: leading tokens of each slice that are prompt
 
-    @property
-    def num_slices(self) -> int:
-        return len(self.qo_lens)
-
 
 def build_forward_batch(
     slices: Sequence[SequenceSlice], page_size: int, device: torch.device

@@ -24,17 +24,13 @@ TOTAL_COLUMNS = tl.constexpr(16)
 
 @triton.jit
 def merge(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # acc [M, D]; m [M]; total [M], or [M, TOTAL_COLUMNS]
+    # acc [M, D]; m and total [M]
     m = tl.maximum(m_a, m_b)
     m_finite = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf would be NaN
     weight_a = tl.exp2(m_a - m_finite)
     weight_b = tl.exp2(m_b - m_finite)
     acc = tl.fma(acc_a, weight_a[:, None], acc_b * weight_b[:, None])
-    if len(total_a.shape) == 2:
-        total = tl.fma(total_a, weight_a[:, None], total_b * weight_b[:, None])
-    else:
-        total = tl.fma(total_a, weight_a, total_b * weight_b)
-    return acc, m, total
+    return acc, m, tl.fma(total_a, weight_a, total_b * weight_b)
 
 
 @triton.jit
