@@ -1,4 +1,4 @@
-"""Times the attention and page kernels on one GPU and writes a list of cases as JSON.
+"""Times the kernels of attention, sampling and pages on one GPU and writes the cases as JSON.
 
     python -m benchmarks.kernels --out benchmarks/results/kernels-h200.json
 
@@ -26,12 +26,10 @@ import torch
 from torch import Tensor
 
 from attn_kernels.cascade import CascadeAttention
-from attn_kernels.decode import DecodeAttention, DecodeTile
+from attn_kernels.decode import DecodeAttention
 from attn_kernels.digest import digest_pages
 from attn_kernels.pages import gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_hopper import HopperTile
-from attn_kernels.prefill_triton import PrefillTile
 from benchmarks.cascade_cases import Forest, cascade_cases
 from benchmarks.sampling_cases import sampling_cases
 
@@ -160,7 +158,6 @@ def bench_decode(
     *,
     page_size: int,
     compact: bool = False,
-    tile: DecodeTile | None = None,
 ) -> Timing:
     """Time one decode case."""
     pages = bench.pool(sum(kv_lens) + page_size * len(kv_lens), page_size, compact=compact)
@@ -170,7 +167,6 @@ def bench_decode(
         scale=SCALE,
         max_requests=len(kv_lens),
         max_kv_tokens=sum(kv_lens),
-        tile=tile,
     )
     _, indices = page_tables(pages, kv_lens)
     q = torch.randn(len(kv_lens), NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=bench.device)
@@ -251,13 +247,12 @@ def bench_prefill(
     lens: Sequence[tuple[int, int]],
     *,
     page_size: int,
-    tile: PrefillTile | HopperTile | None = None,
     rest_s: float = REST_S,
 ) -> Timing:
     """Time one prefill case after the GPU has rested for some seconds."""
     qo_lens, kv_lens = [qo for qo, _ in lens], [kv for _, kv in lens]
     pages = bench.pool(sum(kv_lens) + page_size * len(kv_lens), page_size, compact=False)
-    attention = PrefillAttention(pages, num_qo_heads=NUM_QO_HEADS, scale=SCALE, tile=tile)
+    attention = PrefillAttention(pages, num_qo_heads=NUM_QO_HEADS, scale=SCALE)
     indptr, indices = page_tables(pages, kv_lens)
     q = torch.randn(sum(qo_lens), NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=bench.device)
     out = torch.empty_like(q)
@@ -292,7 +287,7 @@ def bench_pages(bench: Bench, num_pages: int, page_bytes: int) -> list[Timing]:
     timings = []
     for name, (num_bytes, action) in actions.items():
         us, p99_us = bench.time(action)
-        case = f"{name}/{num_pages}x{page_bytes >> 20}MiB"
+        case = f"pages/{name},{num_pages}x{page_bytes >> 20}MiB"
         timings.append(Timing(case=case, us=us, p99_us=p99_us, tbps=num_bytes / us / 1e6))
     return timings
 
@@ -339,9 +334,10 @@ def run_cases(bench: Bench, prefix: str, page_size: int) -> Iterator[Timing]:
         if case.startswith(prefix):
             us, p99_us = bench.time(launch)
             yield Timing(case=case, us=us, p99_us=p99_us)
-    if "pages".startswith(prefix):
+    if "pages/".startswith(prefix) or prefix.startswith("pages/"):
         for page_bytes in (2 << 20, 8 << 20):
-            yield from bench_pages(bench, 256, page_bytes)
+            timings = bench_pages(bench, 256, page_bytes)
+            yield from (each for each in timings if each.case.startswith(prefix))
 
 
 def _show(timing: Timing) -> None:
