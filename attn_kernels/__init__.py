@@ -1,11 +1,11 @@
 """GPU code that knows tensors and integers, and no type of the project.
 
-A launcher checks, allocates and launches; kernel bodies lie in jit/; reference.py has a slow
-function for each kernel of attention and pages. Where work depends on the batch, a planner makes
-items on the host, in numpy and without a device. All raise what errors.py names.
+A launcher checks, allocates and launches; kernel bodies lie in jit/; what a kernel must compute is
+a slow function in reference.py (of sampling: llm_engine/sampler.py). Where work depends on the
+batch, a planner makes items on the host, in numpy. Launchers raise what errors.py names.
 
     launcher               planner                          kernel bodies in jit/
-    prefill                                                 (chooses one of the next two)
+    prefill                (chooses one of these two)
       prefill_triton       prefill_plan                     paged_prefill
       prefill_hopper       prefill_plan                     paged_prefill_hopper
     decode                 decode_plan                      paged_decode
@@ -18,7 +18,7 @@ items on the host, in numpy and without a device. All raise what errors.py names
     sampling                                                sampling, sampling_bins, gumbel,
                                                             edit_logits, logprobs
 
-What they share: checks, tiles, and jit/attention_state.py, the arithmetic of attention.
-Start with decode: prefill has no splits, and cascade ends in decode. Why bits do not depend on the
-batch: docs/decisions/0006, 0007; how sampling does without sorting: 0008.
+They share checks.py, tiles.py and, for attention, jit/attention_state.py. Begin with decode: the
+first launch of cascade fills some of its partial results. Why bits do not depend on the batch is
+told in docs/decisions/0006 and 0007, why sampling does not sort in 0008.
 """

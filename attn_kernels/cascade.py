@@ -83,9 +83,10 @@ def shared_tile(
 class CascadeAttention:
     """Attention of one new token per request, over the prefix tree of the batch.
 
-    As `DecodeAttention`, with the page tables given to `plan`. `run` launches for one layer and may
-    be captured in a CUDA graph, which then replays for any later plan, also for one that shares
-    nothing. For such a plan (`num_shared_items` tells) `decode.run` does the same with one launch.
+    As `DecodeAttention` without a sliding window, and with the page tables given to `plan`. `run`
+    launches for one layer and may be captured in a CUDA graph, which then replays for any later
+    plan, also for one that shares nothing. For such a plan (`num_shared_items` tells) `decode.run`
+    does the same with one launch.
 
     Args:
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.

@@ -33,10 +33,10 @@ MAX_SEGMENTS = 4  # of an item
 class SharedRun:
     """Tokens that are read once for all members."""
 
-    begin: int  # tokens [begin, end); begins where the run of the same members before it ends
+    begin: int  # tokens [begin, end), both at borders of splits; 0 without a parent
     end: int
     members: IntArray  # indices of requests
-    parent: int | None  # index of the run that ends at `begin`
+    parent: int | None  # index of the run that ends at `begin`, with these members and others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

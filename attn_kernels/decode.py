@@ -222,7 +222,8 @@ class DecodeAttention:
             q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool.
             layer: Layer of the pool.
             kv_page_indices: Page ids of all requests, int32.
-            out: Written at the planned rows; None makes a new one. Other rows are left as they are.
+            out: Shaped as q, of any float dtype; None makes a new one with q's. Written at the
+                planned rows, other rows are left as they are.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
                 scores (natural log).
             overlaps: Whether to start while the launch before this one, which fills shared slots,

@@ -16,7 +16,7 @@ from attn_kernels.prefill_triton import PrefillTile, TritonPrefill, prefill_tile
 
 
 class PrefillKernel(Protocol):
-    """A kernel with its plan of a batch."""
+    """A kernel with its plan of a batch; arguments are those of `PrefillAttention`, checked."""
 
     def plan(self, batch: PrefillBatch) -> None: ...
 
@@ -110,6 +110,9 @@ class PrefillAttention:
             kv_lens: All tokens of each request.
             first_rows: Row of each request's first new token in q; None packs them in order.
             requests: Row of each request in the page table; None is 0, 1, 2, ...
+
+        Raises:
+            ShapeError: If a request has more new tokens than tokens, or fewer than none.
         """
         for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True):
             if not 0 <= qo_len <= kv_len:

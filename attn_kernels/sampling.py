@@ -22,8 +22,9 @@ Life of a row:
                 most logits are nearly equal, it bisects over the row itself: slow, still exact.
 Rows without top-k and top-p skip 3. What is launched does not depend on the values.
 
-Sources: Gumbel-max for a draw without a sum; bounds from the maxima of groups as in top-k selection
-by delegates; integer masses so that a set does not depend on the order of atomics.
+Sources: Gumbel-max (Gumbel, 1954) for a draw without a sum; bounds from the maxima of groups as in
+Dr. Top-k (Gaihre et al., 2021), which calls them delegates. Masses are integers so that a set does
+not depend on the order of atomics.
 """
 
 from dataclasses import dataclass
@@ -108,6 +109,16 @@ class TokenSampler:
     """Fixed buffers for up to `max_rows` rows; `sample` and `logprobs` may be captured in a graph.
 
     One call uses all buffers: two streams need two samplers.
+
+    Args:
+        vocab_size: Tokens of a row, 1 to MAX_VOCAB_SIZE.
+        max_rows: Most rows of a call, 1 to MAX_ROWS; each takes about 64 KB for a vocabulary of
+            128,256.
+        device: Of the logits.
+        shape: How the kernels are compiled; None takes the shipped choice.
+
+    Raises:
+        ShapeError: If a size is out of range.
     """
 
     def __init__(
@@ -176,6 +187,9 @@ class TokenSampler:
         Returns:
             Token ids, `out`. -1 where nothing can be drawn: the largest allowed logit is -inf,
             inf or NaN.
+
+        Raises:
+            CapacityError: If there are more rows than `max_rows`.
         """
         num_rows = self._check_logits(logits)
         self._check_params(params, num_rows)
