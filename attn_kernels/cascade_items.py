@@ -8,6 +8,7 @@ the bits of flat decode. If not, each item fills one slot.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -74,25 +75,14 @@ def cut_runs(
     def total_us(items: SharedItems) -> float:
         return items.ends_us + model.own_parts_us(num_requests, max(items.slots_up_to))
 
-    num_splits = MAX_SEGMENTS * rule.splits_per_segment
-    best = cut(
-        runs,
-        item_splits=num_splits,
-        table_starts=table_starts,
-        rule=rule,
-        model=model,
-        is_exact=is_exact,
+    cut_by = partial(
+        cut, runs, table_starts=table_starts, rule=rule, model=model, is_exact=is_exact
     )
-    while num_splits > 1:
-        num_splits //= 2
-        items = cut(
-            runs,
-            item_splits=num_splits,
-            table_starts=table_starts,
-            rule=rule,
-            model=model,
-            is_exact=is_exact,
-        )
+    item_splits = MAX_SEGMENTS * rule.splits_per_segment
+    best = cut_by(item_splits=item_splits)
+    while item_splits > 1:
+        item_splits //= 2
+        items = cut_by(item_splits=item_splits)
         if items.num_slots > max_slots or items.ends_us > 2 * best.ends_us:
             break
         best = min(best, items, key=total_us)
@@ -108,7 +98,7 @@ def cut(
     model: CascadeModel,
     is_exact: bool,
 ) -> SharedItems:
-    """Cut runs at multiples of `item_splits` splits; the rest is as for cut_runs."""
+    """Cut runs at multiples of `item_splits` splits; other arguments are those of `cut_runs`."""
     first = np.array([run.begin for run in runs], dtype=np.int64) // rule.split_len
     last = np.array([run.end for run in runs], dtype=np.int64) // rule.split_len
     num_pieces = -(-last // item_splits) - first // item_splits

@@ -99,6 +99,50 @@ def filter_logits(
     return logits_RV.masked_fill_(is_out, -torch.inf)
 
 
+def logprobs_wanted(draws: Sequence[Draw]) -> dict[int, int]:
+    """Return the rows that want logprobs: row |-> number of most probable tokens."""
+    return {
+        row: draw.params.logprobs
+        for row, draw in enumerate(draws)
+        if draw.params.logprobs is not None
+    }
+
+
+def logprobs_of(
+    logits_RV: Tensor, draws: Sequence[Draw], tokens_R: Tensor
+) -> dict[int, SampledToken]:
+    """Return the complete results of the rows that want logprobs: row |-> token.
+
+    Args:
+        logits_RV: float32, without edits.
+        draws: Say which rows.
+        tokens_R: What was drawn, int64.
+    """
+    wanted = logprobs_wanted(draws)
+    if not wanted:
+        return {}
+    index = torch.tensor(list(wanted), device=logits_RV.device)
+    all_logprobs = logits_RV[index].log_softmax(dim=-1)
+    own = all_logprobs.gather(1, tokens_R[index].unsqueeze(1)).squeeze(1).tolist()
+    top = all_logprobs.topk(min(max(wanted.values()), logits_RV.shape[1]), dim=-1)
+    results = {}
+    for row, token, logprob, top_ids, top_logprobs in zip(
+        wanted,
+        tokens_R[index].tolist(),
+        own,
+        top.indices.tolist(),
+        top.values.tolist(),
+        strict=True,
+    ):
+        count = wanted[row]
+        results[row] = SampledToken(
+            token_id=token,
+            logprob=logprob,
+            top_logprobs=tuple(zip(top_ids[:count], top_logprobs[:count], strict=True)),
+        )
+    return results
+
+
 def _draw_randomly(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     params = [draw.params for draw in draws]
@@ -146,36 +190,3 @@ def _edit(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
     values = logits_RV[rows_E, tokens_E]
     repeated = torch.where(values < 0, values * repetition_E, values / repetition_E)
     return logits_RV.index_put((rows_E, tokens_E), repeated - upload(entries.subtract_E))
-
-
-def logprobs_of(
-    logits_RV: Tensor, draws: Sequence[Draw], tokens_R: Tensor
-) -> dict[int, SampledToken]:
-    """Return the complete results of the rows that want logprobs: row |-> token."""
-    wanted = {
-        row: draw.params.logprobs
-        for row, draw in enumerate(draws)
-        if draw.params.logprobs is not None
-    }
-    if not wanted:
-        return {}
-    index = torch.tensor(list(wanted), device=logits_RV.device)
-    all_logprobs = logits_RV[index].log_softmax(dim=-1)
-    own = all_logprobs.gather(1, tokens_R[index].unsqueeze(1)).squeeze(1).tolist()
-    top = all_logprobs.topk(min(max(wanted.values()), logits_RV.shape[1]), dim=-1)
-    results = {}
-    for row, token, logprob, top_ids, top_logprobs in zip(
-        wanted,
-        tokens_R[index].tolist(),
-        own,
-        top.indices.tolist(),
-        top.values.tolist(),
-        strict=True,
-    ):
-        count = wanted[row]
-        results[row] = SampledToken(
-            token_id=token,
-            logprob=logprob,
-            top_logprobs=tuple(zip(top_ids[:count], top_logprobs[:count], strict=True)),
-        )
-    return results

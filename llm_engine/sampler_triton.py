@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_kernels.sampling import MAX_TOP_LOGPROBS, LogitEdits, RowParams, TokenSampler
 from llm_engine.logit_edits import logit_entries
-from llm_engine.sampler import logprobs_of, sampled_tokens
+from llm_engine.sampler import logprobs_of, logprobs_wanted, sampled_tokens
 from llm_engine.sampling import Draw, SampledToken
 
 MIN_ROWS = 64  # of the buffers, about 64 KB each
@@ -97,11 +97,7 @@ def _logprobs(
     kernels: TokenSampler, logits_RV: Tensor, draws: Sequence[Draw], tokens_R: Tensor
 ) -> dict[int, SampledToken]:
     """Return the complete results of the rows that want logprobs: row |-> token."""
-    wanted = {
-        row: draw.params.logprobs
-        for row, draw in enumerate(draws)
-        if draw.params.logprobs is not None
-    }
+    wanted = logprobs_wanted(draws)
     if not wanted:
         return {}
     if max(wanted.values()) > MAX_TOP_LOGPROBS:
