@@ -115,7 +115,8 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Check this host: Python, torch, CUDA, NCCL wheels, Triton, Ray, memory, port, model."""
-    from cluster.doctor import collect_facts, examine
+    from cluster.doctor import examine
+    from cluster.host_facts import collect_facts
 
     given = {"model": model, "host": host, "port": port}
     overrides = {name: value for name, value in given.items() if value is not None}

@@ -1,16 +1,11 @@
 """Examines a host before anything is started on it: each check says ok, warn or fail, and a remedy.
 
-The checks are functions of facts, `collect_facts` gathers those; so each fault can be planted.
+The checks are functions of facts, which host_facts.py gathers; so each fault can be planted.
 """
 
-import os
-import platform
 import re
-import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -25,17 +20,13 @@ from cluster.capacity import (
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free, resolve_device
 from cluster.errors import ClusterError
-from cluster.host_memory import HostMemory, read_host_memory
+from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_model_folder
 
 Level = Literal["ok", "warn", "fail"]
-Versions = Mapping[str, str]  # distribution name, lower case |-> version
 
 MIN_PYTHON = (3, 11)
-SHM_PATH = "/dev/shm"  # noqa: S108 - the mount itself
 MIN_SHM_BYTES = 256 * 2**20
-GENCODE_PATTERN = re.compile(r"^# Protobuf Python Version: (\d+)\.(\d+)\.(\d+)", re.MULTILINE)
-GRPC_GENCODE_PATTERN = re.compile(r"^GRPC_GENERATED_VERSION = '([\d.]+)'", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,25 +37,6 @@ class Finding:
     level: Level
     found: str
     remedy: str = ""  # empty when all is well
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostFacts:
-    """What the checks look at."""
-
-    python: tuple[int, int, int]
-    system: str  # "Linux"
-    versions: Versions
-    torch_cuda: str | None  # CUDA version that torch was built for; None: a CPU build
-    torch_error: str  # why torch cannot be imported; empty if it can
-    driver_gpus: int  # GPUs that the driver shows
-    torch_gpus: int  # GPUs that torch can use
-    compiler: str | None  # path of a C compiler
-    shm_free_bytes: int | None  # None: there is no /dev/shm
-    memory: HostMemory
-    gpu_free_bytes: tuple[int, ...]  # of each GPU that torch can use
-    protobuf_gencode: str  # version that wrote protos/*_pb2.py
-    grpc_gencode: str  # version that wrote protos/*_pb2_grpc.py
 
 
 def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
@@ -269,58 +241,6 @@ def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int 
         remedy = f"pagewire serve --gpu-memory-fraction 0.95; the context takes {needed_mib} MiB"
     level: Level = "warn" if num_pages else "fail"
     return Finding(check="context", level=level, found=f"{found}; longer is refused", remedy=remedy)
-
-
-def collect_facts() -> HostFacts:
-    """Look at this host; imports torch, which takes seconds."""
-    torch_cuda, gpu_free_bytes, torch_error = _ask_torch()
-    protos = Path(__file__).resolve().parent.parent / "protos"
-    return HostFacts(
-        python=sys.version_info[:3],
-        system=platform.system(),
-        versions=_versions(),
-        torch_cuda=torch_cuda,
-        torch_error=torch_error,
-        driver_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        torch_gpus=len(gpu_free_bytes),
-        compiler=shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
-        shm_free_bytes=_free_bytes(Path(SHM_PATH)),
-        memory=read_host_memory(),
-        gpu_free_bytes=gpu_free_bytes,
-        protobuf_gencode=".".join(_written_by(protos / "common_pb2.py", GENCODE_PATTERN)),
-        grpc_gencode=".".join(_written_by(protos / "worker_pb2_grpc.py", GRPC_GENCODE_PATTERN)),
-    )
-
-
-def _ask_torch() -> tuple[str | None, tuple[int, ...], str]:
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        return None, (), f"torch cannot be imported: {error}"
-    gpus = range(torch.cuda.device_count())
-    return torch.version.cuda, tuple(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus), ""
-
-
-def _versions() -> Versions:
-    versions: dict[str, str] = {}
-    for distribution in metadata.distributions():
-        if name := distribution.metadata["Name"]:
-            # The first on the path is the one that is imported.
-            versions.setdefault(name.lower().replace("_", "-"), distribution.version)
-    return versions
-
-
-def _free_bytes(path: Path) -> int | None:
-    if not path.is_dir():
-        return None
-    stats = os.statvfs(path)
-    return stats.f_bavail * stats.f_frsize
-
-
-def _written_by(path: Path, pattern: re.Pattern[str]) -> tuple[str, ...]:
-    found = pattern.search(path.read_text(encoding="utf-8"))
-    assert found, f"{path} does not say which version wrote it"
-    return found.groups()
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ import pytest
 
 from cluster.config import load_config
 from cluster.demo_model import write_demo_model
-from cluster.doctor import HostFacts, collect_facts, examine
+from cluster.doctor import examine
+from cluster.host_facts import HostFacts, collect_facts
 from cluster.host_memory import HostMemory, read_host_memory
 
 GPU_VERSIONS = {
