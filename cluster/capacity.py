@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.config import ClusterConfig
 from cluster.host_memory import HostMemory
-from cluster.status import format_bytes
+from cluster.units import format_bytes
 from kv_cache.layout import DTYPE_BYTES, KVLayout, num_pages_for
 from llm_engine.checkpoint import read_checkpoint
 from llm_engine.errors import NotEnoughMemory

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cluster.demo_model import TOKENIZER_TEXT
 from cluster.errors import DemoError
-from cluster.status import format_bytes
+from cluster.units import format_bytes
 from pagewire import AsyncClient, Completion, Usage
 
 PREFIX_CHARACTERS = 3_000

@@ -9,6 +9,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.units import format_bytes, format_count
 from pagewire import ClusterStatus, WorkerStatus
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
@@ -40,31 +41,6 @@ def status_json(status: ClusterStatus) -> str:
         # As in the logs; as a number it is more than many readers of JSON can hold.
         values["incarnation"] = f"{worker.incarnation:016x}"
     return json.dumps(content, indent=2)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Return a size in at most eight characters: 1536 is 1.5 KiB."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1023.5:
-            is_whole = unit == "B" or size >= 99.95
-            return f"{size:.0f} {unit}" if is_whole else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def format_count(count: int) -> str:
-    """Return a count in at most four characters: 1536 is 1.5k, 65536 is 66k."""
-    if count < 1000:
-        return str(count)
-    size = float(count)
-    for unit in ("k", "M", "G"):
-        size /= 1000
-        if size < 9.95:
-            return f"{size:.1f}{unit}"
-        if size < 999.5:
-            return f"{size:.0f}{unit}"
-    return f"{size / 1000:.0f}T"
 
 
 def _state(worker: WorkerStatus) -> Text:

@@ -5,7 +5,6 @@ import pytest
 from cluster.devices import check_gpus, check_port_free, resolve_device
 from cluster.environment import worker_environment
 from cluster.errors import PlacementError
-from cluster.status import format_bytes
 
 
 def test_auto_takes_the_gpus_where_there_are_any():
@@ -49,11 +48,3 @@ def test_workers_get_named_variables_only(monkeypatch):
     assert environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert "SECRET_TOKEN" not in environment
     assert worker_environment("cpu", 3)["OMP_NUM_THREADS"] == "3"
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**30, "5.0 GiB"), (2**41, "2.0 TiB")],
-)
-def test_sizes_are_written_for_people(num_bytes, text):
-    assert format_bytes(num_bytes) == text

@@ -4,7 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
-from cluster.status import WIDE_COLUMNS, format_count, status_json, status_table
+from cluster.status import WIDE_COLUMNS, status_json, status_table
 from pagewire import ClusterStatus, PageCounts, WorkerStatus
 
 PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, quarantine=0)
@@ -84,17 +84,6 @@ def test_wide_table_in_a_narrow_terminal_loses_no_character():
 
     assert "…" not in text
     assert sum(each == "f" for each in text) >= 16
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        *((0, "0"), (999, "999"), (1000, "1.0k"), (9949, "9.9k"), (9950, "10k"), (65536, "66k")),
-        *((999_499, "999k"), (999_500, "1.0M"), (999_999_999, "1.0G"), (10**15, "1000T")),
-    ],
-)
-def test_counts_for_people_are_short(count, text):
-    assert format_count(count) == text
 
 
 def test_json_carries_everything_and_the_hit_rate():
