@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass, fields
 
-AT_LEAST_ONE = {"max_active_requests", "max_prefill_candidates", "max_index_pages"}
 MAX_PROMPT_CHARS = 1_000_000
 CHARS_PER_TOKEN = 32  # of a text that could still fit into the context
 BYTES_PER_CHAR = 4  # the most in UTF-8
 BESIDE_PROMPT_BYTES = 8 * 2**20  # token ids of a context of 2**20, messages, stop strings
+
+# What __post_init__ asks of options; of the others that they are not negative
+AT_LEAST_ONE = {"max_active_requests", "max_prefill_candidates", "max_index_pages"}
 POSITIVE = {"prefill_tokens_per_s", "dead_after_s", "request_timeout_s"}
 
 

@@ -5,8 +5,8 @@ the tokens it would have to compute or receive, plus what its load slows down. T
 New work weighs more than waiting: computing a prefix again takes from everybody, waiting for one
 that is being computed only from oneself.
 Overlap alone never decides: it saves exactly the work that it saves, and a busy worker loses what
-its queue costs. On decode workers overlap also groups requests that share a prefix, which cascade
-attention then reads once.
+its queue costs. On decode workers overlap also groups requests that share a prefix: its pages are
+held once for all of them.
 """
 
 import hashlib
