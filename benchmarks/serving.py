@@ -21,7 +21,8 @@ from typing import Any
 import ray
 import torch
 
-from cluster.config import ClusterConfig, load_config
+from cluster.config import ClusterConfig
+from cluster.config_file import load_config
 from cluster.environment import prepare_local_ray
 from pagewire import AsyncClient, Completion
 

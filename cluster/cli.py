@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import client_commands
-from cluster.config import ClusterConfig, load_config
+from cluster.config import ClusterConfig
+from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.devices import count_gpus
 from cluster.environment import prepare_local_ray

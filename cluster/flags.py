@@ -7,14 +7,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from cluster.config import (
-    ClusterConfig,
-    ConfigOption,
-    Defaults,
-    config_options,
-    load_config,
-    no_defaults,
-)
+from cluster.config import ClusterConfig
+from cluster.config_file import Defaults, load_config, no_defaults
+from cluster.config_options import ConfigOption, config_options
 
 Command = Callable[[ClusterConfig], None]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.config import ConfigOption, config_options
+from cluster.config_options import ConfigOption, config_options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\

@@ -5,7 +5,7 @@ import pytest
 from typer.main import get_command
 
 from cluster import cli
-from cluster.config import config_options
+from cluster.config_options import config_options
 
 SERVE_FLAGS = """
     --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype

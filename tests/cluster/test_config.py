@@ -1,6 +1,8 @@
 import pytest
 
-from cluster.config import ClusterConfig, config_options, load_config
+from cluster.config import ClusterConfig
+from cluster.config_file import load_config
+from cluster.config_options import config_options
 from cluster.errors import ConfigError
 from cluster.reference import PAGE, configuration_page
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import load_config
+from cluster.config_file import load_config
 from cluster.demo_model import write_demo_model
 from cluster.doctor import examine
 from cluster.host_facts import HostFacts, collect_facts

@@ -18,7 +18,7 @@ from dataclasses import replace
 import pytest
 
 import pagewire
-from cluster.config import load_config
+from cluster.config_file import load_config
 from cluster.demo_model import write_demo_model
 from cluster.devices import count_gpus
 from cluster.environment import prepare_local_ray

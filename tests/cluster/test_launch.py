@@ -2,7 +2,7 @@ import pytest
 import ray
 
 from cluster import launch
-from cluster.config import load_config
+from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import PlacementError, StartError
 from cluster.host_memory import HostMemory
