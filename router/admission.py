@@ -53,6 +53,7 @@ class Admission:
 
         Raises:
             Overloaded: There is none.
+            NoWorker: The router is stopping.
         """
         if self.is_closed:
             raise NoWorker("the router is stopping")
