@@ -28,6 +28,7 @@ CHANNEL_OPTIONS = (  # to workers
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
+MIN_PING_INTERVAL_MS = 10_000  # the client's own is three times as long
 SERVICE = "pagewire.v1.InferenceService"
 
 
@@ -38,6 +39,9 @@ def server_options(config: RouterConfig) -> tuple[tuple[str, int], ...]:
         # To parse a message holds up all streams.
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+        # Clients ping while they wait. By default a server ends connections that are pinged more
+        # than once in five minutes without an answer on its way.
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     )
 
 
