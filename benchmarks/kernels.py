@@ -268,8 +268,10 @@ def bench_prefill(
     return Timing(case=case, us=us, p99_us=p99_us, tflops=tflops, plan_us=plan_us)
 
 
-def bench_pages(bench: Bench, num_pages: int, page_bytes: int) -> list[Timing]:
-    """Time page copies beside a plain copy of as many bytes; "tbps" counts reads and writes."""
+def page_cases(
+    bench: Bench, num_pages: int, page_bytes: int
+) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Yield page copies, beside a plain copy of as many bytes: name, bytes read and written."""
     elements = page_bytes // 2
     pages = bench.memory[: bench.memory.numel() // elements * elements].view(-1, elements)
     ids = torch.randperm(pages.shape[0] // 2)[:num_pages].to(bench.device)
@@ -278,18 +280,11 @@ def bench_pages(bench: Bench, num_pages: int, page_bytes: int) -> list[Timing]:
     moved = 2 * num_pages * page_bytes
     words = source.view(torch.int32)
     multipliers = torch.randint(1 << 62, (2, words.shape[1]), device=bench.device) | 1
-    actions: dict[str, tuple[int, Callable[[], object]]] = {
-        "copy": (moved, lambda: staging.copy_(source[:num_pages])),
-        "gather": (moved, lambda: gather_pages(source, ids, staging)),
-        "scatter": (moved, lambda: scatter_pages(staging, ids, source)),
-        "digest": (moved // 2, lambda: digest_pages(words, ids, multipliers)),
-    }
-    timings = []
-    for name, (num_bytes, action) in actions.items():
-        us, p99_us = bench.time(action)
-        case = f"pages/{name},{num_pages}x{page_bytes >> 20}MiB"
-        timings.append(Timing(case=case, us=us, p99_us=p99_us, tbps=num_bytes / us / 1e6))
-    return timings
+    size = f"{num_pages}x{page_bytes >> 20}MiB"
+    yield f"copy/{size}", moved, lambda: staging.copy_(source[:num_pages])
+    yield f"gather/{size}", moved, lambda: gather_pages(source, ids, staging)
+    yield f"scatter/{size}", moved, lambda: scatter_pages(staging, ids, source)
+    yield f"digest/{size}", moved // 2, lambda: digest_pages(words, ids, multipliers)
 
 
 def main() -> None:
@@ -334,10 +329,11 @@ def run_cases(bench: Bench, prefix: str, page_size: int) -> Iterator[Timing]:
         if case.startswith(prefix):
             us, p99_us = bench.time(launch)
             yield Timing(case=case, us=us, p99_us=p99_us)
-    if "pages/".startswith(prefix) or prefix.startswith("pages/"):
-        for page_bytes in (2 << 20, 8 << 20):
-            timings = bench_pages(bench, 256, page_bytes)
-            yield from (each for each in timings if each.case.startswith(prefix))
+    for page_bytes in (2 << 20, 8 << 20):
+        for case, num_bytes, launch in page_cases(bench, 256, page_bytes):
+            if case.startswith(prefix):
+                us, p99_us = bench.time(launch)
+                yield Timing(case=case, us=us, p99_us=p99_us, tbps=num_bytes / us / 1e6)
 
 
 def _show(timing: Timing) -> None:
