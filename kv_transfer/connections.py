@@ -79,11 +79,6 @@ class ConnectionPool:
             if _connection_of(entry) is connection:
                 self._remove(peer_key)
 
-    def drop_peer(self, peer_key: PeerKey) -> None:
-        """Forget and abort the connection to a peer that is known to be gone."""
-        if peer_key in self._entries:
-            self._remove(peer_key)
-
     async def close(self) -> None:
         """Abort all connections; wait for it, but not for ever."""
         for peer_key in list(self._entries):

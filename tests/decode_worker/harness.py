@@ -48,6 +48,11 @@ class RunningWorker:
         return self.executor.engine  # type: ignore[return-value]
 
     @property
+    def num_connections(self) -> int:
+        """Connections to peers that were neither aborted nor found broken."""
+        return sum(not each.is_broken for each in self.transport._connections)
+
+    @property
     def held_pages(self) -> int:
         """Pages that are neither free nor merely cached."""
         counts = self.worker.cache.pool.counts()
@@ -102,6 +107,11 @@ class WorkerCluster:
         self.grpc_network.kill(worker.identity.address)
         worker.transport.kill()
 
+    async def restart(self, index: int) -> None:
+        """Start a killed prefill worker again, with another incarnation and address."""
+        worker_id = self.prefills[index].identity.worker_id
+        self.prefills[index] = await self._start(worker_id, self.prefill_pages, start=1)
+
     async def wait_free(self, timeout_s: float = 1.0) -> None:
         """Wait until no living worker holds a page for anybody."""
         living = [each for each in (*self.prefills, self.decode) if each.process.state != "dead"]
@@ -120,10 +130,12 @@ class WorkerCluster:
                 await each.process.spawn(each.worker.stop(0.0))
                 await each.process.spawn(each.server.stop(0.0))
 
-    async def _start(self, worker_id: str, num_pages: int) -> RunningWorker:
-        rng = seeded(0, worker_id)
+    async def _start(self, worker_id: str, num_pages: int, start: int = 0) -> RunningWorker:
+        rng = seeded(start, worker_id)
         identity = WorkerIdentity(
-            worker_id=worker_id, incarnation=rng.randrange(1, 2**63), address=f"{worker_id}:1"
+            worker_id=worker_id,
+            incarnation=rng.randrange(1, 2**63),
+            address=f"{worker_id}:{1 + start}",
         )
         model = ModelInfo(
             name=MODEL.name,

@@ -343,6 +343,23 @@ def test_killing_a_prefill_worker_at_any_time_costs_only_time(
     run(scenario, cluster)
 
 
+def test_a_worker_that_died_idle_leaves_no_connection_behind() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        await router.finish(await router.submit(prompt_of(30)))
+        cluster.kill(cluster.prefills[0])
+        assert cluster.decode.num_connections == 1, "nothing tells that an idle peer is gone"
+
+        await cluster.restart(0)
+        stream = await router.submit(prompt_of(30, seed=1))
+        await router.finish(stream)
+
+        assert stream.stats.pages_moved > 0
+        assert stream.stats.decode_computed_tokens == 0
+        assert cluster.decode.num_connections == 1
+
+    run(scenario, WorkerCluster())
+
+
 def test_when_no_candidate_is_left_the_prompt_is_prefilled_locally() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         cluster.kill(cluster.prefills[0])
