@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attn_kernels.checks import check_heads, check_layer, check_pages, check_tensor
+from attn_kernels.errors import ShapeError
 from attn_kernels.jit.append import rotate_and_append_kernel
 from attn_kernels.tiles import padded
 
@@ -23,14 +24,15 @@ def rotate_and_append(
 ) -> Tensor:
     """Rotate q and k by their positions, write k and v to their page slots, return the rotated q.
 
-    The rotation pairs dimension i with i + head_dim / 2, in float32.
+    The first rotary_dim dimensions of a head are rotated, in float32: dimension i is paired with
+    i + rotary_dim / 2. The others are copied.
 
     Args:
         q: [num_tokens, num_qo_heads, head_dim], dtype of the pool; tokens may have any stride.
         k, v: [num_tokens, num_kv_heads, head_dim], likewise.
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; mutated.
         layer: Layer of the pool to write.
-        cos, sin: [max_positions, head_dim / 2], float32.
+        cos, sin: [max_positions, rotary_dim / 2], float32, with 2 <= rotary_dim <= head_dim.
         positions: [num_tokens], int64, less than max_positions.
         append_page: [num_tokens], int64, page that receives the token; negative writes nothing.
         append_offset: [num_tokens], int64, slot within that page.
@@ -56,8 +58,13 @@ def rotate_and_append(
             device=device,
             contiguous_from=1,
         )
+    half = cos.shape[-1] if cos.dim() == 2 else head_dim // 2
+    if not 1 <= half <= head_dim // 2:
+        raise ShapeError(
+            f"cos has {half} columns, must be 1 to {head_dim // 2}, half of head_dim {head_dim}"
+        )
     for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, shape=(None, head_dim // 2), dtype=torch.float32, device=device)
+        check_tensor(name, table, shape=(None, half), dtype=torch.float32, device=device)
     for name, index in (
         ("positions", positions),
         ("append_page", append_page),
@@ -87,9 +94,11 @@ def rotate_and_append(
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
+            HALF=half,
             PAGE_SIZE=page_size,
             BLOCK_G=padded(group),
-            BLOCK_HALF=padded(head_dim // 2),
+            BLOCK_HALF=padded(half),
+            BLOCK_REST=padded(head_dim - 2 * half) if half < head_dim // 2 else 0,
             num_warps=1,
         )
     return q_out

@@ -82,12 +82,16 @@ def rotate_and_append(
     append_page: Tensor,
     append_offset: Tensor,
 ) -> Tensor:
-    """Rotate in halves, write k and v to their slots of `pages`, return the rotated q."""
+    """Rotate in halves, write k and v to their slots of `pages`, return the rotated q.
+
+    Dimensions after those that cos and sin (half as many columns) rotate are copied.
+    """
+    half = cos.shape[1]
 
     def rotate(x: Tensor) -> Tensor:
-        low, high = x.float().chunk(2, dim=-1)
+        low, high, rest = x.float().tensor_split((half, 2 * half), dim=-1)
         c, s = cos[positions][:, None], sin[positions][:, None]
-        return torch.cat((low * c - high * s, high * c + low * s), dim=-1).to(x.dtype)
+        return torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1).to(x.dtype)
 
     written = append_page >= 0
     page, offset = append_page[written], append_offset[written]

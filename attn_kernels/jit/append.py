@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def rotate(x_low, x_high, cos, sin):
-    # The two halves of [heads, head_dim], float32; cos and sin [1, head_dim / 2].
+    # The two halves of [heads, rotary_dim], float32; cos and sin [1, rotary_dim / 2].
     return x_low * cos - x_high * sin, x_high * cos + x_low * sin
 
 
@@ -17,7 +17,7 @@ def rotate_and_append_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
     v_ptr,  # [num_tokens, num_kv_heads, head_dim]
     pages_ptr,  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
-    cos_ptr,  # [max_positions, head_dim / 2], float32
+    cos_ptr,  # [max_positions, rotary_dim / 2], float32
     sin_ptr,  # the same
     positions_ptr,  # [num_tokens], int64
     append_page_ptr,  # [num_tokens], int64; negative: this token is padding, nothing is written
@@ -31,14 +31,15 @@ def rotate_and_append_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,  # of the dimensions that are rotated, the first ones
     PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, padded to a power of two
-    BLOCK_HALF: tl.constexpr,  # half of HEAD_DIM, padded to a power of two
+    BLOCK_HALF: tl.constexpr,  # HALF, padded to a power of two
+    BLOCK_REST: tl.constexpr,  # the other dimensions, padded to a power of two, or 0
 ):
     # Grid: (num_tokens, num_kv_heads)
     my_token = tl.program_id(0).to(tl.int64)
     my_kv_head = tl.program_id(1)
-    HALF: tl.constexpr = HEAD_DIM // 2
     heads = tl.arange(0, BLOCK_G)[:, None]  # [BLOCK_G, 1]
     dims = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
     is_dim = dims < HALF
@@ -55,6 +56,14 @@ def rotate_and_append_kernel(
     my_out_ptr = q_out_ptr + my_token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + in_heads
     tl.store(my_out_ptr, q_low, mask=in_q)
     tl.store(my_out_ptr + HALF, q_high, mask=in_q)
+    if BLOCK_REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]  # [1, BLOCK_REST]
+        is_rest = rest < HEAD_DIM
+        in_q_rest = (heads < GROUP) & is_rest
+        in_heads_rest = (my_kv_head * GROUP + heads) * HEAD_DIM + rest
+        q_rest = tl.load(q_ptr + my_token * q_stride + in_heads_rest, mask=in_q_rest)
+        my_rest_ptr = q_out_ptr + my_token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + in_heads_rest
+        tl.store(my_rest_ptr, q_rest, mask=in_q_rest)
 
     my_page = tl.load(append_page_ptr + my_token)
     is_written = is_dim & (my_page >= 0)
@@ -71,3 +80,11 @@ def rotate_and_append_kernel(
     v_slot_ptr = my_slot_ptr + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
     tl.store(v_slot_ptr + dims, tl.load(my_v_ptr, mask=is_dim), mask=is_written)
     tl.store(v_slot_ptr + HALF + dims, tl.load(my_v_ptr + HALF, mask=is_dim), mask=is_written)
+
+    if BLOCK_REST > 0:
+        is_rest_written = is_rest & (my_page >= 0)
+        in_head = my_kv_head * HEAD_DIM + rest
+        k_rest = tl.load(k_ptr + my_token * k_stride + in_head, mask=is_rest)
+        v_rest = tl.load(v_ptr + my_token * v_stride + in_head, mask=is_rest)
+        tl.store(my_slot_ptr + rest, k_rest, mask=is_rest_written)
+        tl.store(v_slot_ptr + rest, v_rest, mask=is_rest_written)

@@ -6,7 +6,13 @@ from attn_kernels.append import rotate_and_append
 
 
 def make_inputs(
-    device: str, *, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    device: str,
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    rotary_dim: int | None = None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     num_tokens, page_size = 7, 4
@@ -14,7 +20,7 @@ def make_inputs(
     heads = num_qo_heads + 2 * num_kv_heads
     fused = torch.randn(num_tokens, heads, head_dim, generator=generator).to(device, dtype)
     q, k, v = fused.split([num_qo_heads, num_kv_heads, num_kv_heads], dim=1)
-    angles = torch.randn(50, head_dim // 2, generator=generator).to(device)
+    angles = torch.randn(50, (rotary_dim or head_dim) // 2, generator=generator).to(device)
     inputs = {
         "q": q,
         "k": k,
@@ -64,3 +70,48 @@ def test_values_are_copied_bit_for_bit_in_half_precision(device: str, dtype: tor
     torch.testing.assert_close(q, expected_q)
     torch.testing.assert_close(pages[:, :, 0], expected_pages[:, :, 0])
     assert torch.equal(pages[:, :, 1], expected_pages[:, :, 1])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(16, 4), (32, 16), (64, 48), (80, 32), (96, 96), (128, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dimensions_after_the_rotated_ones_are_copied_bit_for_bit(
+    device: str, head_dim: int, rotary_dim: int, dtype: torch.dtype
+):
+    inputs, pages = make_inputs(
+        device,
+        num_qo_heads=5,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        dtype=dtype,
+        rotary_dim=rotary_dim,
+    )
+    expected_pages = pages.clone()
+
+    q = rotate_and_append(pages=pages, layer=1, **inputs)
+
+    expected_q = reference.rotate_and_append(pages=expected_pages, layer=1, **inputs)
+    torch.testing.assert_close(q, expected_q)
+    torch.testing.assert_close(pages, expected_pages)
+    written = inputs["append_page"] >= 0
+    slots = (inputs["append_page"][written], 1, 0, slice(None), inputs["append_offset"][written])
+    assert torch.equal(q[..., rotary_dim:], inputs["q"][..., rotary_dim:])
+    assert torch.equal(pages[slots][..., rotary_dim:], inputs["k"][written][..., rotary_dim:])
+    assert torch.equal(pages[:, :, 1], expected_pages[:, :, 1])
+    assert (pages[[3, 5]] == 7.0).all()
+
+
+def test_a_partial_rotation_is_that_of_a_head_cut_to_the_rotated_dimensions(device: str):
+    inputs, pages = make_inputs(
+        device, num_qo_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, rotary_dim=32
+    )
+    cut = {name: inputs[name][..., :32].contiguous() for name in ("q", "k", "v")}
+    cut_pages = pages[..., :32].contiguous()
+
+    q = rotate_and_append(pages=pages, layer=0, **inputs)
+
+    assert torch.equal(
+        q[..., :32], rotate_and_append(pages=cut_pages, layer=0, **{**inputs, **cut})
+    )
+    assert torch.equal(pages[..., :32], cut_pages)

@@ -133,20 +133,25 @@ def small_launches() -> dict[str, Callable[[], object]]:
     ids = empty(4, dtype=torch.int64)
     pages = empty(4, 32, 2, 8, 64, 128)
     words = empty(4, 1 << 16, dtype=INT32)
-    return {
-        "merge": lambda: merge_states(empty(3, 4, 32, 128), empty(3, 4, 32, dtype=torch.float32)),
-        "rotate_and_append": lambda: rotate_and_append(
+
+    def append(num_angles: int) -> torch.Tensor:
+        return rotate_and_append(
             empty(4, 32, 128),
             empty(4, 8, 128),
             empty(4, 8, 128),
             pages,
             0,
-            cos=empty(9, 64, dtype=torch.float32),
-            sin=empty(9, 64, dtype=torch.float32),
+            cos=empty(9, num_angles, dtype=torch.float32),
+            sin=empty(9, num_angles, dtype=torch.float32),
             positions=ids,
             append_page=ids,
             append_offset=ids,
-        ),
+        )
+
+    return {
+        "merge": lambda: merge_states(empty(3, 4, 32, 128), empty(3, 4, 32, dtype=torch.float32)),
+        "rotate_and_append": lambda: append(64),
+        "rotate_and_append_partial": lambda: append(16),
         "rms_norm": lambda: rms_norm(empty(4, 4096), empty(4096), 1e-5, residual=empty(4, 4096)),
         "rms_norm_wide": lambda: rms_norm(empty(4, 8192), empty(8192), 1e-5),
         "silu_mul": lambda: silu_mul(empty(4, 14336), empty(4, 14336)),

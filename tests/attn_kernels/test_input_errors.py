@@ -101,7 +101,7 @@ def test_bad_arguments_of_decode_name_what_was_found_and_what_is_allowed(
                 append_page=torch.zeros(2, dtype=torch.int64),
                 append_offset=torch.zeros(2, dtype=torch.int64),
             ),
-            r"cos has shape \[9, 16\], must be \[any, 8\]",
+            r"cos has 16 columns, must be 1 to 8, half of head_dim 16",
         ),
     ],
 )
