@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from attn_kernels.checks import check_heads, check_layer, check_pages, check_tensor
+from attn_kernels.checks import (
+    check_heads,
+    check_kv_scales,
+    check_layer,
+    check_pages,
+    check_tensor,
+    query_dtypes,
+)
 from attn_kernels.errors import ShapeError
 from attn_kernels.jit.append import rotate_and_append_kernel
 from attn_kernels.tiles import padded
@@ -21,6 +28,8 @@ def rotate_and_append(
     positions: Tensor,
     append_page: Tensor,
     append_offset: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k by their positions, write k and v to their page slots, return the rotated q.
 
@@ -28,23 +37,33 @@ def rotate_and_append(
     i + rotary_dim / 2. The others are copied.
 
     Args:
-        q: [num_tokens, num_qo_heads, head_dim], dtype of the pool; tokens may have any stride.
-        k, v: [num_tokens, num_kv_heads, head_dim], likewise.
+        q: [num_tokens, num_qo_heads, head_dim], dtype of the pool, or bfloat16 or float16 for one
+            of fp8; tokens may have any stride.
+        k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, likewise.
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; mutated.
         layer: Layer of the pool to write.
         cos, sin: [max_positions, rotary_dim / 2], float32, with 2 <= rotary_dim <= head_dim.
         positions: [num_tokens], int64, less than max_positions.
         append_page: [num_tokens], int64, page that receives the token; negative writes nothing.
         append_offset: [num_tokens], int64, slot within that page.
+        k_scale, v_scale: [num_layers, num_kv_heads], float32, positive; for a pool of fp8 (e4m3)
+            only. A page holds values divided by their head's scale; what lies beyond 448 then
+            becomes 448, with its sign, and NaN stays NaN.
 
     Returns:
         The rotated queries, newly allocated and contiguous.
     """
     check_pages(pages)
+    check_kv_scales(pages, k_scale, v_scale)
     _, num_layers, _, num_kv_heads, page_size, head_dim = pages.shape
     device = pages.device
     check_tensor(
-        "q", q, shape=(None, None, head_dim), dtype=pages.dtype, device=device, contiguous_from=1
+        "q",
+        q,
+        shape=(None, None, head_dim),
+        dtype=query_dtypes(pages),
+        device=device,
+        contiguous_from=1,
     )
     num_tokens, num_qo_heads, _ = q.shape
     group = check_heads(num_qo_heads, num_kv_heads, head_dim)
@@ -54,7 +73,7 @@ def rotate_and_append(
             name,
             new,
             shape=(num_tokens, num_kv_heads, head_dim),
-            dtype=pages.dtype,
+            dtype=q.dtype,
             device=device,
             contiguous_from=1,
         )
@@ -85,6 +104,8 @@ def rotate_and_append(
             positions,
             append_page,
             append_offset,
+            k_scale,
+            v_scale,
             layer,
             q.stride(0),
             k.stride(0),

@@ -20,8 +20,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_kernels.cascade_items import ITEM_FIELDS
 from attn_kernels.cascade_model import CascadeModel
 from attn_kernels.cascade_plan import CascadeEstimate, CascadePlan, plan_cascade
+from attn_kernels.checks import HALF_DTYPES
 from attn_kernels.decode import DEFAULT_RULE, DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import DecodeItems, SplitRule
+from attn_kernels.errors import DtypeError
 from attn_kernels.jit.cascade import shared_prefix_kernel
 from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
 from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
@@ -68,7 +70,8 @@ def shared_tile(
     if is_hopper is None:
         is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
     is_taken = (
-        head_dim in HOPPER_HEAD_DIMS
+        pages.dtype in HALF_DTYPES
+        and head_dim in HOPPER_HEAD_DIMS
         and page_size in HOPPER_PAGE_SIZES
         and pages.numel() // head_dim < 2**31  # rows are numbered in 32 bits
     )
@@ -95,6 +98,8 @@ class CascadeAttention:
         max_requests: Most requests of a plan.
         max_kv_tokens: Most tokens of a plan, summed over its requests, shared ones for each.
         soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
+        k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
+            [num_layers, num_kv_heads], float32, positive; None for any other pool.
         is_exact: Whether results have the bits of flat decode (in half precision), whatever the
             batch shares. False is up to a quarter faster, and other in the last bits of float32.
         rule: Where keys are cut.
@@ -113,6 +118,8 @@ class CascadeAttention:
         max_requests: int,
         max_kv_tokens: int,
         soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         is_exact: bool = True,
         rule: SplitRule = DEFAULT_RULE,
         decode_tile: DecodeTile | None = None,
@@ -131,6 +138,8 @@ class CascadeAttention:
             max_requests=max_requests,
             max_kv_tokens=max_kv_tokens,
             soft_cap=soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
             rule=rule,
             tile=decode_tile,
             max_shared_slots=self.max_shared_slots,
@@ -153,6 +162,11 @@ class CascadeAttention:
         )
         self._pages_desc = None
         if isinstance(self.tile, HopperSharedTile):
+            if pages.dtype not in HALF_DTYPES:
+                raise DtypeError(
+                    f"pages is {pages.dtype}, the Hopper kernel of the shared part takes only "
+                    f"{' or '.join(map(str, HALF_DTYPES))}"
+                )
             layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
             box = [min(page_size, self.decode.tile.block_n), 64]
             self._pages_desc = TensorDescriptor.from_tensor(pages.view(-1, head_dim), box, layout)
@@ -248,7 +262,8 @@ class CascadeAttention:
         """Attend in one layer.
 
         Args:
-            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool.
+            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool,
+                or bfloat16 or float16 for one of fp8.
             layer: Layer of the pool.
             kv_page_indices: Page ids of all requests as planned, int32, on the device.
             out: Written at the planned rows; None makes a new one. Other rows are left as they are.
@@ -277,6 +292,7 @@ class CascadeAttention:
             self._plan,
             decode.partial_acc,
             decode.partial_stats,
+            decode.k_scale,
             layer,
             decode.pages.stride(0),
             decode.pages.stride(1),

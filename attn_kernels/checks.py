@@ -6,9 +6,18 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_kernels.errors import DeviceError, DtypeError, PageTableError, ShapeError, StrideError
+from attn_kernels.errors import (
+    DeviceError,
+    DtypeError,
+    PageTableError,
+    ScaleError,
+    ShapeError,
+    StrideError,
+)
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
+FP8_DTYPE = torch.float8_e4m3fn  # of pools only, with a scale for each head
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 
@@ -79,10 +88,46 @@ def check_pages(pages: Tensor) -> None:
         "pages",
         pages,
         shape=(None, None, 2, None, None, None),
-        dtype=FLOAT_DTYPES,
+        dtype=(*FLOAT_DTYPES, FP8_DTYPE),
         device=pages.device,
     )
     check_launchable("pages", pages)
+
+
+def query_dtypes(pages: Tensor) -> tuple[torch.dtype, ...]:
+    """Return what queries over a pool may be: its own dtype, or half precision over fp8."""
+    return HALF_DTYPES if pages.dtype == FP8_DTYPE else (pages.dtype,)
+
+
+def check_kv_scales(pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Check that an fp8 pool has scales [num_layers, num_kv_heads], float32, and no other has."""
+    _, num_layers, _, num_kv_heads, _, _ = pages.shape
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if pages.dtype != FP8_DTYPE:
+            if scale is not None:
+                raise ScaleError(f"{name} is given, must be None for pages of {pages.dtype}")
+            continue
+        if scale is None:
+            raise ScaleError(f"{name} is None, must be given for pages of {pages.dtype}")
+        check_tensor(
+            name,
+            scale,
+            shape=(num_layers, num_kv_heads),
+            dtype=torch.float32,
+            device=pages.device,
+        )
+
+
+def check_positive_scales(k_scale: Tensor, v_scale: Tensor) -> None:
+    """Check that scales are positive and finite. For debugging: it waits for the device."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        wrong = ~((scale > 0) & scale.isfinite())
+        if bool(wrong.any()):
+            layer, head = wrong.nonzero()[0].tolist()
+            raise ScaleError(
+                f"{name} is {float(scale[layer, head])} for layer {layer} and key-value head "
+                f"{head}, must be positive and finite"
+            )
 
 
 def check_layer(layer: int, num_layers: int) -> None:

@@ -10,9 +10,11 @@ from torch import Tensor
 from attn_kernels.checks import (
     FLOAT_DTYPES,
     check_heads,
+    check_kv_scales,
     check_layer,
     check_pages,
     check_tensor,
+    query_dtypes,
 )
 from attn_kernels.decode_plan import (
     ITEM_FIELDS,
@@ -67,6 +69,8 @@ class DecodeAttention:
         max_kv_tokens: Most tokens of a plan, summed over its requests.
         sliding_window: Number of last tokens that a query sees, itself included; None is all.
         soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
+        k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
+            [num_layers, num_kv_heads], float32, positive; None for any other pool.
         rule: Where keys are cut.
         tile: How the kernel is compiled; None takes the shipped choice.
         num_programs: Programs of a launch; None takes what the device holds at once.
@@ -88,12 +92,15 @@ class DecodeAttention:
         max_kv_tokens: int,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         rule: SplitRule = DEFAULT_RULE,
         tile: DecodeTile | None = None,
         num_programs: int | None = None,
         max_shared_slots: int = 0,
     ) -> None:
         check_pages(pages)
+        check_kv_scales(pages, k_scale, v_scale)
         _, _, _, num_kv_heads, _, head_dim = pages.shape
         self.group = check_heads(num_qo_heads, num_kv_heads, head_dim)
         self.tile = tile or decode_tile(head_dim, pages.element_size())
@@ -110,6 +117,8 @@ class DecodeAttention:
         self.pages = pages
         self.num_qo_heads = num_qo_heads
         self.soft_cap = soft_cap
+        self.k_scale = k_scale
+        self.v_scale = v_scale
         self.scale_log2 = scale * LOG2_E
         self.soft_cap_log2 = 0.0
         if soft_cap is not None:  # as the kernel's `capped` takes them
@@ -219,7 +228,8 @@ class DecodeAttention:
         """Attend in one layer.
 
         Args:
-            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool.
+            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool,
+                or bfloat16 or float16 for one of fp8.
             layer: Layer of the pool.
             kv_page_indices: Page ids of all requests, int32.
             out: Shaped as q, of any float dtype; None makes a new one with q's. Written at the
@@ -252,6 +262,8 @@ class DecodeAttention:
             self.partial_acc,
             self.partial_stats,
             self._arrivals,
+            self.k_scale,
+            self.v_scale,
             layer,
             self.pages.stride(0),
             self.pages.stride(1),
@@ -283,7 +295,11 @@ class DecodeAttention:
         _, num_layers, _, _, _, head_dim = self.pages.shape
         device = self.pages.device
         check_tensor(
-            "q", q, shape=(None, self.num_qo_heads, head_dim), dtype=self.pages.dtype, device=device
+            "q",
+            q,
+            shape=(None, self.num_qo_heads, head_dim),
+            dtype=query_dtypes(self.pages),
+            device=device,
         )
         check_layer(layer, num_layers)
         check_tensor(

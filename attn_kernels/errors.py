@@ -2,6 +2,7 @@
 
 KernelInputError (ValueError)
 ├── DtypeError      a tensor's dtype is not supported, or differs from its partner's
+├── ScaleError      scales of an fp8 pool are missing, given for another one, or not positive
 ├── ShapeError      a dimension does not fit the others, or no kernel exists for it
 ├── StrideError     a tensor is not laid out as the kernel reads it
 ├── DeviceError     a tensor is not on the kernel's device
@@ -16,6 +17,10 @@ class KernelInputError(ValueError):
 
 class DtypeError(KernelInputError):
     """A dtype is not supported, or differs from its partner's."""
+
+
+class ScaleError(KernelInputError):
+    """Scales of an fp8 pool are missing, given for another one, or not positive."""
 
 
 class ShapeError(KernelInputError):

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from attn_kernels import prefill_hopper
-from attn_kernels.checks import check_heads, check_layer, check_pages, check_tensor
+from attn_kernels.checks import (
+    check_heads,
+    check_kv_scales,
+    check_layer,
+    check_pages,
+    check_tensor,
+    query_dtypes,
+)
 from attn_kernels.errors import ShapeError
 from attn_kernels.prefill_hopper import HopperPrefill, HopperTile
 from attn_kernels.prefill_plan import PrefillBatch
@@ -43,7 +50,8 @@ class PrefillAttention:
 
     A token's result does not depend on its batch mates, its physical pages, or how its prompt was
     cut into chunks. There are two kernels, whose bits differ: one for Hopper GPUs and the usual
-    head and page sizes without soft cap, and one in plain Triton for everything else.
+    head and page sizes in half precision without soft cap, and one in plain Triton for everything
+    else, fp8 included.
 
     Args:
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
@@ -51,6 +59,8 @@ class PrefillAttention:
         scale: Factor of the scores, usually head_dim ** -0.5.
         sliding_window: Number of last tokens that a query sees, itself included; None is all.
         soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
+        k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
+            [num_layers, num_kv_heads], float32, positive; None for any other pool.
         tile: Which kernel runs and how it is compiled; None takes the shipped choice.
     """
 
@@ -62,9 +72,12 @@ class PrefillAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         tile: PrefillTile | HopperTile | None = None,
     ) -> None:
         check_pages(pages)
+        check_kv_scales(pages, k_scale, v_scale)
         _, _, _, num_kv_heads, _, head_dim = pages.shape
         group = check_heads(num_qo_heads, num_kv_heads, head_dim)
         if sliding_window is not None and sliding_window < 1:
@@ -92,6 +105,8 @@ class PrefillAttention:
                 scale=scale,
                 sliding_window=sliding_window,
                 soft_cap=soft_cap,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 tile=self.tile,
             )
 
@@ -140,7 +155,8 @@ class PrefillAttention:
         """Attend in one layer.
 
         Args:
-            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool.
+            q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool,
+                or bfloat16 or float16 for one of fp8.
             layer: Layer of the pool; it already holds the new tokens' keys and values.
             kv_page_indptr: First page-table entry of each request, [num_requests + 1], int32.
             kv_page_indices: Page ids of all requests, int32.
@@ -156,7 +172,11 @@ class PrefillAttention:
         device = self.pages.device
         heads = (q.shape[0], self.num_qo_heads)
         check_tensor(
-            "q", q, shape=(None, self.num_qo_heads, head_dim), dtype=self.pages.dtype, device=device
+            "q",
+            q,
+            shape=(None, self.num_qo_heads, head_dim),
+            dtype=query_dtypes(self.pages),
+            device=device,
         )
         check_layer(layer, num_layers)
         check_tensor(

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_kernels.checks import HALF_DTYPES
 from attn_kernels.errors import ShapeError, StrideError
 from attn_kernels.jit.paged_prefill_hopper import paged_prefill_hopper_kernel
 from attn_kernels.prefill_plan import UNIT_FIELDS, PrefillBatch, plan_units
@@ -129,7 +130,7 @@ class HopperPrefill:
 def _refusal(pages: Tensor) -> str | None:
     """Say what about a pool the kernel is not written for, and what it takes."""
     _, _, _, _, page_size, head_dim = pages.shape
-    if pages.element_size() != 2:
+    if pages.dtype not in HALF_DTYPES:
         return f"{pages.dtype}, only 16-bit floats"
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}, only {HEAD_DIMS}"

@@ -40,6 +40,8 @@ class TritonPrefill:
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
         tile: PrefillTile,
     ) -> None:
         self._pages = pages
@@ -51,6 +53,8 @@ class TritonPrefill:
             self._scale_log2 = 2 * scale * LOG2_E / soft_cap
             self._soft_cap_log2 = soft_cap * LOG2_E
         self._sliding_window = sliding_window
+        self._k_scale = k_scale
+        self._v_scale = v_scale
         self._tile = tile
         self._items = torch.empty((0, ITEM_FIELDS), dtype=torch.int32, device=pages.device)
 
@@ -81,6 +85,8 @@ class TritonPrefill:
             kv_page_indptr,
             kv_page_indices,
             self._items,
+            self._k_scale,
+            self._v_scale,
             layer,
             self._pages.stride(0),
             self._pages.stride(1),

@@ -17,6 +17,8 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each request's last tokens; decode is the case of one token each.
 
@@ -30,6 +32,8 @@ def paged_attention(
         scale: Factor of the scores.
         sliding_window: Number of last tokens that a query sees; None is all.
         soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
+        k_scale, v_scale: What keys and values of a pool of fp8 are multiplied by,
+            [num_layers, num_kv_heads].
 
     Returns:
         Output [tokens, num_qo_heads, head_dim] and natural log-sum-exp [tokens, num_qo_heads],
@@ -42,6 +46,8 @@ def paged_attention(
         mine = pages[torch.tensor(list(table), dtype=torch.int64, device=q.device), layer].float()
         # [pages, 2, K, page, H] -> [2, K, tokens, H]
         kv = mine.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
+        if k_scale is not None and v_scale is not None:
+            kv = kv * torch.stack((k_scale[layer], v_scale[layer]))[:, :, None, None]
         k, v = (each.repeat_interleave(group, dim=0) for each in kv)
         scores = torch.einsum("qnh,nkh->qnk", q[row : row + qo_len].float(), k) * scale
         if soft_cap is not None:
@@ -81,23 +87,31 @@ def rotate_and_append(
     positions: Tensor,
     append_page: Tensor,
     append_offset: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Rotate in halves, write k and v to their slots of `pages`, return the rotated q.
 
-    Dimensions after those that cos and sin (half as many columns) rotate are copied.
+    Dimensions after those that cos and sin (half as many columns) rotate are copied. With scales,
+    [num_layers, num_kv_heads], slots receive k and v divided by them, at most +-448.
     """
     half = cos.shape[1]
 
     def rotate(x: Tensor) -> Tensor:
         low, high, rest = x.float().tensor_split((half, 2 * half), dim=-1)
         c, s = cos[positions][:, None], sin[positions][:, None]
-        return torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1).to(x.dtype)
+        return torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1)
+
+    def to_page(x: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is not None:
+            x = (x.float() / scale[layer][:, None]).clamp(-448, 448)
+        return x.to(pages.dtype)
 
     written = append_page >= 0
     page, offset = append_page[written], append_offset[written]
-    pages[page, layer, 0, :, offset] = rotate(k)[written]
-    pages[page, layer, 1, :, offset] = v[written]
-    return rotate(q)
+    pages[page, layer, 0, :, offset] = to_page(rotate(k)[written], k_scale)
+    pages[page, layer, 1, :, offset] = to_page(v[written], v_scale)
+    return rotate(q).to(q.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:

@@ -3,11 +3,24 @@
 import triton
 import triton.language as tl
 
+FP8_MAX = tl.constexpr(448.0)  # of e4m3
+
 
 @triton.jit
 def rotate(x_low, x_high, cos, sin):
     # The two halves of [heads, rotary_dim], float32; cos and sin [1, rotary_dim / 2].
     return x_low * cos - x_high * sin, x_high * cos + x_low * sin
+
+
+@triton.jit
+def to_page(x, scale):
+    # What a page stores of x: x, or x / scale in fp8 if there is a scale. What e4m3 cannot hold
+    # becomes the largest value that it can; NaN is neither above nor below, and stays.
+    if scale is not None:
+        x = tl.div_rn(x.to(tl.float32), scale)
+        x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
+        x = x.to(tl.float8e4nv)
+    return x
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -22,6 +35,8 @@ def rotate_and_append_kernel(
     positions_ptr,  # [num_tokens], int64
     append_page_ptr,  # [num_tokens], int64; negative: this token is padding, nothing is written
     append_offset_ptr,  # [num_tokens], int64
+    k_scale_ptr,  # [num_layers, num_kv_heads], float32; None unless pages are fp8
+    v_scale_ptr,  # the same
     layer,
     q_stride,  # elements from token to token
     k_stride,
@@ -73,18 +88,27 @@ def rotate_and_append_kernel(
     k_low = tl.load(my_k_ptr, mask=is_dim, other=0.0).to(tl.float32)
     k_high = tl.load(my_k_ptr + HALF, mask=is_dim, other=0.0).to(tl.float32)
     k_low, k_high = rotate(k_low, k_high, cos, sin)
-    tl.store(my_slot_ptr + dims, k_low, mask=is_written)
-    tl.store(my_slot_ptr + HALF + dims, k_high, mask=is_written)
+    k_scale = None
+    v_scale = None
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
+        v_scale = tl.load(v_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
+    tl.store(my_slot_ptr + dims, to_page(k_low, k_scale), mask=is_written)
+    tl.store(my_slot_ptr + HALF + dims, to_page(k_high, k_scale), mask=is_written)
 
     my_v_ptr = v_ptr + my_token * v_stride + my_kv_head * HEAD_DIM + dims
     v_slot_ptr = my_slot_ptr + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
-    tl.store(v_slot_ptr + dims, tl.load(my_v_ptr, mask=is_dim), mask=is_written)
-    tl.store(v_slot_ptr + HALF + dims, tl.load(my_v_ptr + HALF, mask=is_dim), mask=is_written)
+    tl.store(v_slot_ptr + dims, to_page(tl.load(my_v_ptr, mask=is_dim), v_scale), mask=is_written)
+    tl.store(
+        v_slot_ptr + HALF + dims,
+        to_page(tl.load(my_v_ptr + HALF, mask=is_dim), v_scale),
+        mask=is_written,
+    )
 
     if BLOCK_REST > 0:
         is_rest_written = is_rest & (my_page >= 0)
         in_head = my_kv_head * HEAD_DIM + rest
         k_rest = tl.load(k_ptr + my_token * k_stride + in_head, mask=is_rest)
         v_rest = tl.load(v_ptr + my_token * v_stride + in_head, mask=is_rest)
-        tl.store(my_slot_ptr + rest, k_rest, mask=is_rest_written)
-        tl.store(v_slot_ptr + rest, v_rest, mask=is_rest_written)
+        tl.store(my_slot_ptr + rest, to_page(k_rest, k_scale), mask=is_rest_written)
+        tl.store(v_slot_ptr + rest, to_page(v_rest, v_scale), mask=is_rest_written)

@@ -28,6 +28,7 @@ def shared_prefix_kernel(
     plan_ptr,  # int32: number of items, items [., ITEM_FIELDS], rows [., 2] (q, first slot)
     partial_acc_ptr,  # [max_slots, num_qo_heads, head_dim], float32
     partial_stats_ptr,  # [max_slots, num_qo_heads, 3], float32
+    k_scale_ptr,  # [num_layers, num_kv_heads], float32; None unless pages are fp8
     layer,
     page_stride,  # elements
     layer_stride,
@@ -73,6 +74,9 @@ def shared_prefix_kernel(
         )
         my_k_ptr = pages_ptr + layer * layer_stride + my_kv_head * (PAGE_SIZE * HEAD_DIM)
         my_v_ptr = my_k_ptr + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+        my_scale_log2 = scale_log2
+        if k_scale_ptr is not None:  # that of values waits for the decode kernel's output
+            my_scale_log2 *= tl.load(k_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
 
         # A slot for each segment; where its beginning belongs to another item, for each split (it
         # could not be folded in key order yet). One slot if bits do not matter.
@@ -110,6 +114,7 @@ def shared_prefix_kernel(
                     BLOCK_N=BLOCK_N,
                     BLOCK_D=BLOCK_D,
                     MASKED=HEAD_DIM < BLOCK_D,
+                    DTYPE=q.dtype,
                 )
                 # One tile ahead: keys must not wait for the page id within an iteration.
                 page = page_of_tile(
@@ -123,7 +128,7 @@ def shared_prefix_kernel(
                     acc,
                     m,
                     total,
-                    scale_log2,
+                    my_scale_log2,
                     soft_cap_log2,
                     MASKED=False,
                     HAS_SOFT_CAP=HAS_SOFT_CAP,

@@ -219,6 +219,8 @@ def paged_decode_kernel(
     partial_acc_ptr,  # [max_slots, num_qo_heads, head_dim], float32
     partial_stats_ptr,  # [max_slots, num_qo_heads, 3], float32: m, total, whether a segment ends
     arrivals_ptr,  # [max_slots, num_kv_heads], int32, zero between launches
+    k_scale_ptr,  # [num_layers, num_kv_heads], float32; None unless pages are fp8
+    v_scale_ptr,  # the same
     layer,
     page_stride,  # elements
     layer_stride,
@@ -248,6 +250,12 @@ def paged_decode_kernel(
     my_row, my_first_page, my_begin, my_end, my_first_token = load_item(my_item_ptr)
     my_others_ptr = items_ptr + tl.load(my_item_ptr + 10) * ITEM_FIELDS
     my_num_items = tl.load(my_item_ptr + 11)  # of the lane
+
+    # The scale of keys becomes one of scores, and that of values one of the output: states, and so
+    # their folds, know nothing of either.
+    if k_scale_ptr is not None:
+        scale_log2 *= tl.load(k_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
+        my_v_scale = tl.load(v_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
 
     columns = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -344,7 +352,16 @@ def paged_decode_kernel(
             if HAS_WINDOW:
                 visible = visible & (keys >= my_first_token - start)
             acc, m, total = attend_columns(
-                q, k, v, visible, acc, m, total, scale_log2, soft_cap_log2, HAS_SOFT_CAP
+                q,
+                k.to(q.dtype),
+                v.to(q.dtype),
+                visible,
+                acc,
+                m,
+                total,
+                scale_log2,
+                soft_cap_log2,
+                HAS_SOFT_CAP,
             )
         acc, m, total = merge_columns(segment_acc, segment_m, segment_total, acc, m, total)
 
@@ -369,6 +386,8 @@ def paged_decode_kernel(
         if my_num_slots == 0:
             sums = tl.max(total, 0)
             out, lse_log2 = normalize(tl.trans(acc), m, sums)
+            if v_scale_ptr is not None:
+                out *= my_v_scale
             tl.store(
                 out_ptr + out_row * HEAD_DIM + tl.trans(heads_dims), out, mask=tl.trans(in_acc)
             )
@@ -415,6 +434,8 @@ def paged_decode_kernel(
                     BLOCK_D,
                 )
                 out, lse_log2 = normalize(group_acc, group_m, group_total)
+                if v_scale_ptr is not None:
+                    out *= my_v_scale
                 members = tl.arange(0, BLOCK_GROUP)
                 in_group = members < GROUP
                 tl.store(

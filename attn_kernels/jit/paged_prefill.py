@@ -26,6 +26,7 @@ def load_kv_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the tiles returned, that of queries
 ):
     dims = tl.arange(0, BLOCK_D)
     tokens = start + tl.arange(0, BLOCK_N)
@@ -41,7 +42,7 @@ def load_kv_tile(
     else:
         k = tl.load(k_ptr + offsets[None, :] + dims[:, None])
         v = tl.load(v_ptr + offsets[:, None] + dims[None, :])
-    return k, v, tokens  # [BLOCK_D, BLOCK_N], [BLOCK_N, BLOCK_D], [BLOCK_N]
+    return k.to(DTYPE), v.to(DTYPE), tokens  # [BLOCK_D, BLOCK_N], [BLOCK_N, BLOCK_D], [BLOCK_N]
 
 
 # Not specialized: a layer must not cost a compilation.
@@ -54,6 +55,8 @@ def paged_prefill_kernel(
     page_indptr_ptr,  # [num_requests + 1], int32
     page_indices_ptr,  # [num_table_entries], int32
     items_ptr,  # [num_items, ITEM_FIELDS], int32: request, first row, qo_len, kv_len, tile
+    k_scale_ptr,  # [num_layers, num_kv_heads], float32; None unless pages are fp8
+    v_scale_ptr,  # the same
     layer,
     page_stride,  # elements
     layer_stride,
@@ -81,6 +84,9 @@ def paged_prefill_kernel(
     my_kv_len = tl.load(my_item_ptr + 3)
     my_tile = tl.load(my_item_ptr + 4)
     my_first_page = tl.load(page_indptr_ptr + my_request)
+
+    if k_scale_ptr is not None:  # a scale of keys is one of scores
+        scale_log2 *= tl.load(k_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
 
     rows = my_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -129,6 +135,7 @@ def paged_prefill_kernel(
                 BLOCK_N=BLOCK_N,
                 BLOCK_D=BLOCK_D,
                 MASKED=True,
+                DTYPE=q.dtype,
             )
             page = page_of_tile(
                 page_indices_ptr, my_first_page, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N
@@ -163,6 +170,7 @@ def paged_prefill_kernel(
             BLOCK_N=BLOCK_N,
             BLOCK_D=BLOCK_D,
             MASKED=HEAD_DIM < BLOCK_D,
+            DTYPE=q.dtype,
         )
         page = page_of_tile(
             page_indices_ptr, my_first_page, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N
@@ -194,6 +202,7 @@ def paged_prefill_kernel(
             BLOCK_N=BLOCK_N,
             BLOCK_D=BLOCK_D,
             MASKED=True,
+            DTYPE=q.dtype,
         )
         page = page_of_tile(
             page_indices_ptr, my_first_page, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N
@@ -217,6 +226,8 @@ def paged_prefill_kernel(
         )
 
     out, lse_log2 = normalize(acc, m, total)
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
     tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out, mask=in_q)
     if HAS_LSE:
         tl.store(lse_ptr + heads, lse_log2 * LN2, mask=is_row)

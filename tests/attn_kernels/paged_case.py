@@ -1,7 +1,7 @@
 """Builds ragged paged batches whose every unused element is NaN, and states the tolerance."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class PagedCase:
     kv_page_indptr: Tensor
     kv_page_indices: Tensor
     scale: float
+    k_scale: Tensor | None = None  # [num_layers, num_kv_heads], for pages of fp8
+    v_scale: Tensor | None = None
 
     @property
     def num_qo_heads(self) -> int:
@@ -39,6 +41,8 @@ class PagedCase:
             scale=self.scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
     def only(self, request: int) -> "PagedCase":
@@ -52,6 +56,8 @@ class PagedCase:
             qo_lens=[self.qo_lens[request]],
             kv_lens=[self.kv_lens[request]],
             scale=self.scale,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
     def moved(self, seed: int = 1) -> "PagedCase":
@@ -68,6 +74,8 @@ class PagedCase:
             qo_lens=self.qo_lens,
             kv_lens=self.kv_lens,
             scale=self.scale,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
     def chunk(self, ends: Sequence[int], lengths: Sequence[int]) -> "PagedCase":
@@ -89,6 +97,8 @@ class PagedCase:
             qo_lens=list(lengths),
             kv_lens=list(ends),
             scale=self.scale,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
 
@@ -134,6 +144,20 @@ def make_case(
         kv_lens=list(kv_lens),
         scale=head_dim**-0.5,
     )
+
+
+def quantized(case: PagedCase, q_dtype: torch.dtype) -> PagedCase:
+    """The same contents in fp8, with clearly other scales for each head; other layers' are NaN."""
+    largest = case.pages[:, case.layer].nan_to_num(0.0).float().abs().amax(dim=(0, 3, 4))
+    largest = largest.clamp(min=1e-3)  # [2, num_kv_heads]
+    num_kv_heads = case.pages.shape[3]
+    spread = 1.5 ** torch.arange(2 * num_kv_heads, device=largest.device).reshape(2, -1)
+    scales = torch.full((2, case.pages.shape[1], num_kv_heads), float("nan"))
+    scales = scales.to(largest.device)
+    scales[:, case.layer] = largest / 448 * spread
+    whole = scales[:, case.layer, :, None, None]  # [2, num_kv_heads, 1, 1]
+    pages = (case.pages.float() / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return replace(case, q=case.q.to(q_dtype), pages=pages, k_scale=scales[0], v_scale=scales[1])
 
 
 def shared_case(
@@ -198,9 +222,11 @@ def _eager(case: PagedCase, sliding_window: int | None, soft_cap: float | None) 
     group = case.num_qo_heads // case.pages.shape[3]
     for table, qo_len, kv_len in zip(case.page_tables, case.qo_lens, case.kv_lens, strict=True):
         kv = case.pages[table, case.layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
-        k, v = (each.repeat_interleave(group, dim=0) for each in kv)
+        k, v = (each.repeat_interleave(group, dim=0).to(case.q.dtype) for each in kv)
         q = case.q[first : first + qo_len].transpose(0, 1)
         scores = (q @ k.transpose(1, 2)) * case.scale
+        if case.k_scale is not None:
+            scores = scores * _of_heads(case.k_scale, case)
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         position = torch.arange(kv_len - qo_len, kv_len, device=q.device)[:, None]
@@ -209,9 +235,17 @@ def _eager(case: PagedCase, sliding_window: int | None, soft_cap: float | None) 
         if sliding_window is not None:
             hidden = hidden | (distance >= sliding_window)
         weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
-        outs.append((weights @ v).transpose(0, 1))
+        out = weights @ v
+        if case.v_scale is not None:
+            out = out * _of_heads(case.v_scale, case)
+        outs.append(out.transpose(0, 1))
         first += qo_len
     return torch.cat(outs)
+
+
+def _of_heads(scales: Tensor, case: PagedCase) -> Tensor:
+    group = case.num_qo_heads // case.pages.shape[3]
+    return scales[case.layer].repeat_interleave(group)[:, None, None].to(case.q.dtype)
 
 
 def _with_tables(
@@ -223,6 +257,8 @@ def _with_tables(
     qo_lens: list[int],
     kv_lens: list[int],
     scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> PagedCase:
     ends = torch.tensor([0, *(len(table) for table in page_tables)]).cumsum(0)
     indices = [page for table in page_tables for page in table]
@@ -236,4 +272,6 @@ def _with_tables(
         kv_page_indptr=ends.to(dtype=torch.int32, device=q.device),
         kv_page_indices=torch.tensor(indices, dtype=torch.int32, device=q.device),
         scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )

@@ -24,6 +24,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -68,7 +69,8 @@ def compile_launch(launch: Launch) -> Compiled:
         value = values[name]
         parameter = launch.kernel.params[index]
         is_specialized = not parameter.do_not_specialize
-        if parameter.is_constexpr or (is_specialized and type(value) is int and value == 1):
+        is_one = is_specialized and type(value) is int and value == 1
+        if parameter.is_constexpr or value is None or is_one:
             signature[name] = "constexpr"
             constexprs[name] = value
         elif isinstance(value, torch.Tensor):

@@ -16,6 +16,8 @@ from tests.attn_kernels.test_compile_sm90 import (
     SHAPES,
     check,
     empty,
+    q_dtype,
+    scales_of,
 )
 
 
@@ -49,10 +51,11 @@ def both_launches(
             max_kv_tokens=64,
             tile=shared_tile(pages, max_rows, is_hopper=True),
             is_exact=is_exact,
+            **scales_of(pages),
         )
         attention.overlaps = True  # as on a GPU
         made.append(attention)
-        q = empty(1, num_qo_heads, head_dim, dtype=dtype)
+        q = empty(1, num_qo_heads, head_dim, dtype=q_dtype(dtype))
         attention.run(q, 0, empty(1, dtype=torch.int32))
 
     shared, decode = launches_of(launch)
@@ -90,6 +93,7 @@ def test_shared_part(
         assert "wgmma.mma_async" in compiled.ptx
         assert "mma.sync" not in compiled.ptx
         if isinstance(attention.tile, HopperSharedTile):
+            assert dtype != torch.float8_e4m3fn
             assert "setmaxnreg" in compiled.ptx
             assert "cp.async.bulk.tensor" in compiled.ptx
         else:

@@ -22,7 +22,7 @@ INT32 = torch.int32
 
 # Llama-3-8B's shape first, then each head size, page size, group and dtype that ships.
 SHAPES = [
-    # num_qo_heads, num_kv_heads, head_dim, page_size, dtype
+    # num_qo_heads, num_kv_heads, head_dim, page_size, dtype of pages
     (32, 8, 128, 64, torch.bfloat16),
     (32, 8, 128, 16, torch.float16),
     (32, 8, 64, 32, torch.bfloat16),
@@ -33,6 +33,12 @@ SHAPES = [
     (16, 8, 256, 64, torch.bfloat16),
     (16, 8, 256, 16, torch.bfloat16),
     (32, 8, 128, 64, torch.float32),
+    (32, 8, 128, 64, torch.float8_e4m3fn),
+    (32, 8, 128, 16, torch.float8_e4m3fn),
+    (32, 8, 64, 32, torch.float8_e4m3fn),
+    (40, 8, 96, 64, torch.float8_e4m3fn),
+    (16, 8, 256, 64, torch.float8_e4m3fn),
+    (16, 8, 256, 16, torch.float8_e4m3fn),
 ]
 IDS = [
     f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}"
@@ -59,6 +65,17 @@ def only_launch(action: Callable[[], object]) -> tuple[Compiled, int]:
     return compile_launch(launch), launch.options["num_warps"]
 
 
+def scales_of(pages: torch.Tensor) -> dict[str, torch.Tensor]:
+    if pages.dtype != torch.float8_e4m3fn:
+        return {}
+    scale = empty(pages.shape[1], pages.shape[3], dtype=torch.float32)
+    return {"k_scale": scale, "v_scale": scale}
+
+
+def q_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -73,10 +90,15 @@ def test_decode(
 
     def launch() -> None:
         attention = DecodeAttention(
-            pages, num_qo_heads=num_qo_heads, scale=0.1, max_requests=1, max_kv_tokens=64
+            pages,
+            num_qo_heads=num_qo_heads,
+            scale=0.1,
+            max_requests=1,
+            max_kv_tokens=64,
+            **scales_of(pages),
         )
         attention.plan([5])
-        q = empty(1, num_qo_heads, head_dim, dtype=dtype)
+        q = empty(1, num_qo_heads, head_dim, dtype=q_dtype(dtype))
         attention.run(q, 0, empty(1, dtype=INT32))
 
     compiled, num_warps = only_launch(launch)
@@ -93,7 +115,7 @@ def test_decode(
         assert "cp.async.wait_group \t0;" not in _loop_of(compiled.ptx), "the pipeline drains"
 
 
-WINDOWED = [0, 2, 8]  # shapes to compile with a sliding window too: it adds a loop
+WINDOWED = [0, 2, 8, 10]  # shapes to compile with a sliding window too: it adds a loop
 PREFILL_SHAPES = [(*shape, None) for shape in SHAPES] + [(*SHAPES[i], 4096) for i in WINDOWED]
 PREFILL_IDS = IDS + [f"{IDS[i]}-window" for i in WINDOWED]
 
@@ -115,10 +137,14 @@ def test_prefill(
 
     def launch() -> None:
         attention = PrefillAttention(
-            pages, num_qo_heads=num_qo_heads, scale=0.1, sliding_window=sliding_window
+            pages,
+            num_qo_heads=num_qo_heads,
+            scale=0.1,
+            sliding_window=sliding_window,
+            **scales_of(pages),
         )
         attention.plan([5], [5])
-        q = empty(5, num_qo_heads, head_dim, dtype=dtype)
+        q = empty(5, num_qo_heads, head_dim, dtype=q_dtype(dtype))
         attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32))
 
     compiled, num_warps = only_launch(launch)
@@ -134,7 +160,7 @@ def small_launches() -> dict[str, Callable[[], object]]:
     pages = empty(4, 32, 2, 8, 64, 128)
     words = empty(4, 1 << 16, dtype=INT32)
 
-    def append(num_angles: int) -> torch.Tensor:
+    def append(num_angles: int, pages: torch.Tensor = pages) -> torch.Tensor:
         return rotate_and_append(
             empty(4, 32, 128),
             empty(4, 8, 128),
@@ -146,12 +172,15 @@ def small_launches() -> dict[str, Callable[[], object]]:
             positions=ids,
             append_page=ids,
             append_offset=ids,
+            **scales_of(pages),
         )
 
     return {
         "merge": lambda: merge_states(empty(3, 4, 32, 128), empty(3, 4, 32, dtype=torch.float32)),
         "rotate_and_append": lambda: append(64),
         "rotate_and_append_partial": lambda: append(16),
+        "rotate_and_append_fp8": lambda: append(64, pages.to(torch.float8_e4m3fn)),
+        "rotate_and_append_partial_fp8": lambda: append(16, pages.to(torch.float8_e4m3fn)),
         "rms_norm": lambda: rms_norm(empty(4, 4096), empty(4096), 1e-5, residual=empty(4, 4096)),
         "rms_norm_wide": lambda: rms_norm(empty(4, 8192), empty(8192), 1e-5),
         "silu_mul": lambda: silu_mul(empty(4, 14336), empty(4, 14336)),

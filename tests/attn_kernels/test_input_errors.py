@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attn_kernels.append import rotate_and_append
-from attn_kernels.checks import check_page_table
+from attn_kernels.cascade import CascadeAttention, HopperSharedTile
+from attn_kernels.checks import check_page_table, check_positive_scales
 from attn_kernels.decode import DecodeAttention
 from attn_kernels.elementwise import rms_norm, silu_mul
 from attn_kernels.errors import (
@@ -12,11 +13,13 @@ from attn_kernels.errors import (
     DtypeError,
     KernelInputError,
     PageTableError,
+    ScaleError,
     ShapeError,
     StrideError,
 )
 from attn_kernels.merge import merge_states
 from attn_kernels.prefill import PrefillAttention
+from attn_kernels.prefill_hopper import HopperTile
 from tests.support.triton_interpreter import patched
 
 # Checks come before any launch, so these tests need neither a GPU nor the interpreter.
@@ -137,3 +140,110 @@ def test_a_cpu_tensor_is_refused_outside_the_interpreter():
 
     with pytest.raises(DeviceError, match="x is on cpu, must be on a CUDA device"):
         rms_norm(torch.zeros(2, 8), torch.zeros(8), 1e-5)
+
+
+FP8_PAGES = torch.zeros(4, 2, 2, 2, 16, 64, dtype=torch.float8_e4m3fn)
+SCALE = torch.ones(2, 2)
+
+
+def fp8_append(pages: torch.Tensor, **scales: torch.Tensor | None) -> torch.Tensor:
+    ids = torch.zeros(2, dtype=torch.int64)
+    return rotate_and_append(
+        torch.zeros(2, 8, 64, dtype=torch.bfloat16),
+        torch.zeros(2, 2, 64, dtype=torch.bfloat16),
+        torch.zeros(2, 2, 64, dtype=torch.bfloat16),
+        pages,
+        0,
+        cos=torch.zeros(9, 32),
+        sin=torch.zeros(9, 32),
+        positions=ids,
+        append_page=ids,
+        append_offset=ids,
+        **scales,
+    )
+
+
+def fp8_attention(kind: type, pages: torch.Tensor, **options: object) -> object:
+    if kind is not PrefillAttention:
+        options |= {"max_requests": 4, "max_kv_tokens": 64}
+    return kind(pages, num_qo_heads=8, scale=1.0, **options)
+
+
+@pytest.mark.parametrize("kind", [DecodeAttention, PrefillAttention, CascadeAttention, "append"])
+@pytest.mark.parametrize(
+    ("pages", "scales", "error", "message"),
+    [
+        (FP8_PAGES, {}, ScaleError, "k_scale is None, must be given for pages of torch.float8_e4m"),
+        (FP8_PAGES, {"k_scale": SCALE}, ScaleError, "v_scale is None, must be given"),
+        (
+            FP8_PAGES.bfloat16(),
+            {"k_scale": None, "v_scale": SCALE},
+            ScaleError,
+            "v_scale is given, must be None for pages of torch.bfloat16",
+        ),
+        (
+            FP8_PAGES,
+            {"k_scale": SCALE.bfloat16(), "v_scale": SCALE},
+            DtypeError,
+            "k_scale is torch.bfloat16, must be torch.float32",
+        ),
+        (
+            FP8_PAGES,
+            {"k_scale": SCALE, "v_scale": torch.ones(2)},
+            ShapeError,
+            r"v_scale has shape \[2\], must be \[2, 2\]",
+        ),
+        (
+            FP8_PAGES,
+            {"k_scale": SCALE, "v_scale": torch.ones(2, 2, device="meta")},
+            DeviceError,
+            "v_scale is on meta, must be on cpu",
+        ),
+        (
+            FP8_PAGES,
+            {"k_scale": torch.ones(2, 4)[:, ::2], "v_scale": SCALE},
+            StrideError,
+            "k_scale has strides",
+        ),
+    ],
+)
+def test_every_launcher_demands_scales_for_fp8_pages_and_only_for_them(
+    kind: type | str,
+    pages: torch.Tensor,
+    scales: dict[str, torch.Tensor],
+    error: type[KernelInputError],
+    message: str,
+):
+    with pytest.raises(error, match=message):
+        fp8_append(pages, **scales) if kind == "append" else fp8_attention(kind, pages, **scales)
+
+
+def test_queries_over_fp8_pages_are_of_half_precision():
+    scales = {"k_scale": SCALE, "v_scale": SCALE}
+    indices = torch.zeros(2, dtype=torch.int32)
+
+    for q in (torch.zeros(2, 8, 64), torch.zeros(2, 8, 64, dtype=torch.float8_e4m3fn)):
+        message = f"q is {q.dtype}, must be torch.bfloat16 or torch.float16"
+        with pytest.raises(DtypeError, match=message):
+            fp8_attention(DecodeAttention, FP8_PAGES, **scales).run(q, 0, indices)
+        with pytest.raises(DtypeError, match=message):
+            fp8_attention(PrefillAttention, FP8_PAGES, **scales).run(q, 0, indices, indices)
+
+
+def test_the_hopper_kernels_refuse_fp8_pages():
+    scales = {"k_scale": SCALE, "v_scale": SCALE}
+
+    with pytest.raises(ShapeError, match=r"does not take torch\.float8_e4m3fn, only 16-bit floats"):
+        fp8_attention(PrefillAttention, FP8_PAGES, tile=HopperTile(), **scales)
+    with pytest.raises(DtypeError, match=r"pages is torch\.float8_e4m3fn, the Hopper kernel"):
+        fp8_attention(CascadeAttention, FP8_PAGES, tile=HopperSharedTile(), **scales)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_debug_check_finds_scales_that_are_not_positive(value: float):
+    wrong = SCALE.clone()
+    wrong[1, 0] = value
+
+    with pytest.raises(ScaleError, match=f"v_scale is {value} for layer 1 and key-value head 0"):
+        check_positive_scales(SCALE, wrong)
+    check_positive_scales(SCALE, SCALE)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
@@ -40,14 +41,15 @@ def interpreted() -> Iterator[None]:
         return twin(self).rewrite()(*args, **kwargs)
 
     builder: Any = InterpreterBuilder
-    saved = builder.create_dot
+    saved = builder.create_dot, builder.create_fp_to_fp, builder.create_fp_trunc
     try:
         builder.create_dot = _dot
+        builder.create_fp_to_fp, builder.create_fp_trunc = _fp_to_fp, _fp_trunc
         # Overflow to infinity is as normal in a kernel as on a device.
         with patched(run=run, call=call), np.errstate(all="ignore"):
             yield
     finally:
-        builder.create_dot = saved
+        builder.create_dot, builder.create_fp_to_fp, builder.create_fp_trunc = saved
 
 
 @contextmanager
@@ -77,3 +79,30 @@ def _widened(operand: Any) -> Any:
     if operand.dtype.scalar == tl.bfloat16:
         return (operand.data.astype(np.uint32) << 16).view(np.float32)
     return operand.data.astype(np.float32)
+
+
+def _fp_trunc(self: Any, source: Any, target: Any) -> TensorHandle:
+    """Round to bfloat16, where the interpreter's own conversion cuts."""
+    if target.scalar != tl.bfloat16:
+        return self.cast_impl(source, target)
+    return _fp_to_fp(self, source, target, None)
+
+
+def _fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> TensorHandle:
+    """Convert as a device does.
+
+    The interpreter's own conversion takes the NaN of e4m3 for 480, and loses the carry of a
+    mantissa that rounds up.
+    """
+    wanted = target.scalar
+    if source.dtype.scalar == tl.float8e4nv:
+        wide = torch.from_numpy(source.data.copy()).view(torch.float8_e4m3fn).float()
+    else:
+        wide = torch.from_numpy(np.array(_widened(source)))
+    if wanted == tl.float8e4nv:
+        data = wide.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    elif wanted == tl.bfloat16:
+        data = wide.to(torch.bfloat16).view(torch.uint16)
+    else:
+        data = wide.to({tl.float16: torch.float16, tl.float32: torch.float32}[wanted])
+    return TensorHandle(data.numpy(), wanted)
