@@ -50,7 +50,9 @@ def decode_tile(head_dim: int, element_bytes: int) -> DecodeTile:
     if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
         return DecodeTile(block_n=16, num_warps=8, num_stages=2, programs_per_sm=1)
     if padded(head_dim) > 128:
-        return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=1)
+        # Tiles converted from fp8 lie in registers, and do not fit those of four warps.
+        num_warps = 8 if element_bytes == 1 else 4
+        return DecodeTile(block_n=64, num_warps=num_warps, num_stages=3, programs_per_sm=1)
     return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
 

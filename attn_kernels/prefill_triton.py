@@ -24,6 +24,8 @@ def prefill_tile(head_dim: int, element_bytes: int) -> PrefillTile:
     """Return the tile for a head size: what fits 227 KB of shared memory without spills."""
     if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
         return PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
+    if padded(head_dim) > 128 and element_bytes == 1:  # keys converted from fp8 take registers too
+        return PrefillTile(block_m=64, block_n=64, num_warps=8, num_stages=3)
     if padded(head_dim) > 128:
         return PrefillTile(block_m=128, block_n=32, num_warps=8, num_stages=3)
     return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=3)
