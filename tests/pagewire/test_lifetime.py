@@ -277,8 +277,8 @@ def test_a_process_may_fork_before_its_first_call():
     source = (
         "import os, sys; from pagewire import Client\n"
         "child = os.fork()\n"
+        "if child: os.waitpid(child, 0)\n"  # or their lines would mix
         "with Client(sys.argv[1]) as client: print(client.generate('x').text, flush=True)\n"
-        "if child: os.waitpid(child, 0)\n"
     )
     with serving_in_thread(echo) as (address, _):
         assert run_program(source, address) == "x\nx\n"
