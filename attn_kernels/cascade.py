@@ -27,7 +27,7 @@ from attn_kernels.errors import DtypeError
 from attn_kernels.jit.cascade import shared_prefix_kernel
 from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
 from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
-from attn_kernels.tiles import padded, programs_for
+from attn_kernels.tiles import PlanBuffer, padded, programs_for
 
 # Of the shared part's tiles, per us and multiprocessor, measured on one H200
 TRITON_FLOPS, HOPPER_FLOPS = 3.0e6, 3.8e6
@@ -172,11 +172,7 @@ class CascadeAttention:
             self._pages_desc = TensorDescriptor.from_tensor(pages.view(-1, head_dim), box, layout)
         self.is_exact = is_exact
         self.overlaps = device.type == "cuda"  # launches depend on each other's parts only
-        pinned = device.type == "cuda"
-        size = 1 + self.max_shared_slots * (ITEM_FIELDS + 2 * group)
-        self._host_plan = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self._plan = torch.zeros(size, dtype=torch.int32, device=device)
-        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._plan = PlanBuffer(1 + self.max_shared_slots * (ITEM_FIELDS + 2 * group), device)
         self._shared: CascadePlan | None = None
 
     @property
@@ -289,7 +285,7 @@ class CascadeAttention:
             q,
             decode.pages,
             kv_page_indices,
-            self._plan,
+            self._plan.device_buffer,
             decode.partial_acc,
             decode.partial_stats,
             decode.k_scale,
@@ -324,7 +320,7 @@ class CascadeAttention:
             q,
             self._pages_desc,
             kv_page_indices,
-            self._plan,
+            self._plan.device_buffer,
             decode.partial_acc,
             decode.partial_stats,
             layer,
@@ -348,12 +344,10 @@ class CascadeAttention:
 
     def _copy(self, shared: CascadePlan, items: DecodeItems) -> None:
         """Bring the items, and their query rows behind them, to the device."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the last plan has left the host buffer
         first_row = 1 + shared.num_items * ITEM_FIELDS
         num_heads, group = self.decode.num_qo_heads, self.decode.group
         used = first_row + 2 * group * len(shared.members)
-        host = self._host_plan.numpy()
+        host = self._plan.host()
         host[0] = shared.num_items
         fields = host[1:first_row].reshape(-1, ITEM_FIELDS)
         fields[:] = shared.fields
@@ -364,6 +358,4 @@ class CascadeAttention:
         heads = np.arange(group)
         rows[:, :, 0] = self._rows[shared.members, None] * num_heads + heads
         rows[:, :, 1] = items.first_slots[shared.members, None] * num_heads + heads
-        self._plan[:used].copy_(self._host_plan[:used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._plan.send(used)

@@ -130,6 +130,36 @@ def check_positive_scales(k_scale: Tensor, v_scale: Tensor) -> None:
             )
 
 
+def check_mask(sliding_window: int | None, soft_cap: float | None) -> None:
+    """Check what changes the scores of an attention kernel."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ShapeError(f"soft_cap is {soft_cap}, must be positive or None")
+
+
+def check_attention_inputs(
+    q: Tensor, layer: int, kv_page_indices: Tensor, *, pages: Tensor, num_qo_heads: int
+) -> None:
+    """Check the inputs of a run of attention over a pool."""
+    _, num_layers, _, _, _, head_dim = pages.shape
+    shape = (None, num_qo_heads, head_dim)
+    check_tensor("q", q, shape=shape, dtype=query_dtypes(pages), device=pages.device)
+    check_layer(layer, num_layers)
+    check_tensor(
+        "kv_page_indices", kv_page_indices, shape=(None,), dtype=torch.int32, device=pages.device
+    )
+
+
+def check_attention_outputs(
+    out: Tensor, lse: Tensor | None, q: Tensor, *, dtype: torch.dtype | Sequence[torch.dtype]
+) -> None:
+    """Check where a run of attention writes; `dtype` is what `out` may be."""
+    check_tensor("out", out, shape=q.shape, dtype=dtype, device=q.device)
+    if lse is not None:
+        check_tensor("lse", lse, shape=q.shape[:2], dtype=torch.float32, device=q.device)
+
+
 def check_layer(layer: int, num_layers: int) -> None:
     """Check a layer index."""
     if not 0 <= layer < num_layers:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from attn_kernels.checks import (
     FLOAT_DTYPES,
+    check_attention_inputs,
+    check_attention_outputs,
     check_heads,
     check_kv_scales,
-    check_layer,
+    check_mask,
     check_pages,
-    check_tensor,
-    query_dtypes,
 )
 from attn_kernels.decode_plan import (
     ITEM_FIELDS,
@@ -26,7 +26,7 @@ from attn_kernels.decode_plan import (
 )
 from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.jit.paged_decode import paged_decode_kernel
-from attn_kernels.tiles import LOG2_E, padded, programs_for
+from attn_kernels.tiles import PlanBuffer, padded, programs_for, score_factors
 
 DEFAULT_RULE = SplitRule()
 BLOCK_M = 16  # query heads of a tile: the least columns that wgmma takes, the largest group
@@ -111,21 +111,14 @@ class DecodeAttention:
                 f"split_len {rule.split_len} must be a multiple of the {self.tile.block_n} keys "
                 "of a tile"
             )
-        if sliding_window is not None and sliding_window < 1:
-            raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
-        if soft_cap is not None and not soft_cap > 0:
-            raise ShapeError(f"soft_cap is {soft_cap}, must be positive or None")
+        check_mask(sliding_window, soft_cap)
         device = pages.device
         self.pages = pages
         self.num_qo_heads = num_qo_heads
         self.soft_cap = soft_cap
         self.k_scale = k_scale
         self.v_scale = v_scale
-        self.scale_log2 = scale * LOG2_E
-        self.soft_cap_log2 = 0.0
-        if soft_cap is not None:  # as the kernel's `capped` takes them
-            self.scale_log2 = 2 * scale * LOG2_E / soft_cap
-            self.soft_cap_log2 = soft_cap * LOG2_E
+        self.scale_log2, self.soft_cap_log2 = score_factors(scale, soft_cap)
         self.sliding_window = sliding_window
         self.rule = rule
         self.max_requests = max_requests
@@ -142,11 +135,8 @@ class DecodeAttention:
             rule,
             begins_within=max_shared_slots > 0 or sliding_window is not None,
         )
-        pinned = device.type == "cuda"
         size = (self.num_lanes + self.max_items + 1) * ITEM_FIELDS  # the kernel reads one ahead
-        self._host_plan = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self._plan = torch.zeros(size, dtype=torch.int32, device=device)
-        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._plan = PlanBuffer(size, device)
         self.partial_acc = torch.empty(
             (self.max_slots, num_qo_heads, head_dim), dtype=torch.float32, device=device
         )
@@ -208,13 +198,9 @@ class DecodeAttention:
         )
         if items.num_slots > self.max_slots:
             raise CapacityError(f"{items.num_slots} slots, at most {self.max_slots} are planned")
-        if self._copied is not None:
-            self._copied.synchronize()  # the last plan has left the host buffer
         used = items.table.size
-        self._host_plan.numpy()[:used] = items.table.ravel()
-        self._plan[:used].copy_(self._host_plan[:used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._plan.host()[:used] = items.table.ravel()
+        self._plan.send(used)
         return items
 
     def run(
@@ -246,13 +232,9 @@ class DecodeAttention:
         """
         self.check_run(q, layer, kv_page_indices)
         _, _, _, num_kv_heads, page_size, head_dim = self.pages.shape
-        device = self.pages.device
-        heads = (q.shape[0], self.num_qo_heads)
         if out is None:
             out = torch.empty_like(q)
-        check_tensor("out", out, shape=(*heads, head_dim), dtype=FLOAT_DTYPES, device=device)
-        if lse is not None:
-            check_tensor("lse", lse, shape=heads, dtype=torch.float32, device=device)
+        check_attention_outputs(out, lse, q, dtype=FLOAT_DTYPES)
 
         paged_decode_kernel[(self.num_programs,)](
             out,
@@ -260,7 +242,7 @@ class DecodeAttention:
             q,
             self.pages,
             kv_page_indices,
-            self._plan,
+            self._plan.device_buffer,
             self.partial_acc,
             self.partial_stats,
             self._arrivals,
@@ -294,18 +276,8 @@ class DecodeAttention:
 
     def check_run(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
         """Check the arguments of a run that other launches over the same pages share."""
-        _, num_layers, _, _, _, head_dim = self.pages.shape
-        device = self.pages.device
-        check_tensor(
-            "q",
-            q,
-            shape=(None, self.num_qo_heads, head_dim),
-            dtype=query_dtypes(self.pages),
-            device=device,
-        )
-        check_layer(layer, num_layers)
-        check_tensor(
-            "kv_page_indices", kv_page_indices, shape=(None,), dtype=torch.int32, device=device
+        check_attention_inputs(
+            q, layer, kv_page_indices, pages=self.pages, num_qo_heads=self.num_qo_heads
         )
 
     def _check_first_private(

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from attn_kernels import prefill_hopper
 from attn_kernels.checks import (
+    check_attention_inputs,
+    check_attention_outputs,
     check_heads,
     check_kv_scales,
-    check_layer,
+    check_mask,
     check_pages,
     check_tensor,
-    query_dtypes,
 )
 from attn_kernels.errors import ShapeError
 from attn_kernels.prefill_hopper import HopperPrefill, HopperTile
@@ -80,10 +81,7 @@ class PrefillAttention:
         check_kv_scales(pages, k_scale, v_scale)
         _, _, _, num_kv_heads, _, head_dim = pages.shape
         group = check_heads(num_qo_heads, num_kv_heads, head_dim)
-        if sliding_window is not None and sliding_window < 1:
-            raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
-        if soft_cap is not None and not soft_cap > 0:
-            raise ShapeError(f"soft_cap is {soft_cap}, must be positive or None")
+        check_mask(sliding_window, soft_cap)
         self.pages = pages
         self.num_qo_heads = num_qo_heads
         self.tile = tile or shipped_tile(pages, soft_cap)
@@ -168,28 +166,15 @@ class PrefillAttention:
         Returns:
             The output, shaped as q.
         """
-        _, num_layers, _, _, _, head_dim = self.pages.shape
-        device = self.pages.device
-        heads = (q.shape[0], self.num_qo_heads)
-        check_tensor(
-            "q",
-            q,
-            shape=(None, self.num_qo_heads, head_dim),
-            dtype=query_dtypes(self.pages),
-            device=device,
-        )
-        check_layer(layer, num_layers)
-        check_tensor(
-            "kv_page_indptr", kv_page_indptr, shape=(None,), dtype=torch.int32, device=device
+        check_attention_inputs(
+            q, layer, kv_page_indices, pages=self.pages, num_qo_heads=self.num_qo_heads
         )
         check_tensor(
-            "kv_page_indices", kv_page_indices, shape=(None,), dtype=torch.int32, device=device
+            "kv_page_indptr", kv_page_indptr, shape=(None,), dtype=torch.int32, device=q.device
         )
         if out is None:
             out = torch.empty_like(q)
-        check_tensor("out", out, shape=(*heads, head_dim), dtype=q.dtype, device=device)
-        if lse is not None:
-            check_tensor("lse", lse, shape=heads, dtype=torch.float32, device=device)
+        check_attention_outputs(out, lse, q, dtype=q.dtype)
 
         self._kernel.launch(out, lse, q, layer, kv_page_indptr, kv_page_indices)
         return out

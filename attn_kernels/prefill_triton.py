@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_kernels.jit.paged_prefill import paged_prefill_kernel
 from attn_kernels.prefill_plan import ITEM_FIELDS, PrefillBatch, plan_items
-from attn_kernels.tiles import LOG2_E, padded, to_device
+from attn_kernels.tiles import padded, score_factors, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +49,7 @@ class TritonPrefill:
         self._pages = pages
         self._group = group
         self._has_soft_cap = soft_cap is not None
-        self._scale_log2 = scale * LOG2_E
-        self._soft_cap_log2 = 0.0
-        if soft_cap is not None:  # as the kernel's `capped` takes them
-            self._scale_log2 = 2 * scale * LOG2_E / soft_cap
-            self._soft_cap_log2 = soft_cap * LOG2_E
+        self._scale_log2, self._soft_cap_log2 = score_factors(scale, soft_cap)
         self._sliding_window = sliding_window
         self._k_scale = k_scale
         self._v_scale = v_scale
