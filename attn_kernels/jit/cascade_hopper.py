@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-GROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup
-NEG_INF = gl.constexpr(float("-inf"))
+from attn_kernels.jit.warpgroups import GROUP_ROWS, NEG_INF, narrow, pass_turn, wait_for_turn
+
 TOTAL_COLUMNS = gl.constexpr(16)  # as in attention_state.py: weights are summed by a product
 
 
@@ -119,33 +119,6 @@ def load_rows(
     in_q = gl.expand_dims(is_row, 1) & (dims < HEAD_DIM)
     async_copy.async_copy_global_to_shared(q_smem, pointers, in_q)
     async_copy.commit_group()
-
-
-@gluon.jit
-def take_turn(barrier_id: gl.constexpr, WAIT: gl.constexpr):
-    # A named barrier of both warpgroups, in the hardware; Triton uses those from 0 on. The lane is
-    # there because an operation must have a result: one thread, one execution.
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lane = gl.arange(0, 128, layout)
-    if WAIT:
-        asm: gl.constexpr = f"bar.sync {barrier_id}, 256; mov.u32 $0, $1;"
-    else:
-        asm: gl.constexpr = f"bar.arrive {barrier_id}, 256; mov.u32 $0, $1;"
-    gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def narrow(p, dtype: gl.constexpr):
-    # Two to a register, as the matrix instruction wants them.
-    if dtype == gl.bfloat16:
-        narrowed = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        narrowed = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
-        )
-    return narrowed
 
 
 @gluon.jit
@@ -257,7 +230,7 @@ def attend_shared(
     if IS_EXACT:
         no_total = gl.zeros([GROUP_ROWS, TOTAL_COLUMNS], gl.float32, t_layout)
     if WARPGROUP == 1:
-        take_turn(8, False)
+        pass_turn(WARPGROUP)
     load_rows(
         q_ptr, q_bufs.index(0), plan_ptr, my_first_unit,
         NUM_KV_HEADS, GROUP, HEAD_DIM, ITEM_FIELDS, WARPGROUP,
@@ -277,11 +250,11 @@ def attend_shared(
         async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-        take_turn(8 + WARPGROUP, True)
+        wait_for_turn(WARPGROUP)
         s = warpgroup_mma(
             q, k_bufs.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
-        take_turn(9 - WARPGROUP, False)
+        pass_turn(WARPGROUP)
         next_unit = unit + gl.num_programs(0)
         if next_unit < num_units:
             # The next unit's queries come while this one's keys are read.
@@ -306,7 +279,7 @@ def attend_shared(
             stage = count % STAGES
             value_stage = (count - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-            take_turn(8 + WARPGROUP, True)
+            wait_for_turn(WARPGROUP)
             s = warpgroup_mma(
                 q, k_bufs.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
@@ -315,7 +288,7 @@ def attend_shared(
             if IS_EXACT:
                 weights = gl.convert_layout(p, pt_layout)
                 total = warpgroup_mma(weights, ones, total, is_async=True)
-            take_turn(9 - WARPGROUP, False)
+            pass_turn(WARPGROUP)
             s = warpgroup_mma_wait(2 if IS_EXACT else 1, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
             # A split begins with a state over no keys: its first weight of what was is 0.
@@ -356,15 +329,15 @@ def attend_shared(
             count += 1
         value_stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(value_stage), ((count - 1) // STAGES) & 1)
-        take_turn(8 + WARPGROUP, True)
+        wait_for_turn(WARPGROUP)
         acc = warpgroup_mma(p, v_bufs.index(value_stage), acc, is_async=True)
         if IS_EXACT:
             weights = gl.convert_layout(p, pt_layout)
             total = warpgroup_mma(weights, ones, total, is_async=True)
-            take_turn(9 - WARPGROUP, False)
+            pass_turn(WARPGROUP)
             acc, total = warpgroup_mma_wait(0, deps=[acc, total])
         else:
-            take_turn(9 - WARPGROUP, False)
+            pass_turn(WARPGROUP)
             acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(value_stage), count=1)
         segment_acc, segment_m, segment_total = merge_rows(

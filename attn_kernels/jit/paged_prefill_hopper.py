@@ -21,10 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_kernels.jit.warpgroups import GROUP_ROWS, NEG_INF, narrow, pass_turn, wait_for_turn
+
 LN2 = gl.constexpr(0.6931471805599453)
-GROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup
-NEG_INF = gl.constexpr(float("-inf"))
-FIRST_TURN = gl.constexpr(8)  # barriers of the hardware; Triton takes 0 to 3, this kernel 8 and 9
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread
 
 
@@ -153,24 +152,6 @@ def copy_keys_and_values(
 
 
 @gluon.jit
-def wait_for_turn(WARPGROUP: gl.constexpr):
-    named_barrier("bar.sync", FIRST_TURN + WARPGROUP)
-
-
-@gluon.jit
-def pass_turn(WARPGROUP: gl.constexpr):
-    named_barrier("bar.arrive", FIRST_TURN + 1 - WARPGROUP)
-
-
-@gluon.jit
-def named_barrier(instruction: gl.constexpr, barrier: gl.constexpr):
-    # An element for each thread of the warpgroup: each executes the instruction once.
-    threads = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    asm: gl.constexpr = f"{instruction} {barrier}, 256; mov.u32 $0, $1;"
-    gl.inline_asm_elementwise(asm, "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def hide(s, positions, columns, start, sliding_window, HAS_WINDOW: gl.constexpr):
     # s [64, BLOCK_N]; positions of its rows; columns of its keys, which begin at `start`
     # Threads' columns differ in bits 1 and 2. With these on the other side of the comparison, the
@@ -192,26 +173,6 @@ def fold_scores(s, m, total, scale_log2):
     alpha = gl.exp2(m - m_finite)
     total = gl.fma(total, alpha, gl.sum(p, 1))
     return p, alpha, new_m, total
-
-
-@gluon.jit
-def narrow(p, dtype: gl.constexpr):
-    # Two to a register, as the matrix instruction wants them; the compiler's own conversion
-    # shuffles bytes.
-    if dtype == gl.bfloat16:
-        narrowed = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,r,r",
-            [p],
-            dtype=gl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        narrowed = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
-        )
-    return narrowed
 
 
 @gluon.jit
