@@ -19,6 +19,7 @@ batch, a planner makes items on the host, in numpy. Launchers raise what errors.
                                                             edit_logits, logprobs
 
 They share checks.py, tiles.py and, for attention, jit/attention_state.py; the two Hopper kernels
-share jit/warpgroups.py. Begin with decode: the first launch of cascade fills some of its partial results. Why bits do not depend on the batch is
-told in docs/decisions/0006 and 0007, why sampling does not sort in 0008.
+share jit/warpgroups.py. Begin with decode: the first launch of cascade fills some of its partial
+results. Why bits do not depend on the batch is told in docs/decisions/0006 and 0007, why sampling
+does not sort in 0008.
 """
