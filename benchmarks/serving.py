@@ -107,8 +107,9 @@ def serve_and_run(config: ClusterConfig, options: argparse.Namespace) -> dict[st
     finally:
         cluster.stop(0.0)
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    arguments = [Path(argument).name for argument in sys.argv[1:]]  # folders are the host's own
     return {
-        "command": " ".join(["python -m benchmarks.serving", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.serving", *arguments]),
         "hardware": gpus or [platform.machine()],
         "versions": {"torch": torch.__version__, "ray": ray.__version__},
         "device": cluster.device,

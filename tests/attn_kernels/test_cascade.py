@@ -1,6 +1,5 @@
 """Cascade attention against the reference and flat decode, in the interpreter or on a GPU."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -134,7 +133,7 @@ def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
     nodes = prefix_tree(
         tables.starts, tables.indices, np.array(tables.kv_lens), page_size=8, unit_len=16
     )
-    absorbing = make_attention(case, slot_us=1e9, repeated_bytes_per_us=1e-4)
+    absorbing = make_attention(case, slot_us=1e9, repeated_bytes_per_us=1e-4, num_decode_programs=4)
     plan(absorbing, case)
     few_slots = int(absorbing._shared.num_shared_slots.max())
 
@@ -283,15 +282,23 @@ def test_worked_example_of_the_block_sparse_primer_split_into_prefix_and_suffix(
     device: str, page_size: int
 ):
     # softmax(1, 1, 2) over values [1, 1], [2, 0], [0, 1]; two requests share the first two tokens.
-    tables: Sequence[Sequence[int]] = [[3, 0, 4], [3, 0, 1]] if page_size == 1 else [[3, 4], [3, 1]]
+    # A GPU's matrix unit takes 16 keys or more: there tokens of no weight fill up the prefix.
+    shared_len = 2 if device == "cpu" else 16
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=device)
     values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 1.0]], device=device)
-    pages = torch.full((5, 1, 2, 1, page_size, 16), float("nan"), device=device)
+    num_shared_pages = shared_len // page_size
+    prefix = [num_shared_pages + 1 - page for page in range(num_shared_pages)]
+    tables = [[*prefix, num_shared_pages + 2], [*prefix, 1]]
+    pages = torch.full((num_shared_pages + 4, 1, 2, 1, page_size, 16), float("nan"), device=device)
     for table in tables:
-        for token in range(3):
+        for token in range(shared_len + 1):
             slot = pages[table[token // page_size], 0, :, 0, token % page_size]
             slot.zero_()
-            slot[0, :2], slot[1, :2] = keys[token], values[token]
+            if token < 2 or token == shared_len:
+                row = min(token, 2)
+                slot[0, :2], slot[1, :2] = keys[row], values[row]
+            else:
+                slot[:, :2] = -200.0
     q = torch.zeros(2, 1, 16, device=device)
     q[..., :2] = 1.0
     attention = CascadeAttention(
@@ -299,16 +306,16 @@ def test_worked_example_of_the_block_sparse_primer_split_into_prefix_and_suffix(
         num_qo_heads=1,
         scale=1.0,
         max_requests=2,
-        max_kv_tokens=6,
-        rule=SplitRule(split_len=2, splits_per_segment=1),
-        decode_tile=replace(DECODE_TILE, block_n=2),
+        max_kv_tokens=2 * (shared_len + 1),
+        rule=SplitRule(split_len=shared_len, splits_per_segment=1),
+        decode_tile=replace(DECODE_TILE, block_n=shared_len),
         tile=TILE,
     )
     attention.model = replace(attention.model, **SHARE_ALL)
     flat_table = [page for table in tables for page in table]
     starts = np.array([0, len(tables[0])])
 
-    attention.plan([3, 3], starts, np.array(flat_table))
+    attention.plan([shared_len + 1] * 2, starts, np.array(flat_table))
     indices = torch.tensor(flat_table, dtype=torch.int32, device=device)
     out = attention.run(q, 0, indices)
 
