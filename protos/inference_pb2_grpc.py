@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Offered by routers to clients.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,7 +58,8 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Offered by routers to clients.
+    """
 
     def Generate(self, request, context):
         """Generates text for one prompt as a stream of deltas. Cancelling the call frees everything it holds.
@@ -119,7 +121,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Missing associated documentation comment in .proto file."""
+    """Offered by routers to clients.
+    """
 
     @staticmethod
     def Generate(request,
