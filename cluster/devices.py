@@ -1,6 +1,9 @@
 """What this host has to offer: GPUs and free ports. Imports torch only where a driver is."""
 
 import errno
+import itertools
+import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -10,12 +13,27 @@ from cluster.errors import PlacementError
 
 def count_gpus() -> int:
     """Return the number of CUDA devices that this process may use."""
-    has_driver = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi")
-    if not has_driver:
+    if most_gpus() == 0:
         return 0
     import torch  # takes seconds, so only where there can be a GPU
 
     return int(torch.cuda.device_count())
+
+
+def most_gpus() -> int | None:
+    """Return at least `count_gpus()`, but at once; None: there is no telling without torch."""
+    num_devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if not num_devices:  # WSL has a driver without these files
+        return None if shutil.which("nvidia-smi") else 0
+    return most_visible(num_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def most_visible(num_devices: int, visible: str | None) -> int:
+    """Return how many devices CUDA_VISIBLE_DEVICES leaves: CUDA reads up to the first odd entry."""
+    if visible is None:
+        return num_devices
+    is_device = re.compile(r"\s*(\d|GPU-|MIG-)").match
+    return min(num_devices, len(list(itertools.takewhile(is_device, visible.split(",")))))
 
 
 def resolve_device(asked: str, num_gpus: int) -> str:

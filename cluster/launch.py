@@ -17,7 +17,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.capacity import MEMORY_REMEDY, memory_shortage, read_model_needs
 from cluster.config import ClusterConfig
 from cluster.controller import ControllerActor
-from cluster.devices import check_gpus, check_port_free, count_gpus, resolve_device
+from cluster.devices import (
+    check_gpus,
+    check_port_free,
+    count_gpus,
+    most_gpus,
+    resolve_device,
+)
 from cluster.environment import worker_environment
 from cluster.errors import ConfigError, PlacementError, StartError
 from cluster.host_memory import read_host_memory
@@ -103,7 +109,7 @@ def start_cluster(
         _attach_ray(config, shows_worker_logs)
     else:
         check_port_free(config.host, config.port)
-        device = _choose_device(config, count_gpus() if config.device != "cpu" else 0)
+        device = _choose_device(config, _count_gpus(config))
         if device == "cpu":
             _check_memory(config, say)
         say(_starting(config, device))
@@ -126,6 +132,14 @@ def worker_ids(config: ClusterConfig) -> list[str]:
     """Return the names of all workers, prefill first."""
     prefill = [f"prefill-{index}" for index in range(config.prefill)]
     return prefill + [f"decode-{index}" for index in range(config.decode)]
+
+
+def _count_gpus(config: ClusterConfig) -> int:
+    """Return this host's GPUs, or no less than them if those are too few: that is known at once."""
+    if config.device == "cpu":
+        return 0
+    most = most_gpus()
+    return most if most is not None and most < config.prefill + config.decode else count_gpus()
 
 
 def _choose_device(config: ClusterConfig, num_gpus: int) -> str:

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from cluster.devices import check_gpus, check_port_free, resolve_device
+from cluster.devices import check_gpus, check_port_free, most_visible, resolve_device
 from cluster.environment import worker_environment
 from cluster.errors import PlacementError
 
@@ -19,6 +19,24 @@ def test_more_workers_than_gpus_are_refused():
     check_gpus("cpu", 50, 50, 0)
     with pytest.raises(PlacementError, match=r"2 prefill and 3 decode workers need 5 GPUs.* 4;"):
         check_gpus("cuda", 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_gpus"),
+    [
+        (None, 4),
+        ("0,1", 2),
+        (" 2, 3", 2),
+        ("GPU-8932f937", 1),
+        ("0,1,2,3,4,5", 4),
+        ("1,-1,2", 1),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+    ],
+)
+def test_hidden_gpus_do_not_count(visible, num_gpus):
+    assert most_visible(4, visible) == num_gpus
 
 
 def test_a_taken_port_is_refused_and_a_free_one_is_not():

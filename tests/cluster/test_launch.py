@@ -45,6 +45,17 @@ def test_workers_that_the_host_can_never_hold_are_refused_before_anything_starts
         start_on_a_host_with(monkeypatch, memory, prefill=40, decode=40)
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_more_workers_than_gpus_are_refused_without_a_look_at_torch(monkeypatch, device):
+    monkeypatch.setattr(launch, "most_gpus", lambda: 2)
+    monkeypatch.setattr(launch, "count_gpus", lambda: pytest.fail("it imports torch"))
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    memory = HostMemory(total_bytes=8 * 2**30, free_bytes=7 * 2**30)
+
+    with pytest.raises(PlacementError, match=r"2 prefill and 1 decode workers need 3 GPUs.* are 2"):
+        start_on_a_host_with(monkeypatch, memory, device=device, prefill=2, decode=1)
+
+
 def test_workers_that_may_not_fit_now_are_warned_of(monkeypatch):
     def init(**_):
         raise Exception("no")
