@@ -133,9 +133,15 @@ def _find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
     if not shard_of:
         raise CheckpointCorrupt(f"{index_path}: weight_map is empty")
     headers: dict[str, dict[str, TensorEntry]] = {}
-    for shard in sorted(set(shard_of.values())):
+    shards = sorted(set(shard_of.values()))
+    for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointCorrupt(f"{index_path}: shard {shard!r} is not a plain file name")
+        if not (model_dir / shard).exists():
+            raise CheckpointMissing(
+                f"{model_dir / shard}: no such file; {index_path.name} lists {len(shards)} shards, "
+                "and all must be in the folder"
+            )
         headers[shard] = _read_header(model_dir / shard)
     found = {}
     for name, shard in shard_of.items():
@@ -188,8 +194,6 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
                 for name, value in header.items()
                 if name != "__metadata__"
             }
-    except FileNotFoundError:
-        raise CheckpointMissing(f"{path}: no such file") from None
     except OSError as error:
         raise CheckpointCorrupt(f"{path}: cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

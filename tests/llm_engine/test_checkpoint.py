@@ -76,7 +76,7 @@ def test_missing_shard(folder: Path) -> None:
     shard = sorted((folder / "sharded").glob("*.safetensors"))[1]
     shard.unlink()
 
-    assert_refused(folder / "sharded", CheckpointMissing, shard.name, "no such file")
+    assert_refused(folder / "sharded", CheckpointMissing, shard.name, "no such file", "shards")
 
 
 def test_tensor_missing_in_its_shard(folder: Path) -> None:
