@@ -1,7 +1,8 @@
 """Cases of cascade attention for benchmarks.kernels: forests of requests that share prefixes.
 
-"cascade/B,S,U" is B requests with S tokens in common and U of their own. "cascade/three-levels..."
-and those from real prompts (prefix_trees.json, which names its sources) are deeper.
+"cascade/B,S,U" is B requests with S tokens in common and U of their own; in "cascade/edge/B,S,U"
+sharing hardly pays, or not at all. "cascade/three-levels..." and those from real prompts
+(prefix_trees.json, which names its sources) are deeper.
 """
 
 import json
@@ -20,9 +21,17 @@ TWO_LEVELS = [
     (256, 8192, 128),
     (64, 32_768, 256),
     (256, 32_768, 256),
-    # Where sharing pays little or nothing
+]
+EDGES = [
+    (2, 256, 1024),
+    (2, 1024, 256),
     (2, 1024, 1024),
+    (3, 512, 512),
+    (4, 256, 256),
     (4, 512, 4096),
+    (4, 1024, 1024),
+    (8, 512, 2048),
+    (16, 256, 256),
     (32, 256, 1024),
 ]
 
@@ -67,9 +76,10 @@ class Forest:
 
 def cascade_cases() -> Iterator[tuple[str, Forest]]:
     """Yield named forests."""
-    for batch, shared, unique in TWO_LEVELS:
-        forest = Forest(nodes=[(-1, shared)], requests=[(0, unique)] * batch)
-        yield f"cascade/{batch},{shared},{unique}", forest
+    for kind, forests in (("cascade", TWO_LEVELS), ("cascade/edge", EDGES)):
+        for batch, shared, unique in forests:
+            forest = Forest(nodes=[(-1, shared)], requests=[(0, unique)] * batch)
+            yield f"{kind}/{batch},{shared},{unique}", forest
     for groups, members in ((4, 16), (16, 4)):
         # A system prompt, a document for each group, a conversation for each request
         nodes = [(-1, 2048), *[(0, 4096)] * groups]
