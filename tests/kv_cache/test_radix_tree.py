@@ -1,6 +1,8 @@
 import random
+from collections.abc import Callable
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kv_cache.radix_tree import RadixNode, RadixTree, TreePage
@@ -150,20 +152,25 @@ def test_thousands_of_evictions_do_not_scan_the_tree() -> None:
 prefix_strategy = st.lists(st.sampled_from([b"a", b"b"]), max_size=6)
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=500)
-@given(
-    operations=st.lists(
-        st.tuples(
-            st.sampled_from(["insert", "insert", "match", "evict", "hold"]),
-            prefix_strategy,
-            st.sampled_from([b"", b"salt"]),
-        ),
-        max_size=40,
-    )
+Operations = list[tuple[str, list[bytes], bytes]]
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "insert", "match", "evict", "hold"]),
+        prefix_strategy,
+        st.sampled_from([b"", b"salt"]),
+    ),
+    max_size=40,
 )
-def test_tree_agrees_with_a_dictionary(
-    operations: list[tuple[str, list[bytes], bytes]],
-) -> None:
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=500)
+
+
+@SETTINGS
+@given(OPERATIONS)
+def test_tree_agrees_with_a_dictionary(operations: Operations) -> None:
+    compare_with_a_dictionary(operations)
+
+
+def compare_with_a_dictionary(operations: Operations) -> None:
     tree = RadixTree()
     oracle: dict[tuple[bytes, tuple[bytes, ...]], int] = {}
     held: set[int] = set()  # prefix-closed, as sequences hold pages
@@ -210,6 +217,90 @@ def next_victim(tree: RadixTree, is_evictable: object) -> int | None:
     if not ends:
         return None
     return min(ends, key=lambda node: (node.last_used, node.serial)).run[-1].page_id
+
+
+# Planted bugs: each must be found.
+
+
+def leaf_is_queued_twice(patch: pytest.MonkeyPatch) -> None:
+    def enqueue(self: RadixTree, node: RadixNode) -> None:
+        node.is_queued = False
+        original(self, node)
+
+    original = RadixTree._enqueue
+    patch.setattr(RadixTree, "_enqueue", enqueue)
+
+
+def leaf_used_while_queued_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    def evict(self: RadixTree, num_pages: int, is_evictable: Callable[[int], bool]) -> object:
+        for last_used, _, node in self._queue:
+            node.last_used = last_used
+        return original(self, num_pages, is_evictable)
+
+    original = RadixTree.evict
+    patch.setattr(RadixTree, "evict", evict)
+
+
+def emptied_nodes_stay(patch: pytest.MonkeyPatch) -> None:
+    def remove(self: RadixTree, page: TreePage) -> None:
+        page.node.run.pop()
+        del self._pages[page.page_id]
+        self._enqueue(page.node)
+
+    patch.setattr(RadixTree, "remove", remove)
+
+
+def lower_part_of_a_split_is_not_moved(patch: pytest.MonkeyPatch) -> None:
+    def split_after(self: RadixTree, page: TreePage) -> RadixNode:
+        start = page.node.start
+        upper = original(self, page)
+        for child in upper.children.values():
+            child.start = start
+        return upper
+
+    original = RadixTree._split_after
+    patch.setattr(RadixTree, "_split_after", split_after)
+
+
+def match_is_no_use(patch: pytest.MonkeyPatch) -> None:
+    def match(self: RadixTree, tokens: list[bytes], salt: bytes = b"") -> list[TreePage]:
+        before = {page.node.serial: page.node.last_used for page in self}
+        path = original(self, tokens, salt)
+        for page in path:
+            page.node.last_used = before[page.node.serial]
+        return path
+
+    original = RadixTree.match
+    patch.setattr(RadixTree, "match", match)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        leaf_is_queued_twice,
+        leaf_used_while_queued_is_evicted,
+        emptied_nodes_stay,
+        lower_part_of_a_split_is_not_moved,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_comparison_finds(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    hunt = settings(SETTINGS, phases=[Phase.generate], report_multiple_bugs=False)
+
+    with pytest.raises(AssertionError):
+        hunt(given(OPERATIONS)(compare_with_a_dictionary))()
+
+
+def test_order_of_eviction_is_found_wrong_when_a_match_is_no_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    match_is_no_use(monkeypatch)
+
+    with pytest.raises(AssertionError):
+        test_leaves_go_from_their_tails_least_recently_used_first()
 
 
 def test_matches_survive_random_splits_and_evictions() -> None:

@@ -350,6 +350,18 @@ def test_a_prompt_is_passed_over_at_most_as_often_as_configured() -> None:
     assert served.index(cold) == 3
 
 
+def test_without_ageing_a_prompt_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug shows that the scenario can fail."""
+    monkeypatch.setattr("prefill_worker.scheduler.pick_next", never_aging)
+
+    with pytest.raises(ValueError, match="not in list"):
+        test_a_prompt_is_passed_over_at_most_as_often_as_configured()
+
+
+def never_aging(runnable: list[Runnable], max_overtakes: int) -> Prompt | None:
+    return pick_next(runnable, max_overtakes=10**9)
+
+
 def test_two_prompts_with_one_new_prefix_compute_it_once() -> None:
     scene = Scene()
     prefix = range(1, 17)
