@@ -1,4 +1,7 @@
-"""Shows how far the loading of weights has come: a bar on a terminal, else a line now and then."""
+"""Shows how far the loading of weights has come: a bar on a terminal, else a bar a line.
+
+Workers have no terminal of their own, so what `pagewire serve` shows of them are lines.
+"""
 
 import sys
 import time
@@ -13,7 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from llm_engine.checkpoint import Tensors
 from llm_engine.weights import LoadProgress
 
-LINE_PERIOD_S = 5.0  # between two plain lines; what loads faster needs none
+LINE_PERIOD_S = 2.0  # between two plain lines; what loads faster needs none
+BAR_CHARS = 30  # of a plain line
 
 
 @contextmanager
@@ -63,4 +67,9 @@ class _PlainLines:
             return
         self._next_at = self._clock() + LINE_PERIOD_S
         done, total = self._done_bytes / 1e6, self._total_bytes / 1e6
-        print(f"loading weights: {done:.0f} of {total:.0f} MB ({path.name})", file=self._stream)
+        bar = "#" * (BAR_CHARS * self._done_bytes // self._total_bytes)
+        print(
+            f"loading weights [{bar:-<{BAR_CHARS}}] {done:.0f} of {total:.0f} MB ({path.name})",
+            file=self._stream,
+            flush=True,
+        )

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from llm_engine.checkpoint import TensorEntry
 from llm_engine.engine import Engine
 from llm_engine.errors import NotEnoughMemory
 from llm_engine.executor import ThreadExecutor
 from llm_engine.load_engine import load_engine
-from llm_engine.load_progress import show_progress
+from llm_engine.load_progress import BAR_CHARS, show_progress
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.sampling import SamplingParams, SequenceSlice
 from tests.llm_engine.driver import chunked_logits, generate, make_sequences, run
 from tests.support.checkpoints import write_checkpoint
 
 VOCAB_SIZE = 211
+MB = 1_000_000
 PARAMS = SamplingParams(max_tokens=24, seed=5, temperature=0.8, top_p=0.95, logprobs=1)
 
 
@@ -232,18 +234,24 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_now_and_then_elsewhere(
 ) -> None:
     load_engine(model_dir, page_size=8, num_pages=2, device="cpu", progress=True)
     nothing = capsys.readouterr()
+    entry = TensorEntry(
+        path=Path("model-00001.safetensors"), dtype="F32", shape=(5_000_000,), begin=0, end=20 * MB
+    )
     times = iter(range(100))
-    with show_progress({}, enabled=True, clock=lambda: next(times)) as advance:
+    with show_progress({"w": entry}, enabled=True, clock=lambda: next(times)) as advance:
         for _ in range(20):
-            advance(Path("model-00001.safetensors"), 1_000_000)
+            advance(entry.path, MB)
     lines = capsys.readouterr().err.splitlines()
     terminal = Terminal()
     with show_progress({}, enabled=True, stream=terminal) as advance:
         advance(Path("model-00001.safetensors"), 10)
 
     assert nothing.err == nothing.out == "", "what loads at once needs no lines"
-    assert 2 <= len(lines) <= 4
-    assert all("loading weights" in line and "model-00001" in line for line in lines)
+    assert 5 <= len(lines) <= 10
+    assert all("loading weights [" in line and "model-00001" in line for line in lines)
+    lengths = [line.count("#") for line in lines]
+    assert lengths == sorted(set(lengths))
+    assert 0 < lengths[0] < lengths[-1] <= BAR_CHARS
     assert "model-00001.safetensors" in terminal.getvalue()
 
 
