@@ -1,5 +1,6 @@
 """Protobuf messages to the client's values and back, and gRPC failures to its exceptions."""
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from protos import common_pb2, inference_pb2
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # of an answer; a router may take less, and says so
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as gRPC says it
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Message | Mapping[str, str]]
@@ -157,9 +159,9 @@ def error_from(
             return errors.NotFoundError(message, code=code.name)
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return errors.AuthenticationError(message, code=code.name)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if "message larger than max" in message:
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if sizes := _TOO_LARGE.search(message):
             # Of a connection with another limit than ours; waiting would not help.
-            return refused("request", message, "a smaller one")
+            return refused("request", f"a request of {sizes[1]} bytes", f"at most {sizes[2]} bytes")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.OverloadedError(
                 message, code=code.name, retry_after_s=_retry_after_s(details)
