@@ -73,10 +73,11 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     is_fitted = num_gpus >= 2 and not {"prefill", "decode"} & given.keys()
     num_workers = min(num_gpus, 4) if is_fitted else 4
     num_decode = num_workers // 2
-    # All of a GPU's memory would be millions of the embedded model's pages.
-    pages = {"num_pages": 4096} if num_gpus >= 2 else {}
+    # All of a GPU's memory would be millions of the embedded model's pages. On CPUs a whole prompt
+    # of a real checkpoint would be one step of up to a minute.
+    sizes = {"num_pages": 4096} if num_gpus >= 2 else {"prefill_worker.max_step_tokens": 256}
     return {
-        **pages,
+        **sizes,
         # One GPU is not enough for two pools.
         "device": "cuda" if num_gpus >= 2 else "cpu",
         "prefill": num_workers - num_decode,

@@ -21,7 +21,7 @@ from pagewire import AsyncClient, Completion, Usage
 
 PREFIX_CHARACTERS = 3_000
 MAX_TOKENS = 32
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 600.0  # a real checkpoint on two cores takes minutes
 TITLES = ("first wave: all prompts share a prefix", "second wave: the same prompts again")
 QUESTIONS = (
     "Which pages travel over the wire?",
@@ -69,6 +69,7 @@ async def run_demo(address: str, console: Console) -> tuple[Wave, Wave]:
 
     Raises:
         DemoError: If the cluster did not work as a disaggregated one.
+        PagewireError: If a prompt was refused or not answered.
     """
     prompts = demo_prompts()
     waves = []
@@ -193,8 +194,11 @@ async def _ask(
                     live.update(answers_table(answers))
             return stream.completion
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(index)) for index in range(len(prompts))]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(answer(index)) for index in range(len(prompts))]
+        except ExceptionGroup as failed:  # the first; the others were cancelled with it, or alike
+            raise failed.exceptions[0] from None
     console.print()
     return tuple(task.result() for task in tasks)
 

@@ -1,9 +1,22 @@
+import asyncio
+import io
+
 import pytest
 from rich.console import Console
 
-from cluster.demo import QUESTIONS, Wave, account_line, answers_table, check_waves, wave_table
+from cluster.demo import (
+    QUESTIONS,
+    Wave,
+    account_line,
+    answers_table,
+    check_waves,
+    run_demo,
+    wave_table,
+)
 from cluster.errors import DemoError
-from pagewire import Choice, Completion, Usage
+from pagewire import Choice, Completion, InvalidRequestError, Usage
+from tests.cluster.in_process import one_plus_one
+from tests.support.checkpoints import write_checkpoint
 
 PAGE_SIZE = 16
 
@@ -84,3 +97,14 @@ def test_no_column_vanishes_on_a_narrow_terminal():
         assert answers[index].split()[0] == str(index)
         assert QUESTIONS[index] in answers[index]
     assert any("sum" in row and "960000" in row and "60000" in row for row in rows)
+
+
+def test_a_refused_prompt_is_told_as_it_is_and_not_as_a_group_of_errors(tmp_path):
+    write_checkpoint(tmp_path)
+
+    async def scenario():
+        async with one_plus_one(tmp_path) as client:
+            await run_demo(client.address, Console(file=io.StringIO()))
+
+    with pytest.raises(InvalidRequestError, match=r"prompt\.text: .* no tokenizer"):
+        asyncio.run(scenario())
