@@ -197,8 +197,9 @@ async def _ask(
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(answer(index)) for index in range(len(prompts))]
-        except ExceptionGroup as failed:  # the first; the others were cancelled with it, or alike
-            raise failed.exceptions[0] from None
+        except ExceptionGroup as failed:
+            first = failed.exceptions[0]  # the others were cancelled with it, or are like it
+            raise first from first.__cause__
     console.print()
     return tuple(task.result() for task in tasks)
 
