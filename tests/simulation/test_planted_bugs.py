@@ -228,6 +228,33 @@ def load_is_never_given_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(router.dispatch.Placement, "release", lambda self: None)
 
 
+def registry_does_not_stop(patch: pytest.MonkeyPatch) -> None:
+    """A router that stopped still follows its workers."""
+
+    async def wrong(self: Any) -> None:
+        pass
+
+    patch.setattr(router.worker_registry.WorkerRegistry, "stop", wrong)
+
+
+def step_that_raises_ends_the_loop(patch: pytest.MonkeyPatch) -> None:
+    """One pass that fails costs the worker, not only the requests of the pass."""
+
+    def wrong(self: Any, plan: Any) -> Any:
+        raise RuntimeError("planted")
+
+    patch.setattr(decode_worker.scheduler.Scheduler, "fail_step", wrong)
+
+
+def policy_raises(patch: pytest.MonkeyPatch) -> None:
+    """A bug that one request meets is told in the log."""
+
+    def wrong(*anything: Any, **options: Any) -> Any:
+        raise RuntimeError("planted")
+
+    patch.setattr(router.dispatch, "route", wrong)
+
+
 # (bug, family of faults, what a violation says); found within so many seeds
 SEEDED_BUGS: list[tuple[Plant, str, str]] = [
     (no_digest_check, "pages_go_wrong", "is wrong"),
@@ -249,6 +276,9 @@ SEEDED_BUGS: list[tuple[Plant, str, str]] = [
     (evictions_do_not_reach_the_index, "healthy", "in its index"),
     (load_is_never_given_back, "healthy", "counts requests"),
     (prefill_draws_for_one_choice, "healthy", "is wrong"),
+    (registry_does_not_stop, "healthy", "left behind"),
+    (step_that_raises_ends_the_loop, "passes_fail", "leaked"),
+    (policy_raises, "healthy", "logged as an error"),
 ]
 MAX_SEEDS = 150
 
