@@ -6,6 +6,10 @@ CLUSTER_ENV = RAY_AUTH_MODE=disabled RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHON
 # One thread per test process: two processes with a pool each would fight for the same cores.
 TEST_ENV = $(CLUSTER_ENV) OMP_NUM_THREADS=1
 JOBS ?= 2
+# EXTRA=cuda12, for drivers of CUDA 12, brings an older torch than the constraints name.
+EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda)
+CONSTRAINTS = $(if $(filter cuda12,$(EXTRA)),,-c constraints.txt)
+PIP_INSTALL = $(PY) -m pip install --progress-bar off $(CONSTRAINTS)
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
 
@@ -56,11 +60,11 @@ $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PY) -m pip install --progress-bar off -c constraints.txt torch -e .$$(command -v nvidia-smi >/dev/null 2>&1 && echo "[cuda]")
+	$(PIP_INSTALL) torch -e ".$(if $(EXTRA),[$(EXTRA)])"
 	touch $@
 
 $(VENV)/dev-ready: pyproject.toml constraints.txt $(VENV)/ready
-	$(PY) -m pip install --progress-bar off -c constraints.txt -e ".[dev]"
+	$(PIP_INSTALL) -e ".[dev]"
 	touch $@
 
 clean:
