@@ -8,9 +8,9 @@ batch, a planner makes items on the host, in numpy. Launchers raise what errors.
     prefill                (chooses one of these two)
       prefill_triton       prefill_plan                     paged_prefill
       prefill_hopper       prefill_plan                     paged_prefill_hopper
-    decode                 decode_plan                      paged_decode
+    decode                 decode_plan                      paged_decode or paged_decode_hopper
     cascade                prefix_tree, cascade_plan,       cascade or cascade_hopper, and then
-                           cascade_items, cascade_model     paged_decode
+                           cascade_items, cascade_model     one of decode's
     merge                                                   merge
     append                                                  append
     linear, elementwise                                     linear, elementwise
@@ -18,7 +18,7 @@ batch, a planner makes items on the host, in numpy. Launchers raise what errors.
     sampling                                                sampling, sampling_bins, gumbel,
                                                             edit_logits, logprobs
 
-They share checks.py, tiles.py and, for attention, jit/attention_state.py; the two Hopper kernels
+They share checks.py, tiles.py and, for attention, jit/attention_state.py; the Hopper kernels
 share jit/warpgroups.py. Begin with decode: the first launch of cascade fills some of its partial
 results. Why bits do not depend on the batch is told in docs/decisions/0006 and 0007, why sampling
 does not sort in 0008.

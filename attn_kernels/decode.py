@@ -6,9 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_kernels.checks import (
     FLOAT_DTYPES,
+    HALF_DTYPES,
     check_attention_inputs,
     check_attention_outputs,
     check_heads,
@@ -26,10 +29,14 @@ from attn_kernels.decode_plan import (
 )
 from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.jit.paged_decode import paged_decode_kernel
+from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
 from attn_kernels.tiles import PlanBuffer, padded, programs_for, score_factors
 
 DEFAULT_RULE = SplitRule()
 BLOCK_M = 16  # query heads of a tile: the least columns that wgmma takes, the largest group
+HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_PAGE_SIZES = (64, 128)  # multiples of a tile
+COLUMN_BLOCK = 64  # elements of a row that the copy engine puts side by side: 128 bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +49,42 @@ class DecodeTile:
     programs_per_sm: int
 
 
-def decode_tile(head_dim: int, element_bytes: int) -> DecodeTile:
-    """Return the tile for a head size: all programs' tiles must fit a multiprocessor's 227 KB.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperDecodeTile:
+    """How the Hopper kernel is compiled; its bits are those of `DecodeTile(block_n=64, ...)`."""
+
+    stages: int  # tiles in shared memory
+    programs_per_sm: int
+    block_n: int = 64  # the kernel is written for 64
+
+
+def decode_tile(pages: Tensor, *, is_hopper: bool | None = None) -> DecodeTile | HopperDecodeTile:
+    """Return the shipped tile: all programs' tiles must fit a multiprocessor's 227 KB.
 
     Keys are the rows of products: 64 of them make wgmma.
+
+    Args:
+        pages: The pool.
+        is_hopper: Whether the device is a Hopper GPU; None looks.
     """
+    _, _, _, _, page_size, head_dim = pages.shape
+    element_bytes = pages.element_size()
     if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
         return DecodeTile(block_n=16, num_warps=8, num_stages=2, programs_per_sm=1)
     if padded(head_dim) > 128:
         # Tiles converted from fp8 lie in registers, and do not fit those of four warps.
         num_warps = 8 if element_bytes == 1 else 4
         return DecodeTile(block_n=64, num_warps=num_warps, num_stages=3, programs_per_sm=1)
+    if is_hopper is None:
+        is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
+    is_taken = (
+        pages.dtype in HALF_DTYPES
+        and head_dim in HOPPER_HEAD_DIMS
+        and page_size in HOPPER_PAGE_SIZES
+        and pages.numel() // head_dim < 2**31  # rows are numbered in 32 bits
+    )
+    if is_hopper and is_taken:
+        return HopperDecodeTile(stages=3 * 128 // head_dim, programs_per_sm=2)
     return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
@@ -97,7 +129,7 @@ class DecodeAttention:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         rule: SplitRule = DEFAULT_RULE,
-        tile: DecodeTile | None = None,
+        tile: DecodeTile | HopperDecodeTile | None = None,
         num_programs: int | None = None,
         max_shared_slots: int = 0,
     ) -> None:
@@ -105,7 +137,7 @@ class DecodeAttention:
         check_kv_scales(pages, k_scale, v_scale)
         _, _, _, num_kv_heads, _, head_dim = pages.shape
         self.group = check_heads(num_qo_heads, num_kv_heads, head_dim)
-        self.tile = tile or decode_tile(head_dim, pages.element_size())
+        self.tile = tile or decode_tile(pages)
         if rule.split_len % self.tile.block_n:
             raise ShapeError(
                 f"split_len {rule.split_len} must be a multiple of the {self.tile.block_n} keys "
@@ -127,7 +159,7 @@ class DecodeAttention:
         num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
         self.num_lanes = max(num_programs // num_kv_heads, 1)
         self.num_programs = self.num_lanes * num_kv_heads
-        self.max_items = max_requests + self.num_lanes
+        self.max_items = max_requests + 2 * self.num_lanes
         self.max_slots = max_shared_slots + max_slots(
             max_requests,
             max_kv_tokens,
@@ -146,6 +178,9 @@ class DecodeAttention:
         self._arrivals = torch.zeros(
             (self.max_slots, num_kv_heads), dtype=torch.int32, device=device
         )
+        self._pages_desc = None
+        if isinstance(self.tile, HopperDecodeTile):
+            self._pages_desc = _tiles_of(pages)
 
     def plan(
         self,
@@ -231,11 +266,27 @@ class DecodeAttention:
             The output, shaped as q.
         """
         self.check_run(q, layer, kv_page_indices)
-        _, _, _, num_kv_heads, page_size, head_dim = self.pages.shape
         if out is None:
             out = torch.empty_like(q)
         check_attention_outputs(out, lse, q, dtype=FLOAT_DTYPES)
 
+        if isinstance(self.tile, HopperDecodeTile):
+            self._launch_hopper(self.tile, out, lse, q, layer, kv_page_indices, overlaps)
+        else:
+            self._launch_triton(self.tile, out, lse, q, layer, kv_page_indices, overlaps)
+        return out
+
+    def _launch_triton(
+        self,
+        tile: DecodeTile,
+        out: Tensor,
+        lse: Tensor | None,
+        q: Tensor,
+        layer: int,
+        kv_page_indices: Tensor,
+        overlaps: bool,
+    ) -> None:
+        _, _, _, num_kv_heads, page_size, head_dim = self.pages.shape
         paged_decode_kernel[(self.num_programs,)](
             out,
             lse if lse is not None else self.partial_stats,
@@ -261,18 +312,59 @@ class DecodeAttention:
             SEGMENT_LEN=self.rule.segment_len,
             BLOCK_M=BLOCK_M,
             BLOCK_GROUP=padded(self.group),
-            BLOCK_N=self.tile.block_n,
+            BLOCK_N=tile.block_n,
             BLOCK_D=padded(head_dim),
             ITEM_FIELDS=ITEM_FIELDS,
             HAS_WINDOW=self.sliding_window is not None,
             HAS_SOFT_CAP=self.soft_cap is not None,
             HAS_LSE=lse is not None,
             OVERLAPS=overlaps,
-            num_stages=self.tile.num_stages,
-            num_warps=self.tile.num_warps,
+            num_stages=tile.num_stages,
+            num_warps=tile.num_warps,
             **({"launch_pdl": True} if overlaps else {}),
         )
-        return out
+
+    def _launch_hopper(
+        self,
+        tile: HopperDecodeTile,
+        out: Tensor,
+        lse: Tensor | None,
+        q: Tensor,
+        layer: int,
+        kv_page_indices: Tensor,
+        overlaps: bool,
+    ) -> None:
+        _, num_layers, _, num_kv_heads, page_size, head_dim = self.pages.shape
+        paged_decode_hopper_kernel[(self.num_programs,)](
+            out,
+            lse if lse is not None else self.partial_stats,
+            q,
+            self._pages_desc,
+            kv_page_indices,
+            self._plan.device_buffer,
+            self.partial_acc,
+            self.partial_stats,
+            self._arrivals,
+            layer,
+            num_layers,
+            self.scale_log2,
+            self.soft_cap_log2,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=self.group,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            SPLIT_LEN=self.rule.split_len,
+            SEGMENT_LEN=self.rule.segment_len,
+            BLOCK_GROUP=padded(self.group),
+            STAGES=tile.stages,
+            ITEM_FIELDS=ITEM_FIELDS,
+            HAS_WINDOW=self.sliding_window is not None,
+            HAS_SOFT_CAP=self.soft_cap is not None,
+            HAS_LSE=lse is not None,
+            OVERLAPS=overlaps,
+            num_warps=4,
+            **({"launch_pdl": True} if overlaps else {}),
+        )
 
     def check_run(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
         """Check the arguments of a run that other launches over the same pages share."""
@@ -292,3 +384,16 @@ class DecodeAttention:
                 f"first_private is {first_private[wrong]}, must be a multiple of split_len "
                 f"{split_len} and below kv_len {lens[wrong]}"
             )
+
+
+def _tiles_of(pages: Tensor) -> TensorDescriptor:
+    """Describe the pool so that one box is a tile's keys and its values, in blocks of columns."""
+    _, _, _, num_kv_heads, page_size, head_dim = pages.shape
+    num_blocks = head_dim // COLUMN_BLOCK
+    return TensorDescriptor(
+        pages,
+        shape=[2, num_blocks, pages.numel() // head_dim, COLUMN_BLOCK],
+        strides=[num_kv_heads * page_size * head_dim, COLUMN_BLOCK, head_dim, 1],
+        block_shape=[2, num_blocks, 64, COLUMN_BLOCK],
+        layout=NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
+    )

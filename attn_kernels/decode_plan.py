@@ -2,6 +2,8 @@
 
 Programs form lanes, one program for each key-value head, and all requests' keys, laid end to end,
 are dealt to the lanes in equal runs. A request that a lane's border cuts becomes several items.
+Requests longer than a lane's share are cut into whole segments first, which leave few partial
+results, and the others are laid between them.
 """
 
 from collections.abc import Sequence
@@ -30,8 +32,10 @@ FIELDS = (
 ITEM_FIELDS = len(FIELDS)
 
 # Fitted by hand to sweeps on one H200.
-ITEM_TOKENS = 128  # what an item costs before and after its keys, in tokens
+ITEM_TOKENS = 64  # what an item costs before and after its keys, in tokens
 PIECE_EXCESS = 1.15  # times the average load that is accepted for one item in each lane
+WHOLE_EXCESS = 1.04  # times the average load that is accepted for requests without cuts ...
+WHOLE_TOKENS = 6144  # ... and the average load up to which it pays, in tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +70,7 @@ class DecodeItems:
 
     @property
     def fields(self) -> npt.NDArray[np.int32]:
-        """All items, [num_items, ITEM_FIELDS], in order of requests and keys."""
+        """All items, [num_items, ITEM_FIELDS], in order of lanes, requests and keys."""
         return self.table[self.num_lanes :]
 
 
@@ -117,7 +121,7 @@ def plan_decode(
         first_splits = np.maximum(first_splits, private)
     end_splits = (lens + split_len - 1) // split_len
 
-    owner, cut, lane = _deal(end_splits - first_splits, num_lanes, split_len)
+    owner, cut, lane = _deal(end_splits - first_splits, num_lanes, rule)
     num_items = np.bincount(owner, minlength=len(lens))
     tails = np.cumsum(num_items) - 1  # each request's last item
     begin = first_splits[owner] + cut
@@ -151,6 +155,8 @@ def plan_decode(
     fields[:, 8] = slot_ends - item_slots  # items' slots lie at the end of the request's
     fields[:, 8] += (last_slots - slot_ends[tails])[owner]
     fields[tails, 9] = 1
+    if np.any(lane[1:] < lane[:-1]):
+        fields[:] = fields[np.argsort(lane, kind="stable")]
     lane_items = np.bincount(lane)
     first_items = np.cumsum(lane_items) - lane_items
     used = table[: len(lane_items)]
@@ -162,16 +168,18 @@ def plan_decode(
     )
 
 
-def _deal(num_splits: Array, num_lanes: int, split_len: int) -> tuple[Array, Array, Array]:
+def _deal(num_splits: Array, num_lanes: int, rule: SplitRule) -> tuple[Array, Array, Array]:
     """Deal requests to lanes, as equally as cuts between splits allow.
 
     Args:
         num_splits: Splits of each request.
         num_lanes: Lanes.
-        split_len: Tokens of a split.
+        rule: Where keys are cut.
 
     Returns:
-        For each item, in order: its request, the split of the request where it begins, its lane.
+        For each item, in order of requests and keys: its request, the split of the request where it
+        begins, its lane. Lanes that get no item are the last ones: programs that work together are
+        then on different multiprocessors.
     """
     num_requests = len(num_splits)
     if num_requests == 0:
@@ -185,11 +193,61 @@ def _deal(num_splits: Array, num_lanes: int, split_len: int) -> tuple[Array, Arr
             lane = np.arange(len(owner))
             return owner, (lane - (np.cumsum(counts) - counts)[owner]) * piece, lane
 
-    # Where lanes 1, 2, ... begin: a request and a split of it.
-    num_tokens = num_splits * split_len + ITEM_TOKENS
+    num_tokens = _tokens(num_splits, rule.split_len)
+    share = int(num_tokens.sum()) / num_lanes
+    per_lane = -(-num_requests // num_lanes)
+    lane_tokens = np.add.reduceat(num_tokens, np.arange(0, num_requests, per_lane))
+    if share <= WHOLE_TOKENS and lane_tokens.max() <= WHOLE_EXCESS * share:
+        whole = np.arange(num_requests)
+        return whole, np.zeros_like(whole), whole // per_lane
+    piece = max(int(share - ITEM_TOKENS), 0) // rule.segment_len * rule.splits_per_segment
+    if piece > 0:
+        num_pieces = np.where(num_splits * rule.split_len > share, num_splits // piece, 0)
+        if 0 < num_pieces.sum() <= num_lanes:
+            return _deal_with_pieces(num_splits, num_pieces, piece, share, rule.split_len)
+    owner, cut, lane = _deal_runs(num_splits, np.full(num_lanes, share), rule.split_len)
+    return owner, cut, _without_gaps(lane)
+
+
+def _deal_with_pieces(
+    num_splits: Array, num_pieces: Array, piece: int, share: float, split_len: int
+) -> tuple[Array, Array, Array]:
+    """Give lanes a piece of a long request each, and deal all else between them.
+
+    Args:
+        num_splits: Splits of each request.
+        num_pieces: Pieces of each request, from its beginning.
+        piece: Splits of a piece.
+        share: Tokens of a lane.
+        split_len: Tokens of a split.
+    """
+    total = int(num_pieces.sum())
+    owner = np.repeat(np.arange(len(num_splits)), num_pieces)
+    cut = (np.arange(total) - (np.cumsum(num_pieces) - num_pieces)[owner]) * piece
+    room = np.full(round(_tokens(num_splits, split_len).sum() / share), share)
+    room[:total] -= piece * split_len + ITEM_TOKENS
+    rest = np.flatnonzero((num_splits > num_pieces * piece) | (num_pieces == 0))
+    rest_splits = (num_splits - num_pieces * piece)[rest]
+    rest_owner, rest_cut, rest_lane = _deal_runs(rest_splits, room, split_len)
+    rest_owner = rest[rest_owner]
+    owner = np.concatenate((owner, rest_owner))
+    cut = np.concatenate((cut, rest_cut + num_pieces[rest_owner] * piece))
+    lane = np.concatenate((np.arange(total), rest_lane))
+    order = np.lexsort((cut, owner))
+    return owner[order], cut[order], lane[order]
+
+
+def _deal_runs(
+    num_splits: Array, room: npt.NDArray[np.float64], split_len: int
+) -> tuple[Array, Array, Array]:
+    """Deal requests, laid end to end, to lanes in proportion to their room in tokens."""
+    num_tokens = _tokens(num_splits, split_len)
     ends = np.cumsum(num_tokens)
-    borders = np.arange(1, num_lanes) * ends[-1] // num_lanes
+    # Where lanes 1, 2, ... begin: a request and a split of it.
+    room_ends = np.cumsum(room)
+    borders = (room_ends[:-1] * (ends[-1] / room_ends[-1])).astype(np.int64)
     border_owner = np.searchsorted(ends, borders, side="right")
+    border_owner = np.minimum(border_owner, len(ends) - 1)
     border_cut = borders - (ends - num_tokens)[border_owner] - ITEM_TOKENS
     border_cut = np.maximum(border_cut + split_len // 2, 0) // split_len
     # Items begin where a request begins and where a lane does.
@@ -197,15 +255,24 @@ def _deal(num_splits: Array, num_lanes: int, split_len: int) -> tuple[Array, Arr
     border_keys = border_owner * width + border_cut
     at_end = border_cut >= num_splits[border_owner]
     border_keys[at_end] = (border_owner[at_end] + 1) * width
-    keys = np.concatenate((np.arange(num_requests + 1) * width, border_keys))
+    keys = np.concatenate((np.arange(len(num_splits) + 1) * width, border_keys))
     keys.sort()
     keys = keys[:-1][keys[1:] > keys[:-1]]  # each once, without the end of the last request
     lane = np.searchsorted(border_keys, keys, side="right")
-    # Lanes without items go last: programs that work together are then on different processors.
+    owner = keys // width
+    return owner, keys - owner * width, lane
+
+
+def _tokens(num_splits: Array, split_len: int) -> Array:
+    """Return what requests cost, in tokens."""
+    return num_splits * split_len + ITEM_TOKENS
+
+
+def _without_gaps(lane: Array) -> Array:
+    """Number lanes, which ascend, so that those without items are the last ones."""
     is_new = np.zeros(len(lane), dtype=np.int64)
     np.greater(lane[1:], lane[:-1], out=is_new[1:], casting="unsafe")
-    owner = keys // width
-    return owner, keys - owner * width, np.cumsum(is_new)
+    return np.cumsum(is_new)
 
 
 def _piece_for(num_splits: Array, num_lanes: int) -> int:

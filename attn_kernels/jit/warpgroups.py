@@ -10,6 +10,8 @@ GROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup
 NEG_INF = gl.constexpr(float("-inf"))
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware; Triton takes 0 to 3, a turn 8 and 9
 
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the latter
+
 
 @gluon.jit
 def wait_for_turn(WARPGROUP: gl.constexpr):

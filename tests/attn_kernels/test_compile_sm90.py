@@ -112,7 +112,7 @@ def test_decode(
 
     is_fp8 = dtype == torch.float8_e4m3fn
     check(compiled, num_warps, max_spill_bytes=FP8_DECODE_SPILLS[head_dim] if is_fp8 else 0)
-    tile = decode_tile(head_dim, dtype.itemsize)
+    tile = decode_tile(pages, is_hopper=False)
     programs = tile.programs_per_sm
     assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
     assert programs * compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM

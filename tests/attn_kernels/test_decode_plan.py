@@ -101,6 +101,23 @@ def test_a_request_in_one_item_and_one_segment_needs_no_slot():
     assert (items.fields[:, NUM_SLOTS] == 0).all()
 
 
+def test_requests_are_whole_where_lanes_can_be_equal_without_a_cut():
+    items = plan([1024] * 64)
+
+    assert items.num_items == 64
+    assert items.num_slots == 0
+    assert loads_of(items).tolist() == [2048] * 32 + [0]
+
+
+def test_a_long_request_is_cut_into_whole_segments_with_short_ones_between_them():
+    items = plan([65_536] + [512] * 63)
+    long = items_of(items, 0)
+
+    assert ((long[:, END] - long[:, BEGIN]) % RULE.segment_len == 0).all()
+    assert long[0, NUM_SLOTS] == 65_536 // RULE.segment_len
+    assert [len(lane) > 1 for lane in lanes_of(items)] == [True] * 33
+
+
 def test_lanes_without_work_are_the_last_ones():
     num_items = [len(lane) for lane in lanes_of(plan([300, 300]))]
 
@@ -146,6 +163,8 @@ def test_items_cover_every_visible_token_once_and_fill_every_slot_once(
         else:
             assert len(mine) == len(slots_filled(mine[0])) == 1
     assert sorted(filled) == list(range(items.num_slots))
+    assert sum(len(lane) for lane in lanes_of(items)) == items.num_items
+    assert items.num_items <= len(lens) + 2 * num_lanes
     bound = max_slots(len(lens), sum(lens), num_lanes, RULE, begins_within=window is not None)
     assert items.num_slots <= bound
 

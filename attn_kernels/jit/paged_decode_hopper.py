@@ -1,0 +1,527 @@
+"""Kernel body of paged decode attention for Hopper: the same bits as jit/paged_decode.py.
+
+Work items, lanes, splits, segments and slots are those of jit/paged_decode.py, and so is every
+operation on numbers. What differs is how keys and values come: the tensor copy engine brings the
+tiles of all of a lane's items into one ring in shared memory, as many ahead as the ring holds, also
+over the border between items. The weights of a tile are computed while the products of those
+before with their values still run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow
+
+BLOCK_N = gl.constexpr(64)  # keys of a tile: the rows of products
+BLOCK_M = gl.constexpr(16)  # query heads: their columns
+COLUMN_BLOCK = gl.constexpr(64)  # elements of a row that the copy engine puts side by side
+LOWEST = gl.constexpr(-3.0e38)  # below all scores, and unlike -inf free of NaN in differences
+LN2 = gl.constexpr(0.6931471805599453)
+# A tile's scores, the output and the sums: queries are columns.
+COLUMNS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+QUERY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+SLOT_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def load_item(item_ptr):
+    # What an item needs from its beginning: row, first page, begin, end, first token in the window.
+    return (
+        gl.load(item_ptr),
+        gl.load(item_ptr + 1),
+        gl.load(item_ptr + 6),
+        gl.load(item_ptr + 7),
+        gl.load(item_ptr + 2),
+    )
+
+
+@gluon.jit
+def first_tile(begin, first_token):
+    return gl.maximum(begin, first_token) // BLOCK_N * BLOCK_N
+
+
+@gluon.jit
+def load_page(page_indices_ptr, first_entry, start, is_token, PAGE_SIZE: gl.constexpr):
+    # An item without tokens has a tile, too, of which nothing is visible: any page will do.
+    return gl.load(page_indices_ptr + first_entry + start // PAGE_SIZE, mask=is_token, other=0)
+
+
+@gluon.jit
+def copy_tile(
+    pages_desc,
+    boxes,
+    full,
+    stage,
+    cursor,
+    my_num_items,
+    my_kv_head,
+    layer,
+    num_layers,
+    NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    # Keys and values at the cursor, if there are any
+    index, _first_entry, start, _end, page, _next_entry, _next_start, _next_end = cursor
+    is_tile = index < my_num_items
+    row = ((page * num_layers + layer) * 2 * NUM_KV_HEADS + my_kv_head) * PAGE_SIZE
+    mbarrier.expect(full.index(stage), 2 * BLOCK_N * HEAD_DIM * 2, pred=is_tile)
+    tma.async_copy_global_to_shared(
+        pages_desc,
+        [0, 0, row + start % PAGE_SIZE, 0],
+        full.index(stage),
+        boxes.index(stage),
+        pred=is_tile,
+    )
+
+
+@gluon.jit
+def next_tile(
+    page_indices_ptr,
+    my_others_ptr,
+    my_num_items,
+    cursor,
+    ITEM_FIELDS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    # The cursor: the item that is copied, its first page, the tile's start, its end, the tile's
+    # page id; and the item after it: first page, start, end, loaded while this one is copied.
+    index, first_entry, start, end, _page, next_entry, next_start, next_end = cursor
+    start += BLOCK_N
+    if start >= end:
+        index += 1
+        first_entry, start, end = next_entry, next_start, next_end
+        _row, next_entry, begin, next_end, first_token = load_item(
+            my_others_ptr + index * ITEM_FIELDS
+        )
+        next_start = first_tile(begin, first_token)
+    is_token = (index < my_num_items) & (start < end)
+    page = load_page(page_indices_ptr, first_entry, start, is_token, PAGE_SIZE)
+    return index, first_entry, start, end, page, next_entry, next_start, next_end
+
+
+@gluon.jit
+def load_queries(
+    q_ptr, first_head, is_item, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr
+):  # fmt: skip
+    members = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, QUERY_ROWS)), 1)
+    dims = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, QUERY_ROWS)), 0)
+    offsets = (first_head + members) * HEAD_DIM + dims
+    in_group = (members < GROUP) & (dims < HEAD_DIM) & is_item
+    return gl.load(q_ptr + offsets, mask=in_group, other=0.0)
+
+
+@gluon.jit
+def weigh(s, m, visible, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
+    # s [BLOCK_N, BLOCK_M]; m [BLOCK_M]. Returns weights, the factor of what was, the new maximum.
+    if HAS_SOFT_CAP:
+        # As `capped` in attention_state.py
+        s = gl.fma(1.0 / (gl.exp2(s * scale_log2) + 1.0), -2.0 * soft_cap_log2, soft_cap_log2)
+        scale_log2 = 1.0
+    s = gl.where(gl.expand_dims(visible, 1), s, NEG_INF)
+    new_m = gl.maximum(m, gl.max(s, 0) * scale_log2)
+    m_finite = gl.where(new_m == NEG_INF, 0.0, new_m)  # -inf - -inf would be NaN
+    p = gl.exp2(gl.fma(s, scale_log2, -gl.expand_dims(m_finite, 0)))
+    return p, gl.exp2(m - m_finite), new_m
+
+
+@gluon.jit
+def merge_columns(acc_a, m_a, total_a, acc_b, m_b, total_b):
+    # As in attention_state.py: acc [HEAD_DIM, BLOCK_M]; m [BLOCK_M]; total [64, BLOCK_M]
+    m = gl.maximum(m_a, m_b)
+    m_finite = gl.where(m == NEG_INF, 0.0, m)
+    weight_a = gl.expand_dims(gl.exp2(m_a - m_finite), 0)
+    weight_b = gl.expand_dims(gl.exp2(m_b - m_finite), 0)
+    acc = gl.fma(acc_a, weight_a, acc_b * weight_b)
+    return acc, m, gl.fma(total_a, weight_a, total_b * weight_b)
+
+
+@gluon.jit
+def clear_tail(all_parts, tile, tail, HEAD_DIM: gl.constexpr):
+    # Rows past the end may hold anything, also NaN, and 0 * NaN is NaN.
+    PARTS: gl.constexpr = BLOCK_N // 16
+    HALVES: gl.constexpr = HEAD_DIM // COLUMN_BLOCK
+    rows = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, QUERY_ROWS)), 1)
+    for part in range(tail // 16, PARTS):
+        for half in gl.static_range(HALVES):
+            values_smem = all_parts.index((tile * HALVES + half) * PARTS + part)
+            values = values_smem.load(QUERY_ROWS)
+            in_request = (rows + part * 16 < tail) & gl.full(
+                [16, COLUMN_BLOCK], True, gl.int1, QUERY_ROWS
+            )
+            values_smem.store(gl.where(in_request, values, gl.zeros_like(values)))
+    fence_async_shared()
+
+
+@gluon.jit
+def store_slot(
+    partial_acc_ptr,
+    partial_stats_ptr,
+    slot,
+    first_head,
+    acc,
+    m,
+    total,
+    ends_segment,
+    NUM_QO_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
+    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, COLUMNS))
+    dims = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(1, COLUMNS)), 1)
+    first_row = slot.to(gl.int64) * NUM_QO_HEADS + first_head
+    is_head = columns < GROUP
+    heads = gl.expand_dims(columns, 0)
+    in_acc = (heads < GROUP) & (dims < HEAD_DIM)
+    gl.store(partial_acc_ptr + first_row * HEAD_DIM + (heads * HEAD_DIM + dims), acc, mask=in_acc)
+    stats_ptrs = partial_stats_ptr + first_row * 3 + columns * 3
+    gl.store(stats_ptrs, m, mask=is_head)
+    gl.store(stats_ptrs + 1, gl.max(total, 0), mask=is_head)
+    flags = gl.zeros_like(m) + ends_segment.to(gl.float32)
+    gl.store(stats_ptrs + 2, flags, mask=is_head)
+
+
+@gluon.jit
+def load_slots(
+    partial_acc_ptr,
+    partial_stats_ptr,
+    first_slot,
+    first,
+    num_slots,
+    first_head,
+    NUM_QO_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_GROUP: gl.constexpr,
+    FOLD_SLOTS: gl.constexpr,
+):
+    # Slots `first` and following of a request's. .cg: another multiprocessor wrote them, this one's
+    # L1 must not answer.
+    members = gl.arange(0, BLOCK_GROUP, gl.SliceLayout(1, SLOT_ROWS))
+    rows = gl.expand_dims(members, 1)
+    dims = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SLOT_ROWS)), 0)
+    slots = ()
+    for index in gl.static_range(FOLD_SLOTS):
+        slot = first_slot + first + index
+        is_slot = first + index < num_slots
+        first_row = slot.to(gl.int64) * NUM_QO_HEADS + first_head
+        acc = gl.load(
+            partial_acc_ptr + first_row * HEAD_DIM + (rows * HEAD_DIM + dims),
+            mask=(rows < GROUP) & (dims < HEAD_DIM) & is_slot,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        stats_ptrs = partial_stats_ptr + first_row * 3 + members * 3
+        in_group = (members < GROUP) & is_slot
+        m = gl.load(stats_ptrs, mask=in_group, other=LOWEST, cache_modifier=".cg")
+        total = gl.load(stats_ptrs + 1, mask=in_group, other=0.0, cache_modifier=".cg")
+        ends_segment = gl.load(
+            partial_stats_ptr + first_row * 3 + 2, mask=is_slot, other=0.0, cache_modifier=".cg"
+        )
+        slots = slots + ((acc, m, total, ends_segment),)  # noqa: RUF005
+    return slots
+
+
+@gluon.jit
+def merge_finite(acc_a, m_a, total_a, acc_b, m_b, total_b):
+    # acc [BLOCK_GROUP, HEAD_DIM]; of the maxima one at least is finite.
+    m = gl.maximum(m_a, m_b)
+    weight_a = gl.exp2(m_a - m)
+    weight_b = gl.exp2(m_b - m)
+    acc = gl.fma(acc_a, gl.expand_dims(weight_a, 1), acc_b * gl.expand_dims(weight_b, 1))
+    return acc, m, gl.fma(total_a, weight_a, total_b * weight_b)
+
+
+@gluon.jit
+def fold_slots(
+    partial_acc_ptr,
+    partial_stats_ptr,
+    first_slot,
+    num_slots,
+    first_head,
+    NUM_QO_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_GROUP: gl.constexpr,
+):
+    # As in jit/paged_decode.py. Returns acc [BLOCK_GROUP, HEAD_DIM], m and total [BLOCK_GROUP].
+    # As many are folded as are loaded meanwhile, and as fit the registers.
+    FOLD_SLOTS: gl.constexpr = 4 if BLOCK_GROUP <= 8 else 2
+    acc = gl.zeros([BLOCK_GROUP, HEAD_DIM], gl.float32, SLOT_ROWS)
+    m = gl.full([BLOCK_GROUP], LOWEST, gl.float32, gl.SliceLayout(1, SLOT_ROWS))
+    total = gl.zeros([BLOCK_GROUP], gl.float32, gl.SliceLayout(1, SLOT_ROWS))
+    segment_acc, segment_m, segment_total = acc, m, total
+    slots = load_slots(
+        partial_acc_ptr, partial_stats_ptr, first_slot, 0, num_slots, first_head,
+        NUM_QO_HEADS, GROUP, HEAD_DIM, BLOCK_GROUP, FOLD_SLOTS,
+    )  # fmt: skip
+    for first in range(0, num_slots, FOLD_SLOTS):
+        next_slots = load_slots(
+            partial_acc_ptr, partial_stats_ptr, first_slot, first + FOLD_SLOTS, num_slots,
+            first_head, NUM_QO_HEADS, GROUP, HEAD_DIM, BLOCK_GROUP, FOLD_SLOTS,
+        )  # fmt: skip
+        for index in gl.static_range(FOLD_SLOTS):
+            slot_acc, slot_m, slot_total, ends_segment = slots[index]
+            segment_acc, segment_m, segment_total = merge_finite(
+                segment_acc, segment_m, segment_total, slot_acc, slot_m, slot_total
+            )
+            ended_m = gl.where(ends_segment != 0, segment_m, LOWEST)
+            acc, m, total = merge_finite(acc, m, total, segment_acc, ended_m, segment_total)
+            segment_m = gl.where(ends_segment != 0, LOWEST, segment_m)
+        slots = next_slots
+    return acc, m, total
+
+
+@gluon.jit
+def log_sum_exp(m, total):
+    # Natural; -inf for a state over no keys.
+    is_empty = total == 0.0
+    lse_log2 = m + gl.log2(gl.where(is_empty, 1.0, total))
+    return gl.where(is_empty, NEG_INF, lse_log2) * LN2
+
+
+# Not specialized: a layer must not cost a compilation.
+@gluon.jit(do_not_specialize=["layer", "num_layers"])
+def paged_decode_hopper_kernel(
+    out_ptr,  # [num_rows, num_qo_heads, head_dim]
+    lse_ptr,  # [num_rows, num_qo_heads], float32, natural log; written only if HAS_LSE
+    q_ptr,  # [num_rows, num_qo_heads, head_dim]
+    pages_desc,  # [num_pages * num_layers * 2 * num_kv_heads * page_size, head_dim]
+    page_indices_ptr,  # [num_table_entries], int32
+    items_ptr,  # [num_lanes + max_items, ITEM_FIELDS], int32: each lane's first item, the others
+    partial_acc_ptr,  # [max_slots, num_qo_heads, head_dim], float32
+    partial_stats_ptr,  # [max_slots, num_qo_heads, 3], float32: m, total, whether a segment ends
+    arrivals_ptr,  # [max_slots, num_kv_heads], int32, zero between launches
+    layer,
+    num_layers,
+    scale_log2,  # softmax scale * log2(e); for a soft cap see `capped`
+    soft_cap_log2,  # soft cap * log2(e); read only if HAS_SOFT_CAP
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SPLIT_LEN: gl.constexpr,
+    SEGMENT_LEN: gl.constexpr,
+    BLOCK_GROUP: gl.constexpr,  # GROUP, padded to a power of two
+    STAGES: gl.constexpr,
+    ITEM_FIELDS: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    HAS_SOFT_CAP: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    OVERLAPS: gl.constexpr,  # the launch that fills shared slots may still run
+):
+    # Grid: (num_lanes * NUM_KV_HEADS,); heads of a lane are neighbours.
+    NUM_QO_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    HALVES: gl.constexpr = HEAD_DIM // COLUMN_BLOCK
+    dtype: gl.constexpr = pages_desc.dtype
+    my_kv_head = gl.program_id(0) % NUM_KV_HEADS
+    my_first_head = my_kv_head * GROUP
+    my_item_ptr = items_ptr + (gl.program_id(0) // NUM_KV_HEADS) * ITEM_FIELDS
+    my_row, my_first_entry, my_begin, my_end, my_first_token = load_item(my_item_ptr)
+    my_others_ptr = items_ptr + gl.load(my_item_ptr + 10) * ITEM_FIELDS
+    my_num_items = gl.load(my_item_ptr + 11)  # of the lane
+
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    weights_layout: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+    bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, HEAD_DIM], tile_layout)
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD_DIM], tile_layout)
+    p_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], weights_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # A tile [BLOCK_N, HEAD_DIM] lies in shared memory as column blocks of 64, keys before values.
+    boxes = bufs._reinterpret(dtype, [STAGES, 2, HALVES, BLOCK_N, COLUMN_BLOCK], pages_desc.layout)
+    parts = bufs._reinterpret(
+        dtype, [STAGES * 2 * HALVES * (BLOCK_N // 16), 16, COLUMN_BLOCK], tile_layout
+    )
+    for ahead in gl.static_range(STAGES):
+        mbarrier.init(full.index(ahead), count=1)
+
+    # The ring is filled: the first tiles of the lane, of one item or several.
+    my_start = first_tile(my_begin, my_first_token)
+    has_item = my_num_items > 0
+    page = load_page(page_indices_ptr, my_first_entry, my_start, my_start < my_end, PAGE_SIZE)
+    first_head = my_row.to(gl.int64) * NUM_QO_HEADS + my_first_head
+    next_q = load_queries(q_ptr, first_head, has_item, GROUP, HEAD_DIM)
+    next_row, next_entry, next_begin, next_end, next_first_token = load_item(my_others_ptr)
+    cursor = (
+        my_num_items * 0, my_first_entry, my_start, my_end, page,
+        next_entry, first_tile(next_begin, next_first_token), next_end,
+    )  # fmt: skip
+    for ahead in range(STAGES):
+        copy_tile(
+            pages_desc, boxes, full, ahead, cursor, my_num_items, my_kv_head, layer, num_layers,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE,
+        )  # fmt: skip
+        cursor = next_tile(
+            page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
+        )
+
+    keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COLUMNS))
+    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, COLUMNS))
+    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, COLUMNS)
+    ones = gl.full([64, BLOCK_N], 1.0, dtype, gl.DotOperandLayout(0, COLUMNS, 2))
+    no_m = gl.full([BLOCK_M], NEG_INF, gl.float32, gl.SliceLayout(0, COLUMNS))
+    no_acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, COLUMNS)
+    no_total = gl.zeros([64, BLOCK_M], gl.float32, COLUMNS)
+    count = 0  # tiles
+    for index in range(my_num_items):
+        my_first_slot = gl.load(my_item_ptr + 3)
+        my_num_slots = gl.load(my_item_ptr + 4)  # 0: the item is the whole request
+        my_arrivals = gl.load(my_item_ptr + 5)  # items of the request
+        my_slot = gl.load(my_item_ptr + 8)
+        my_is_tail = gl.load(my_item_ptr + 9)  # the request ends with the item
+        # The next item's fields arrive while this one is computed.
+        my_item_ptr = my_others_ptr + index * ITEM_FIELDS
+        next_row, _entry, next_begin, next_end, next_first_token = load_item(my_item_ptr)
+        # Its segment's beginning belongs to another item: splits are stored one by one.
+        begins_within = my_begin % SEGMENT_LEN != 0
+        my_start = first_tile(my_begin, my_first_token)
+
+        q_smem.store(next_q)
+        fence_async_shared()
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        q = q_smem.permute((1, 0))
+        s = warpgroup_mma(bufs.index(stage * 2), q, zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        visible = keys < my_end - my_start
+        if HAS_WINDOW:
+            visible = visible & (keys >= my_first_token - my_start)
+        p, _alpha, m = weigh(s, no_m, visible, scale_log2, soft_cap_log2, HAS_SOFT_CAP)
+        p_smem.store(narrow(p, dtype))
+        fence_async_shared()
+        acc = no_acc
+        total = no_total
+        segment_acc = no_acc
+        segment_m = no_m
+        segment_total = no_total
+        count += 1
+        for start in range(my_start + BLOCK_N, my_end, BLOCK_N):
+            # The weights of the tile before times its values, while this tile's are computed
+            stage = count % STAGES
+            value_stage = (count - 1) % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            s = warpgroup_mma(bufs.index(stage * 2), q, zeros, use_acc=False, is_async=True)
+            values = bufs.index(value_stage * 2 + 1).permute((1, 0))
+            acc = warpgroup_mma(values, p_smem, acc, is_async=True)
+            total = warpgroup_mma(ones, p_smem, total, is_async=True)
+            s = warpgroup_mma_wait(2, deps=[s])
+            # A split begins with a state over no keys: its first weight of what was is 0.
+            begins_split = start % SPLIT_LEN == 0
+            visible = keys < my_end - start
+            if HAS_WINDOW:
+                visible = visible & (keys >= my_first_token - start)
+            next_p, alpha, next_m = weigh(
+                s, gl.where(begins_split, no_m, m), visible,
+                scale_log2, soft_cap_log2, HAS_SOFT_CAP,
+            )  # fmt: skip
+            acc, total = warpgroup_mma_wait(0, deps=[acc, total])
+            barrier()  # all warps are done with the stage and the weights
+            copy_tile(
+                pages_desc, boxes, full, value_stage, cursor, my_num_items, my_kv_head,
+                layer, num_layers, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE,
+            )  # fmt: skip
+            p_smem.store(narrow(next_p, dtype))
+            fence_async_shared()
+            cursor = next_tile(
+                page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
+            )
+            if begins_split:
+                segment_acc, segment_m, segment_total = merge_columns(
+                    segment_acc, segment_m, segment_total, acc, m, total
+                )
+                ends_segment = start % SEGMENT_LEN == 0
+                is_alone = begins_within & (start // SEGMENT_LEN == my_begin // SEGMENT_LEN)
+                if ends_segment | is_alone:
+                    store_slot(
+                        partial_acc_ptr, partial_stats_ptr, my_slot, my_first_head,
+                        segment_acc, segment_m, segment_total, ends_segment,
+                        NUM_QO_HEADS, GROUP, HEAD_DIM,
+                    )  # fmt: skip
+                    my_slot += 1
+                    segment_acc = no_acc
+                    segment_m = no_m
+                    segment_total = no_total
+            acc = acc * gl.expand_dims(alpha, 0)
+            total = total * gl.expand_dims(alpha, 0)
+            m = next_m
+            count += 1
+        value_stage = (count - 1) % STAGES
+        tail = my_end % BLOCK_N
+        if (tail != 0) | (my_end == 0):
+            clear_tail(parts, value_stage * 2 + 1, tail, HEAD_DIM)
+        values = bufs.index(value_stage * 2 + 1).permute((1, 0))
+        acc = warpgroup_mma(values, p_smem, acc, is_async=True)
+        total = warpgroup_mma(ones, p_smem, total, is_async=True)
+        # The next item's queries arrive meanwhile.
+        has_next = index + 1 < my_num_items
+        row_head = first_head
+        first_head = next_row.to(gl.int64) * NUM_QO_HEADS + my_first_head
+        next_q = load_queries(q_ptr, first_head, has_next, GROUP, HEAD_DIM)
+        acc, total = warpgroup_mma_wait(0, deps=[acc, total])
+        barrier()  # all warps are done with the stage and the weights
+        copy_tile(
+            pages_desc, boxes, full, value_stage, cursor, my_num_items, my_kv_head,
+            layer, num_layers, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE,
+        )  # fmt: skip
+        cursor = next_tile(
+            page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
+        )
+        acc, m, total = merge_columns(segment_acc, segment_m, segment_total, acc, m, total)
+        ends_segment = (my_end % SEGMENT_LEN == 0) | (my_is_tail != 0)
+        my_begin, my_end, my_first_token = next_begin, next_end, next_first_token
+
+        if my_num_slots == 0:
+            sums = gl.max(total, 0)
+            out = acc / gl.expand_dims(gl.where(sums == 0.0, 1.0, sums), 0)
+            heads = gl.expand_dims(columns, 0)
+            dims = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(1, COLUMNS)), 1)
+            in_acc = (heads < GROUP) & (dims < HEAD_DIM)
+            offsets = heads * HEAD_DIM + dims
+            out = out.to(out_ptr.dtype.element_ty)
+            gl.store(out_ptr + row_head * HEAD_DIM + offsets, out, mask=in_acc)
+            if HAS_LSE:
+                lse = log_sum_exp(m, sums)
+                gl.store(lse_ptr + row_head + columns, lse, mask=columns < GROUP)
+        else:
+            store_slot(
+                partial_acc_ptr, partial_stats_ptr, my_slot, my_first_head,
+                acc, m, total, ends_segment, NUM_QO_HEADS, GROUP, HEAD_DIM,
+            )  # fmt: skip
+            # The last of a request's items to arrive folds all slots, in key order. The barrier
+            # puts all threads' stores before the release by one of them.
+            barrier()
+            is_last = my_arrivals == 1  # the other slots are shared ones
+            if my_arrivals > 1:
+                counter = arrivals_ptr + my_first_slot * NUM_KV_HEADS + my_kv_head
+                is_last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == my_arrivals - 1
+                if is_last:
+                    gl.store(counter, 0)
+            if is_last:
+                if OVERLAPS:
+                    gdc_wait()
+                group_acc, group_m, group_total = fold_slots(
+                    partial_acc_ptr, partial_stats_ptr, my_first_slot, my_num_slots,
+                    my_first_head, NUM_QO_HEADS, GROUP, HEAD_DIM, BLOCK_GROUP,
+                )  # fmt: skip
+                is_empty = group_total == 0.0
+                out = group_acc / gl.expand_dims(gl.where(is_empty, 1.0, group_total), 1)
+                members = gl.arange(0, BLOCK_GROUP, gl.SliceLayout(1, SLOT_ROWS))
+                rows = gl.expand_dims(members, 1)
+                dims = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SLOT_ROWS)), 0)
+                in_group = (rows < GROUP) & (dims < HEAD_DIM)
+                offsets = rows * HEAD_DIM + dims
+                out = out.to(out_ptr.dtype.element_ty)
+                gl.store(out_ptr + row_head * HEAD_DIM + offsets, out, mask=in_group)
+                if HAS_LSE:
+                    lse = log_sum_exp(group_m, group_total)
+                    gl.store(lse_ptr + row_head + members, lse, mask=members < GROUP)
+    if OVERLAPS:
+        gdc_wait()  # whatever follows this launch may rely on that one

@@ -1,0 +1,166 @@
+"""The decode kernel for Hopper: compiled on any host; on a GPU its bits are the Triton twin's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from attn_kernels.decode import DecodeAttention, DecodeTile, HopperDecodeTile, decode_tile
+from attn_kernels.decode_plan import SplitRule
+from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
+from tests.attn_kernels.sm90 import compile_launch, launches_of
+
+MAX_SHARED_BYTES = 227 * 1024
+RESERVED_BYTES = 1024  # of a program, for the system
+MAX_REGISTERS_OF_SM = 65_536
+TWIN = DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
+
+SHAPES = [
+    # num_qo_heads, num_kv_heads, head_dim, page_size, dtype
+    (32, 8, 128, 64, torch.bfloat16),
+    (28, 4, 128, 128, torch.bfloat16),
+    (16, 1, 128, 64, torch.float16),
+    (4, 4, 128, 64, torch.bfloat16),
+    (32, 8, 64, 64, torch.bfloat16),
+    (10, 2, 64, 128, torch.float16),
+]
+IDS = [f"{qo}of{kv}-d{dim}-p{page}-{str(dtype)[6:]}" for qo, kv, dim, page, dtype in SHAPES]
+# One token, borders of tiles, splits and segments and their neighbours, none, and many at once.
+KV_LENS = [1, 64, 63, 0, 65, 256, 257, 255, 2048, 2049, 5000, 700, 1, 3000, 12_345, 130]
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="no Hopper GPU",
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path) -> Iterator[None]:
+    """Compile, whatever the user's cache holds."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        yield
+
+
+def is_twin_of(case: PagedCase, num_programs: int | None = None, **options: object) -> None:
+    """Run both kernels with outputs in float32 and compare all bits."""
+    tile = decode_tile(case.pages)
+    assert isinstance(tile, HopperDecodeTile)
+    results = [states(case, chosen, num_programs, **options) for chosen in (tile, TWIN)]
+    for mine, twins in zip(*results, strict=True):
+        assert torch.equal(mine, twins)
+
+
+def states(
+    case: PagedCase,
+    tile: DecodeTile | HopperDecodeTile,
+    num_programs: int | None,
+    **options: object,
+) -> tuple[Tensor, Tensor]:
+    attention = DecodeAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        max_requests=len(case.kv_lens),
+        max_kv_tokens=sum(case.kv_lens),
+        tile=tile,
+        num_programs=num_programs,
+        **options,
+    )
+    attention.plan(case.kv_lens)
+    lse = torch.empty(case.q.shape[:2], device="cuda")
+    out = torch.empty(case.q.shape, device="cuda")
+    attention.run(case.q, case.layer, case.kv_page_indices, out=out, lse=lse)
+    return out, lse
+
+
+def cuda_case(kv_lens: list[int], shape: tuple[int, int, int, int, torch.dtype]) -> PagedCase:
+    num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
+    return make_case(
+        [1] * len(kv_lens),
+        kv_lens,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device="cuda",
+    )
+
+
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["all", "window"])
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_two_programs_fit_a_multiprocessor_and_nothing_spills(
+    shape: tuple[int, int, int, int, torch.dtype], is_windowed: bool
+):
+    num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
+    pages = torch.empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+    tile = decode_tile(pages, is_hopper=True)
+
+    def launch() -> None:
+        attention = DecodeAttention(
+            pages,
+            num_qo_heads=num_qo_heads,
+            scale=0.1,
+            max_requests=1,
+            max_kv_tokens=64,
+            tile=tile,
+            sliding_window=100 if is_windowed else None,
+            soft_cap=30.0 if is_windowed else None,
+        )
+        q = torch.empty(1, num_qo_heads, head_dim, dtype=dtype)
+        attention.run(q, 0, torch.empty(1, dtype=torch.int32))
+
+    (launched,) = launches_of(launch)
+    compiled = compile_launch(launched)
+
+    assert launched.kernel.__name__ == "paged_decode_hopper_kernel"
+    assert compiled.spill_bytes == 0
+    assert tile.programs_per_sm * (compiled.shared_bytes + RESERVED_BYTES) <= (
+        MAX_SHARED_BYTES + RESERVED_BYTES
+    )
+    assert tile.programs_per_sm * compiled.registers * 4 * 32 <= MAX_REGISTERS_OF_SM
+    assert "wgmma.mma_async" in compiled.ptx
+    assert "cp.async.bulk.tensor.4d" in compiled.ptx
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_bits_are_the_twins_and_results_the_references(
+    shape: tuple[int, int, int, int, torch.dtype],
+):
+    case = cuda_case(KV_LENS, shape)
+
+    is_twin_of(case)
+    is_twin_of(case, num_programs=shape[1] * 3)  # few lanes of many items
+
+    out, lse = states(case, decode_tile(case.pages), None)
+    assert_close(out, case)
+    torch.testing.assert_close(lse, case.expected()[1], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    "options",
+    [{"sliding_window": 100}, {"sliding_window": 1000}, {"soft_cap": 20.0}],
+    ids=["window-100", "window-1000", "soft-cap"],
+)
+def test_masks_give_the_twins_bits(options: dict[str, float]):
+    case = cuda_case(KV_LENS, SHAPES[0])
+
+    is_twin_of(case, **options)
+    is_twin_of(case, num_programs=16, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_items_that_begin_within_a_segment_give_the_twins_bits():
+    case = cuda_case([9000, 40, 20_000], SHAPES[0])
+
+    is_twin_of(case)
+    is_twin_of(case, rule=SplitRule(split_len=128, splits_per_segment=4))
