@@ -87,9 +87,9 @@ class CascadeAttention:
     """Attention of one new token per request, over the prefix tree of the batch.
 
     As `DecodeAttention` without a sliding window, and with the page tables given to `plan`. `run`
-    launches for one layer and may be captured in a CUDA graph, which then replays for any later
-    plan, also for one that shares nothing. For such a plan (`num_shared_items` tells) `decode.run`
-    does the same with one launch.
+    launches for one layer: flat decode alone if the plan shares nothing (`num_shared_items` tells).
+    A CUDA graph captured while the plan shares replays for any later plan; where nothing is shared,
+    that costs 1 us more than a graph of flat decode, which replays for flat plans only.
 
     Args:
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
@@ -225,16 +225,16 @@ class CascadeAttention:
         self._starts = starts
         self._rows = np.arange(len(lens)) if rows is None else np.asarray(rows, dtype=np.int64)
         self._first_slots: npt.NDArray[np.int64] | None = None
-        self.extend(kv_lens)
+        self.plan_next_step(kv_lens)
         return self._shared.estimate
 
-    def extend(self, kv_lens: Sequence[int]) -> None:
+    def plan_next_step(self, kv_lens: Sequence[int]) -> None:
         """Plan the next step of the same batch: each request has the same pages and some more.
 
         What is shared stays as it is; only requests' own parts are planned again.
         """
         shared = self._shared
-        assert shared is not None, "extend continues a plan"
+        assert shared is not None, "a plan comes first"
         items = self.decode.plan(
             kv_lens,
             rows=self._rows,
@@ -269,12 +269,15 @@ class CascadeAttention:
         Returns:
             The output, shaped as q.
         """
-        self.decode.check_run(q, layer, kv_page_indices)
-        if isinstance(self.tile, HopperSharedTile):
-            self._launch_hopper(self.tile, q, layer, kv_page_indices)
-        else:
-            self._launch_triton(self.tile, q, layer, kv_page_indices)
-        return self.decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=self.overlaps)
+        shares = self.num_shared_items > 0
+        if shares:
+            self.decode.check_run(q, layer, kv_page_indices)
+            if isinstance(self.tile, HopperSharedTile):
+                self._launch_hopper(self.tile, q, layer, kv_page_indices)
+            else:
+                self._launch_triton(self.tile, q, layer, kv_page_indices)
+        overlaps = self.overlaps and shares
+        return self.decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=overlaps)
 
     def _launch_triton(
         self, tile: SharedTile, q: Tensor, layer: int, kv_page_indices: Tensor

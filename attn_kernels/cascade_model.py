@@ -23,14 +23,14 @@ class CascadeModel:
     tile_token_us: float  # a tile and a token of one key-value head, in a program of the former
 
     hbm_bytes_per_us: float = 4.2e6
-    repeated_bytes_per_us: float = 5.6e6  # keys that another request reads at about this time
+    repeated_bytes_per_us: float = 8.0e6  # keys that another request reads at about this time
     item_us: float = 4.3  # filling a pipeline, storing the results
     store_us: float = 1.0  # storing one more slot, and filling the pipeline again
     own_us: float = 9.0  # a request's own keys, however few, in a program of decode
     slot_us: float = 0.25  # folding one more slot, in a program of decode
     launch_us: float = 10.0  # flat decode of few tokens
     extra_us: float = 2.0  # what a second launch adds
-    margin: float = 0.85  # cascade must be estimated faster than flat by this factor
+    margin: float = 0.9  # cascade must be estimated faster than flat by this factor
 
     def read_us(self, num_tokens: int) -> float:
         """Return the time to read tokens from memory."""

@@ -178,7 +178,7 @@ def run_cascade(
     layer = pages.shape[1] // 2
     plan_us = bench.host_us(lambda: attention.plan(kv_lens, starts, indices))
     estimate = attention.plan(kv_lens, starts, indices)
-    extend_us = bench.host_us(lambda: attention.extend(kv_lens))
+    next_step_plan_us = bench.host_us(lambda: attention.plan_next_step(kv_lens))
     cascade = bench.time(
         case, lambda: attention.run(q, layer, kv_page_indices, out=out), also_with_clean_l2=True
     )
@@ -194,7 +194,7 @@ def run_cascade(
             cascade,
             tbps=num_bytes / cascade.us / 1e6,
             plan_us=plan_us,
-            extend_us=extend_us,
+            next_step_plan_us=next_step_plan_us,
             estimated_us=estimate.cascade_us,
             num_shared_items=attention.num_shared_items,
             vs_flat=cascade.us / flat.us,

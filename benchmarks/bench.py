@@ -28,7 +28,7 @@ class Timing:
     tbps: float | None = None  # 10**12 bytes per second
     tflops: float | None = None
     plan_us: float | None = None
-    extend_us: float | None = None  # planning the next step of the same batch
+    next_step_plan_us: float | None = None  # planning the next step of the same batch
     estimated_us: float | None = None  # by the model that chooses between cascade and flat
     num_shared_items: int | None = None  # 0: flat was chosen
     vs_flat: float | None = None  # "us" over that of flat attention of the same batch

@@ -247,7 +247,7 @@ def test_a_flat_plan_after_a_shared_one_shares_nothing(device: str):
     assert_close(run(attention, case), case)
 
 
-def test_a_batch_that_grows_is_extended_without_looking_at_its_pages(device: str):
+def test_a_batch_that_grows_is_planned_on_without_looking_at_its_pages(device: str):
     tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
     grown = SharedTables.of(
         [[*table, *range(40 + 10 * i, 50 + 10 * i)] for i, table in enumerate(tables.tables)],
@@ -260,7 +260,7 @@ def test_a_batch_that_grows_is_extended_without_looking_at_its_pages(device: str
     attention.plan(tables.kv_lens, starts, case.kv_page_indices.cpu().numpy())
     shared = attention.num_shared_items
 
-    attention.extend(case.kv_lens)
+    attention.plan_next_step(case.kv_lens)
 
     assert attention.num_shared_items == shared > 0
     assert_close(run(attention, case), case)

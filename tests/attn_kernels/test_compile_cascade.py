@@ -1,8 +1,10 @@
 """The shared part of cascade attention and decode beside it, compiled for Hopper."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -20,6 +22,8 @@ from tests.attn_kernels.test_compile_sm90 import (
     q_dtype,
     scales_of,
 )
+
+KV_LEN = 600  # of two requests with the same pages
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +53,15 @@ def both_launches(
             num_qo_heads=num_qo_heads,
             scale=0.1,
             max_requests=max_requests,
-            max_kv_tokens=64,
+            max_kv_tokens=2 * KV_LEN,
             tile=shared_tile(pages, max_rows, is_hopper=True),
             is_exact=is_exact,
             **scales_of(pages),
         )
         attention.overlaps = True  # as on a GPU
+        attention.model = replace(attention.model, repeated_bytes_per_us=1e-3, margin=1e9)
+        table = np.arange(-(-KV_LEN // page_size))
+        attention.plan([KV_LEN] * 2, np.array([0, len(table)]), np.concatenate((table, table)))
         made.append(attention)
         q = empty(1, num_qo_heads, head_dim, dtype=q_dtype(dtype))
         attention.run(q, 0, empty(1, dtype=torch.int32))
