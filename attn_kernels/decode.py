@@ -11,7 +11,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_kernels.checks import (
     FLOAT_DTYPES,
-    HALF_DTYPES,
     check_attention_inputs,
     check_attention_outputs,
     check_heads,
@@ -36,7 +35,7 @@ DEFAULT_RULE = SplitRule()
 BLOCK_M = 16  # query heads of a tile: the least columns that wgmma takes, the largest group
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_PAGE_SIZES = (64, 128)  # multiples of a tile
-COLUMN_BLOCK = 64  # elements of a row that the copy engine puts side by side: 128 bytes
+COLUMN_BLOCK_BYTES = 128  # of a row, that the copy engine puts side by side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +77,14 @@ def decode_tile(pages: Tensor, *, is_hopper: bool | None = None) -> DecodeTile |
     if is_hopper is None:
         is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
     is_taken = (
-        pages.dtype in HALF_DTYPES
-        and head_dim in HOPPER_HEAD_DIMS
+        head_dim in HOPPER_HEAD_DIMS
         and page_size in HOPPER_PAGE_SIZES
         and pages.numel() // head_dim < 2**31  # rows are numbered in 32 bits
     )
     if is_hopper and is_taken:
-        return HopperDecodeTile(stages=3 * 128 // head_dim, programs_per_sm=2)
+        # As many as two programs have room for, fp8 beside a tile in half precision
+        stages = 3 * 128 // head_dim if element_bytes == 2 else 4 * 128 // head_dim
+        return HopperDecodeTile(stages=stages, programs_per_sm=2)
     return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
@@ -345,6 +345,8 @@ class DecodeAttention:
             self.partial_acc,
             self.partial_stats,
             self._arrivals,
+            self.k_scale,
+            self.v_scale,
             layer,
             num_layers,
             self.scale_log2,
@@ -389,11 +391,16 @@ class DecodeAttention:
 def _tiles_of(pages: Tensor) -> TensorDescriptor:
     """Describe the pool so that one box is a tile's keys and its values, in blocks of columns."""
     _, _, _, num_kv_heads, page_size, head_dim = pages.shape
-    num_blocks = head_dim // COLUMN_BLOCK
+    element_bytes = pages.element_size()
+    columns = min(head_dim, COLUMN_BLOCK_BYTES // element_bytes)
     return TensorDescriptor(
         pages,
-        shape=[2, num_blocks, pages.numel() // head_dim, COLUMN_BLOCK],
-        strides=[num_kv_heads * page_size * head_dim, COLUMN_BLOCK, head_dim, 1],
-        block_shape=[2, num_blocks, 64, COLUMN_BLOCK],
-        layout=NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
+        shape=[2, head_dim // columns, pages.numel() // head_dim, columns],
+        strides=[num_kv_heads * page_size * head_dim, columns, head_dim, 1],
+        block_shape=[2, head_dim // columns, 64, columns],
+        layout=NVMMASharedLayout(
+            swizzle_byte_width=columns * element_bytes,
+            element_bitwidth=8 * element_bytes,
+            rank=4,
+        ),
     )

@@ -4,7 +4,8 @@ Work items, lanes, splits, segments and slots are those of jit/paged_decode.py, 
 operation on numbers. What differs is how keys and values come: the tensor copy engine brings the
 tiles of all of a lane's items into one ring in shared memory, as many ahead as the ring holds, also
 over the border between items. The weights of a tile are computed while the products of those
-before with their values still run.
+before with their values still run. Tiles of fp8 become half precision on their way from the ring
+to the matrix unit.
 """
 
 from triton.experimental import gluon
@@ -18,11 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow
+from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow, widen
 
 BLOCK_N = gl.constexpr(64)  # keys of a tile: the rows of products
 BLOCK_M = gl.constexpr(16)  # query heads: their columns
-COLUMN_BLOCK = gl.constexpr(64)  # elements of a row that the copy engine puts side by side
 LOWEST = gl.constexpr(-3.0e38)  # below all scores, and unlike -inf free of NaN in differences
 LN2 = gl.constexpr(0.6931471805599453)
 # A tile's scores, the output and the sums: queries are columns.
@@ -70,10 +70,11 @@ def copy_tile(
     PAGE_SIZE: gl.constexpr,
 ):
     # Keys and values at the cursor, if there are any
+    TILE_BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * pages_desc.dtype.primitive_bitwidth // 8
     index, _first_entry, start, _end, page, _next_entry, _next_start, _next_end = cursor
     is_tile = index < my_num_items
     row = ((page * num_layers + layer) * 2 * NUM_KV_HEADS + my_kv_head) * PAGE_SIZE
-    mbarrier.expect(full.index(stage), 2 * BLOCK_N * HEAD_DIM * 2, pred=is_tile)
+    mbarrier.expect(full.index(stage), 2 * TILE_BYTES, pred=is_tile)
     tma.async_copy_global_to_shared(
         pages_desc,
         [0, 0, row + start % PAGE_SIZE, 0],
@@ -145,9 +146,23 @@ def merge_columns(acc_a, m_a, total_a, acc_b, m_b, total_b):
 
 
 @gluon.jit
+def operand_of(tile_smem, half_smem, HEAD_DIM: gl.constexpr):
+    # What the matrix unit takes of a tile: the tile itself, or its copy in half precision.
+    operand = tile_smem
+    if tile_smem.dtype != half_smem.dtype:
+        per_row: gl.constexpr = HEAD_DIM // 16
+        layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 // per_row, per_row], [4, 1], [1, 0])
+        half_smem.store(widen(tile_smem.load(layout), half_smem.dtype))
+        fence_async_shared()
+        operand = half_smem
+    return operand
+
+
+@gluon.jit
 def clear_tail(all_parts, tile, tail, HEAD_DIM: gl.constexpr):
     # Rows past the end may hold anything, also NaN, and 0 * NaN is NaN.
     PARTS: gl.constexpr = BLOCK_N // 16
+    COLUMN_BLOCK: gl.constexpr = all_parts.shape[2]
     HALVES: gl.constexpr = HEAD_DIM // COLUMN_BLOCK
     rows = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, QUERY_ROWS)), 1)
     for part in range(tail // 16, PARTS):
@@ -300,6 +315,8 @@ def paged_decode_hopper_kernel(
     partial_acc_ptr,  # [max_slots, num_qo_heads, head_dim], float32
     partial_stats_ptr,  # [max_slots, num_qo_heads, 3], float32: m, total, whether a segment ends
     arrivals_ptr,  # [max_slots, num_kv_heads], int32, zero between launches
+    k_scale_ptr,  # [num_layers, num_kv_heads], float32; None unless pages are fp8
+    v_scale_ptr,  # the same
     layer,
     num_layers,
     scale_log2,  # softmax scale * log2(e); for a soft cap see `capped`
@@ -320,20 +337,36 @@ def paged_decode_hopper_kernel(
 ):
     # Grid: (num_lanes * NUM_KV_HEADS,); heads of a lane are neighbours.
     NUM_QO_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    COLUMN_BLOCK: gl.constexpr = pages_desc.block_shape[3]
     HALVES: gl.constexpr = HEAD_DIM // COLUMN_BLOCK
     dtype: gl.constexpr = pages_desc.dtype
+    half_dtype: gl.constexpr = q_ptr.dtype.element_ty
+    IS_FP8: gl.constexpr = k_scale_ptr is not None
     my_kv_head = gl.program_id(0) % NUM_KV_HEADS
     my_first_head = my_kv_head * GROUP
     my_item_ptr = items_ptr + (gl.program_id(0) // NUM_KV_HEADS) * ITEM_FIELDS
     my_row, my_first_entry, my_begin, my_end, my_first_token = load_item(my_item_ptr)
     my_others_ptr = items_ptr + gl.load(my_item_ptr + 10) * ITEM_FIELDS
     my_num_items = gl.load(my_item_ptr + 11)  # of the lane
+    my_v_scale = 1.0
+    if IS_FP8:
+        # As in jit/paged_decode.py: states, and so their folds, know nothing of either scale.
+        scale_log2 *= gl.load(k_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
+        my_v_scale = gl.load(v_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
 
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    element_bits: gl.constexpr = dtype.primitive_bitwidth
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(
+        COLUMN_BLOCK * element_bits // 8, element_bits, 2
+    )
+    half_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     weights_layout: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, HEAD_DIM], tile_layout)
-    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD_DIM], tile_layout)
-    p_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], weights_layout)
+    q_smem = gl.allocate_shared_memory(half_dtype, [BLOCK_M, HEAD_DIM], half_layout)
+    p_smem = gl.allocate_shared_memory(half_dtype, [BLOCK_N, BLOCK_M], weights_layout)
+    k_half, v_half = bufs.index(0), bufs.index(1)
+    if IS_FP8:
+        k_half = gl.allocate_shared_memory(half_dtype, [BLOCK_N, HEAD_DIM], half_layout)
+        v_half = gl.allocate_shared_memory(half_dtype, [BLOCK_N, HEAD_DIM], half_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # A tile [BLOCK_N, HEAD_DIM] lies in shared memory as column blocks of 64, keys before values.
     boxes = bufs._reinterpret(dtype, [STAGES, 2, HALVES, BLOCK_N, COLUMN_BLOCK], pages_desc.layout)
@@ -366,7 +399,7 @@ def paged_decode_hopper_kernel(
     keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COLUMNS))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, COLUMNS))
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, COLUMNS)
-    ones = gl.full([64, BLOCK_N], 1.0, dtype, gl.DotOperandLayout(0, COLUMNS, 2))
+    ones = gl.full([64, BLOCK_N], 1.0, half_dtype, gl.DotOperandLayout(0, COLUMNS, 2))
     no_m = gl.full([BLOCK_M], NEG_INF, gl.float32, gl.SliceLayout(0, COLUMNS))
     no_acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, COLUMNS)
     no_total = gl.zeros([64, BLOCK_M], gl.float32, COLUMNS)
@@ -389,13 +422,14 @@ def paged_decode_hopper_kernel(
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         q = q_smem.permute((1, 0))
-        s = warpgroup_mma(bufs.index(stage * 2), q, zeros, use_acc=False, is_async=True)
+        keys_tile = operand_of(bufs.index(stage * 2), k_half, HEAD_DIM)
+        s = warpgroup_mma(keys_tile, q, zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         visible = keys < my_end - my_start
         if HAS_WINDOW:
             visible = visible & (keys >= my_first_token - my_start)
         p, _alpha, m = weigh(s, no_m, visible, scale_log2, soft_cap_log2, HAS_SOFT_CAP)
-        p_smem.store(narrow(p, dtype))
+        p_smem.store(narrow(p, half_dtype))
         fence_async_shared()
         acc = no_acc
         total = no_total
@@ -408,9 +442,10 @@ def paged_decode_hopper_kernel(
             stage = count % STAGES
             value_stage = (count - 1) % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            s = warpgroup_mma(bufs.index(stage * 2), q, zeros, use_acc=False, is_async=True)
-            values = bufs.index(value_stage * 2 + 1).permute((1, 0))
-            acc = warpgroup_mma(values, p_smem, acc, is_async=True)
+            keys_tile = operand_of(bufs.index(stage * 2), k_half, HEAD_DIM)
+            s = warpgroup_mma(keys_tile, q, zeros, use_acc=False, is_async=True)
+            values = operand_of(bufs.index(value_stage * 2 + 1), v_half, HEAD_DIM)
+            acc = warpgroup_mma(values.permute((1, 0)), p_smem, acc, is_async=True)
             total = warpgroup_mma(ones, p_smem, total, is_async=True)
             s = warpgroup_mma_wait(2, deps=[s])
             # A split begins with a state over no keys: its first weight of what was is 0.
@@ -428,7 +463,7 @@ def paged_decode_hopper_kernel(
                 pages_desc, boxes, full, value_stage, cursor, my_num_items, my_kv_head,
                 layer, num_layers, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE,
             )  # fmt: skip
-            p_smem.store(narrow(next_p, dtype))
+            p_smem.store(narrow(next_p, half_dtype))
             fence_async_shared()
             cursor = next_tile(
                 page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
@@ -457,8 +492,8 @@ def paged_decode_hopper_kernel(
         tail = my_end % BLOCK_N
         if (tail != 0) | (my_end == 0):
             clear_tail(parts, value_stage * 2 + 1, tail, HEAD_DIM)
-        values = bufs.index(value_stage * 2 + 1).permute((1, 0))
-        acc = warpgroup_mma(values, p_smem, acc, is_async=True)
+        values = operand_of(bufs.index(value_stage * 2 + 1), v_half, HEAD_DIM)
+        acc = warpgroup_mma(values.permute((1, 0)), p_smem, acc, is_async=True)
         total = warpgroup_mma(ones, p_smem, total, is_async=True)
         # The next item's queries arrive meanwhile.
         has_next = index + 1 < my_num_items
@@ -481,6 +516,8 @@ def paged_decode_hopper_kernel(
         if my_num_slots == 0:
             sums = gl.max(total, 0)
             out = acc / gl.expand_dims(gl.where(sums == 0.0, 1.0, sums), 0)
+            if IS_FP8:
+                out *= my_v_scale
             heads = gl.expand_dims(columns, 0)
             dims = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(1, COLUMNS)), 1)
             in_acc = (heads < GROUP) & (dims < HEAD_DIM)
@@ -513,6 +550,8 @@ def paged_decode_hopper_kernel(
                 )  # fmt: skip
                 is_empty = group_total == 0.0
                 out = group_acc / gl.expand_dims(gl.where(is_empty, 1.0, group_total), 1)
+                if IS_FP8:
+                    out *= my_v_scale
                 members = gl.arange(0, BLOCK_GROUP, gl.SliceLayout(1, SLOT_ROWS))
                 rows = gl.expand_dims(members, 1)
                 dims = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SLOT_ROWS)), 0)

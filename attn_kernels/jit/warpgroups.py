@@ -1,4 +1,4 @@
-"""Pieces of Hopper kernels whose two warpgroups of 64 rows take turns on the tensor cores.
+"""Pieces that Hopper kernels share, among them turns of two warpgroups on the tensor cores.
 
 Source of the turns: FlashAttention-3 (Shah et al., 2024), ping-pong scheduling.
 """
@@ -49,3 +49,39 @@ def narrow(p, dtype: gl.constexpr):
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
         )
     return narrowed
+
+
+@gluon.jit
+def widen(x, dtype: gl.constexpr):
+    # fp8 (e4m3) to half precision, exactly; NaN becomes 480 in bfloat16. To bfloat16 the hardware
+    # goes through float16, at a sixteenth of the rate of these: exponent and mantissa are moved to
+    # their places, four to a register, and a product with 2**120 corrects the exponent's bias.
+    if dtype == gl.bfloat16:
+        widened = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, sign, bias;
+            mov.b32 bias, 0x7b807b80;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign, low, 0x80008000;
+            shr.b32 low, low, 4;
+            and.b32 low, low, 0x07f007f0;
+            or.b32 low, low, sign;
+            and.b32 sign, high, 0x80008000;
+            shr.b32 high, high, 4;
+            and.b32 high, high, 0x07f007f0;
+            or.b32 high, high, sign;
+            mul.rn.bf16x2 $0, low, bias;
+            mul.rn.bf16x2 $1, high, bias;
+            }
+            """,
+            "=r,=r,r",
+            [x],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        widened = x.to(dtype)
+    return widened

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_kernels.decode import DecodeAttention, DecodeTile, HopperDecodeTile, decode_tile
 from attn_kernels.decode_plan import SplitRule
-from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
+from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized
 from tests.attn_kernels.sm90 import compile_launch, launches_of
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -26,6 +26,8 @@ SHAPES = [
     (4, 4, 128, 64, torch.bfloat16),
     (32, 8, 64, 64, torch.bfloat16),
     (10, 2, 64, 128, torch.float16),
+    (32, 8, 128, 64, torch.float8_e4m3fn),
+    (10, 2, 64, 128, torch.float8_e4m3fn),
 ]
 IDS = [f"{qo}of{kv}-d{dim}-p{page}-{str(dtype)[6:]}" for qo, kv, dim, page, dtype in SHAPES]
 # One token, borders of tiles, splits and segments and their neighbours, none, and many at once.
@@ -66,6 +68,8 @@ def states(
         scale=case.scale,
         max_requests=len(case.kv_lens),
         max_kv_tokens=sum(case.kv_lens),
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
         tile=tile,
         num_programs=num_programs,
         **options,
@@ -79,16 +83,18 @@ def states(
 
 def cuda_case(kv_lens: list[int], shape: tuple[int, int, int, int, torch.dtype]) -> PagedCase:
     num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
-    return make_case(
+    is_fp8 = dtype == torch.float8_e4m3fn
+    case = make_case(
         [1] * len(kv_lens),
         kv_lens,
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        dtype=dtype,
+        dtype=torch.bfloat16 if is_fp8 else dtype,
         device="cuda",
     )
+    return quantized(case, torch.bfloat16) if is_fp8 else case
 
 
 @pytest.mark.parametrize("is_windowed", [False, True], ids=["all", "window"])
@@ -99,6 +105,8 @@ def test_two_programs_fit_a_multiprocessor_and_nothing_spills(
     num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
     pages = torch.empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
     tile = decode_tile(pages, is_hopper=True)
+    is_fp8 = dtype == torch.float8_e4m3fn
+    scales = torch.ones(2, num_kv_heads) if is_fp8 else None
 
     def launch() -> None:
         attention = DecodeAttention(
@@ -107,11 +115,14 @@ def test_two_programs_fit_a_multiprocessor_and_nothing_spills(
             scale=0.1,
             max_requests=1,
             max_kv_tokens=64,
+            k_scale=scales,
+            v_scale=scales,
             tile=tile,
             sliding_window=100 if is_windowed else None,
             soft_cap=30.0 if is_windowed else None,
         )
-        q = torch.empty(1, num_qo_heads, head_dim, dtype=dtype)
+        q_dtype = torch.bfloat16 if is_fp8 else dtype
+        q = torch.empty(1, num_qo_heads, head_dim, dtype=q_dtype)
         attention.run(q, 0, torch.empty(1, dtype=torch.int32))
 
     (launched,) = launches_of(launch)
