@@ -73,7 +73,13 @@ def main() -> None:
     rows = []
     for timing in run_cases(bench, prefixes_of(arguments.only), arguments.page_size):
         _show(timing)
-        rows.append({name: value for name, value in asdict(timing).items() if value is not None})
+        rows.append(
+            {
+                name: round(value, 3) if isinstance(value, float) else value
+                for name, value in asdict(timing).items()
+                if value is not None
+            }
+        )
         if arguments.out is not None:  # after each case: a run that is cut short keeps the others
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
 
