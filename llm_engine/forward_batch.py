@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +28,8 @@ class ForwardBatch:
     kv_page_indices: Tensor  # int32 [P]
     kv_last_page_len: Tensor  # int32 [B], after the append, 1 <= n <= page_size
     qo_lens: tuple[int, ...]  # host copy of the differences of qo_indptr
+    page_table: npt.NDArray[np.int64]  # host copy of kv_page_indices
+    table_starts: npt.NDArray[np.int64]  # [B], on the host: where slices begin in page_table
     kv_lens: tuple[int, ...]  # host copy: tokens in each sequence after the append
     prompt_lens: tuple[int, ...]  # on the host: leading tokens of each slice that are prompt
 
@@ -65,6 +68,8 @@ def build_forward_batch(
         kv_page_indices=upload(all_pages, torch.int32),
         kv_last_page_len=upload([(kv - 1) % page_size + 1 for kv in kv_lens], torch.int32),
         qo_lens=qo_lens,
+        page_table=all_pages,
+        table_starts=page_indptr[:-1],
         kv_lens=kv_lens,
         prompt_lens=tuple(each.prompt_len for each in slices),
     )
