@@ -3,6 +3,8 @@
 Implementations: `attention_torch.TorchAttention` (any device, the reference) and
 `attention_triton.TritonAttention` (CUDA, or Triton's interpreter in tests). Each is made for one
 pool tensor [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] and one rotary table.
+Sequences of a pass may have pages in common; an implementation may read these once for all, if no
+bit of a result shows it (docs/decisions/0009-cascade-in-the-engine.md).
 
 Legend: T tokens, N query heads, K key-value heads, H head dim.
 """

@@ -66,6 +66,7 @@ class Engine:
         """Load every kernel of a pass, before traffic and before transfers; overwrites page 0.
 
         A kernel that is first loaded while a transfer waits for its peer can wait for it in turn.
+        Kernels that only larger or sharing batches take, load_engine has launched before.
         """
         random = SamplingParams(top_k=2, top_p=0.9, logprobs=1)
         penalized = replace(random, repetition_penalty=1.1)

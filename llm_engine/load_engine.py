@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,7 +97,8 @@ def load_engine(
         num_positions=min(config.max_context_tokens, num_pages * page_size),
         device=device,
     )
-    backend = (_triton_attention() if uses_triton else TorchAttention)(
+    make_attention: AttentionFactory = _triton_attention if uses_triton else TorchAttention
+    backend = make_attention(
         storage.pages,
         cos,
         sin,
@@ -168,10 +169,14 @@ def _uses_triton(attention: str, device: torch.device) -> bool:
 # Triton is absent on some hosts, and slow to import on the others: only where it is used.
 
 
-def _triton_attention() -> AttentionFactory:
+def _triton_attention(pages: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> AttentionBackend:
     from llm_engine.attention_triton import TritonAttention
 
-    return TritonAttention
+    attention = TritonAttention(pages, cos, sin, **options)
+    if pages.is_cuda:
+        with torch.cuda.device(pages.device):
+            attention.load_kernels()
+    return attention
 
 
 def _triton_operations(weights: DecoderWeights) -> Operations:

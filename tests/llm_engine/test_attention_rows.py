@@ -7,7 +7,7 @@ import torch
 
 from attn_kernels.linear import linear_tiles
 from llm_engine import operations_triton
-from llm_engine.attention_triton import DecodeRow, decode_launches
+from llm_engine.decode_triton import DecodeRow, decode_launches
 from llm_engine.forward_batch import ForwardBatch, build_forward_batch
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
@@ -67,7 +67,7 @@ def batch_of(*starts_lens_prompts: tuple[int, int, int]) -> ForwardBatch:
 def test_drawn_tokens_are_rows_and_prompt_tokens_are_not() -> None:
     batch = batch_of((0, 5, 5), (9, 1, 10), (10, 1, 10), (7, 6, 10), (20, 3, 10))
 
-    (launch,) = decode_launches(batch, 1000)
+    (launch,) = decode_launches(batch, max_rows=1000, max_tokens=1000)
 
     assert batch.prompt_lens == (5, 1, 0, 3, 0)
     assert launch == [
@@ -84,10 +84,20 @@ def test_drawn_tokens_are_rows_and_prompt_tokens_are_not() -> None:
 def test_many_keys_take_several_launches_each_bounded_and_with_at_least_one_row() -> None:
     batch = batch_of((10, 4, 10), (40, 1, 10))
 
-    launches = decode_launches(batch, 25)
+    launches = decode_launches(batch, max_rows=1000, max_tokens=25)
 
     assert [[row.kv_len for row in launch] for launch in launches] == [[11, 12], [13], [14], [41]]
-    assert decode_launches(batch_of((0, 4, 10)), 25) == []
+    assert decode_launches(batch_of((0, 4, 10)), max_rows=1000, max_tokens=25) == []
+
+
+def test_many_rows_take_several_launches() -> None:
+    launches = decode_launches(batch_of((10, 4, 10), (40, 3, 10)), max_rows=3, max_tokens=1000)
+
+    assert [[row.kv_len for row in launch] for launch in launches] == [
+        [11, 12, 13],
+        [14, 41, 42],
+        [43],
+    ]
 
 
 def test_a_resumed_sequence_leaves_the_same_bits_in_its_pages(

@@ -8,6 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_kernels.cascade import CascadeAttention
+from attn_kernels.cascade_plan import CascadeEstimate
+from attn_kernels.jit.cascade import shared_prefix_kernel
+from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
+from attn_kernels.jit.paged_decode import paged_decode_kernel
+from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
+from kv_cache.layout import num_pages_for
 from llm_engine import sampler
 from llm_engine.engine import Engine
 from llm_engine.load_engine import load_engine
@@ -110,6 +117,74 @@ def test_tokens_and_pages_do_not_depend_on_batch_chunks_or_resumption(
         for num_kept, chunk_size in ((0, 10**6), (33, 10**6), (20, 50)):
             forget(engine, [each], num_kept)
             run(engine, [each], chunk_size=chunk_size)
+            assert_same(engine, [each], [mine])
+
+
+def num_loaded_kernels() -> int:
+    """Count what was compiled or loaded so far of the kernels of decode attention."""
+    kernels = (
+        paged_decode_kernel,
+        paged_decode_hopper_kernel,
+        shared_prefix_kernel,
+        shared_prefix_hopper_kernel,
+    )
+    return sum(len(caches[0]) for each in kernels for caches in each.device_caches.values())
+
+
+def sharing_sequences(
+    engine: Engine, prefix_len: int, suffix_lens: Sequence[int]
+) -> list[DrivenSequence]:
+    """Make sequences that have the pages of a prefix in common, with nothing computed."""
+    page_size = engine.layout.page_size
+    rng = random.Random(6)
+    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(prefix_len)]
+    page_ids = list(range(engine.storage.num_pages))
+    rng.shuffle(page_ids)
+    shared = [page_ids.pop() for _ in range(prefix_len // page_size)]
+    sequences = []
+    for index, length in enumerate(suffix_lens):
+        num_own = num_pages_for(length + NUM_TOKENS, page_size)
+        sequences.append(
+            DrivenSequence(
+                prompt=prefix + [rng.randrange(VOCAB_SIZE) for _ in range(length)],
+                page_ids=shared + [page_ids.pop() for _ in range(num_own)],
+                params=[GREEDY, *SAMPLING][index % (1 + len(SAMPLING))],
+            )
+        )
+    return sequences
+
+
+def test_a_prefix_that_is_read_once_gives_the_bits_of_each_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_items = []
+    plan = CascadeAttention.plan
+
+    def recorded(self: CascadeAttention, *args: object, **options: object) -> CascadeEstimate:
+        estimate = plan(self, *args, **options)  # type: ignore[arg-type]
+        shared_items.append(self.num_shared_items)
+        return estimate
+
+    monkeypatch.setattr(CascadeAttention, "plan", recorded)
+    num_loaded = num_loaded_kernels()
+    prefix_len = 3584  # of 4,096 positions
+    sequences = sharing_sequences(engine, prefix_len, [1 + 7 * i % 60 for i in range(96)])
+    engine.storage.pages.fill_(torch.nan)
+    engine.forward([sequences[0].next_slice(prefix_len)])
+    for each in sequences:
+        each.num_computed = prefix_len
+
+    run(engine, sequences)
+
+    expected = [result_of(engine, each) for each in sequences]
+    has_cascade = engine.config.sliding_window is None
+    assert len(shared_items) == (NUM_TOKENS - 1 if has_cascade else 0)
+    assert all(shared_items), "the planner shares in each step"
+    assert num_loaded_kernels() == num_loaded, "kernels were loaded in service"
+    for each, mine in zip(sequences[::9], expected[::9], strict=True):
+        for num_kept_tokens in (0, 40):  # from the prompt alone; and resumed
+            forget(engine, [each], num_kept_tokens)
+            run(engine, [each])
             assert_same(engine, [each], [mine])
 
 

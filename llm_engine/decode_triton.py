@@ -1,0 +1,157 @@
+"""Decode attention of drawn tokens on Triton kernels: which kernel, launches and buffers.
+
+Rows that have pages in common read them once (cascade attention) where that changes no bit: other
+requests of a batch must not show in a token. Everywhere else each row reads its own (flat decode).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
+from attn_kernels.decode import DEFAULT_RULE, DecodeAttention
+from kv_cache.layout import num_pages_for
+from llm_engine.forward_batch import ForwardBatch
+
+# Rows of a launch, and their keys, summed: what small batches need, and bounds for resumptions,
+# whose rows are many; buffers grow with them.
+MIN_DECODE_ROWS = 64
+MIN_DECODE_TOKENS = 64 * 1024
+MAX_DECODE_ROWS = 1024
+MAX_DECODE_TOKENS = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRow:
+    """A drawn token as the decode kernel sees it."""
+
+    kv_len: int  # tokens that it attends to, itself included
+    row: int  # in the queries
+    slice_index: int  # in the page table
+
+
+def decode_launches(
+    batch: ForwardBatch, *, max_rows: int, max_tokens: int
+) -> list[list[DecodeRow]]:
+    """Return the drawn tokens of a batch, cut into launches.
+
+    Args:
+        batch: The pass.
+        max_rows: Most rows of a launch.
+        max_tokens: Most keys of a launch, unless it has one row.
+    """
+    launches: list[list[DecodeRow]] = []
+    num_tokens = 0
+    end_row = 0
+    lens = zip(batch.qo_lens, batch.kv_lens, batch.prompt_lens, strict=True)
+    for index, (qo_len, kv_len, prompt_len) in enumerate(lens):
+        end_row += qo_len
+        for tokens_behind in reversed(range(qo_len - prompt_len)):
+            row = DecodeRow(
+                kv_len=kv_len - tokens_behind, row=end_row - 1 - tokens_behind, slice_index=index
+            )
+            is_full = not launches or len(launches[-1]) == max_rows
+            if is_full or num_tokens + row.kv_len > max_tokens:
+                launches.append([])
+                num_tokens = 0
+            launches[-1].append(row)
+            num_tokens += row.kv_len
+    return launches
+
+
+def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
+    """Tell whether decode takes cascade attention for a pool.
+
+    It has no sliding window, and the bits of flat decode only in half precision with Hopper's
+    instructions (docs/decisions/0007) or in Triton's interpreter.
+    """
+    has_bits = not pages.is_cuda or torch.cuda.get_device_capability(pages.device)[0] == 9
+    return sliding_window is None and pages.element_size() <= 2 and has_bits
+
+
+class TritonDecode:
+    """Plans and launches decode attention for one pool, with buffers that grow."""
+
+    def __init__(
+        self, pages: Tensor, *, num_qo_heads: int, scale: float, sliding_window: int | None
+    ) -> None:
+        """Prepare for a pool; the arguments are those of `TritonAttention`."""
+        self._pages = pages
+        self._num_qo_heads = num_qo_heads
+        self._scale = scale
+        self._sliding_window = sliding_window
+        self._max_rows = MIN_DECODE_ROWS
+        self._max_tokens = MIN_DECODE_TOKENS
+        self._attention = self._make_attention()
+
+    def load_kernels(self) -> None:
+        """Launch what reads shared prefixes, with each tile that buffers of any size may choose.
+
+        A pass without sharing launches none of it. Changes no page.
+        """
+        if not reads_prefixes_once(self._pages, self._sliding_window):
+            return
+        _, _, _, num_kv_heads, page_size, head_dim = self._pages.shape
+        max_rows = MAX_DECODE_ROWS * self._num_qo_heads // num_kv_heads
+        # Two requests share all they may; their pages may as well be one page.
+        kv_len = math.lcm(DEFAULT_RULE.split_len, page_size) + 1
+        table = np.zeros(num_pages_for(kv_len, page_size), dtype=np.int32)
+        for tile in {shared_tile(self._pages, 1), shared_tile(self._pages, max_rows)}:
+            attention = self._make_cascade(max_rows=2, max_tokens=2 * kv_len, tile=tile)
+            # Reading again costs much: sharing always pays.
+            attention.model = replace(attention.model, repeated_bytes_per_us=1e-3, margin=math.inf)
+            attention.plan([kv_len] * 2, np.zeros(2, dtype=np.int64), table)
+            assert attention.num_shared_items > 0, "the plan is flat"
+            q = self._pages.new_zeros((2, self._num_qo_heads, head_dim))
+            attention.run(q, 0, torch.from_numpy(table).to(self._pages.device))
+
+    def plan(self, batch: ForwardBatch, launch: list[DecodeRow]) -> None:
+        """Plan the rows of a launch."""
+        kv_lens = [each.kv_len for each in launch]
+        rows = [each.row for each in launch]
+        table_starts = batch.table_starts[[each.slice_index for each in launch]]
+        self._grow_for(len(launch), sum(kv_lens))
+        if isinstance(self._attention, CascadeAttention):
+            self._attention.plan(kv_lens, table_starts, batch.page_table, rows=rows)
+        else:
+            self._attention.plan(kv_lens, rows=rows, table_starts=table_starts)
+
+    def run(self, q_TNH: Tensor, layer: int, kv_page_indices: Tensor, *, out_TNH: Tensor) -> None:
+        """Attend in one layer; writes the planned rows of the output."""
+        self._attention.run(q_TNH, layer, kv_page_indices, out=out_TNH)
+
+    def _grow_for(self, num_rows: int, num_tokens: int) -> None:
+        """Double buffers that are too small, so that a growing batch makes few; within reason."""
+        if num_rows <= self._max_rows and num_tokens <= self._max_tokens:
+            return
+        self._max_rows = max(min(2 * num_rows, MAX_DECODE_ROWS), num_rows, self._max_rows)
+        max_tokens = min(2 * num_tokens, MAX_DECODE_TOKENS)
+        self._max_tokens = max(max_tokens, num_tokens, self._max_tokens)
+        self._attention = self._make_attention()
+
+    def _make_attention(self) -> DecodeAttention | CascadeAttention:
+        if reads_prefixes_once(self._pages, self._sliding_window):
+            return self._make_cascade(max_rows=self._max_rows, max_tokens=self._max_tokens)
+        return DecodeAttention(
+            self._pages,
+            num_qo_heads=self._num_qo_heads,
+            scale=self._scale,
+            max_requests=self._max_rows,
+            max_kv_tokens=self._max_tokens,
+            sliding_window=self._sliding_window,
+        )
+
+    def _make_cascade(
+        self, *, max_rows: int, max_tokens: int, tile: SharedTile | HopperSharedTile | None = None
+    ) -> CascadeAttention:
+        return CascadeAttention(
+            self._pages,
+            num_qo_heads=self._num_qo_heads,
+            scale=self._scale,
+            max_requests=max_rows,
+            max_kv_tokens=max_tokens,
+            tile=tile,
+        )

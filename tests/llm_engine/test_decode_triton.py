@@ -1,0 +1,281 @@
+"""Pages that rows of a pass share are read once, with the bits that each row has by itself."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
+from attn_kernels.cascade_plan import CascadeEstimate
+from attn_kernels.prefix_tree import check_tree, prefix_tree
+from llm_engine import decode_triton, operations_triton  # noqa: F401  # else it stays interpreted
+from llm_engine.attention import AttentionBackend
+from llm_engine.attention_torch import TorchAttention
+from llm_engine.attention_triton import TritonAttention
+from llm_engine.decode_triton import TritonDecode, reads_prefixes_once
+from llm_engine.forward_batch import build_forward_batch
+from llm_engine.load_engine import load_engine
+from llm_engine.sampling import SamplingParams, SequenceSlice
+from tests.llm_engine.driver import DrivenSequence, computed_kv, run
+from tests.support.checkpoints import write_checkpoint
+from tests.support.triton_interpreter import interpreted
+
+PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 16, 40, 2
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
+PREFIX = list(range(16, 32))  # pages of 256 tokens: the least that is shared
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "interpreter":
+        with interpreted():
+            yield torch.device("cpu")
+    elif torch.cuda.is_available():
+        yield torch.device("cuda")
+    else:
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def shared_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let every plan share what it can; the list gets the number of its items."""
+    num_items = []
+
+    class EagerCascade(CascadeAttention):
+        def plan(self, *args: object, **options: object) -> CascadeEstimate:
+            self.model = replace(self.model, repeated_bytes_per_us=1e-3, margin=math.inf)
+            estimate = super().plan(*args, **options)  # type: ignore[arg-type]
+            num_items.append(self.num_shared_items)
+            return estimate
+
+    monkeypatch.setattr(decode_triton, "CascadeAttention", EagerCascade)
+    return num_items
+
+
+def randn(device: torch.device, *shape: int, seed: int) -> Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(device, torch.bfloat16)
+
+
+def make_pages(device: torch.device) -> Tensor:
+    shape = (NUM_PAGES, NUM_LAYERS, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
+    return randn(device, *shape, seed=7)
+
+
+def make_backend(
+    kind: type[TorchAttention] | type[TritonAttention], device: torch.device
+) -> AttentionBackend:
+    angles = torch.arange(600 * HEAD_DIM // 2, device=device).view(600, -1).float()
+    return kind(
+        make_pages(device),
+        angles.cos(),
+        angles.sin(),
+        num_qo_heads=NUM_QO_HEADS,
+        scale=HEAD_DIM**-0.5,
+        sliding_window=None,
+    )
+
+
+def attend(
+    backend: AttentionBackend, slices: Sequence[SequenceSlice], device: torch.device
+) -> Tensor:
+    """One pass over two layers; queries of each token depend on its position only."""
+    backend.plan(build_forward_batch(slices, PAGE_SIZE, device))
+    positions = [each.start + index for each in slices for index in range(len(each.token_ids))]
+    outs = []
+    for layer in range(NUM_LAYERS):
+        fused = randn(device, 600, NUM_QO_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, seed=layer)
+        q, k, v = fused[positions].split([NUM_QO_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
+        outs.append(backend.attend(layer, backend.rotate_and_append(layer, q, k, v)))
+    return torch.stack(outs)
+
+
+def slice_of(
+    start: int, length: int, page_ids: list[int], *, num_prompt_tokens: int = 1
+) -> SequenceSlice:
+    return SequenceSlice(
+        token_ids=[1] * length,
+        start=start,
+        page_ids=page_ids,
+        num_prompt_tokens=num_prompt_tokens,
+    )
+
+
+SLICES = [
+    slice_of(0, 5, [0], num_prompt_tokens=5),
+    slice_of(260, 1, [*PREFIX, 1]),
+    slice_of(10, 1, [2]),
+    slice_of(258, 6, [*PREFIX, 3], num_prompt_tokens=260),  # resumed: the end of a prompt, and rows
+    slice_of(300, 1, [*PREFIX, 4, 5, 6]),
+    slice_of(250, 5, [*range(33, 40), *range(7, 16)], num_prompt_tokens=250),
+]
+
+
+def test_shared_pages_are_read_once_with_the_bits_of_reading_them_for_each_row(
+    device: torch.device, shared_items: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cascade = attend(make_backend(TritonAttention, device), SLICES, device)
+    assert shared_items == [1]  # rows of slices 1, 3 and 4; one plan for all layers
+    monkeypatch.setattr(decode_triton, "reads_prefixes_once", lambda pages, window: False)
+    flat = attend(make_backend(TritonAttention, device), SLICES, device)
+    expected = attend(make_backend(TorchAttention, device), SLICES, device)
+
+    assert shared_items == [1]
+    assert torch.equal(cascade, flat)
+    torch.testing.assert_close(cascade, expected, atol=0.02, rtol=0.02)
+
+
+def test_several_launches_of_growing_buffers_share_as_well(
+    device: torch.device, shared_items: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = attend(make_backend(TritonAttention, device), SLICES, device)
+    monkeypatch.setattr(decode_triton, "MIN_DECODE_ROWS", 1)
+    monkeypatch.setattr("llm_engine.attention_triton.MAX_DECODE_ROWS", 4)
+    shared_items.clear()
+
+    out = attend(make_backend(TritonAttention, device), SLICES, device)
+
+    # Rows by their keys: 261, 11, 261, 262 | 263, 264, 301, 251 | 252 to 255, too short to share.
+    # The first launch is planned with the pass, then all are for each layer.
+    assert shared_items == [1, 1, 1, 0, 1, 1, 0]
+    assert torch.equal(out, expected)
+
+
+def test_rows_of_one_table_share_what_their_lengths_have_in_common() -> None:
+    resumed, other = range(100, 170), [*range(100, 116), *range(200, 240)]
+    lens = np.array([250, 257, 512, 513, 530, 1100, 700])
+    starts = np.array([0, 0, 0, 0, 0, 0, len(resumed)])
+
+    nodes = prefix_tree(starts, np.array([*resumed, *other]), lens, page_size=16, unit_len=256)
+
+    check_tree(nodes)
+    found = [(node.begin, node.end, sorted(node.members.tolist()), node.parent) for node in nodes]
+    # A row needs one more token than it shares: 512 tokens share 256.
+    assert found == [(0, 256, [1, 2, 3, 4, 5, 6], None), (256, 512, [3, 4, 5], 0)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sliding_window", "expected"),
+    [
+        (torch.bfloat16, None, True),
+        (torch.float16, None, True),
+        (torch.float32, None, False),
+        (torch.bfloat16, 100, False),
+    ],
+)
+def test_only_half_precision_without_a_window_shares(
+    dtype: torch.dtype, sliding_window: int | None, expected: bool
+) -> None:
+    pages = torch.zeros(4, 1, 2, 1, 16, 64, dtype=dtype)
+    with interpreted():
+        decode = TritonDecode(pages, num_qo_heads=1, scale=1.0, sliding_window=sliding_window)
+
+    assert reads_prefixes_once(pages, sliding_window) is expected
+    assert isinstance(decode._attention, CascadeAttention) is expected
+
+
+@pytest.mark.parametrize(("major", "expected"), [(8, False), (9, True), (10, False)])
+def test_a_gpu_shares_where_its_instructions_are_known_to_give_the_bits(
+    monkeypatch: pytest.MonkeyPatch, major: int, expected: bool
+) -> None:
+    class CudaPages:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+        def element_size(self) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+
+    assert reads_prefixes_once(CudaPages(), None) is expected  # type: ignore[arg-type]
+
+
+def test_kernels_are_loaded_by_a_launch_that_shares_and_changes_no_page(
+    device: torch.device, shared_items: list[int]
+) -> None:
+    pages = make_pages(device)[:1].contiguous()  # the smallest pool
+    before = pages.clone()
+
+    TritonDecode(pages, num_qo_heads=4, scale=1.0, sliding_window=None).load_kernels()
+    TritonDecode(pages, num_qo_heads=4, scale=1.0, sliding_window=9).load_kernels()
+
+    assert len(shared_items) >= 1
+    assert min(shared_items) > 0
+    assert torch.equal(pages, before)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+def test_tiles_of_small_and_of_large_buffers_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    made = []
+    launched = []
+
+    class RecordedCascade(CascadeAttention):
+        def __init__(self, pages: Tensor, *, tile: object, **options: object) -> None:
+            made.append(tile)
+            super().__init__(pages, **options)  # type: ignore[arg-type]
+
+        def run(self, *args: object, **options: object) -> Tensor:
+            launched.append(self.num_shared_items)
+            return torch.empty(0)
+
+    def hopper_tile(pages: Tensor, max_rows: int) -> SharedTile | HopperSharedTile:
+        return shared_tile(pages, max_rows, is_hopper=True)
+
+    monkeypatch.setattr(decode_triton, "CascadeAttention", RecordedCascade)
+    monkeypatch.setattr(decode_triton, "shared_tile", hopper_tile)
+    pages = torch.zeros(1, 1, 2, 2, page_size, 64, dtype=torch.bfloat16)
+    with interpreted():
+        TritonDecode(pages, num_qo_heads=2, scale=1.0, sliding_window=None).load_kernels()
+
+    first, *loaded = made
+    assert first is None
+    assert set(loaded) == {hopper_tile(pages, 1), hopper_tile(pages, 1024)}
+    assert len(loaded) == (2 if page_size == 16 else 1)
+    assert len(launched) == len(loaded)
+    assert min(launched) > 0
+
+
+def test_sequences_that_share_pages_draw_the_tokens_they_draw_alone(
+    tmp_path: Path, shared_items: list[int]
+) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    write_checkpoint(
+        tmp_path, "llama", num_hidden_layers=1, hidden_size=32, dtype=torch.bfloat16, **heads
+    )
+    prefix = [(7 * index) % 199 for index in range(256)]
+    params = SamplingParams(max_tokens=3, seed=3)
+
+    def sequence(last: int, page_ids: list[int]) -> DrivenSequence:
+        return DrivenSequence(prompt=[*prefix, last], page_ids=page_ids, params=params)
+
+    with interpreted():
+        engine = load_engine(
+            tmp_path,
+            page_size=16,
+            num_pages=40,
+            device="cpu",
+            dtype="bfloat16",
+            attention="triton",
+        )
+        expected = []
+        for last in (5, 9):
+            alone = sequence(last, [*range(17)])
+            run(engine, [alone])
+            expected.append((alone.tokens, computed_kv(engine, alone)))
+        assert max(shared_items) == 0
+        together = [sequence(last, [*range(16), 20 + last]) for last in (5, 9)]
+        for each in together:
+            each.num_computed = 256
+
+        run(engine, together)
+
+        for each, (tokens, kv) in zip(together, expected, strict=True):
+            assert each.tokens == tokens
+            assert torch.equal(computed_kv(engine, each), kv)
+    assert shared_items[-2:] == [1, 1]
