@@ -8,7 +8,7 @@ the bits of flat decode. If not, each item fills one slot.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -70,23 +70,54 @@ def cut_runs(
         max_slots: Most slots of all requests; the coarsest cut is returned even if it has more.
         is_exact: Whether the result must have the bits of flat decode.
     """
-    num_requests = max(len(run.members) for run in runs)
+    shapes = tuple((run.begin, run.end, len(run.members), run.parent) for run in runs)
+    item_splits = _item_splits_for(shapes, rule, model, max_slots, is_exact)
+    return cut(
+        runs,
+        item_splits=item_splits,
+        table_starts=table_starts,
+        rule=rule,
+        model=model,
+        is_exact=is_exact,
+    )
+
+
+@lru_cache(maxsize=64)  # the steps of a batch have the same runs until a request joins or leaves
+def _item_splits_for(
+    shapes: tuple[tuple[int, int, int, int | None], ...],  # begin, end, members, parent
+    rule: SplitRule,
+    model: CascadeModel,
+    max_slots: int,
+    is_exact: bool,
+) -> int:
+    """Return the length of items, in splits, that is estimated to finish first."""
+    runs = [
+        SharedRun(begin=begin, end=end, members=np.zeros(size, dtype=np.int64), parent=parent)
+        for begin, end, size, parent in shapes
+    ]
+    num_requests = max(size for _, _, size, _ in shapes)
 
     def total_us(items: SharedItems) -> float:
         return items.ends_us + model.own_parts_us(num_requests, max(items.slots_up_to))
 
     cut_by = partial(
-        cut, runs, table_starts=table_starts, rule=rule, model=model, is_exact=is_exact
+        cut,
+        runs,
+        table_starts=np.zeros(1, dtype=np.int64),
+        rule=rule,
+        model=model,
+        is_exact=is_exact,
     )
-    item_splits = MAX_SEGMENTS * rule.splits_per_segment
+    best_splits = item_splits = MAX_SEGMENTS * rule.splits_per_segment
     best = cut_by(item_splits=item_splits)
     while item_splits > 1:
         item_splits //= 2
         items = cut_by(item_splits=item_splits)
         if items.num_slots > max_slots or items.ends_us > 2 * best.ends_us:
             break
-        best = min(best, items, key=total_us)
-    return best
+        if total_us(items) < total_us(best):
+            best, best_splits = items, item_splits
+    return best_splits
 
 
 def cut(
