@@ -22,6 +22,9 @@ MIN_DECODE_ROWS = 64
 MIN_DECODE_TOKENS = 64 * 1024
 MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
+# What a second launch for each layer costs where the host launches one by one, in us: about as much
+# as it held up a step (docs/experiments.md). With CUDA graphs the model's own figure will do.
+SECOND_LAUNCH_US = 80.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +150,7 @@ class TritonDecode:
     def _make_cascade(
         self, *, max_rows: int, max_tokens: int, tile: SharedTile | HopperSharedTile | None = None
     ) -> CascadeAttention:
-        return CascadeAttention(
+        attention = CascadeAttention(
             self._pages,
             num_qo_heads=self._num_qo_heads,
             scale=self._scale,
@@ -155,3 +158,5 @@ class TritonDecode:
             max_kv_tokens=max_tokens,
             tile=tile,
         )
+        attention.model = replace(attention.model, extra_us=SECOND_LAUNCH_US)
+        return attention

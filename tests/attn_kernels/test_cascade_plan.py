@@ -190,6 +190,17 @@ def test_sharing_is_chosen_where_it_pays(batch: int, shared: int, unique: int, i
     assert (cascade.first_private == (shared if is_shared else 0)).all()
 
 
+@pytest.mark.parametrize(("batch", "is_shared"), [(256, True), (64, True), (16, False)])
+def test_a_second_launch_that_costs_more_than_sharing_saves_is_not_made(
+    batch: int, is_shared: bool
+):
+    model = replace(LLAMA_3_8B, extra_us=80.0)
+
+    cascade = plan(shared_batch(batch, 8192, 256), model, FULL_RULE)
+
+    assert (cascade.num_items > 0) == is_shared
+
+
 def test_a_short_prefix_of_few_is_absorbed_by_longer_ones_below_it():
     # 256 tokens of 64 requests, in two groups of 8,192 tokens: two tiles in any case.
     tables = grow(64, [0, 0, 0], [4, 128, 128], [1] * 32 + [2] * 32, [100] * 64, page_size=64)
