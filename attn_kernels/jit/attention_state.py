@@ -91,22 +91,19 @@ def attend_rows(
     q,
     k,
     v,
-    visible,
     acc,
     m,
     total,
     scale_log2,
     soft_cap_log2,
-    MASKED: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
-    # q [M, D]; k [D, N]; v [N, D]; visible [M, N]; acc [M, D]; m [M]; total [M, TOTAL_COLUMNS]
+    # q [M, D]; k [D, N]; v [N, D]; acc [M, D]; m [M]; total [M, TOTAL_COLUMNS]
+    # All keys are visible: only whole splits are shared.
     scores = tl.dot(q, k, input_precision="ieee")
     if HAS_SOFT_CAP:
         scores = capped(scores, scale_log2, soft_cap_log2)
         scale_log2 = 1.0
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     m_finite = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = tl.exp2(tl.fma(scores, scale_log2, -m_finite[:, None])).to(v.dtype)  # [M, N]

@@ -124,14 +124,12 @@ def shared_prefix_kernel(
                     q,
                     k,
                     v,
-                    is_row[:, None],
                     acc,
                     m,
                     total,
                     my_scale_log2,
                     soft_cap_log2,
-                    MASKED=False,
-                    HAS_SOFT_CAP=HAS_SOFT_CAP,
+                    HAS_SOFT_CAP,
                 )
             segment_acc, segment_m, segment_total = merge(
                 segment_acc, segment_m, segment_total, acc, m, tl.max(total, 1)

@@ -375,6 +375,7 @@ def paged_decode_hopper_kernel(
     )
     for ahead in gl.static_range(STAGES):
         mbarrier.init(full.index(ahead), count=1)
+    fence_async_shared()
 
     # The ring is filled: the first tiles of the lane, of one item or several.
     my_start = first_tile(my_begin, my_first_token)
