@@ -121,7 +121,8 @@ def plan_decode(
         first_splits = np.maximum(first_splits, private)
     end_splits = (lens + split_len - 1) // split_len
 
-    owner, cut, lane = _deal(end_splits - first_splits, num_lanes, rule)
+    phases = first_splits % per_segment
+    owner, cut, lane = _deal(end_splits - first_splits, phases, num_lanes, rule)
     num_items = np.bincount(owner, minlength=len(lens))
     tails = np.cumsum(num_items) - 1  # each request's last item
     begin = first_splits[owner] + cut
@@ -168,11 +169,14 @@ def plan_decode(
     )
 
 
-def _deal(num_splits: Array, num_lanes: int, rule: SplitRule) -> tuple[Array, Array, Array]:
+def _deal(
+    num_splits: Array, phases: Array, num_lanes: int, rule: SplitRule
+) -> tuple[Array, Array, Array]:
     """Deal requests to lanes, as equally as cuts between splits allow.
 
     Args:
         num_splits: Splits of each request.
+        phases: Splits that each request's first segment lacks at its beginning.
         num_lanes: Lanes.
         rule: Where keys are cut.
 
@@ -202,36 +206,45 @@ def _deal(num_splits: Array, num_lanes: int, rule: SplitRule) -> tuple[Array, Ar
         return whole, np.zeros_like(whole), whole // per_lane
     piece = max(int(share - ITEM_TOKENS), 0) // rule.segment_len * rule.splits_per_segment
     if piece > 0:
-        num_pieces = np.where(num_splits * rule.split_len > share, num_splits // piece, 0)
+        is_long = num_splits * rule.split_len > share
+        num_pieces = np.where(is_long, (num_splits + phases) // piece, 0)
         if 0 < num_pieces.sum() <= num_lanes:
-            return _deal_with_pieces(num_splits, num_pieces, piece, share, rule.split_len)
+            room = np.full(num_lanes, share)
+            return _deal_with_pieces(num_splits, phases, num_pieces, piece, room, rule.split_len)
     owner, cut, lane = _deal_runs(num_splits, np.full(num_lanes, share), rule.split_len)
     return owner, cut, _without_gaps(lane)
 
 
 def _deal_with_pieces(
-    num_splits: Array, num_pieces: Array, piece: int, share: float, split_len: int
+    num_splits: Array,
+    phases: Array,
+    num_pieces: Array,
+    piece: int,
+    room: npt.NDArray[np.float64],
+    split_len: int,
 ) -> tuple[Array, Array, Array]:
     """Give lanes a piece of a long request each, and deal all else between them.
 
     Args:
         num_splits: Splits of each request.
+        phases: Splits that each request's first segment, and so its first piece, lacks.
         num_pieces: Pieces of each request, from its beginning.
-        piece: Splits of a piece.
-        share: Tokens of a lane.
+        piece: Splits of a piece, whole segments.
+        room: Tokens that each lane may take; what pieces take of it is subtracted.
         split_len: Tokens of a split.
     """
     total = int(num_pieces.sum())
     owner = np.repeat(np.arange(len(num_splits)), num_pieces)
-    cut = (np.arange(total) - (np.cumsum(num_pieces) - num_pieces)[owner]) * piece
-    room = np.full(round(_tokens(num_splits, split_len).sum() / share), share)
-    room[:total] -= piece * split_len + ITEM_TOKENS
-    rest = np.flatnonzero((num_splits > num_pieces * piece) | (num_pieces == 0))
-    rest_splits = (num_splits - num_pieces * piece)[rest]
-    rest_owner, rest_cut, rest_lane = _deal_runs(rest_splits, room, split_len)
+    ordinal = np.arange(total) - (np.cumsum(num_pieces) - num_pieces)[owner]
+    piece_ends = (ordinal + 1) * piece - phases[owner]
+    cut = np.maximum(piece_ends - piece, 0)
+    room[:total] -= (piece_ends - cut) * split_len + ITEM_TOKENS
+    begins = np.where(num_pieces > 0, num_pieces * piece - phases, 0)  # of the rest
+    rest = np.flatnonzero((num_splits > begins) | (num_pieces == 0))
+    rest_owner, rest_cut, rest_lane = _deal_runs((num_splits - begins)[rest], room, split_len)
     rest_owner = rest[rest_owner]
     owner = np.concatenate((owner, rest_owner))
-    cut = np.concatenate((cut, rest_cut + num_pieces[rest_owner] * piece))
+    cut = np.concatenate((cut, rest_cut + begins[rest_owner]))
     lane = np.concatenate((np.arange(total), rest_lane))
     order = np.lexsort((cut, owner))
     return owner[order], cut[order], lane[order]

@@ -118,6 +118,34 @@ def test_a_long_request_is_cut_into_whole_segments_with_short_ones_between_them(
     assert [len(lane) > 1 for lane in lanes_of(items)] == [True] * 33
 
 
+@pytest.mark.parametrize("phase", range(4))
+def test_pieces_of_a_long_request_that_begins_within_a_segment_end_with_segments(phase: int):
+    begin = phase * RULE.split_len
+    items = plan([begin + 65_536] + [512] * 63, first_private=[begin] + [0] * 63)
+    long = items_of(items, 0)
+
+    assert (long[1:, BEGIN] % RULE.segment_len == 0).all()
+    num_splits = -phase % 4  # before the first segment that the request has as a whole
+    num_segments = -(-(65_536 - num_splits * RULE.split_len) // RULE.segment_len)
+    assert long[0, NUM_SLOTS] == num_splits + num_segments
+
+
+def test_long_requests_that_begin_within_segments_fit_the_bound_of_slots():
+    window = 331_371
+    lens = [window + 268] * 22 + [300]
+    items = plan_decode(
+        lens,
+        rows=range(23),
+        table_starts=range(23),
+        rule=SplitRule(),
+        sliding_window=window,
+        num_lanes=132,
+    )
+    bound = max_slots(23, sum(lens), 132, SplitRule(), begins_within=True)
+
+    assert items.num_slots <= bound
+
+
 def test_lanes_without_work_are_the_last_ones():
     num_items = [len(lane) for lane in lanes_of(plan([300, 300]))]
 
