@@ -239,6 +239,7 @@ def _deal_with_pieces(
     piece_ends = (ordinal + 1) * piece - phases[owner]
     cut = np.maximum(piece_ends - piece, 0)
     room[:total] -= (piece_ends - cut) * split_len + ITEM_TOKENS
+    room = np.maximum(room, 1.0)  # where pieces fill all lanes, the rest goes to all alike
     begins = np.where(num_pieces > 0, num_pieces * piece - phases, 0)  # of the rest
     rest = np.flatnonzero((num_splits > begins) | (num_pieces == 0))
     rest_owner, rest_cut, rest_lane = _deal_runs((num_splits - begins)[rest], room, split_len)

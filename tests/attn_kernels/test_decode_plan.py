@@ -146,6 +146,15 @@ def test_long_requests_that_begin_within_segments_fit_the_bound_of_slots():
     assert items.num_slots <= bound
 
 
+def test_pieces_that_leave_no_room_in_any_lane_leave_the_rest_to_all():
+    # 16 pieces of 8 splits and 64 tokens make a lane's share: 131 splits and 4 requests.
+    with np.errstate(divide="raise", invalid="raise"):
+        items = plan([16 * 8192, 256, 256, 256], num_lanes=16)
+
+    assert ranges_of(items, 0) == [(8192 * lane, 8192 * (lane + 1)) for lane in range(16)]
+    assert loads_of(items).max() <= 8192 + 3 * 256
+
+
 def test_lanes_without_work_are_the_last_ones():
     num_items = [len(lane) for lane in lanes_of(plan([300, 300]))]
 
