@@ -21,7 +21,7 @@ from attn_kernels.cascade_items import ITEM_FIELDS
 from attn_kernels.cascade_model import CascadeModel
 from attn_kernels.cascade_plan import CascadeEstimate, CascadePlan, plan_cascade
 from attn_kernels.checks import HALF_DTYPES
-from attn_kernels.decode import DEFAULT_RULE, DecodeAttention, DecodeTile
+from attn_kernels.decode import DEFAULT_RULE, DecodeAttention, DecodeTile, HopperDecodeTile
 from attn_kernels.decode_plan import DecodeItems, SplitRule
 from attn_kernels.errors import DtypeError
 from attn_kernels.jit.cascade import shared_prefix_kernel
@@ -122,7 +122,7 @@ class CascadeAttention:
         v_scale: Tensor | None = None,
         is_exact: bool = True,
         rule: SplitRule = DEFAULT_RULE,
-        decode_tile: DecodeTile | None = None,
+        decode_tile: DecodeTile | HopperDecodeTile | None = None,
         tile: SharedTile | HopperSharedTile | None = None,
         num_programs: int | None = None,
         model: CascadeModel | None = None,
@@ -213,7 +213,7 @@ class CascadeAttention:
             )
         else:
             nodes = aligned_tree(nodes, lens, unit_len=self.unit_len)
-        self._shared = plan_cascade(
+        shared = plan_cascade(
             nodes,
             lens,
             table_starts=starts,
@@ -222,11 +222,12 @@ class CascadeAttention:
             max_slots=self.max_shared_slots,
             is_exact=self.is_exact,
         )
-        self._starts = starts
-        self._rows = np.arange(len(lens)) if rows is None else np.asarray(rows, dtype=np.int64)
-        self._first_slots: npt.NDArray[np.int64] | None = None
-        self.plan_next_step(kv_lens)
-        return self._shared.estimate
+        row_of = np.arange(len(lens)) if rows is None else np.asarray(rows, dtype=np.int64)
+        items = self._plan_own(shared, kv_lens, row_of, starts)
+        # Only now: a batch that is too large leaves the last plan as it was.
+        self._shared, self._rows, self._starts = shared, row_of, starts
+        self._copy(shared, items)
+        return shared.estimate
 
     def plan_next_step(self, kv_lens: Sequence[int]) -> None:
         """Plan the next step of the same batch: each request has the same pages and some more.
@@ -235,15 +236,8 @@ class CascadeAttention:
         """
         shared = self._shared
         assert shared is not None, "a plan comes first"
-        items = self.decode.plan(
-            kv_lens,
-            rows=self._rows,
-            table_starts=self._starts,
-            first_private=shared.first_private,
-            num_shared_slots=shared.num_shared_slots,
-        )
-        if self._first_slots is None or not np.array_equal(items.first_slots, self._first_slots):
-            self._first_slots = items.first_slots
+        items = self._plan_own(shared, kv_lens, self._rows, self._starts)
+        if not np.array_equal(items.first_slots, self._first_slots):
             self._copy(shared, items)
 
     def run(
@@ -262,7 +256,8 @@ class CascadeAttention:
                 or bfloat16 or float16 for one of fp8.
             layer: Layer of the pool.
             kv_page_indices: Page ids of all requests as planned, int32, on the device.
-            out: Written at the planned rows; None makes a new one. Other rows are left as they are.
+            out: Written at the planned rows, not in q's memory; None makes a new one. Other rows
+                are left as they are.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
                 scores (natural log).
 
@@ -345,8 +340,25 @@ class CascadeAttention:
             num_warps=4,
         )
 
+    def _plan_own(
+        self,
+        shared: CascadePlan,
+        kv_lens: Sequence[int],
+        rows: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+    ) -> DecodeItems:
+        """Plan what requests do not share."""
+        return self.decode.plan(
+            kv_lens,
+            rows=rows,
+            table_starts=starts,
+            first_private=shared.first_private,
+            num_shared_slots=shared.num_shared_slots,
+        )
+
     def _copy(self, shared: CascadePlan, items: DecodeItems) -> None:
         """Bring the items, and their query rows behind them, to the device."""
+        self._first_slots = items.first_slots
         first_row = 1 + shared.num_items * ITEM_FIELDS
         num_heads, group = self.decode.num_qo_heads, self.decode.group
         used = first_row + 2 * group * len(shared.members)

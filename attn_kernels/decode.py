@@ -167,7 +167,10 @@ class DecodeAttention:
             rule,
             begins_within=max_shared_slots > 0 or sliding_window is not None,
         )
-        size = (self.num_lanes + self.max_items + 1) * ITEM_FIELDS  # the kernel reads one ahead
+        # Kernels read the next item's fields ahead, also behind the last one: one item, or one for
+        # each tile that the copy engine is ahead.
+        ahead = 2 + self.tile.stages if isinstance(self.tile, HopperDecodeTile) else 1
+        size = (self.num_lanes + self.max_items + ahead) * ITEM_FIELDS
         self._plan = PlanBuffer(size, device)
         self.partial_acc = torch.empty(
             (self.max_slots, num_qo_heads, head_dim), dtype=torch.float32, device=device
@@ -255,8 +258,8 @@ class DecodeAttention:
                 or bfloat16 or float16 for one of fp8.
             layer: Layer of the pool.
             kv_page_indices: Page ids of all requests, int32.
-            out: Shaped as q, of any float dtype; None makes a new one with q's. Written at the
-                planned rows, other rows are left as they are.
+            out: Shaped as q, of any float dtype, not in q's memory; None makes a new one with
+                q's. Written at the planned rows, other rows are left as they are.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
                 scores (natural log).
             overlaps: Whether to start while the launch before this one, which fills shared slots,

@@ -1,9 +1,10 @@
 """Pure planning of paged decode attention: lengths -> work items, in numpy on the host.
 
 Programs form lanes, one program for each key-value head, and all requests' keys, laid end to end,
-are dealt to the lanes in equal runs. A request that a lane's border cuts becomes several items.
-Requests longer than a lane's share are cut into whole segments first, which leave few partial
-results, and the others are laid between them.
+are dealt to the lanes in equal runs. A request that a lane's border cuts becomes several items,
+which cost partial results and their fold. So there are fewer cuts where that keeps lanes about
+equal: few requests become equal pieces, one for each lane; short ones stay whole; and what is
+longer than a lane's share is cut into whole segments first, with the others laid between them.
 """
 
 from collections.abc import Sequence

@@ -88,7 +88,7 @@ class TritonDecode:
         self._sliding_window = sliding_window
         self._max_rows = MIN_DECODE_ROWS
         self._max_tokens = MIN_DECODE_TOKENS
-        self._attention = self._make_attention()
+        self._attention = self._make_attention(self._max_rows, self._max_tokens)
 
     def load_kernels(self) -> None:
         """Launch what reads shared prefixes, with each tile that buffers of any size may choose.
@@ -130,20 +130,21 @@ class TritonDecode:
         """Double buffers that are too small, so that a growing batch makes few; within reason."""
         if num_rows <= self._max_rows and num_tokens <= self._max_tokens:
             return
-        self._max_rows = max(min(2 * num_rows, MAX_DECODE_ROWS), num_rows, self._max_rows)
-        max_tokens = min(2 * num_tokens, MAX_DECODE_TOKENS)
-        self._max_tokens = max(max_tokens, num_tokens, self._max_tokens)
-        self._attention = self._make_attention()
+        max_rows = max(min(2 * num_rows, MAX_DECODE_ROWS), num_rows, self._max_rows)
+        max_tokens = max(min(2 * num_tokens, MAX_DECODE_TOKENS), num_tokens, self._max_tokens)
+        self._attention = self._make_attention(max_rows, max_tokens)
+        # Only now: where memory is short, the sizes must remain those of the buffers.
+        self._max_rows, self._max_tokens = max_rows, max_tokens
 
-    def _make_attention(self) -> DecodeAttention | CascadeAttention:
+    def _make_attention(self, max_rows: int, max_tokens: int) -> DecodeAttention | CascadeAttention:
         if reads_prefixes_once(self._pages, self._sliding_window):
-            return self._make_cascade(max_rows=self._max_rows, max_tokens=self._max_tokens)
+            return self._make_cascade(max_rows=max_rows, max_tokens=max_tokens)
         return DecodeAttention(
             self._pages,
             num_qo_heads=self._num_qo_heads,
             scale=self._scale,
-            max_requests=self._max_rows,
-            max_kv_tokens=self._max_tokens,
+            max_requests=max_rows,
+            max_kv_tokens=max_tokens,
             sliding_window=self._sliding_window,
         )
 

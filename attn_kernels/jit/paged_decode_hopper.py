@@ -1,11 +1,11 @@
 """Kernel body of paged decode attention for Hopper: the same bits as jit/paged_decode.py.
 
 Work items, lanes, splits, segments and slots are those of jit/paged_decode.py, and so is every
-operation on numbers. What differs is how keys and values come: the tensor copy engine brings the
-tiles of all of a lane's items into one ring in shared memory, as many ahead as the ring holds, also
-over the border between items. The weights of a tile are computed while the products of those
-before with their values still run. Tiles of fp8 become half precision on their way from the ring
-to the matrix unit.
+operation on numbers (of NaN in fp8 see `widen`). What differs is how keys and values come: the
+tensor copy engine brings the tiles of all of a lane's items into one ring in shared memory, as many
+ahead as the ring holds, also over the border between items. The weights of a tile are computed
+while the products of those before with their values still run. Tiles of fp8 become half precision
+on their way from the ring to the matrix unit.
 """
 
 from triton.experimental import gluon
@@ -19,12 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from attn_kernels.jit.paged_decode import LN2, LOWEST
 from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow, widen
 
 BLOCK_N = gl.constexpr(64)  # keys of a tile: the rows of products
 BLOCK_M = gl.constexpr(16)  # query heads: their columns
-LOWEST = gl.constexpr(-3.0e38)  # below all scores, and unlike -inf free of NaN in differences
-LN2 = gl.constexpr(0.6931471805599453)
 # A tile's scores, the output and the sums: queries are columns.
 COLUMNS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 QUERY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

@@ -12,6 +12,7 @@ from attn_kernels import cascade_items, cascade_plan
 from attn_kernels.cascade import CascadeAttention, SharedTile
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import SplitRule
+from attn_kernels.errors import CapacityError
 from attn_kernels.prefix_tree import PrefixNode, prefix_tree
 from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
@@ -146,6 +147,21 @@ def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
     assert few_slots < int(attention._shared.num_shared_slots.max()), "something was absorbed"
     assert_close(outs[0], case)
     assert all(torch.equal(out, outs[0]) for out in outs) or device == "cuda"
+
+
+def test_a_batch_that_is_too_large_leaves_the_last_plan_in_force(device: str):
+    case = shared_case(three_levels(), device=device)
+    attention = make_attention(case)
+    plan(attention, case)
+    expected = run(attention, case)
+    num_items = attention.num_shared_items
+
+    num_requests = len(case.kv_lens) + 1  # that share nothing
+    with pytest.raises(CapacityError):
+        attention.plan([1] * num_requests, np.arange(num_requests), np.arange(num_requests))
+
+    assert attention.num_shared_items == num_items
+    assert torch.equal(run(attention, case), expected)
 
 
 @pytest.mark.parametrize("item_splits", [1, 2, 4, 8])

@@ -97,10 +97,11 @@ def cuda_case(kv_lens: list[int], shape: tuple[int, int, int, int, torch.dtype])
     return quantized(case, torch.bfloat16) if is_fp8 else case
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "overlaps"])
 @pytest.mark.parametrize("is_windowed", [False, True], ids=["all", "window"])
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_two_programs_fit_a_multiprocessor_and_nothing_spills(
-    shape: tuple[int, int, int, int, torch.dtype], is_windowed: bool
+    shape: tuple[int, int, int, int, torch.dtype], is_windowed: bool, overlaps: bool
 ):
     num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
     pages = torch.empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
@@ -123,7 +124,8 @@ def test_two_programs_fit_a_multiprocessor_and_nothing_spills(
         )
         q_dtype = torch.bfloat16 if is_fp8 else dtype
         q = torch.empty(1, num_qo_heads, head_dim, dtype=q_dtype)
-        attention.run(q, 0, torch.empty(1, dtype=torch.int32))
+        lse = torch.empty(1, num_qo_heads) if overlaps else None
+        attention.run(q, 0, torch.empty(1, dtype=torch.int32), lse=lse, overlaps=overlaps)
 
     (launched,) = launches_of(launch)
     compiled = compile_launch(launched)
@@ -135,6 +137,7 @@ def test_two_programs_fit_a_multiprocessor_and_nothing_spills(
     )
     assert tile.programs_per_sm * compiled.registers * 4 * 32 <= MAX_REGISTERS_OF_SM
     assert "wgmma.mma_async" in compiled.ptx
+    assert ("griddepcontrol.wait" in compiled.ptx) == overlaps
     assert "cp.async.bulk.tensor.4d" in compiled.ptx
 
 

@@ -146,6 +146,24 @@ def test_several_launches_of_growing_buffers_share_as_well(
     assert torch.equal(out, expected)
 
 
+def test_buffers_that_could_not_grow_are_tried_again(
+    device: torch.device, shared_items: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = attend(make_backend(TritonAttention, device), SLICES, device)
+    monkeypatch.setattr(decode_triton, "MIN_DECODE_ROWS", 1)
+    backend = make_backend(TritonAttention, device)
+
+    def fail(self: TritonDecode, max_rows: int, max_tokens: int) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TritonDecode, "_make_attention", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            attend(backend, SLICES, device)
+
+    assert torch.equal(attend(backend, SLICES, device), expected)
+
+
 def test_rows_of_one_table_share_what_their_lengths_have_in_common() -> None:
     resumed, other = range(100, 170), [*range(100, 116), *range(200, 240)]
     lens = np.array([250, 257, 512, 513, 530, 1100, 700])
