@@ -308,7 +308,7 @@ def paged_decode_hopper_kernel(
     out_ptr,  # [num_rows, num_qo_heads, head_dim]
     lse_ptr,  # [num_rows, num_qo_heads], float32, natural log; written only if HAS_LSE
     q_ptr,  # [num_rows, num_qo_heads, head_dim]
-    pages_desc,  # [num_pages * num_layers * 2 * num_kv_heads * page_size, head_dim]
+    pages_desc,  # the pool; a box is a tile's keys and values: [2, column blocks, BLOCK_N, columns]
     page_indices_ptr,  # [num_table_entries], int32
     items_ptr,  # [num_lanes + max_items, ITEM_FIELDS], int32: each lane's first item, the others
     partial_acc_ptr,  # [max_slots, num_qo_heads, head_dim], float32
@@ -367,7 +367,8 @@ def paged_decode_hopper_kernel(
         k_half = gl.allocate_shared_memory(half_dtype, [BLOCK_N, HEAD_DIM], half_layout)
         v_half = gl.allocate_shared_memory(half_dtype, [BLOCK_N, HEAD_DIM], half_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # A tile [BLOCK_N, HEAD_DIM] lies in shared memory as column blocks of 64, keys before values.
+    # A tile [BLOCK_N, HEAD_DIM] lies in shared memory as column blocks of at most 128 bytes, its
+    # keys before its values.
     boxes = bufs._reinterpret(dtype, [STAGES, 2, HALVES, BLOCK_N, COLUMN_BLOCK], pages_desc.layout)
     parts = bufs._reinterpret(
         dtype, [STAGES * 2 * HALVES * (BLOCK_N // 16), 16, COLUMN_BLOCK], tile_layout
