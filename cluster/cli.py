@@ -20,15 +20,20 @@ from cluster import client_commands
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
-from cluster.devices import count_gpus
+from cluster.devices import count_gpus, most_gpus
 from cluster.environment import prepare_local_ray
 from cluster.errors import ClusterError, ConfigError, Interrupted
 from cluster.flags import with_config_flags
 from cluster.stop_signals import StopSignals
 from cluster.strict_command import StrictCommand
+from decode_worker.config import DecodeConfig
 from llm_engine.model_config import read_model_config
 from observability.logs import configure_logging
 from pagewire import ConnectionFailedError, InvalidRequestError, PagewireError
+
+# On CPUs a step of 2,048 tokens of a model of some billion weights takes longer than
+# `router.stuck_after_s`, and its worker would count as dead.
+CPU_STEP_TOKENS = 256
 
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -41,6 +46,20 @@ app = typer.Typer(
 out = Console()
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return short steps for workers on CPUs."""
+    device = given.get("device", "auto")
+    is_known = device == "auto" and "ray_address" not in given and most_gpus() == 0
+    if device != "cpu" and not is_known:
+        return {}
+    steps = {"prefill_worker.max_step_tokens": CPU_STEP_TOKENS}
+    if "decode_worker.max_running_sequences" not in given:
+        # Of a full batch each sequence computes a token, too.
+        batch = DecodeConfig().max_running_sequences
+        steps["decode_worker.max_step_tokens"] = batch + CPU_STEP_TOKENS
+    return steps
 
 
 def serve(config: ClusterConfig) -> None:
@@ -73,9 +92,8 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     is_fitted = num_gpus >= 2 and not {"prefill", "decode"} & given.keys()
     num_workers = min(num_gpus, 4) if is_fitted else 4
     num_decode = num_workers // 2
-    # All of a GPU's memory would be millions of the embedded model's pages. On CPUs a whole prompt
-    # of a real checkpoint would be one step of up to a minute.
-    sizes = {"num_pages": 4096} if num_gpus >= 2 else {"prefill_worker.max_step_tokens": 256}
+    # All of a GPU's memory would be millions of the embedded model's pages.
+    sizes = {"num_pages": 4096} if num_gpus >= 2 else serve_defaults({**given, "device": "cpu"})
     return {
         **sizes,
         # One GPU is not enough for two pools.
@@ -150,7 +168,7 @@ def version() -> None:
 
 for each in (client_commands.generate, client_commands.chat, client_commands.status):
     app.command(cls=StrictCommand)(each)
-app.command("serve", cls=StrictCommand)(with_config_flags(serve))
+app.command("serve", cls=StrictCommand)(with_config_flags(serve, serve_defaults))
 app.command("demo", cls=StrictCommand)(with_config_flags(demo, demo_defaults))
 
 

@@ -12,7 +12,8 @@ class DecodeConfig:
 
     # Batch
     max_running_sequences: int = 256  # sequences in the batch
-    max_step_tokens: int = 2048  # computed in one step: one per sequence, rest local prefill
+    max_step_tokens: int = 2048  # computed in one step: one per sequence, rest local prefill;
+    # 512 on CPUs
 
     # Admission
     max_waiting_requests: int = 1024  # without a first token yet; more are refused before any work

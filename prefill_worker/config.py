@@ -10,7 +10,7 @@ from kv_transfer.deadlines import TransferDeadlines
 class PrefillConfig:
     """Limits and deadlines. Times are seconds."""
 
-    max_step_tokens: int = 2048  # computed in one step, over all prompts
+    max_step_tokens: int = 2048  # computed in one step, over all prompts; 256 on CPUs
     max_computing_prompts: int = 16  # prompts that hold pages and share the steps
     max_queued_prompts: int = 1024  # more are refused before any work
     max_overtakes: int = 8  # a queued prompt is passed over by at most so many later ones

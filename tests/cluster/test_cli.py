@@ -6,6 +6,7 @@ from typer.main import get_command
 
 from cluster import cli
 from cluster.config_options import config_options
+from decode_worker.config import DecodeConfig
 
 SERVE_FLAGS = """
     --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
@@ -85,6 +86,21 @@ def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
     assert cli._where("10.0.0.1:5") == "10.0.0.1:5"
     for host in ("0.0.0.0", "[::]"):
         assert cli._where(f"{host}:5").startswith(f"{host}:5, for clients localhost:5 or ")
+
+
+def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):
+    short = {"prefill_worker.max_step_tokens": 256, "decode_worker.max_step_tokens": 512}
+
+    def steps(most_gpus, **given):
+        monkeypatch.setattr(cli, "most_gpus", lambda: most_gpus)
+        return cli.serve_defaults(given)
+
+    assert steps(0) == steps(4, device="cpu") == short
+    for other in (steps(4), steps(None), steps(0, device="cuda"), steps(0, ray_address="auto")):
+        assert other == {}
+    given = {"decode_worker.max_running_sequences": 900}
+    assert steps(0, **given) == {"prefill_worker.max_step_tokens": 256}
+    DecodeConfig(max_step_tokens=short["decode_worker.max_step_tokens"])  # does not raise
 
 
 def test_demo_uses_the_gpus_there_are(monkeypatch):
