@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from attn_kernels.jit.attention_state import capped
 from attn_kernels.jit.warpgroups import GROUP_ROWS, NEG_INF, narrow, pass_turn, wait_for_turn
 
 TOTAL_COLUMNS = gl.constexpr(16)  # as in attention_state.py: weights are summed by a product
@@ -125,8 +126,7 @@ def load_rows(
 def weigh(s, m, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
     # s [64, BLOCK_N]; m [64]. Returns weights, the factor of what was, and the new maximum.
     if HAS_SOFT_CAP:
-        # As `capped` in attention_state.py
-        s = gl.fma(1.0 / (gl.exp2(s * scale_log2) + 1.0), -2.0 * soft_cap_log2, soft_cap_log2)
+        s = capped(s, scale_log2, soft_cap_log2)
         scale_log2 = 1.0
     new_m = gl.maximum(m, gl.max(s, 1) * scale_log2)
     m_finite = gl.where(new_m == NEG_INF, 0.0, new_m)  # -inf - -inf would be NaN

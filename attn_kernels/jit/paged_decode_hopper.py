@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from attn_kernels.jit.paged_decode import LN2, LOWEST
+from attn_kernels.jit.attention_state import capped, merge_columns
+from attn_kernels.jit.paged_decode import LN2, LOWEST, load_item, merge_finite
 from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow, widen
 
 BLOCK_N = gl.constexpr(64)  # keys of a tile: the rows of products
@@ -28,18 +29,6 @@ BLOCK_M = gl.constexpr(16)  # query heads: their columns
 COLUMNS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 QUERY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 SLOT_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-
-
-@gluon.jit
-def load_item(item_ptr):
-    # What an item needs from its beginning: row, first page, begin, end, first token in the window.
-    return (
-        gl.load(item_ptr),
-        gl.load(item_ptr + 1),
-        gl.load(item_ptr + 6),
-        gl.load(item_ptr + 7),
-        gl.load(item_ptr + 2),
-    )
 
 
 @gluon.jit
@@ -123,25 +112,13 @@ def load_queries(
 def weigh(s, m, visible, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
     # s [BLOCK_N, BLOCK_M]; m [BLOCK_M]. Returns weights, the factor of what was, the new maximum.
     if HAS_SOFT_CAP:
-        # As `capped` in attention_state.py
-        s = gl.fma(1.0 / (gl.exp2(s * scale_log2) + 1.0), -2.0 * soft_cap_log2, soft_cap_log2)
+        s = capped(s, scale_log2, soft_cap_log2)
         scale_log2 = 1.0
     s = gl.where(gl.expand_dims(visible, 1), s, NEG_INF)
     new_m = gl.maximum(m, gl.max(s, 0) * scale_log2)
     m_finite = gl.where(new_m == NEG_INF, 0.0, new_m)  # -inf - -inf would be NaN
     p = gl.exp2(gl.fma(s, scale_log2, -gl.expand_dims(m_finite, 0)))
     return p, gl.exp2(m - m_finite), new_m
-
-
-@gluon.jit
-def merge_columns(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # As in attention_state.py: acc [HEAD_DIM, BLOCK_M]; m [BLOCK_M]; total [64, BLOCK_M]
-    m = gl.maximum(m_a, m_b)
-    m_finite = gl.where(m == NEG_INF, 0.0, m)
-    weight_a = gl.expand_dims(gl.exp2(m_a - m_finite), 0)
-    weight_b = gl.expand_dims(gl.exp2(m_b - m_finite), 0)
-    acc = gl.fma(acc_a, weight_a, acc_b * weight_b)
-    return acc, m, gl.fma(total_a, weight_a, total_b * weight_b)
 
 
 @gluon.jit
@@ -242,16 +219,6 @@ def load_slots(
         )
         slots = slots + ((acc, m, total, ends_segment),)  # noqa: RUF005
     return slots
-
-
-@gluon.jit
-def merge_finite(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # acc [BLOCK_GROUP, HEAD_DIM]; of the maxima one at least is finite.
-    m = gl.maximum(m_a, m_b)
-    weight_a = gl.exp2(m_a - m)
-    weight_b = gl.exp2(m_b - m)
-    acc = gl.fma(acc_a, gl.expand_dims(weight_a, 1), acc_b * gl.expand_dims(weight_b, 1))
-    return acc, m, gl.fma(total_a, weight_a, total_b * weight_b)
 
 
 @gluon.jit
