@@ -9,6 +9,7 @@ only before it folds.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -267,62 +268,36 @@ class CascadeAttention:
         shares = self.num_shared_items > 0
         if shares:
             self.decode.check_run(q, layer, kv_page_indices)
-            if isinstance(self.tile, HopperSharedTile):
-                self._launch_hopper(self.tile, q, layer, kv_page_indices)
-            else:
-                self._launch_triton(self.tile, q, layer, kv_page_indices)
+            self._launch_shared(q, layer, kv_page_indices)
         overlaps = self.overlaps and shares
         return self.decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=overlaps)
 
-    def _launch_triton(
-        self, tile: SharedTile, q: Tensor, layer: int, kv_page_indices: Tensor
-    ) -> None:
-        decode = self.decode
-        _, _, _, num_kv_heads, page_size, head_dim = decode.pages.shape
-        shared_prefix_kernel[(self.num_programs,)](
-            q,
-            decode.pages,
-            kv_page_indices,
-            self._plan.device_buffer,
-            decode.partial_acc,
-            decode.partial_stats,
-            decode.k_scale,
-            layer,
-            decode.pages.stride(0),
-            decode.pages.stride(1),
-            decode.scale_log2,
-            decode.soft_cap_log2,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=decode.group,
-            HEAD_DIM=head_dim,
-            PAGE_SIZE=page_size,
-            SPLIT_LEN=decode.rule.split_len,
-            SEGMENT_LEN=decode.rule.segment_len,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=decode.tile.block_n,
-            BLOCK_D=padded(head_dim),
-            ITEM_FIELDS=ITEM_FIELDS,
-            HAS_SOFT_CAP=decode.soft_cap is not None,
-            IS_EXACT=self.is_exact,
-            OVERLAPS=self.overlaps,
-            num_stages=tile.num_stages,
-            num_warps=tile.num_warps,
-        )
-
-    def _launch_hopper(
-        self, tile: HopperSharedTile, q: Tensor, layer: int, kv_page_indices: Tensor
-    ) -> None:
-        decode = self.decode
+    def _launch_shared(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
+        decode, tile = self.decode, self.tile
         _, num_layers, _, num_kv_heads, page_size, head_dim = decode.pages.shape
-        shared_prefix_hopper_kernel[(self.num_programs,)](
+        kernel: Any
+        geometry: tuple[Any, ...]
+        if isinstance(tile, HopperSharedTile):
+            kernel, pool = shared_prefix_hopper_kernel, self._pages_desc
+            geometry = (layer, num_layers)
+            compiled = {"STAGES": tile.stages, "num_warps": 4}
+        else:
+            kernel, pool = shared_prefix_kernel, decode.pages
+            geometry = (decode.k_scale, layer, *decode.pages.stride()[:2])
+            compiled = {
+                "BLOCK_M": tile.block_m,
+                "BLOCK_D": padded(head_dim),
+                "num_stages": tile.num_stages,
+                "num_warps": tile.num_warps,
+            }
+        kernel[(self.num_programs,)](
             q,
-            self._pages_desc,
+            pool,
             kv_page_indices,
             self._plan.device_buffer,
             decode.partial_acc,
             decode.partial_stats,
-            layer,
-            num_layers,
+            *geometry,
             decode.scale_log2,
             decode.soft_cap_log2,
             NUM_KV_HEADS=num_kv_heads,
@@ -332,12 +307,11 @@ class CascadeAttention:
             SPLIT_LEN=decode.rule.split_len,
             SEGMENT_LEN=decode.rule.segment_len,
             BLOCK_N=decode.tile.block_n,
-            STAGES=tile.stages,
             ITEM_FIELDS=ITEM_FIELDS,
             HAS_SOFT_CAP=decode.soft_cap is not None,
             IS_EXACT=self.is_exact,
             OVERLAPS=self.overlaps,
-            num_warps=4,
+            **compiled,
         )
 
     def _plan_own(

@@ -1,6 +1,7 @@
 """Paged decode attention: one query token per request over its pages, plan once, run per layer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -273,76 +274,31 @@ class DecodeAttention:
             out = torch.empty_like(q)
         check_attention_outputs(out, lse, q, dtype=FLOAT_DTYPES)
 
-        if isinstance(self.tile, HopperDecodeTile):
-            self._launch_hopper(self.tile, out, lse, q, layer, kv_page_indices, overlaps)
-        else:
-            self._launch_triton(self.tile, out, lse, q, layer, kv_page_indices, overlaps)
-        return out
-
-    def _launch_triton(
-        self,
-        tile: DecodeTile,
-        out: Tensor,
-        lse: Tensor | None,
-        q: Tensor,
-        layer: int,
-        kv_page_indices: Tensor,
-        overlaps: bool,
-    ) -> None:
-        _, _, _, num_kv_heads, page_size, head_dim = self.pages.shape
-        paged_decode_kernel[(self.num_programs,)](
-            out,
-            lse if lse is not None else self.partial_stats,
-            q,
-            self.pages,
-            kv_page_indices,
-            self._plan.device_buffer,
-            self.partial_acc,
-            self.partial_stats,
-            self._arrivals,
-            self.k_scale,
-            self.v_scale,
-            layer,
-            self.pages.stride(0),
-            self.pages.stride(1),
-            self.scale_log2,
-            self.soft_cap_log2,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=self.group,
-            HEAD_DIM=head_dim,
-            PAGE_SIZE=page_size,
-            SPLIT_LEN=self.rule.split_len,
-            SEGMENT_LEN=self.rule.segment_len,
-            BLOCK_M=BLOCK_M,
-            BLOCK_GROUP=padded(self.group),
-            BLOCK_N=tile.block_n,
-            BLOCK_D=padded(head_dim),
-            ITEM_FIELDS=ITEM_FIELDS,
-            HAS_WINDOW=self.sliding_window is not None,
-            HAS_SOFT_CAP=self.soft_cap is not None,
-            HAS_LSE=lse is not None,
-            OVERLAPS=overlaps,
-            num_stages=tile.num_stages,
-            num_warps=tile.num_warps,
-            **({"launch_pdl": True} if overlaps else {}),
-        )
-
-    def _launch_hopper(
-        self,
-        tile: HopperDecodeTile,
-        out: Tensor,
-        lse: Tensor | None,
-        q: Tensor,
-        layer: int,
-        kv_page_indices: Tensor,
-        overlaps: bool,
-    ) -> None:
         _, num_layers, _, num_kv_heads, page_size, head_dim = self.pages.shape
-        paged_decode_hopper_kernel[(self.num_programs,)](
+        tile = self.tile
+        kernel: Any
+        strides: tuple[int, ...]
+        if isinstance(tile, HopperDecodeTile):
+            kernel, pool = paged_decode_hopper_kernel, self._pages_desc
+            strides = (num_layers,)
+            compiled = {"STAGES": tile.stages, "num_warps": 4}
+        else:
+            kernel, pool = paged_decode_kernel, self.pages
+            strides = self.pages.stride()[:2]
+            compiled = {
+                "BLOCK_M": BLOCK_M,
+                "BLOCK_N": tile.block_n,
+                "BLOCK_D": padded(head_dim),
+                "num_stages": tile.num_stages,
+                "num_warps": tile.num_warps,
+            }
+        if overlaps:
+            compiled["launch_pdl"] = True
+        kernel[(self.num_programs,)](
             out,
             lse if lse is not None else self.partial_stats,
             q,
-            self._pages_desc,
+            pool,
             kv_page_indices,
             self._plan.device_buffer,
             self.partial_acc,
@@ -351,7 +307,7 @@ class DecodeAttention:
             self.k_scale,
             self.v_scale,
             layer,
-            num_layers,
+            *strides,
             self.scale_log2,
             self.soft_cap_log2,
             NUM_KV_HEADS=num_kv_heads,
@@ -361,15 +317,14 @@ class DecodeAttention:
             SPLIT_LEN=self.rule.split_len,
             SEGMENT_LEN=self.rule.segment_len,
             BLOCK_GROUP=padded(self.group),
-            STAGES=tile.stages,
             ITEM_FIELDS=ITEM_FIELDS,
             HAS_WINDOW=self.sliding_window is not None,
             HAS_SOFT_CAP=self.soft_cap is not None,
             HAS_LSE=lse is not None,
             OVERLAPS=overlaps,
-            num_warps=4,
-            **({"launch_pdl": True} if overlaps else {}),
+            **compiled,
         )
+        return out
 
     def check_run(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
         """Check the arguments of a run that other launches over the same pages share."""
