@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,18 @@ class PagedCase:
     @property
     def num_qo_heads(self) -> int:
         return self.q.shape[1]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decode and cascade attention over these pages are made with."""
+        return {
+            "num_qo_heads": self.num_qo_heads,
+            "scale": self.scale,
+            "max_requests": len(self.kv_lens),
+            "max_kv_tokens": sum(self.kv_lens),
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+        }
 
     def expected(
         self, sliding_window: int | None = None, soft_cap: float | None = None

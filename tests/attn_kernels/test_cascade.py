@@ -35,10 +35,7 @@ def make_attention(
 ) -> CascadeAttention:
     attention = CascadeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
         soft_cap=soft_cap,
         is_exact=is_exact,
         rule=rule,
@@ -73,10 +70,7 @@ def cascade(case: PagedCase, **options: object) -> Tensor:
 def flat(case: PagedCase, rule: SplitRule = RULE) -> Tensor:
     attention = DecodeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
         rule=rule,
         tile=DECODE_TILE,
     )

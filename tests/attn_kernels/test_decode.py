@@ -24,10 +24,7 @@ def make_attention(
 ) -> DecodeAttention:
     return DecodeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
         sliding_window=window,
         soft_cap=soft_cap,
         rule=rule,

@@ -64,12 +64,7 @@ def states(
 ) -> tuple[Tensor, Tensor]:
     attention = DecodeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
+        **case.options,
         tile=tile,
         num_programs=num_programs,
         **options,

@@ -39,14 +39,9 @@ def decode(
 ) -> Tensor:
     attention = DecodeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
         sliding_window=window,
         soft_cap=soft_cap,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
         rule=RULE,
         tile=DECODE_TILE,
         num_programs=3,
@@ -80,13 +75,8 @@ def prefill(
 def cascade(case: PagedCase, *, soft_cap: float | None = None) -> Tensor:
     attention = CascadeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
         soft_cap=soft_cap,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
         rule=RULE,
         decode_tile=DECODE_TILE,
         tile=SHARED_TILE,

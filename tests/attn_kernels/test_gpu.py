@@ -44,10 +44,7 @@ def cuda_case(qo_lens: list[int], kv_lens: list[int], **shape: object) -> PagedC
 def decoder(case: PagedCase, **options: object) -> DecodeAttention:
     attention = DecodeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
         **options,
     )
     attention.plan(case.kv_lens)

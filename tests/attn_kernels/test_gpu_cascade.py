@@ -54,10 +54,7 @@ def cuda_case(tables: SharedTables, name: str = "llama-3-8b", **options: object)
 def cascade(case: PagedCase, **options: object) -> CascadeAttention:
     attention = CascadeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
         **options,
     )
     attention.model = replace(attention.model, **SHARE_ALL)
@@ -83,10 +80,7 @@ def states(attention: CascadeAttention | DecodeAttention, case: PagedCase) -> tu
 def flat_states(case: PagedCase) -> tuple[Tensor, Tensor]:
     attention = DecodeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
+        **case.options,
     )
     attention.plan(case.kv_lens)
     return states(attention, case)
@@ -143,11 +137,8 @@ def test_a_soft_cap_gives_the_bits_of_flat_decode():
     case = cuda_case(forest(64))
     flat = DecodeAttention(
         case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
+        **case.options,
         soft_cap=2.0,
-        max_requests=len(case.kv_lens),
-        max_kv_tokens=sum(case.kv_lens),
     )
     flat.plan(case.kv_lens)
 
