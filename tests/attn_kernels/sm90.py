@@ -91,14 +91,16 @@ def compile_launch(launch: Launch) -> Compiled:
     options = {
         name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options
     }
-    compiled = triton.compile(source, target=TARGET, options=options)
-    registers, spill_bytes = _resources(compiled.asm["cubin"])
-    return Compiled(
-        ptx=compiled.asm["ptx"],
-        shared_bytes=compiled.metadata.shared,
-        registers=registers,
-        spill_bytes=spill_bytes,
-    )
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder  # compile, whatever the user's cache holds
+        compiled = triton.compile(source, target=TARGET, options=options)
+        registers, spill_bytes = _resources(compiled.asm["cubin"])
+        return Compiled(
+            ptx=compiled.asm["ptx"],
+            shared_bytes=compiled.metadata.shared,
+            registers=registers,
+            spill_bytes=spill_bytes,
+        )
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

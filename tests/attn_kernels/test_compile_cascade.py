@@ -1,13 +1,10 @@
 """The shared part of cascade attention and decode beside it, compiled for Hopper."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import triton
 
 from attn_kernels.cascade import CascadeAttention, HopperSharedTile, shared_tile
 from tests.attn_kernels.sm90 import Launch, compile_launch, launches_of
@@ -24,14 +21,6 @@ from tests.attn_kernels.test_compile_sm90 import (
 )
 
 KV_LEN = 600  # of two requests with the same pages
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path) -> Iterator[None]:
-    """Compile, whatever the user's cache holds."""
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
-        yield
 
 
 def both_launches(

@@ -1,11 +1,9 @@
 """Every kernel as launched, compiled for Hopper: it fits, spills nothing, uses the right unit."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-import triton
 
 from attn_kernels.append import rotate_and_append
 from attn_kernels.decode import DecodeAttention, decode_tile
@@ -44,14 +42,6 @@ IDS = [
     f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}"
     for qo, kv, dim, page, dtype in SHAPES
 ]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path) -> Iterator[None]:
-    """Compile, whatever the user's cache holds."""
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
-        yield
 
 
 # Tiles converted from fp8 lie in registers, beside the states of a split and of its segment. A few

@@ -1,11 +1,7 @@
 """The decode kernel for Hopper: compiled on any host; on a GPU its bits are the Triton twin's."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from attn_kernels.decode import DecodeAttention, DecodeTile, HopperDecodeTile, decode_tile
@@ -37,14 +33,6 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="no Hopper GPU",
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path) -> Iterator[None]:
-    """Compile, whatever the user's cache holds."""
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
-        yield
 
 
 def is_twin_of(case: PagedCase, num_programs: int | None = None, **options: object) -> None:

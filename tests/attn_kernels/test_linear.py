@@ -1,10 +1,7 @@
 """The linear layer against its reference, its bits in any batch, and its compilation for Hopper."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import triton
 
 from attn_kernels import reference
 from attn_kernels.errors import DtypeError, ShapeError, StrideError
@@ -81,15 +78,11 @@ def test_what_does_not_fit_is_named(device: str) -> None:
 
 @pytest.mark.parametrize("num_in", [4096, 80], ids=["whole", "tail"])
 @pytest.mark.parametrize("tile", HALF_TILES, ids=str)
-def test_every_tile_compiles_to_the_one_instruction(
-    tile: LinearTile, num_in: int, tmp_path: Path
-) -> None:
+def test_every_tile_compiles_to_the_one_instruction(tile: LinearTile, num_in: int) -> None:
     x, weight = (torch.empty(rows, num_in, dtype=torch.bfloat16) for rows in (5, 4096))
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
 
-        (launch,) = launches_of(lambda: linear(x, weight, weight[:, 0].contiguous(), tile=tile))
-        compiled = compile_launch(launch)
+    (launch,) = launches_of(lambda: linear(x, weight, weight[:, 0].contiguous(), tile=tile))
+    compiled = compile_launch(launch)
 
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
     assert compiled.spill_bytes == 0
@@ -98,13 +91,11 @@ def test_every_tile_compiles_to_the_one_instruction(
     assert "cp.async.cg.shared.global" in compiled.ptx
 
 
-def test_float32_compiles_without_spills(tmp_path: Path) -> None:
+def test_float32_compiles_without_spills() -> None:
     x, weight = torch.empty(5, 64), torch.empty(96, 64)
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
 
-        (launch,) = launches_of(lambda: linear(x, weight))
-        compiled = compile_launch(launch)
+    (launch,) = launches_of(lambda: linear(x, weight))
+    compiled = compile_launch(launch)
 
     assert compiled.spill_bytes == 0
     assert "mma" not in compiled.ptx, "tensor cores would round to fewer bits"

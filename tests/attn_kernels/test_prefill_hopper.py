@@ -1,12 +1,9 @@
 """The prefill kernel for Hopper: compiled on any host, run on a GPU against the reference."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from attn_kernels import prefill_hopper
 from attn_kernels.errors import ShapeError, StrideError
@@ -71,15 +68,6 @@ def compiled(
     return compile_launch(only)
 
 
-@pytest.fixture
-def _own_cache(tmp_path: Path) -> Iterator[None]:
-    """Compile, whatever the user's cache holds."""
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
-        yield
-
-
-@pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: tuple):
     result = compiled(*shape, has_lse=shape[5] is None)
@@ -94,7 +82,6 @@ def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: tuple):
     assert "mma.sync" not in result.ptx
 
 
-@pytest.mark.usefixtures("_own_cache")
 def test_the_next_keys_are_multiplied_before_the_softmax_of_the_present_ones():
     ptx = compiled(*SHAPES[0]).ptx
 

@@ -1,11 +1,7 @@
 """The sampling kernels as launched, compiled for Hopper."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import triton
 
 from attn_kernels.sampling import LogitEdits, TokenSampler
 from tests.attn_kernels.sampling_case import Row, row_params
@@ -23,14 +19,6 @@ KERNELS = [
     "group_max_kernel",
     "logprobs_kernel",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path) -> Iterator[None]:
-    """Compile, whatever the user's cache holds."""
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
-        yield
 
 
 @pytest.mark.parametrize(

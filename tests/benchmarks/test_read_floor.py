@@ -1,13 +1,10 @@
 """The read-only kernel: what it copies, counted on the host, and how it compiles for Hopper."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import triton
 
 from benchmarks.attention_cases import DECODE_CASES
 from benchmarks.bench import HEAD_DIM, NUM_KV_HEADS, page_tables
@@ -16,14 +13,6 @@ from tests.attn_kernels.sm90 import compile_launch, launches_of
 
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_SHARED_BYTES = 227 * 1024
-
-
-@pytest.fixture
-def _own_cache(tmp_path: Path) -> Iterator[None]:
-    """Compile, whatever the user's cache holds."""
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path)
-        yield
 
 
 def empty_pages(num_pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -74,7 +63,6 @@ def test_boxes_are_those_of_the_tokens_of_each_request_in_its_own_pages(page_siz
     assert boxes.dtype == np.int32
 
 
-@pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
 def test_the_kernel_fills_shared_memory_by_the_copy_engine_and_spills_nothing(
