@@ -22,8 +22,8 @@ MIN_DECODE_ROWS = 64
 MIN_DECODE_TOKENS = 64 * 1024
 MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
-# What a second launch for each layer costs where the host launches one by one, in us: about as much
-# as it held up a step (docs/experiments.md). With CUDA graphs the model's own figure will do.
+# What a second launch for each layer costs where the host launches one by one, in us: an estimate,
+# not measured. With CUDA graphs the model's own figure will do.
 SECOND_LAUNCH_US = 80.0
 
 
