@@ -153,10 +153,7 @@ def run_read(
 def run_cascade(
     case: str, forest: Forest, bench: Bench, page_size: int, *, dtype: torch.dtype = BF16
 ) -> list[Timing]:
-    """Time one forest as planned, and flat; "tbps" counts shared keys and values once.
-
-    A plan that shares nothing is run with both launches, as by a graph captured for any plan.
-    """
+    """Time one forest as planned, and flat; "tbps" counts shared keys and values once."""
     kv_lens = forest.kv_lens()
     num_tokens = forest.num_distinct_tokens()
     pages = bench.pool(num_tokens + page_size * len(kv_lens), page_size, dtype=dtype)

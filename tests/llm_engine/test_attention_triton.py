@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -8,20 +6,8 @@ from llm_engine.attention_torch import TorchAttention
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.sampling import SequenceSlice
-from tests.support.triton_interpreter import interpreted
 
 PAGE_SIZE, NUM_LAYERS, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 6, 2, 16
-
-
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "interpreter":
-        with interpreted():
-            yield torch.device("cpu")
-    elif torch.cuda.is_available():
-        yield torch.device("cuda")
-    else:
-        pytest.skip("no CUDA device")
 
 
 def randn(device: torch.device, *shape: int, seed: int = 0) -> torch.Tensor:

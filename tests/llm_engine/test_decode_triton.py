@@ -1,7 +1,7 @@
 """Pages that rows of a pass share are read once, with the bits that each row has by itself."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,17 +28,6 @@ from tests.support.triton_interpreter import interpreted
 PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 16, 40, 2
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
 PREFIX = list(range(16, 32))  # pages of 256 tokens: the least that is shared
-
-
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "interpreter":
-        with interpreted():
-            yield torch.device("cpu")
-    elif torch.cuda.is_available():
-        yield torch.device("cuda")
-    else:
-        pytest.skip("no CUDA device")
 
 
 @pytest.fixture
