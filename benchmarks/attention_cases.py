@@ -25,7 +25,7 @@ from benchmarks.bench import (
     Timing,
     page_tables,
 )
-from benchmarks.cascade_cases import Forest, cascade_cases
+from benchmarks.cascade_cases import TWO_LEVELS, Forest, cascade_cases
 from benchmarks.read_floor import ReadFloor
 
 SCALE = HEAD_DIM**-0.5
@@ -74,6 +74,7 @@ PREFILL_CASES: dict[str, list[tuple[int, int]]] = {
 }
 
 FP8_CASCADES = ("cascade/16,8192,256", "cascade/64,8192,256", "cascade/256,8192,128")
+TARGET_CASCADES = [f"cascade/{batch},{shared},{own}" for batch, shared, own in TWO_LEVELS]
 FP8_PREFILLS = ("prefill/8192", "prefill/2048@34816")
 
 
@@ -90,6 +91,9 @@ def attention_cases() -> Iterator[tuple[str, Run]]:
         yield case, partial(run_cascade, case, forest)
         if case in FP8_CASCADES:
             yield f"{case}@fp8", partial(run_cascade, f"{case}@fp8", forest, dtype=FP8)
+        if case in TARGET_CASCADES:
+            inexact = f"{case}@inexact"
+            yield inexact, partial(run_cascade, inexact, forest, is_exact=False)
     for case, lens in PREFILL_CASES.items():
         sustained = f"{case}@sustained"
         yield case, partial(run_prefill, case, lens)
@@ -151,7 +155,13 @@ def run_read(
 
 
 def run_cascade(
-    case: str, forest: Forest, bench: Bench, page_size: int, *, dtype: torch.dtype = BF16
+    case: str,
+    forest: Forest,
+    bench: Bench,
+    page_size: int,
+    *,
+    dtype: torch.dtype = BF16,
+    is_exact: bool = True,
 ) -> list[Timing]:
     """Time one forest as planned, and flat; "tbps" counts shared keys and values once."""
     kv_lens = forest.kv_lens()
@@ -168,6 +178,7 @@ def run_cascade(
         max_kv_tokens=sum(kv_lens),
         k_scale=scale,
         v_scale=scale,
+        is_exact=is_exact,
     )
     kv_page_indices = torch.from_numpy(indices).to(bench.device)
     q = _queries(len(kv_lens), bench.device)

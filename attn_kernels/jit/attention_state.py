@@ -1,7 +1,7 @@
 """Attention states inside kernels: unnormalized acc, base-2 maximum m, and sum total of weights.
 
-A state over no keys is (0, -inf, 0). All kernels fold states by the same arithmetic (`merge` and
-`merge_columns`), so that a fold gives the same bits wherever it is computed; the explicit fma
+A state over no keys is (0, -inf, 0). All kernels fold states by the same arithmetic (`merge_rows`
+and `merge_columns`), so that a fold gives the same bits wherever it is computed; the explicit fma
 leaves the compiler no choice of contraction.
 
 There are two ways to take a tile of keys into a state:
@@ -10,38 +10,90 @@ There are two ways to take a tile of keys into a state:
 - `attend_columns` (few queries: they are the columns, keys the rows) and `attend_rows` (many
   queries) give equal bits for a query in any tile of either kind with the same keys, if the matrix
   products are wgmma: at least 64 rows, 16 columns, half precision. Such a product is one chain in
-  ascending order of the inner dimension, whatever the tile (decision 0006), and here the sum of
-  weights is one too: the rounded weights times ones. All columns of that product are equal, so a
-  total is kept as a matrix; `tl.max` takes one of them.
+  ascending order of the inner dimension, whatever the tile (decision 0006). Weights are summed in
+  a fixed order, too, one that neither kind of tile has to exchange anything for: a total is kept
+  as N / 2 sums, of the pairs of keys 8 apart that one thread holds in either; when a split ends
+  these are summed (`sum_rows`, `sum_columns`).
 """
 
 import triton
 import triton.language as tl
 
-TOTAL_ROWS = tl.constexpr(64)  # of the matrix of ones, the least that wgmma takes
-TOTAL_COLUMNS = tl.constexpr(16)
+MAX_HALVINGS = tl.constexpr(6)  # of the sums of a tile: it has at most 128 keys
 
 
 @triton.jit
-def merge(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # acc [M, D]; m and total [M]
+def merge_weights(m_a, m_b):
+    # The maximum of two states, and what each state is multiplied by
     m = tl.maximum(m_a, m_b)
     m_finite = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf would be NaN
-    weight_a = tl.exp2(m_a - m_finite)
-    weight_b = tl.exp2(m_b - m_finite)
+    return m, tl.exp2(m_a - m_finite), tl.exp2(m_b - m_finite)
+
+
+@triton.jit
+def merge_rows(acc_a, m_a, total_a, acc_b, m_b, total_b):
+    # acc [M, D]; m and total [M]
+    m, weight_a, weight_b = merge_weights(m_a, m_b)
     acc = tl.fma(acc_a, weight_a[:, None], acc_b * weight_b[:, None])
     return acc, m, tl.fma(total_a, weight_a, total_b * weight_b)
 
 
 @triton.jit
 def merge_columns(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # acc [D, M]; m [M]; total [TOTAL_ROWS, M]
-    m = tl.maximum(m_a, m_b)
-    m_finite = tl.where(m == float("-inf"), 0.0, m)
-    weight_a = tl.exp2(m_a - m_finite)
-    weight_b = tl.exp2(m_b - m_finite)
+    # acc [D, M]; m and total [M]
+    m, weight_a, weight_b = merge_weights(m_a, m_b)
     acc = tl.fma(acc_a, weight_a[None, :], acc_b * weight_b[None, :])
-    return acc, m, tl.fma(total_a, weight_a[None, :], total_b * weight_b[None, :])
+    return acc, m, tl.fma(total_a, weight_a, total_b * weight_b)
+
+
+@triton.jit
+def pair_rows(p):
+    # Weights [M, N] to the sums [M, N / 2] of keys 8 apart; a sum of two has one order.
+    NUM_ROWS: tl.constexpr = p.shape[0]
+    NUM_KEYS: tl.constexpr = p.shape[1]
+    APART: tl.constexpr = 8 if NUM_KEYS >= 16 else NUM_KEYS // 2
+    pairs = tl.reshape(p, [NUM_ROWS, NUM_KEYS // (2 * APART), 2, APART])
+    return tl.reshape(tl.sum(pairs, 2), [NUM_ROWS, NUM_KEYS // 2])
+
+
+@triton.jit
+def pair_columns(p):
+    # Weights [N, M] to sums [N / 2, M], as `pair_rows`
+    NUM_KEYS: tl.constexpr = p.shape[0]
+    NUM_COLUMNS: tl.constexpr = p.shape[1]
+    APART: tl.constexpr = 8 if NUM_KEYS >= 16 else NUM_KEYS // 2
+    pairs = tl.reshape(p, [NUM_KEYS // (2 * APART), 2, APART, NUM_COLUMNS])
+    return tl.reshape(tl.sum(pairs, 1), [NUM_KEYS // 2, NUM_COLUMNS])
+
+
+@triton.jit
+def add_rows(total):
+    # [M, N] to [M, N / 2]: each sum and its neighbour
+    return tl.sum(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]), 2)
+
+
+@triton.jit
+def add_columns(total):
+    # [N, M] to [N / 2, M], as `add_rows`
+    return tl.sum(tl.reshape(total, [total.shape[0] // 2, 2, total.shape[1]]), 1)
+
+
+@triton.jit
+def sum_rows(total):
+    # [M, N / 2] to [M]
+    for _ in tl.static_range(MAX_HALVINGS):
+        if total.shape[1] > 1:
+            total = add_rows(total)
+    return tl.reshape(total, [total.shape[0]])
+
+
+@triton.jit
+def sum_columns(total):
+    # [N / 2, M] to [M]
+    for _ in tl.static_range(MAX_HALVINGS):
+        if total.shape[0] > 1:
+            total = add_columns(total)
+    return tl.reshape(total, [total.shape[1]])
 
 
 @triton.jit
@@ -98,7 +150,7 @@ def attend_rows(
     soft_cap_log2,
     HAS_SOFT_CAP: tl.constexpr,
 ):
-    # q [M, D]; k [D, N]; v [N, D]; acc [M, D]; m [M]; total [M, TOTAL_COLUMNS]
+    # q [M, D]; k [D, N]; v [N, D]; acc [M, D]; m [M]; total [M, N / 2]
     # All keys are visible: only whole splits are shared.
     scores = tl.dot(q, k, input_precision="ieee")
     if HAS_SOFT_CAP:
@@ -106,11 +158,10 @@ def attend_rows(
         scale_log2 = 1.0
     new_m = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     m_finite = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(tl.fma(scores, scale_log2, -m_finite[:, None])).to(v.dtype)  # [M, N]
+    p = tl.exp2(tl.fma(scores, scale_log2, -m_finite[:, None]))  # [M, N]
     alpha = tl.exp2(m - m_finite)
-    acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
-    ones = tl.full([v.shape[0], TOTAL_COLUMNS], 1.0, tl.float32).to(v.dtype)
-    total = tl.dot(p, ones, total * alpha[:, None], input_precision="ieee")
+    total = tl.fma(total, alpha[:, None], pair_rows(p))
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, new_m, total
 
 
@@ -127,7 +178,7 @@ def attend_columns(
     soft_cap_log2,
     HAS_SOFT_CAP: tl.constexpr,
 ):
-    # q [D, M]; k and v [N, D]; visible [N]; acc [D, M]; m [M]; total [TOTAL_ROWS, M]
+    # q [D, M]; k and v [N, D]; visible [N]; acc [D, M]; m [M]; total [N / 2, M]
     scores = tl.dot(k, q, input_precision="ieee")  # [N, M]
     if HAS_SOFT_CAP:
         scores = capped(scores, scale_log2, soft_cap_log2)
@@ -135,11 +186,10 @@ def attend_columns(
     scores = tl.where(visible[:, None], scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 0) * scale_log2)
     m_finite = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(tl.fma(scores, scale_log2, -m_finite[None, :])).to(v.dtype)
+    p = tl.exp2(tl.fma(scores, scale_log2, -m_finite[None, :]))
     alpha = tl.exp2(m - m_finite)
-    acc = tl.dot(tl.trans(v), p, acc * alpha[None, :], input_precision="ieee")
-    ones = tl.full([TOTAL_ROWS, v.shape[0]], 1.0, tl.float32).to(v.dtype)
-    total = tl.dot(ones, p, total * alpha[None, :], input_precision="ieee")
+    total = tl.fma(total, alpha[None, :], pair_columns(p))
+    acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha[None, :], input_precision="ieee")
     return acc, new_m, total
 
 

@@ -11,10 +11,10 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from attn_kernels.jit.attention_state import (
-    TOTAL_COLUMNS,
     attend_rows,
-    merge,
+    merge_rows,
     page_of_tile,
+    sum_rows,
 )
 from attn_kernels.jit.paged_prefill import load_kv_tile
 
@@ -89,19 +89,19 @@ def shared_prefix_kernel(
             # State of the split in progress, and of those before it.
             acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-            total = tl.zeros([BLOCK_M, TOTAL_COLUMNS], dtype=tl.float32)
+            total = tl.zeros([BLOCK_M, BLOCK_N // 2], dtype=tl.float32)
             segment_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
             page = page_of_tile(page_indices_ptr, my_first_entry, begin, end, PAGE_SIZE, BLOCK_N)
             for start in tl.range(begin, end, BLOCK_N):
                 if IS_EXACT & (start % SPLIT_LEN == 0):
-                    segment_acc, segment_m, segment_total = merge(
-                        segment_acc, segment_m, segment_total, acc, m, tl.max(total, 1)
+                    segment_acc, segment_m, segment_total = merge_rows(
+                        segment_acc, segment_m, segment_total, acc, m, sum_rows(total)
                     )
                     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
                     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-                    total = tl.zeros([BLOCK_M, TOTAL_COLUMNS], dtype=tl.float32)
+                    total = tl.zeros([BLOCK_M, BLOCK_N // 2], dtype=tl.float32)
                 k, v, _ = load_kv_tile(
                     my_k_ptr,
                     my_v_ptr,
@@ -131,8 +131,8 @@ def shared_prefix_kernel(
                     soft_cap_log2,
                     HAS_SOFT_CAP,
                 )
-            segment_acc, segment_m, segment_total = merge(
-                segment_acc, segment_m, segment_total, acc, m, tl.max(total, 1)
+            segment_acc, segment_m, segment_total = merge_rows(
+                segment_acc, segment_m, segment_total, acc, m, sum_rows(total)
             )
 
             slot_heads = tl.load(my_rows_ptr + rows * 2 + 1, mask=is_row, other=0)

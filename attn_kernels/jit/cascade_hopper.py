@@ -19,10 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from attn_kernels.jit.attention_state import capped
+from attn_kernels.jit.attention_state import capped, merge_weights, pair_rows, sum_rows
 from attn_kernels.jit.warpgroups import GROUP_ROWS, NEG_INF, narrow, pass_turn, wait_for_turn
-
-TOTAL_COLUMNS = gl.constexpr(16)  # as in attention_state.py: weights are summed by a product
 
 
 @gluon.jit
@@ -136,16 +134,12 @@ def weigh(s, m, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def merge_rows(acc_a, m_a, total_a, acc_b, m_b, total_b, o_rows: gl.constexpr):
-    # As `merge` in attention_state.py; total_b may be a matrix of equal columns.
-    m = gl.maximum(m_a, m_b)
-    m_finite = gl.where(m == NEG_INF, 0.0, m)
-    weight_a = gl.exp2(m_a - m_finite)
-    weight_b = gl.exp2(m_b - m_finite)
+    # As in attention_state.py; total_b [64, BLOCK_N / 2] is summed here.
+    m, weight_a, weight_b = merge_weights(m_a, m_b)
     row_a = gl.expand_dims(gl.convert_layout(weight_a, o_rows), 1)
     row_b = gl.expand_dims(gl.convert_layout(weight_b, o_rows), 1)
     acc = gl.fma(acc_a, row_a, acc_b * row_b)
-    if len(total_b.shape) == 2:
-        total_b = gl.convert_layout(gl.max(total_b, 1), m.type.layout)
+    total_b = gl.convert_layout(sum_rows(total_b), m.type.layout)
     return acc, m, gl.fma(total_a, weight_a, total_b * weight_b)
 
 
@@ -193,7 +187,6 @@ def attend_shared(
     k_empty,
     v_full,
     v_empty,
-    ones,
     plan_ptr,
     partial_acc_ptr,
     partial_stats_ptr,
@@ -213,22 +206,16 @@ def attend_shared(
 ):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    t_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOTAL_COLUMNS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    pt_layout: gl.constexpr = gl.DotOperandLayout(0, t_layout, 2)  # the same registers
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    t_rows: gl.constexpr = gl.SliceLayout(1, t_layout)
     dtype: gl.constexpr = k_bufs.dtype
 
     num_units = gl.load(plan_ptr) * NUM_KV_HEADS
     my_first_unit = gl.program_id(0)
     zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout)
     no_m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, s_rows)
-    no_sums = gl.zeros([GROUP_ROWS], gl.float32, s_rows)
-    no_total = no_sums
-    if IS_EXACT:
-        no_total = gl.zeros([GROUP_ROWS, TOTAL_COLUMNS], gl.float32, t_layout)
+    no_total = gl.zeros([GROUP_ROWS], gl.float32, s_rows)
     if WARPGROUP == 1:
         pass_turn(WARPGROUP)
     load_rows(
@@ -265,14 +252,12 @@ def attend_shared(
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage), count=1)
         p, _alpha, m = weigh(s, no_m, scale_log2, soft_cap_log2, HAS_SOFT_CAP)
-        total = no_total
-        if not IS_EXACT:
-            total = gl.sum(p, 1)
+        total = pair_rows(p)
         p = gl.convert_layout(narrow(p, dtype), p_layout)
         acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, o_layout)
         segment_acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, o_layout)
         segment_m = no_m
-        segment_total = no_sums
+        segment_total = no_total
         count += 1
         for start in range(begin + BLOCK_N, end, BLOCK_N):
             # The weights of the tile before times its values, while this tile's are computed
@@ -284,24 +269,22 @@ def attend_shared(
                 q, k_bufs.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
             mbarrier.wait(v_full.index(value_stage), ((count - 1) // STAGES) & 1)
-            acc = warpgroup_mma(p, v_bufs.index(value_stage), acc, is_async=True)
+            # A state's first products are added to nothing.
+            has_begun = start - BLOCK_N != begin
             if IS_EXACT:
-                weights = gl.convert_layout(p, pt_layout)
-                total = warpgroup_mma(weights, ones, total, is_async=True)
+                has_begun = (start - BLOCK_N) % SPLIT_LEN != 0
+            acc = warpgroup_mma(p, v_bufs.index(value_stage), acc, use_acc=has_begun, is_async=True)
             pass_turn(WARPGROUP)
-            s = warpgroup_mma_wait(2 if IS_EXACT else 1, deps=[s])
+            s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
             # A split begins with a state over no keys: its first weight of what was is 0.
             m_before = m
             if IS_EXACT:
                 m_before = gl.where(start % SPLIT_LEN == 0, no_m, m)
             next_p, alpha, next_m = weigh(s, m_before, scale_log2, soft_cap_log2, HAS_SOFT_CAP)
-            if IS_EXACT:
-                acc, total = warpgroup_mma_wait(0, deps=[acc, total])
-            else:
-                acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(value_stage), count=1)
-            if IS_EXACT:  # noqa: SIM102 -- the compiler's, the other one is the device's
+            if IS_EXACT:
                 if start % SPLIT_LEN == 0:
                     segment_acc, segment_m, segment_total = merge_rows(
                         segment_acc, segment_m, segment_total, acc, m, total, o_rows
@@ -318,27 +301,26 @@ def attend_shared(
                         my_ordinal += 1
                         segment_acc = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, o_layout)
                         segment_m = no_m
-                        segment_total = no_sums
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
-            if IS_EXACT:
-                total = total * gl.expand_dims(gl.convert_layout(alpha, t_rows), 1)
+                        segment_total = no_total
+                else:
+                    acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
             else:
-                total = gl.fma(total, alpha, gl.sum(next_p, 1))
+                acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
+            # The sums of pairs have a layout of their own.
+            pair_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout))
+            total = gl.fma(total, gl.expand_dims(pair_alpha, 1), pair_rows(next_p))
             m = next_m
             p = gl.convert_layout(narrow(next_p, dtype), p_layout)
             count += 1
         value_stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(value_stage), ((count - 1) // STAGES) & 1)
         wait_for_turn(WARPGROUP)
-        acc = warpgroup_mma(p, v_bufs.index(value_stage), acc, is_async=True)
+        has_begun = end - BLOCK_N != begin
         if IS_EXACT:
-            weights = gl.convert_layout(p, pt_layout)
-            total = warpgroup_mma(weights, ones, total, is_async=True)
-            pass_turn(WARPGROUP)
-            acc, total = warpgroup_mma_wait(0, deps=[acc, total])
-        else:
-            pass_turn(WARPGROUP)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            has_begun = (end - BLOCK_N) % SPLIT_LEN != 0
+        acc = warpgroup_mma(p, v_bufs.index(value_stage), acc, use_acc=has_begun, is_async=True)
+        pass_turn(WARPGROUP)
+        acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(value_stage), count=1)
         segment_acc, segment_m, segment_total = merge_rows(
             segment_acc, segment_m, segment_total, acc, m, total, o_rows
@@ -394,10 +376,6 @@ def attend_units(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
-    ones_layout: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
-    filler: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    ones = gl.allocate_shared_memory(dtype, [BLOCK_N, TOTAL_COLUMNS], ones_layout)
-    ones.store(gl.full([BLOCK_N, TOTAL_COLUMNS], 1.0, dtype, filler))
     fence_async_shared()
 
     gl.warp_specialize(
@@ -405,7 +383,7 @@ def attend_units(
             (
                 attend_shared,
                 (
-                    q_ptr, k_bufs, v_bufs, q_bufs_0, k_full, k_empty, v_full, v_empty, ones,
+                    q_ptr, k_bufs, v_bufs, q_bufs_0, k_full, k_empty, v_full, v_empty,
                     plan_ptr, partial_acc_ptr, partial_stats_ptr, scale_log2, soft_cap_log2,
                     NUM_KV_HEADS, GROUP, HEAD_DIM, SPLIT_LEN, SEGMENT_LEN, BLOCK_N, STAGES,
                     ITEM_FIELDS, HAS_SOFT_CAP, IS_EXACT, 0,
@@ -414,7 +392,7 @@ def attend_units(
             (
                 attend_shared,
                 (
-                    q_ptr, k_bufs, v_bufs, q_bufs_1, k_full, k_empty, v_full, v_empty, ones,
+                    q_ptr, k_bufs, v_bufs, q_bufs_1, k_full, k_empty, v_full, v_empty,
                     plan_ptr, partial_acc_ptr, partial_stats_ptr, scale_log2, soft_cap_log2,
                     NUM_KV_HEADS, GROUP, HEAD_DIM, SPLIT_LEN, SEGMENT_LEN, BLOCK_N, STAGES,
                     ITEM_FIELDS, HAS_SOFT_CAP, IS_EXACT, 1,

@@ -19,11 +19,11 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from attn_kernels.jit.attention_state import (
-    TOTAL_ROWS,
     attend_columns,
     merge_columns,
     normalize,
     page_of_tile,
+    sum_columns,
 )
 
 FOLD_SLOTS = tl.constexpr(4)  # folded while as many are loaded
@@ -59,12 +59,12 @@ def store_slot(
     NUM_QO_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    # acc [D, M]; m [M]; total [TOTAL_ROWS, M]
+    # acc [D, M]; m and total [M]
     rows = slot.to(tl.int64) * NUM_QO_HEADS + heads
     tl.store(partial_acc_ptr + rows[None, :] * HEAD_DIM + dims[:, None], acc, mask=in_acc)
     stats_ptrs = partial_stats_ptr + rows * 3
     tl.store(stats_ptrs, m, mask=is_head)
-    tl.store(stats_ptrs + 1, tl.max(total, 0), mask=is_head)
+    tl.store(stats_ptrs + 1, total, mask=is_head)
     flags = tl.zeros_like(m) + ends_segment.to(tl.float32)
     tl.store(stats_ptrs + 2, flags, mask=is_head)
 
@@ -102,7 +102,7 @@ def load_slot(
 
 @triton.jit
 def merge_finite(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # As `merge`, for maxima of which one at least is finite.
+    # As `merge_rows`, for maxima of which one at least is finite.
     m = tl.maximum(m_a, m_b)
     weight_a = tl.exp2(m_a - m)
     weight_b = tl.exp2(m_b - m)
@@ -287,18 +287,18 @@ def paged_decode_kernel(
         # State of the split in progress, and of the segment before it.
         acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([TOTAL_ROWS, BLOCK_M], dtype=tl.float32)
+        total = tl.zeros([BLOCK_N // 2, BLOCK_M], dtype=tl.float32)
         segment_acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
         segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        segment_total = tl.zeros([TOTAL_ROWS, BLOCK_M], dtype=tl.float32)
+        segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
         for start in tl.range(my_start, my_end, BLOCK_N):
             if (start % SPLIT_LEN == 0) & (start > my_begin):
                 segment_acc, segment_m, segment_total = merge_columns(
-                    segment_acc, segment_m, segment_total, acc, m, total
+                    segment_acc, segment_m, segment_total, acc, m, sum_columns(total)
                 )
                 acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
                 m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-                total = tl.zeros([TOTAL_ROWS, BLOCK_M], dtype=tl.float32)
+                total = tl.zeros([BLOCK_N // 2, BLOCK_M], dtype=tl.float32)
                 ends_segment = start % SEGMENT_LEN == 0
                 is_alone = begins_within & (start // SEGMENT_LEN == my_begin // SEGMENT_LEN)
                 if ends_segment | is_alone:
@@ -320,7 +320,7 @@ def paged_decode_kernel(
                     my_slot += 1
                     segment_acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
                     segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-                    segment_total = tl.zeros([TOTAL_ROWS, BLOCK_M], dtype=tl.float32)
+                    segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
             # One address and constant offsets: per-row arithmetic would take longer than the rest.
             tile = my_page * page_stride
             if PAGE_SIZE % BLOCK_N == 0:
@@ -363,7 +363,9 @@ def paged_decode_kernel(
                 soft_cap_log2,
                 HAS_SOFT_CAP,
             )
-        acc, m, total = merge_columns(segment_acc, segment_m, segment_total, acc, m, total)
+        acc, m, sums = merge_columns(
+            segment_acc, segment_m, segment_total, acc, m, sum_columns(total)
+        )
 
         # The next item's first page id and queries arrive while this one is stored.
         ends_segment = (my_end % SEGMENT_LEN == 0) | (my_is_tail != 0)
@@ -384,7 +386,6 @@ def paged_decode_kernel(
         q = tl.load(q_ptr + my_out_row * HEAD_DIM + heads_dims, mask=in_acc & has_next, other=0.0)
 
         if my_num_slots == 0:
-            sums = tl.max(total, 0)
             out, lse_log2 = normalize(tl.trans(acc), m, sums)
             if v_scale_ptr is not None:
                 out *= my_v_scale
@@ -404,7 +405,7 @@ def paged_decode_kernel(
                 is_head,
                 acc,
                 m,
-                total,
+                sums,
                 ends_segment,
                 NUM_QO_HEADS,
                 HEAD_DIM,

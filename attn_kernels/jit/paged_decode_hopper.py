@@ -19,7 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from attn_kernels.jit.attention_state import capped, merge_columns
+from attn_kernels.jit.attention_state import (
+    add_columns,
+    capped,
+    merge_columns,
+    pair_columns,
+    sum_columns,
+)
 from attn_kernels.jit.paged_decode import LN2, LOWEST, load_item, merge_finite
 from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow, widen
 
@@ -122,6 +128,22 @@ def weigh(s, m, visible, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
+def sum_of(total):
+    # As `sum_columns`: within a warp, then, exchanged once, over warps
+    for _ in gl.static_range(3):
+        total = add_columns(total)
+    all_in_a_thread: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [0, 1], [0, 8]],
+        lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[4, BLOCK_M],
+    )
+    total = sum_columns(gl.convert_layout(total, all_in_a_thread))
+    return gl.convert_layout(total, gl.SliceLayout(0, COLUMNS))
+
+
+@gluon.jit
 def operand_of(tile_smem, half_smem, HEAD_DIM: gl.constexpr):
     # What the matrix unit takes of a tile: the tile itself, or its copy in half precision.
     operand = tile_smem
@@ -175,7 +197,7 @@ def store_slot(
     gl.store(partial_acc_ptr + first_row * HEAD_DIM + (heads * HEAD_DIM + dims), acc, mask=in_acc)
     stats_ptrs = partial_stats_ptr + first_row * 3 + columns * 3
     gl.store(stats_ptrs, m, mask=is_head)
-    gl.store(stats_ptrs + 1, gl.max(total, 0), mask=is_head)
+    gl.store(stats_ptrs + 1, total, mask=is_head)
     flags = gl.zeros_like(m) + ends_segment.to(gl.float32)
     gl.store(stats_ptrs + 2, flags, mask=is_head)
 
@@ -367,10 +389,9 @@ def paged_decode_hopper_kernel(
     keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COLUMNS))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, COLUMNS))
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, COLUMNS)
-    ones = gl.full([64, BLOCK_N], 1.0, half_dtype, gl.DotOperandLayout(0, COLUMNS, 2))
     no_m = gl.full([BLOCK_M], NEG_INF, gl.float32, gl.SliceLayout(0, COLUMNS))
     no_acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, COLUMNS)
-    no_total = gl.zeros([64, BLOCK_M], gl.float32, COLUMNS)
+    no_total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, COLUMNS))
     count = 0  # tiles
     for index in range(my_num_items):
         my_first_slot = gl.load(my_item_ptr + 3)
@@ -400,7 +421,7 @@ def paged_decode_hopper_kernel(
         p_smem.store(narrow(p, half_dtype))
         fence_async_shared()
         acc = no_acc
-        total = no_total
+        total = pair_columns(p)
         segment_acc = no_acc
         segment_m = no_m
         segment_total = no_total
@@ -414,8 +435,7 @@ def paged_decode_hopper_kernel(
             s = warpgroup_mma(keys_tile, q, zeros, use_acc=False, is_async=True)
             values = operand_of(bufs.index(value_stage * 2 + 1), v_half, HEAD_DIM)
             acc = warpgroup_mma(values.permute((1, 0)), p_smem, acc, is_async=True)
-            total = warpgroup_mma(ones, p_smem, total, is_async=True)
-            s = warpgroup_mma_wait(2, deps=[s])
+            s = warpgroup_mma_wait(1, deps=[s])
             # A split begins with a state over no keys: its first weight of what was is 0.
             begins_split = start % SPLIT_LEN == 0
             visible = keys < my_end - start
@@ -425,7 +445,7 @@ def paged_decode_hopper_kernel(
                 s, gl.where(begins_split, no_m, m), visible,
                 scale_log2, soft_cap_log2, HAS_SOFT_CAP,
             )  # fmt: skip
-            acc, total = warpgroup_mma_wait(0, deps=[acc, total])
+            acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()  # all warps are done with the stage and the weights
             copy_tile(
                 pages_desc, boxes, full, value_stage, cursor, my_num_items, my_kv_head,
@@ -438,7 +458,7 @@ def paged_decode_hopper_kernel(
             )
             if begins_split:
                 segment_acc, segment_m, segment_total = merge_columns(
-                    segment_acc, segment_m, segment_total, acc, m, total
+                    segment_acc, segment_m, segment_total, acc, m, sum_of(total)
                 )
                 ends_segment = start % SEGMENT_LEN == 0
                 is_alone = begins_within & (start // SEGMENT_LEN == my_begin // SEGMENT_LEN)
@@ -453,7 +473,9 @@ def paged_decode_hopper_kernel(
                     segment_m = no_m
                     segment_total = no_total
             acc = acc * gl.expand_dims(alpha, 0)
-            total = total * gl.expand_dims(alpha, 0)
+            # The sums of pairs have a layout of their own.
+            pair_alpha = gl.convert_layout(alpha, gl.SliceLayout(0, total.type.layout))
+            total = gl.fma(total, gl.expand_dims(pair_alpha, 0), pair_columns(next_p))
             m = next_m
             count += 1
         value_stage = (count - 1) % STAGES
@@ -462,13 +484,12 @@ def paged_decode_hopper_kernel(
             clear_tail(parts, value_stage * 2 + 1, tail, HEAD_DIM)
         values = operand_of(bufs.index(value_stage * 2 + 1), v_half, HEAD_DIM)
         acc = warpgroup_mma(values.permute((1, 0)), p_smem, acc, is_async=True)
-        total = warpgroup_mma(ones, p_smem, total, is_async=True)
         # The next item's queries arrive meanwhile.
         has_next = index + 1 < my_num_items
         row_head = first_head
         first_head = next_row.to(gl.int64) * NUM_QO_HEADS + my_first_head
         next_q = load_queries(q_ptr, first_head, has_next, GROUP, HEAD_DIM)
-        acc, total = warpgroup_mma_wait(0, deps=[acc, total])
+        acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()  # all warps are done with the stage and the weights
         copy_tile(
             pages_desc, boxes, full, value_stage, cursor, my_num_items, my_kv_head,
@@ -477,12 +498,11 @@ def paged_decode_hopper_kernel(
         cursor = next_tile(
             page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
         )
-        acc, m, total = merge_columns(segment_acc, segment_m, segment_total, acc, m, total)
+        acc, m, sums = merge_columns(segment_acc, segment_m, segment_total, acc, m, sum_of(total))
         ends_segment = (my_end % SEGMENT_LEN == 0) | (my_is_tail != 0)
         my_begin, my_end, my_first_token = next_begin, next_end, next_first_token
 
         if my_num_slots == 0:
-            sums = gl.max(total, 0)
             out = acc / gl.expand_dims(gl.where(sums == 0.0, 1.0, sums), 0)
             if IS_FP8:
                 out *= my_v_scale
@@ -498,7 +518,7 @@ def paged_decode_hopper_kernel(
         else:
             store_slot(
                 partial_acc_ptr, partial_stats_ptr, my_slot, my_first_head,
-                acc, m, total, ends_segment, NUM_QO_HEADS, GROUP, HEAD_DIM,
+                acc, m, sums, ends_segment, NUM_QO_HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
             # The last of a request's items to arrive folds all slots, in key order. The barrier
             # puts all threads' stores before the release by one of them.

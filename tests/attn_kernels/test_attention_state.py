@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from attn_kernels.jit.attention_state import (
-    TOTAL_COLUMNS,
-    TOTAL_ROWS,
     attend_columns,
     attend_rows,
+    sum_columns,
+    sum_rows,
 )
 from attn_kernels.tiles import LOG2_E
 
@@ -33,14 +33,14 @@ def _columns_kernel(
     q = tl.load(q_ptr + offsets, mask=is_row[None, :], other=0.0)
     acc = tl.zeros([HEAD_DIM, 16], dtype=tl.float32)
     m = tl.full([16], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([TOTAL_ROWS, 16], dtype=tl.float32)
+    total = tl.zeros([32, 16], dtype=tl.float32)
     for start in tl.range(0, num_keys, 64):
         tile = (start + keys)[:, None] * HEAD_DIM + dims[None, :]
         k, v = tl.load(k_ptr + tile), tl.load(v_ptr + tile)
         acc, m, total = attend_columns(q, k, v, keys >= 0, acc, m, total, 0.125, 0.0, False)
     tl.store(acc_ptr + offsets, acc, mask=is_row[None, :])
     tl.store(stats_ptr + rows * 2, m, mask=is_row)
-    tl.store(stats_ptr + rows * 2 + 1, tl.max(total, 0), mask=is_row)
+    tl.store(stats_ptr + rows * 2 + 1, sum_columns(total), mask=is_row)
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _rows_kernel(
     q = tl.load(q_ptr + offsets)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M, TOTAL_COLUMNS], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M, 32], dtype=tl.float32)
     for start in tl.range(0, num_keys, 64):
         tile = (start + keys) * HEAD_DIM
         k = tl.load(k_ptr + tile[None, :] + dims[:, None])
@@ -69,7 +69,7 @@ def _rows_kernel(
         acc, m, total = attend_rows(q, k, v, acc, m, total, 0.125, 0.0, False)
     tl.store(acc_ptr + offsets, acc)
     tl.store(stats_ptr + rows * 2, m)
-    tl.store(stats_ptr + rows * 2 + 1, tl.max(total, 1))
+    tl.store(stats_ptr + rows * 2 + 1, sum_rows(total))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

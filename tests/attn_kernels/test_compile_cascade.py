@@ -9,6 +9,7 @@ import torch
 from attn_kernels.cascade import CascadeAttention, HopperSharedTile, shared_tile
 from tests.attn_kernels.sm90 import Launch, compile_launch, launches_of
 from tests.attn_kernels.test_compile_sm90 import (
+    FEW_SPILLS,
     FP8_CASCADE_SPILLS,
     IDS,
     MAX_REGISTERS_OF_SM,
@@ -81,7 +82,10 @@ def test_shared_part(
 
     num_warps = shared.options["num_warps"]
     is_fp8 = dtype == torch.float8_e4m3fn
-    check(compiled, num_warps, max_spill_bytes=FP8_CASCADE_SPILLS.get(head_dim, 0) if is_fp8 else 0)
+    max_spill_bytes = FP8_CASCADE_SPILLS.get(head_dim, FEW_SPILLS) if is_fp8 else FEW_SPILLS
+    if isinstance(attention.tile, HopperSharedTile):
+        max_spill_bytes = 0
+    check(compiled, num_warps, max_spill_bytes=max_spill_bytes)
     programs = attention.tile.programs_per_sm
     assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
     assert programs * compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
