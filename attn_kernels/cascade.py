@@ -9,6 +9,7 @@ only before it folds.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from attn_kernels.cascade_model import CascadeModel
 from attn_kernels.cascade_plan import CascadeEstimate, CascadePlan, plan_cascade
 from attn_kernels.checks import HALF_DTYPES
 from attn_kernels.decode import DEFAULT_RULE, DecodeAttention, DecodeTile, HopperDecodeTile
+from attn_kernels.decode import decode_tile as shipped_decode_tile
 from attn_kernels.decode_plan import DecodeItems, SplitRule
 from attn_kernels.errors import DtypeError
 from attn_kernels.jit.cascade import shared_prefix_kernel
@@ -89,8 +91,7 @@ class CascadeAttention:
 
     As `DecodeAttention` without a sliding window, and with the page tables given to `plan`. `run`
     launches for one layer: flat decode alone if the plan shares nothing (`num_shared_items` tells).
-    A CUDA graph captured while the plan shares replays for any later plan; where nothing is shared,
-    that costs 1 us more than a graph of flat decode, which replays for flat plans only.
+    A CUDA graph replays for later plans of the kind it was captured with, sharing or flat.
 
     Args:
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
@@ -104,10 +105,15 @@ class CascadeAttention:
         is_exact: Whether results have the bits of flat decode (in half precision), whatever the
             batch shares. False is up to a quarter faster, and other in the last bits of float32.
         rule: Where keys are cut.
-        decode_tile: How the decode kernel is compiled; None takes the shipped choice.
+        decode_tile: How the decode kernel is compiled, for flat plans too; None takes the shipped
+            choice for each.
         tile: How the shared part's kernel is compiled; None takes the shipped choice.
         num_programs: Programs of the shared part's launch; None takes what the device holds.
         model: What work costs; None takes the fitted one.
+
+    Attributes:
+        decode: Reads what requests do not share, and folds.
+        flat: Reads everything, where nothing is shared.
     """
 
     def __init__(
@@ -132,7 +138,8 @@ class CascadeAttention:
         self.max_shared_slots = max_kv_tokens // rule.segment_len + max(
             max_requests * rule.splits_per_segment, 2048
         )
-        self.decode = DecodeAttention(
+        make_decode = partial(
+            DecodeAttention,
             pages,
             num_qo_heads=num_qo_heads,
             scale=scale,
@@ -142,9 +149,12 @@ class CascadeAttention:
             k_scale=k_scale,
             v_scale=v_scale,
             rule=rule,
-            tile=decode_tile,
-            max_shared_slots=self.max_shared_slots,
         )
+        own_tile = decode_tile or shipped_decode_tile(pages, beside_shared=True)
+        self.decode = make_decode(tile=own_tile, max_shared_slots=self.max_shared_slots)
+        self.flat = self.decode
+        if decode_tile is None and shipped_decode_tile(pages) != own_tile:
+            self.flat = make_decode(memory_of=self.decode)
         _, _, _, num_kv_heads, page_size, head_dim = pages.shape
         device = pages.device
         group = self.decode.group
@@ -227,7 +237,8 @@ class CascadeAttention:
         items = self._plan_own(shared, kv_lens, row_of, starts)
         # Only now: a batch that is too large leaves the last plan as it was.
         self._shared, self._rows, self._starts = shared, row_of, starts
-        self._copy(shared, items)
+        if shared.num_items > 0:
+            self._copy(shared, items)
         return shared.estimate
 
     def plan_next_step(self, kv_lens: Sequence[int]) -> None:
@@ -238,7 +249,7 @@ class CascadeAttention:
         shared = self._shared
         assert shared is not None, "a plan comes first"
         items = self._plan_own(shared, kv_lens, self._rows, self._starts)
-        if not np.array_equal(items.first_slots, self._first_slots):
+        if shared.num_items > 0 and not np.array_equal(items.first_slots, self._first_slots):
             self._copy(shared, items)
 
     def run(
@@ -265,12 +276,11 @@ class CascadeAttention:
         Returns:
             The output, shaped as q.
         """
-        shares = self.num_shared_items > 0
-        if shares:
-            self.decode.check_run(q, layer, kv_page_indices)
-            self._launch_shared(q, layer, kv_page_indices)
-        overlaps = self.overlaps and shares
-        return self.decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=overlaps)
+        if self.num_shared_items == 0:
+            return self.flat.run(q, layer, kv_page_indices, out=out, lse=lse)
+        self.decode.check_run(q, layer, kv_page_indices)
+        self._launch_shared(q, layer, kv_page_indices)
+        return self.decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=self.overlaps)
 
     def _launch_shared(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
         decode, tile = self.decode, self.tile
@@ -322,6 +332,8 @@ class CascadeAttention:
         starts: npt.NDArray[np.int64],
     ) -> DecodeItems:
         """Plan what requests do not share."""
+        if shared.num_items == 0:
+            return self.flat.plan(kv_lens, rows=rows, table_starts=starts)
         return self.decode.plan(
             kv_lens,
             rows=rows,

@@ -58,7 +58,9 @@ class HopperDecodeTile:
     block_n: int = 64  # the kernel is written for 64
 
 
-def decode_tile(pages: Tensor, *, is_hopper: bool | None = None) -> DecodeTile | HopperDecodeTile:
+def decode_tile(
+    pages: Tensor, *, is_hopper: bool | None = None, beside_shared: bool = False
+) -> DecodeTile | HopperDecodeTile:
     """Return the shipped tile: all programs' tiles must fit a multiprocessor's 227 KB.
 
     Keys are the rows of products: 64 of them make wgmma.
@@ -66,6 +68,8 @@ def decode_tile(pages: Tensor, *, is_hopper: bool | None = None) -> DecodeTile |
     Args:
         pages: The pool.
         is_hopper: Whether the device is a Hopper GPU; None looks.
+        beside_shared: Whether the kernel reads what requests do not share, and folds that into
+            what another launch has read for all of them.
     """
     _, _, _, _, page_size, head_dim = pages.shape
     element_bytes = pages.element_size()
@@ -83,7 +87,10 @@ def decode_tile(pages: Tensor, *, is_hopper: bool | None = None) -> DecodeTile |
         and pages.numel() // head_dim < 2**31  # rows are numbered in 32 bits
     )
     if is_hopper and is_taken:
-        # As many as two programs have room for, fp8 beside a tile in half precision
+        if element_bytes == 2 and head_dim == 128 and not beside_shared:
+            return HopperDecodeTile(stages=4, programs_per_sm=1)
+        # As many as two programs have room for, fp8 beside a tile in half precision. Two hide what
+        # one would wait for: conversions, smaller tiles, many short items and folds.
         stages = 3 * 128 // head_dim if element_bytes == 2 else 4 * 128 // head_dim
         return HopperDecodeTile(stages=stages, programs_per_sm=2)
     return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
@@ -110,12 +117,18 @@ class DecodeAttention:
         tile: How the kernel is compiled; None takes the shipped choice.
         num_programs: Programs of a launch; None takes what the device holds at once.
         max_shared_slots: Most slots of a plan that another kernel fills.
+        memory_of: Whose memory of partial results to share, if it suffices; of the two one runs
+            at a time. None allocates.
 
     Attributes:
         partial_acc: Unnormalized partial results, [max_slots, num_qo_heads, head_dim], float32.
         partial_stats: Their base-2 maximum, sum of weights, and 1 if a segment ends with the slot,
             else 0, [max_slots, num_qo_heads, 3], float32.
     """
+
+    partial_acc: Tensor
+    partial_stats: Tensor
+    _arrivals: Tensor
 
     def __init__(
         self,
@@ -133,6 +146,7 @@ class DecodeAttention:
         tile: DecodeTile | HopperDecodeTile | None = None,
         num_programs: int | None = None,
         max_shared_slots: int = 0,
+        memory_of: "DecodeAttention | None" = None,
     ) -> None:
         check_pages(pages)
         check_kv_scales(pages, k_scale, v_scale)
@@ -173,15 +187,20 @@ class DecodeAttention:
         ahead = 2 + self.tile.stages if isinstance(self.tile, HopperDecodeTile) else 1
         size = (self.num_lanes + self.max_items + ahead) * ITEM_FIELDS
         self._plan = PlanBuffer(size, device)
-        self.partial_acc = torch.empty(
-            (self.max_slots, num_qo_heads, head_dim), dtype=torch.float32, device=device
-        )
-        self.partial_stats = torch.empty(
-            (self.max_slots, num_qo_heads, 3), dtype=torch.float32, device=device
-        )
-        self._arrivals = torch.zeros(
-            (self.max_slots, num_kv_heads), dtype=torch.int32, device=device
-        )
+        if memory_of is not None and memory_of.max_slots >= self.max_slots:
+            self.partial_acc = memory_of.partial_acc
+            self.partial_stats = memory_of.partial_stats
+            self._arrivals = memory_of._arrivals
+        else:
+            self.partial_acc = torch.empty(
+                (self.max_slots, num_qo_heads, head_dim), dtype=torch.float32, device=device
+            )
+            self.partial_stats = torch.empty(
+                (self.max_slots, num_qo_heads, 3), dtype=torch.float32, device=device
+            )
+            self._arrivals = torch.zeros(
+                (self.max_slots, num_kv_heads), dtype=torch.int32, device=device
+            )
         self._pages_desc = None
         if isinstance(self.tile, HopperDecodeTile):
             self._pages_desc = _tiles_of(pages)

@@ -190,10 +190,10 @@ def run_cascade(
     cascade = bench.time(
         case, lambda: attention.run(q, layer, kv_page_indices, out=out), also_with_clean_l2=True
     )
-    attention.decode.plan(np.asarray(kv_lens), table_starts=starts)
+    attention.flat.plan(np.asarray(kv_lens), table_starts=starts)
     flat = bench.time(
         f"{case}@flat",
-        lambda: attention.decode.run(q, layer, kv_page_indices, out=out),
+        lambda: attention.flat.run(q, layer, kv_page_indices, out=out),
         also_with_clean_l2=True,
     )
     num_bytes = num_tokens * _token_bytes(pages)

@@ -35,6 +35,16 @@ BLOCK_M = gl.constexpr(16)  # query heads: their columns
 COLUMNS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 QUERY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 SLOT_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+# [4, BLOCK_M], a value of each warp for each column: a thread has all four for its columns.
+ALL_WARPS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [0, 1], [0, 8]],
+        lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[4, 16],
+    )
+)
 
 
 @gluon.jit
@@ -66,16 +76,15 @@ def copy_tile(
     # Keys and values at the cursor, if there are any
     TILE_BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * pages_desc.dtype.primitive_bitwidth // 8
     index, _first_entry, start, _end, page, _next_entry, _next_start, _next_end = cursor
-    is_tile = index < my_num_items
-    row = ((page * num_layers + layer) * 2 * NUM_KV_HEADS + my_kv_head) * PAGE_SIZE
-    mbarrier.expect(full.index(stage), 2 * TILE_BYTES, pred=is_tile)
-    tma.async_copy_global_to_shared(
-        pages_desc,
-        [0, 0, row + start % PAGE_SIZE, 0],
-        full.index(stage),
-        boxes.index(stage),
-        pred=is_tile,
-    )
+    if index < my_num_items:
+        row = ((page * num_layers + layer) * 2 * NUM_KV_HEADS + my_kv_head) * PAGE_SIZE
+        mbarrier.expect(full.index(stage), 2 * TILE_BYTES)
+        tma.async_copy_global_to_shared(
+            pages_desc,
+            [0, 0, row + start % PAGE_SIZE, 0],
+            full.index(stage),
+            boxes.index(stage),
+        )
 
 
 @gluon.jit
@@ -115,13 +124,21 @@ def load_queries(
 
 
 @gluon.jit
+def max_of(s):
+    # [BLOCK_N, BLOCK_M] to [BLOCK_M]: within each warp, then, exchanged once, over warps
+    of_warps = gl.max(gl.reshape(s, [4, BLOCK_N // 4, BLOCK_M]), 1)
+    of_all = gl.max(gl.convert_layout(of_warps, ALL_WARPS), 0)
+    return gl.convert_layout(of_all, gl.SliceLayout(0, COLUMNS))
+
+
+@gluon.jit
 def weigh(s, m, visible, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
     # s [BLOCK_N, BLOCK_M]; m [BLOCK_M]. Returns weights, the factor of what was, the new maximum.
     if HAS_SOFT_CAP:
         s = capped(s, scale_log2, soft_cap_log2)
         scale_log2 = 1.0
     s = gl.where(gl.expand_dims(visible, 1), s, NEG_INF)
-    new_m = gl.maximum(m, gl.max(s, 0) * scale_log2)
+    new_m = gl.maximum(m, max_of(s) * scale_log2)
     m_finite = gl.where(new_m == NEG_INF, 0.0, new_m)  # -inf - -inf would be NaN
     p = gl.exp2(gl.fma(s, scale_log2, -gl.expand_dims(m_finite, 0)))
     return p, gl.exp2(m - m_finite), new_m
@@ -129,18 +146,11 @@ def weigh(s, m, visible, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def sum_of(total):
-    # As `sum_columns`: within a warp, then, exchanged once, over warps
+    # As `sum_columns`, in the same order: within each warp, then, exchanged once, over warps
     for _ in gl.static_range(3):
         total = add_columns(total)
-    all_in_a_thread: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [2, 0], [0, 1], [0, 8]],
-        lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[0, 0], [0, 0]],
-        block_bases=[],
-        shape=[4, BLOCK_M],
-    )
-    total = sum_columns(gl.convert_layout(total, all_in_a_thread))
-    return gl.convert_layout(total, gl.SliceLayout(0, COLUMNS))
+    sums = sum_columns(gl.convert_layout(total, ALL_WARPS))
+    return gl.convert_layout(sums, gl.SliceLayout(0, COLUMNS))
 
 
 @gluon.jit
@@ -435,6 +445,9 @@ def paged_decode_hopper_kernel(
             s = warpgroup_mma(keys_tile, q, zeros, use_acc=False, is_async=True)
             values = operand_of(bufs.index(value_stage * 2 + 1), v_half, HEAD_DIM)
             acc = warpgroup_mma(values.permute((1, 0)), p_smem, acc, is_async=True)
+            next_cursor = next_tile(
+                page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
+            )
             s = warpgroup_mma_wait(1, deps=[s])
             # A split begins with a state over no keys: its first weight of what was is 0.
             begins_split = start % SPLIT_LEN == 0
@@ -447,15 +460,13 @@ def paged_decode_hopper_kernel(
             )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()  # all warps are done with the stage and the weights
+            p_smem.store(narrow(next_p, half_dtype))
+            fence_async_shared()
             copy_tile(
                 pages_desc, boxes, full, value_stage, cursor, my_num_items, my_kv_head,
                 layer, num_layers, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE,
             )  # fmt: skip
-            p_smem.store(narrow(next_p, half_dtype))
-            fence_async_shared()
-            cursor = next_tile(
-                page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
-            )
+            cursor = next_cursor
             if begins_split:
                 segment_acc, segment_m, segment_total = merge_columns(
                     segment_acc, segment_m, segment_total, acc, m, sum_of(total)

@@ -147,24 +147,26 @@ def test_a_soft_cap_gives_the_bits_of_flat_decode():
         assert all_equal(states(attention, case), states(flat, case))
 
 
-def test_a_graph_replays_for_later_plans_whether_they_share_or_not():
+def test_graphs_replay_for_later_plans_of_their_kind():
     case = cuda_case(forest(64))
     attention = cascade(case)
     out = torch.empty_like(case.q)
     expected = attention.run(case.q, case.layer, case.kv_page_indices)
-    flat = replace(attention.model, margin=0.0)
-    shared = attention.model
-    torch.cuda.synchronize()
+    shared, flat = attention.model, replace(attention.model, margin=0.0)
+    graphs = {True: torch.cuda.CUDAGraph(), False: torch.cuda.CUDAGraph()}
+    for model in (shared, flat):
+        attention.model = model
+        plan(attention, case)
+        attention.run(case.q, case.layer, case.kv_page_indices)  # compiles
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graphs[attention.num_shared_items > 0]):
+            attention.run(case.q, case.layer, case.kv_page_indices, out=out)
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attention.run(case.q, case.layer, case.kv_page_indices, out=out)
-
-    for model in (shared, flat, shared):
+    for model in (shared, flat, flat, shared, shared):
         attention.model = model
         plan(attention, case)
         out.fill_(float("nan"))
-        graph.replay()
+        graphs[attention.num_shared_items > 0].replay()
         assert (attention.num_shared_items > 0) == (model is shared)
         assert torch.equal(out, expected)
 
