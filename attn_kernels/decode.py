@@ -89,9 +89,9 @@ def decode_tile(
     if is_hopper and is_taken:
         if element_bytes == 2 and head_dim == 128 and not beside_shared:
             return HopperDecodeTile(stages=4, programs_per_sm=1)
-        # As many as two programs have room for, fp8 beside a tile in half precision. Two hide what
-        # one would wait for: conversions, smaller tiles, many short items and folds.
-        stages = 3 * 128 // head_dim if element_bytes == 2 else 4 * 128 // head_dim
+        # Two programs hide what one would wait for: conversions, smaller tiles, many short items
+        # and folds. In half precision a deeper ring takes more of L1 than it gives.
+        stages = 4 * 128 // head_dim if element_bytes == 1 else 4 if head_dim == 64 else 3
         return HopperDecodeTile(stages=stages, programs_per_sm=2)
     return DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
