@@ -103,7 +103,7 @@ class CascadeAttention:
         k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
             [num_layers, num_kv_heads], float32, positive; None for any other pool.
         is_exact: Whether results have the bits of flat decode (in half precision), whatever the
-            batch shares. False is up to a quarter faster, and other in the last bits of float32.
+            batch shares. False takes up to 18 % less time; other in the last bits of float32.
         rule: Where keys are cut.
         decode_tile: How the decode kernel is compiled, for flat plans too; None takes the shipped
             choice for each.
@@ -200,7 +200,8 @@ class CascadeAttention:
         rows: Sequence[int] | None = None,
         nodes: Sequence[PrefixNode] | None = None,
     ) -> CascadeEstimate:
-        """Make the work items of a batch; two copies to the device on the current stream.
+        """Make the work items of a batch; two copies to the device on the current stream, one if
+        nothing is shared.
 
         Args:
             kv_lens: Tokens of each request, the new one included; 0 gives a row of zeros.

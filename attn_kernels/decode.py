@@ -117,8 +117,8 @@ class DecodeAttention:
         tile: How the kernel is compiled; None takes the shipped choice.
         num_programs: Programs of a launch; None takes what the device holds at once.
         max_shared_slots: Most slots of a plan that another kernel fills.
-        memory_of: Whose memory of partial results to share, if it suffices; of the two one runs
-            at a time. None allocates.
+        memory_of: Whose memory of partial results to share, which must suffice; of the two one
+            runs at a time. None allocates.
 
     Attributes:
         partial_acc: Unnormalized partial results, [max_slots, num_qo_heads, head_dim], float32.
@@ -187,7 +187,13 @@ class DecodeAttention:
         ahead = 2 + self.tile.stages if isinstance(self.tile, HopperDecodeTile) else 1
         size = (self.num_lanes + self.max_items + ahead) * ITEM_FIELDS
         self._plan = PlanBuffer(size, device)
-        if memory_of is not None and memory_of.max_slots >= self.max_slots:
+        if memory_of is not None:
+            shape = memory_of.partial_acc.shape
+            if shape[0] < self.max_slots or shape[1:] != (num_qo_heads, head_dim):
+                raise CapacityError(
+                    f"memory_of has partial results {tuple(shape)}, must have at least "
+                    f"{self.max_slots} slots of {num_qo_heads} heads of {head_dim}"
+                )
             self.partial_acc = memory_of.partial_acc
             self.partial_stats = memory_of.partial_stats
             self._arrivals = memory_of._arrivals

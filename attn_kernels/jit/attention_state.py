@@ -19,7 +19,7 @@ There are two ways to take a tile of keys into a state:
 import triton
 import triton.language as tl
 
-MAX_HALVINGS = tl.constexpr(6)  # of the sums of a tile: it has at most 128 keys
+MAX_HALVINGS = tl.constexpr(8)  # of the sums of a tile, which has 512 keys at most
 
 
 @triton.jit

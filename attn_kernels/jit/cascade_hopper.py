@@ -133,13 +133,17 @@ def weigh(s, m, scale_log2, soft_cap_log2, HAS_SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
+def sum_of(total, s_rows: gl.constexpr):
+    return gl.convert_layout(sum_rows(total), s_rows)
+
+
+@gluon.jit
 def merge_rows(acc_a, m_a, total_a, acc_b, m_b, total_b, o_rows: gl.constexpr):
-    # As in attention_state.py; total_b [64, BLOCK_N / 2] is summed here.
+    # As in attention_state.py
     m, weight_a, weight_b = merge_weights(m_a, m_b)
     row_a = gl.expand_dims(gl.convert_layout(weight_a, o_rows), 1)
     row_b = gl.expand_dims(gl.convert_layout(weight_b, o_rows), 1)
     acc = gl.fma(acc_a, row_a, acc_b * row_b)
-    total_b = gl.convert_layout(sum_rows(total_b), m.type.layout)
     return acc, m, gl.fma(total_a, weight_a, total_b * weight_b)
 
 
@@ -287,7 +291,7 @@ def attend_shared(
             if IS_EXACT:
                 if start % SPLIT_LEN == 0:
                     segment_acc, segment_m, segment_total = merge_rows(
-                        segment_acc, segment_m, segment_total, acc, m, total, o_rows
+                        segment_acc, segment_m, segment_total, acc, m, sum_of(total, s_rows), o_rows
                     )
                     ends_segment = start % SEGMENT_LEN == 0
                     is_alone = begins_within & (start // SEGMENT_LEN == begin // SEGMENT_LEN)
@@ -323,7 +327,7 @@ def attend_shared(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(value_stage), count=1)
         segment_acc, segment_m, segment_total = merge_rows(
-            segment_acc, segment_m, segment_total, acc, m, total, o_rows
+            segment_acc, segment_m, segment_total, acc, m, sum_of(total, s_rows), o_rows
         )
 
         store_rows(
@@ -441,7 +445,7 @@ def shared_prefix_hopper_kernel(
     # Grid: (num_programs,), at most one for each multiprocessor
     if OVERLAPS:
         gdc_launch_dependents()
-    # A plan that shares nothing must cost next to nothing: not even the set-up.
+    # Without a unit a program does not even set up; it would read one unasked.
     if gl.program_id(0) < gl.load(plan_ptr) * NUM_KV_HEADS:
         attend_units(
             q_ptr, pages_desc, page_indices_ptr, plan_ptr, partial_acc_ptr, partial_stats_ptr,

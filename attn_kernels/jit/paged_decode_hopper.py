@@ -31,7 +31,7 @@ from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow, widen
 
 BLOCK_N = gl.constexpr(64)  # keys of a tile: the rows of products
 BLOCK_M = gl.constexpr(16)  # query heads: their columns
-# A tile's scores, the output and the sums: queries are columns.
+# A tile's scores and the output: queries are columns.
 COLUMNS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 QUERY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 SLOT_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
@@ -483,6 +483,7 @@ def paged_decode_hopper_kernel(
                     segment_acc = no_acc
                     segment_m = no_m
                     segment_total = no_total
+                acc = no_acc  # not only times 0: it may have overflowed
             acc = acc * gl.expand_dims(alpha, 0)
             # The sums of pairs have a layout of their own.
             pair_alpha = gl.convert_layout(alpha, gl.SliceLayout(0, total.type.layout))

@@ -48,12 +48,11 @@ def make_attention(
 
 
 def plan(attention: CascadeAttention, case: PagedCase, **options: object) -> None:
-    attention.plan(
-        case.kv_lens,
-        case.kv_page_indptr[:-1].cpu().numpy(),
-        case.kv_page_indices.cpu().numpy(),
-        **options,
-    )
+    attention.plan(case.kv_lens, *tables_of(case), **options)
+
+
+def tables_of(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
+    return case.kv_page_indptr[:-1].cpu().numpy(), case.kv_page_indices.cpu().numpy()
 
 
 def run(attention: CascadeAttention, case: PagedCase, **options: Tensor) -> Tensor:
@@ -285,6 +284,38 @@ def test_a_tree_that_the_cache_knows_gives_the_same_as_page_tables(device: str):
 
     assert attention.num_shared_items > 0
     assert torch.equal(run(attention, case), cascade(case))
+
+
+def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch, device: str
+):
+    def shipped(_pages: Tensor, *, beside_shared: bool = False) -> DecodeTile:
+        return replace(DECODE_TILE, programs_per_sm=2 if beside_shared else 1)
+
+    monkeypatch.setattr("attn_kernels.cascade.shipped_decode_tile", shipped)
+    monkeypatch.setattr("attn_kernels.decode.decode_tile", shipped)
+    case = shared_case(three_levels(), device=device)
+    attention = CascadeAttention(case.pages, **case.options, rule=RULE, tile=TILE, num_programs=3)
+    assert attention.flat is not attention.decode
+    assert attention.flat.partial_acc is attention.decode.partial_acc
+    models = {
+        True: replace(attention.model, **SHARE_ALL),
+        False: replace(attention.model, margin=0.0),
+    }
+
+    for shares in (True, False, True, True, False, False, True):
+        attention.model = models[shares]
+        plan(attention, case)
+        assert (attention.num_shared_items > 0) == shares
+        attention.decode.partial_acc.fill_(float("nan"))
+        out = run(attention, case)
+        assert_close(out, case)
+
+        with pytest.raises(CapacityError):
+            attention.plan([10**7] * len(case.kv_lens), *tables_of(case), nodes=[])
+        assert torch.equal(run(attention, case), out)
+        attention.plan_next_step(case.kv_lens)
+        assert torch.equal(run(attention, case), out)
 
 
 @pytest.mark.parametrize("page_size", [1, 2])
