@@ -8,7 +8,7 @@ only before it folds.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -171,6 +171,9 @@ class CascadeAttention:
             num_decode_programs=self.decode.num_programs,
             tile_token_us=flops_per_token / (HOPPER_FLOPS if is_hopper else TRITON_FLOPS),
         )
+        if model is None and self.flat is self.decode:
+            rate = self.model.repeated_bytes_per_us
+            self.model = replace(self.model, flat_repeated_bytes_per_us=rate)
         self._pages_desc = None
         if isinstance(self.tile, HopperSharedTile):
             if pages.dtype not in HALF_DTYPES:

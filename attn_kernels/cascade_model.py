@@ -24,6 +24,7 @@ class CascadeModel:
 
     hbm_bytes_per_us: float = 4.2e6
     repeated_bytes_per_us: float = 8.0e6  # keys that another request reads at about this time
+    flat_repeated_bytes_per_us: float = 6.7e6  # the same, with one program on a multiprocessor
     item_us: float = 4.3  # filling a pipeline, storing the results
     store_us: float = 1.0  # storing one more slot, and filling the pipeline again
     own_us: float = 9.0  # a request's own keys, however few, in a program of decode
@@ -39,6 +40,10 @@ class CascadeModel:
     def reread_us(self, num_tokens: int) -> float:
         """Return the time that the decode kernel takes for tokens that others read as well."""
         return num_tokens * self.token_bytes / self.repeated_bytes_per_us
+
+    def reread_flat_us(self, num_tokens: int) -> float:
+        """Return the same of flat decode."""
+        return num_tokens * self.token_bytes / self.flat_repeated_bytes_per_us
 
     def run_us(self, num_members: int, num_tokens: int) -> float:
         """Return the device time that a shared run takes, the fold of its slots included."""

@@ -159,7 +159,7 @@ def _begins(nodes: Sequence[PrefixNode], index: int) -> list[int]:
 def _flat_us(nodes: Sequence[PrefixNode], kv_lens: IntArray, model: CascadeModel) -> float:
     num_repeated = _num_repeated(nodes)
     num_distinct = int(kv_lens.sum()) - num_repeated
-    return model.launch_us + model.read_us(num_distinct) + model.reread_us(num_repeated)
+    return model.launch_us + model.read_us(num_distinct) + model.reread_flat_us(num_repeated)
 
 
 def _cascade_us(
