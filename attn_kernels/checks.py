@@ -42,16 +42,17 @@ def check_tensor(
         contiguous_from: First dimension of the part that must be contiguous; the dimensions
             before it may have any stride.
     """
-    allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+    # Some twenty of these precede the launches of a layer, and it is the host that takes longest.
+    allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
     if tensor.dtype not in allowed:
         raise DtypeError(f"{name} is {tensor.dtype}, must be {' or '.join(map(str, allowed))}")
-    if len(tensor.shape) != len(shape) or any(
-        want not in (None, found) for want, found in zip(shape, tensor.shape, strict=True)
-    ):
+    if not _has_shape(tensor, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ShapeError(f"{name} has shape {list(tensor.shape)}, must be [{wanted}]")
     if tensor.device != device:
         raise DeviceError(f"{name} is on {tensor.device}, must be on {device}")
+    if tensor.is_contiguous():
+        return
     expected = 1
     for dim in reversed(range(contiguous_from, tensor.dim())):
         if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
@@ -60,6 +61,16 @@ def check_tensor(
                 f"must be contiguous from dimension {contiguous_from} on"
             )
         expected *= tensor.shape[dim]
+
+
+def _has_shape(tensor: Tensor, shape: Sequence[int | None]) -> bool:
+    sizes = tensor.shape
+    if len(sizes) != len(shape):
+        return False
+    for size, want in zip(sizes, shape, strict=True):
+        if want is not None and want != size:
+            return False
+    return True
 
 
 def check_launchable(name: str, tensor: Tensor) -> None:
