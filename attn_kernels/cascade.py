@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from attn_kernels.errors import DtypeError
 from attn_kernels.jit.cascade import shared_prefix_kernel
 from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
 from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
-from attn_kernels.tiles import PlanBuffer, padded, programs_for
+from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for
 
 # Of the shared part's tiles, per us and multiprocessor, measured on one H200
 TRITON_FLOPS, HOPPER_FLOPS = 3.0e6, 3.8e6
@@ -52,7 +52,7 @@ class SharedTile:
 class HopperSharedTile:
     """How the Hopper kernel of the shared part is compiled: two warpgroups of 64 query rows."""
 
-    block_m: int = 128  # the kernel is written for 128
+    block_m: ClassVar[int] = 128  # the kernel is written for it
     stages: int = 4  # key tiles in flight
     programs_per_sm: int = 1
 
@@ -71,7 +71,7 @@ def shared_tile(
     if pages.element_size() == 4:  # no tensor cores in full float32: for tests, not for speed
         return SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
     if is_hopper is None:
-        is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
+        is_hopper = on_hopper(pages)
     is_taken = (
         pages.dtype in HALF_DTYPES
         and head_dim in HOPPER_HEAD_DIMS
@@ -103,17 +103,17 @@ class CascadeAttention:
         k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
             [num_layers, num_kv_heads], float32, positive; None for any other pool.
         is_exact: Whether results have the bits of flat decode (in half precision), whatever the
-            batch shares. False takes up to 18 % less time; other in the last bits of float32.
+            batch shares. False takes up to 19 % less time; other in the last bits of float32.
         rule: Where keys are cut.
         decode_tile: How the decode kernel is compiled, for flat plans too; None takes the shipped
             choice for each.
         tile: How the shared part's kernel is compiled; None takes the shipped choice.
         num_programs: Programs of the shared part's launch; None takes what the device holds.
-        model: What work costs; None takes the fitted one.
 
     Attributes:
         decode: Reads what requests do not share, and folds.
         flat: Reads everything, where nothing is shared.
+        model: What work costs, fitted; may be replaced between plans.
     """
 
     def __init__(
@@ -132,7 +132,6 @@ class CascadeAttention:
         decode_tile: DecodeTile | HopperDecodeTile | None = None,
         tile: SharedTile | HopperSharedTile | None = None,
         num_programs: int | None = None,
-        model: CascadeModel | None = None,
     ) -> None:
         # Segments of all tokens, and the splits of a few requests or of the ends of all.
         self.max_shared_slots = max_kv_tokens // rule.segment_len + max(
@@ -163,7 +162,7 @@ class CascadeAttention:
         self.unit_len = math.lcm(rule.split_len, page_size)
         is_hopper = isinstance(self.tile, HopperSharedTile)
         flops_per_token = 4 * self.tile.block_m * padded(head_dim) * self.tile.programs_per_sm
-        self.model = model or CascadeModel(
+        self.model = CascadeModel(
             num_kv_heads=num_kv_heads,
             members_per_tile=self.tile.block_m // group,
             token_bytes=2 * num_kv_heads * head_dim * pages.element_size(),
@@ -171,7 +170,7 @@ class CascadeAttention:
             num_decode_programs=self.decode.num_programs,
             tile_token_us=flops_per_token / (HOPPER_FLOPS if is_hopper else TRITON_FLOPS),
         )
-        if model is None and self.flat is self.decode:
+        if self.flat is self.decode:
             rate = self.model.repeated_bytes_per_us
             self.model = replace(self.model, flat_repeated_bytes_per_us=rate)
         self._pages_desc = None
@@ -272,8 +271,8 @@ class CascadeAttention:
                 or bfloat16 or float16 for one of fp8.
             layer: Layer of the pool.
             kv_page_indices: Page ids of all requests as planned, int32, on the device.
-            out: Written at the planned rows, not in q's memory; None makes a new one. Other rows
-                are left as they are.
+            out: Shaped as q, of any float dtype, not in q's memory; None makes a new one with
+                q's. Written at the planned rows, other rows are left as they are.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
                 scores (natural log).
 
@@ -282,9 +281,12 @@ class CascadeAttention:
         """
         if self.num_shared_items == 0:
             return self.flat.run(q, layer, kv_page_indices, out=out, lse=lse)
-        self.decode.check_run(q, layer, kv_page_indices)
+        if out is None:
+            out = torch.empty_like(q)
+        self.decode.check_run(q, layer, kv_page_indices, out, lse)
         self._launch_shared(q, layer, kv_page_indices)
-        return self.decode.run(q, layer, kv_page_indices, out=out, lse=lse, overlaps=self.overlaps)
+        self.decode.launch(q, layer, kv_page_indices, out, lse, overlaps=self.overlaps)
+        return out
 
     def _launch_shared(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
         decode, tile = self.decode, self.tile

@@ -1,7 +1,7 @@
 """Paged decode attention: one query token per request over its pages, plan once, run per layer."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from attn_kernels.decode_plan import (
 from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.jit.paged_decode import paged_decode_kernel
 from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
-from attn_kernels.tiles import PlanBuffer, padded, programs_for, score_factors
+from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for, score_factors
 
 DEFAULT_RULE = SplitRule()
 BLOCK_M = 16  # query heads of a tile: the least columns that wgmma takes, the largest group
@@ -41,7 +41,7 @@ COLUMN_BLOCK_BYTES = 128  # of a row, that the copy engine puts side by side
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTile:
-    """How the kernel is compiled; every choice gives valid results, each has bits of its own."""
+    """How the kernel is compiled; in half precision only `block_n` is part of the bits."""
 
     block_n: int  # keys of a tile, divides the split length
     num_warps: int
@@ -55,7 +55,7 @@ class HopperDecodeTile:
 
     stages: int  # tiles in shared memory
     programs_per_sm: int
-    block_n: int = 64  # the kernel is written for 64
+    block_n: ClassVar[int] = 64  # the kernel is written for it
 
 
 def decode_tile(
@@ -80,7 +80,7 @@ def decode_tile(
         num_warps = 8 if element_bytes == 1 else 4
         return DecodeTile(block_n=64, num_warps=num_warps, num_stages=3, programs_per_sm=1)
     if is_hopper is None:
-        is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
+        is_hopper = on_hopper(pages)
     is_taken = (
         head_dim in HOPPER_HEAD_DIMS
         and page_size in HOPPER_PAGE_SIZES
@@ -275,7 +275,6 @@ class DecodeAttention:
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
-        overlaps: bool = False,
     ) -> Tensor:
         """Attend in one layer.
 
@@ -288,17 +287,42 @@ class DecodeAttention:
                 q's. Written at the planned rows, other rows are left as they are.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
                 scores (natural log).
-            overlaps: Whether to start while the launch before this one, which fills shared slots,
-                still runs, and to wait for it only before the fold (CUDA devices).
 
         Returns:
             The output, shaped as q.
         """
-        self.check_run(q, layer, kv_page_indices)
         if out is None:
             out = torch.empty_like(q)
+        self.check_run(q, layer, kv_page_indices, out, lse)
+        self.launch(q, layer, kv_page_indices, out, lse)
+        return out
+
+    def check_run(
+        self, q: Tensor, layer: int, kv_page_indices: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Check the arguments of `run`."""
+        check_attention_inputs(
+            q, layer, kv_page_indices, pages=self.pages, num_qo_heads=self.num_qo_heads
+        )
         check_attention_outputs(out, lse, q, dtype=FLOAT_DTYPES)
 
+    def launch(
+        self,
+        q: Tensor,
+        layer: int,
+        kv_page_indices: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """Launch what `run` does, without checks.
+
+        Args:
+            q, layer, kv_page_indices, out, lse: As those of `run`.
+            overlaps: Whether to start while the launch before this one, which fills shared slots,
+                still runs, and to wait for it only before the fold (CUDA devices).
+        """
         _, num_layers, _, num_kv_heads, page_size, head_dim = self.pages.shape
         tile = self.tile
         kernel: Any
@@ -348,13 +372,6 @@ class DecodeAttention:
             HAS_LSE=lse is not None,
             OVERLAPS=overlaps,
             **compiled,
-        )
-        return out
-
-    def check_run(self, q: Tensor, layer: int, kv_page_indices: Tensor) -> None:
-        """Check the arguments of a run that other launches over the same pages share."""
-        check_attention_inputs(
-            q, layer, kv_page_indices, pages=self.pages, num_qo_heads=self.num_qo_heads
         )
 
     def _check_first_private(

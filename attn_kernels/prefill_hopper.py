@@ -11,7 +11,7 @@ from attn_kernels.checks import HALF_DTYPES
 from attn_kernels.errors import ShapeError, StrideError
 from attn_kernels.jit.paged_prefill_hopper import paged_prefill_hopper_kernel
 from attn_kernels.prefill_plan import UNIT_FIELDS, PrefillBatch, plan_units
-from attn_kernels.tiles import LOG2_E, programs_for, to_device
+from attn_kernels.tiles import LOG2_E, on_hopper, programs_for, to_device
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -31,8 +31,7 @@ class HopperTile:
 
 def is_for(pages: Tensor) -> bool:
     """Tell whether the kernel is written for a pool and its device."""
-    is_hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
-    return is_hopper and _refusal(pages) is None
+    return on_hopper(pages) and _refusal(pages) is None
 
 
 class HopperPrefill:

@@ -26,6 +26,11 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     return 2 * scale * LOG2_E / soft_cap, soft_cap * LOG2_E
 
 
+def on_hopper(tensor: Tensor) -> bool:
+    """Tell whether a tensor lies on a GPU with wgmma and the tensor copy engine of Hopper."""
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
+
+
 @functools.cache
 def programs_for(device: torch.device, programs_per_sm: int) -> int:
     """Return how many programs run at once; a few where there is no GPU (the interpreter)."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
 from attn_kernels.decode import DEFAULT_RULE, DecodeAttention
+from attn_kernels.tiles import on_hopper
 from kv_cache.layout import num_pages_for
 from llm_engine.forward_batch import ForwardBatch
 
@@ -71,7 +72,7 @@ def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
     It has no sliding window, and the bits of flat decode only in half precision with Hopper's
     instructions (docs/decisions/0007) or in Triton's interpreter.
     """
-    has_bits = not pages.is_cuda or torch.cuda.get_device_capability(pages.device)[0] == 9
+    has_bits = not pages.is_cuda or on_hopper(pages)
     return sliding_window is None and pages.element_size() <= 2 and has_bits
 
 

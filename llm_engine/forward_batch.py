@@ -23,11 +23,9 @@ class ForwardBatch:
     positions_T: Tensor  # int64, position of each token in its sequence
     append_page_T: Tensor  # int64, page that receives the token's K and V
     append_offset_T: Tensor  # int64, its slot within that page
-    qo_indptr: Tensor  # int32 [B + 1], slice b owns tokens [qo_indptr[b], qo_indptr[b + 1])
     kv_page_indptr: Tensor  # int32 [B + 1]
     kv_page_indices: Tensor  # int32 [P]
-    kv_last_page_len: Tensor  # int32 [B], after the append, 1 <= n <= page_size
-    qo_lens: tuple[int, ...]  # host copy of the differences of qo_indptr
+    qo_lens: tuple[int, ...]  # on the host: new tokens of each slice
     page_table: npt.NDArray[np.int64]  # host copy of kv_page_indices
     table_starts: npt.NDArray[np.int64]  # [B], on the host: where slices begin in page_table
     kv_lens: tuple[int, ...]  # host copy: tokens in each sequence after the append
@@ -63,10 +61,8 @@ def build_forward_batch(
         positions_T=upload(positions, torch.int64),
         append_page_T=upload(append_page, torch.int64),
         append_offset_T=upload(positions % page_size, torch.int64),
-        qo_indptr=upload(np.concatenate([[0], np.cumsum(qo_lens)]), torch.int32),
         kv_page_indptr=upload(page_indptr, torch.int32),
         kv_page_indices=upload(all_pages, torch.int32),
-        kv_last_page_len=upload([(kv - 1) % page_size + 1 for kv in kv_lens], torch.int32),
         qo_lens=qo_lens,
         page_table=all_pages,
         table_starts=page_indptr[:-1],

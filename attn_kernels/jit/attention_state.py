@@ -1,8 +1,8 @@
 """Attention states inside kernels: unnormalized acc, base-2 maximum m, and sum total of weights.
 
 A state over no keys is (0, -inf, 0). All kernels fold states by the same arithmetic (`merge_rows`
-and `merge_columns`), so that a fold gives the same bits wherever it is computed; the explicit fma
-leaves the compiler no choice of contraction.
+and `merge_columns`; `merge_finite` for maxima that are finite), so that a fold gives the same bits
+wherever it is computed; the explicit fma leaves the compiler no choice of contraction.
 
 There are two ways to take a tile of keys into a state:
 
@@ -19,6 +19,7 @@ There are two ways to take a tile of keys into a state:
 import triton
 import triton.language as tl
 
+LN2 = tl.constexpr(0.6931471805599453)
 MAX_HALVINGS = tl.constexpr(8)  # of the sums of a tile, which has 512 keys at most
 
 
@@ -116,8 +117,8 @@ def attend_tile(
     total,
     scale_log2,
     MASKED: tl.constexpr,
-    soft_cap_log2=0.0,
-    HAS_SOFT_CAP: tl.constexpr = False,
+    soft_cap_log2,
+    HAS_SOFT_CAP: tl.constexpr,
 ):
     # q [M, D]; k [D, N]; v [N, D]; visible [M, N]; acc [M, D]; m and total [M]
     # The scale is applied in float32 after the product, and the same way with and without a

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-LN2 = tl.constexpr(0.6931471805599453)
+from attn_kernels.jit.attention_state import LN2
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

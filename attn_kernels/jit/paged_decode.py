@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from attn_kernels.jit.attention_state import (
+    LN2,
     attend_columns,
     merge_columns,
     normalize,
@@ -28,7 +29,6 @@ from attn_kernels.jit.attention_state import (
 
 FOLD_SLOTS = tl.constexpr(4)  # folded while as many are loaded
 LOWEST = tl.constexpr(-3.0e38)  # below all scores, and unlike -inf free of NaN in differences
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

@@ -20,14 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from attn_kernels.jit.attention_state import (
+    LN2,
     add_columns,
     capped,
     merge_columns,
     pair_columns,
     sum_columns,
 )
-from attn_kernels.jit.paged_decode import LN2, LOWEST, load_item, merge_finite
-from attn_kernels.jit.warpgroups import NEG_INF, barrier, narrow, widen
+from attn_kernels.jit.paged_decode import LOWEST, load_item, merge_finite
+from attn_kernels.jit.warpgroups import NEG_INF, barrier, clear_tail, narrow, widen
 
 BLOCK_N = gl.constexpr(64)  # keys of a tile: the rows of products
 BLOCK_M = gl.constexpr(16)  # query heads: their columns
@@ -164,24 +165,6 @@ def operand_of(tile_smem, half_smem, HEAD_DIM: gl.constexpr):
         fence_async_shared()
         operand = half_smem
     return operand
-
-
-@gluon.jit
-def clear_tail(all_parts, tile, tail, HEAD_DIM: gl.constexpr):
-    # Rows past the end may hold anything, also NaN, and 0 * NaN is NaN.
-    PARTS: gl.constexpr = BLOCK_N // 16
-    COLUMN_BLOCK: gl.constexpr = all_parts.shape[2]
-    HALVES: gl.constexpr = HEAD_DIM // COLUMN_BLOCK
-    rows = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, QUERY_ROWS)), 1)
-    for part in range(tail // 16, PARTS):
-        for half in gl.static_range(HALVES):
-            values_smem = all_parts.index((tile * HALVES + half) * PARTS + part)
-            values = values_smem.load(QUERY_ROWS)
-            in_request = (rows + part * 16 < tail) & gl.full(
-                [16, COLUMN_BLOCK], True, gl.int1, QUERY_ROWS
-            )
-            values_smem.store(gl.where(in_request, values, gl.zeros_like(values)))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -493,7 +476,7 @@ def paged_decode_hopper_kernel(
         value_stage = (count - 1) % STAGES
         tail = my_end % BLOCK_N
         if (tail != 0) | (my_end == 0):
-            clear_tail(parts, value_stage * 2 + 1, tail, HEAD_DIM)
+            clear_tail(parts, value_stage * 2 + 1, tail, BLOCK_N, HALVES)
         values = operand_of(bufs.index(value_stage * 2 + 1), v_half, HEAD_DIM)
         acc = warpgroup_mma(values.permute((1, 0)), p_smem, acc, is_async=True)
         # The next item's queries arrive meanwhile.

@@ -8,9 +8,7 @@ and a fully hidden tile changes nothing, so a row's bits do not depend on its ti
 import triton
 import triton.language as tl
 
-from attn_kernels.jit.attention_state import attend_tile, normalize, page_of_tile
-
-LN2 = tl.constexpr(0.6931471805599453)
+from attn_kernels.jit.attention_state import LN2, attend_tile, normalize, page_of_tile
 
 
 @triton.jit

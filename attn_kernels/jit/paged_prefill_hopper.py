@@ -21,9 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_kernels.jit.warpgroups import GROUP_ROWS, NEG_INF, narrow, pass_turn, wait_for_turn
+from attn_kernels.jit.attention_state import LN2
+from attn_kernels.jit.warpgroups import (
+    GROUP_ROWS,
+    NEG_INF,
+    clear_tail,
+    narrow,
+    pass_turn,
+    wait_for_turn,
+)
 
-LN2 = gl.constexpr(0.6931471805599453)
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread
 
 
@@ -233,6 +240,10 @@ def attend(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = k_bufs.dtype
+    HALVES: gl.constexpr = HEAD_DIM // 64
+    v_parts = v_bufs._reinterpret(
+        dtype, [V_STAGES * HALVES * (BLOCK_N // 16), 16, 64], v_bufs.layout
+    )
 
     my_first_unit = gl.load(unit_indptr_ptr + gl.program_id(0))
     my_last_unit = gl.load(unit_indptr_ptr + gl.program_id(0) + 1)
@@ -323,7 +334,7 @@ def attend(
         mbarrier.wait(v_full.index(value_stage), ((count - 1) // V_STAGES) & 1)
         tail = my_kv_len - (end - 1) * BLOCK_N
         if tail < BLOCK_N:
-            clear_tail(v_bufs, value_stage, tail, HEAD_DIM, BLOCK_N, V_STAGES)
+            clear_tail(v_parts, value_stage, tail, BLOCK_N, HALVES)
         if is_last:
             wait_for_turn(WARPGROUP)
             acc = warpgroup_mma(p, v_bufs.index(value_stage), acc, is_async=True)
@@ -375,31 +386,6 @@ def attend(
         s = hide(s, positions, columns, begin * BLOCK_N, sliding_window, HAS_WINDOW)
         p, _alpha, m, total = fold_scores(s, no_m, no_total, scale_log2)
         p = gl.convert_layout(narrow(p, dtype), p_layout)
-
-
-@gluon.jit
-def clear_tail(
-    v_bufs,
-    stage,
-    tail,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    # Rows past the end may hold anything, also NaN, and 0 * NaN is NaN. Both warpgroups write the
-    # same.
-    PARTS: gl.constexpr = BLOCK_N // 16
-    HALVES: gl.constexpr = HEAD_DIM // 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    parts = v_bufs._reinterpret(v_bufs.dtype, [STAGES * HALVES * PARTS, 16, 64], v_bufs.layout)
-    rows = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, layout)), 1)
-    for part in range(tail // 16, PARTS):
-        for half in gl.static_range(HALVES):
-            values_smem = parts.index((stage * HALVES + half) * PARTS + part)
-            values = values_smem.load(layout)
-            in_request = (rows + part * 16 < tail) & gl.full([16, 64], True, gl.int1, layout)
-            values_smem.store(gl.where(in_request, values, gl.zeros_like(values)))
-    fence_async_shared()
 
 
 # Not specialized: a layer must not cost a compilation.

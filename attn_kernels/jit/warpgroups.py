@@ -5,6 +5,7 @@ Source of the turns: FlashAttention-3 (Shah et al., 2024), ping-pong scheduling.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 GROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup
 NEG_INF = gl.constexpr(float("-inf"))
@@ -85,3 +86,20 @@ def widen(x, dtype: gl.constexpr):
     else:
         widened = x.to(dtype)
     return widened
+
+
+@gluon.jit
+def clear_tail(parts, tile, tail, BLOCK_N: gl.constexpr, HALVES: gl.constexpr):
+    # Zeros the rows of a tile from `tail` on, in parts of 16 rows and a block of columns: rows past
+    # the end may hold anything, also NaN, and 0 * NaN is NaN. Warpgroups may write the same.
+    PARTS: gl.constexpr = BLOCK_N // 16
+    COLUMNS: gl.constexpr = parts.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, layout)), 1)
+    for part in range(tail // 16, PARTS):
+        for half in gl.static_range(HALVES):
+            values_smem = parts.index((tile * HALVES + half) * PARTS + part)
+            values = values_smem.load(layout)
+            in_request = (rows + part * 16 < tail) & gl.full([16, COLUMNS], True, gl.int1, layout)
+            values_smem.store(gl.where(in_request, values, gl.zeros_like(values)))
+    fence_async_shared()

@@ -12,7 +12,7 @@ from attn_kernels import cascade_items, cascade_plan
 from attn_kernels.cascade import CascadeAttention, SharedTile
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import SplitRule
-from attn_kernels.errors import CapacityError
+from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.prefix_tree import PrefixNode, prefix_tree
 from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
@@ -316,6 +316,19 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
         assert torch.equal(run(attention, case), out)
         attention.plan_next_step(case.kv_lens)
         assert torch.equal(run(attention, case), out)
+
+
+def test_a_wrong_output_is_refused_before_any_launch(device: str):
+    case = shared_case(three_levels(), device=device)
+    attention = make_attention(case)
+    plan(attention, case)
+    attention.decode.partial_acc.fill_(7.0)
+
+    with pytest.raises(ShapeError, match="out has shape"):
+        run(attention, case, out=case.q[:1])
+
+    assert attention.num_shared_items > 0
+    assert (attention.decode.partial_acc == 7.0).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 2])

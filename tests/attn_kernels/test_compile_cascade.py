@@ -12,7 +12,6 @@ from tests.attn_kernels.test_compile_sm90 import (
     FEW_SPILLS,
     FP8_CASCADE_SPILLS,
     IDS,
-    MAX_REGISTERS_OF_SM,
     MAX_SHARED_BYTES,
     SHAPES,
     check,
@@ -80,15 +79,13 @@ def test_shared_part(
 
     compiled = compile_launch(shared)
 
-    num_warps = shared.options["num_warps"]
     is_fp8 = dtype == torch.float8_e4m3fn
     max_spill_bytes = FP8_CASCADE_SPILLS.get(head_dim, FEW_SPILLS) if is_fp8 else FEW_SPILLS
     if isinstance(attention.tile, HopperSharedTile):
         max_spill_bytes = 0
-    check(compiled, num_warps, max_spill_bytes=max_spill_bytes)
+    check(compiled, max_spill_bytes=max_spill_bytes)
     programs = attention.tile.programs_per_sm
     assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
-    assert programs * compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
     assert "griddepcontrol.launch_dependents" in compiled.ptx
     assert decode.options["launch_pdl"]
     if dtype != torch.float32:

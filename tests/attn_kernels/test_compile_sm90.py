@@ -15,7 +15,6 @@ from attn_kernels.prefill import PrefillAttention
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
 
 MAX_SHARED_BYTES = 227 * 1024
-MAX_REGISTERS_OF_SM = 65_536
 INT32 = torch.int32
 
 # Llama-3-8B's shape first, then each head size, page size, group and dtype that ships.
@@ -52,16 +51,15 @@ FP8_DECODE_SPILLS = {256: 528}  # head_dim |-> bytes
 FP8_CASCADE_SPILLS = {256: 272}
 
 
-def check(compiled: Compiled, num_warps: int, *, max_spill_bytes: int = 0) -> None:
+def check(compiled: Compiled, *, max_spill_bytes: int = 0) -> None:
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
     spill_bytes = compiled.spill_bytes
     assert spill_bytes <= max_spill_bytes, f"{spill_bytes} bytes of local memory"
-    assert compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
 
 
-def only_launch(action: Callable[[], object]) -> tuple[Compiled, int]:
+def only_launch(action: Callable[[], object]) -> Compiled:
     (launch,) = launches_of(action)
-    return compile_launch(launch), launch.options["num_warps"]
+    return compile_launch(launch)
 
 
 def scales_of(pages: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -100,15 +98,14 @@ def test_decode(
         q = empty(1, num_qo_heads, head_dim, dtype=q_dtype(dtype))
         attention.run(q, 0, empty(1, dtype=INT32))
 
-    compiled, num_warps = only_launch(launch)
+    compiled = only_launch(launch)
 
     is_fp8 = dtype == torch.float8_e4m3fn
     max_spill_bytes = FP8_DECODE_SPILLS.get(head_dim, FEW_SPILLS) if is_fp8 else FEW_SPILLS
-    check(compiled, num_warps, max_spill_bytes=max_spill_bytes)
+    check(compiled, max_spill_bytes=max_spill_bytes)
     tile = decode_tile(pages, is_hopper=False)
     programs = tile.programs_per_sm
     assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
-    assert programs * compiled.registers * num_warps * 32 <= MAX_REGISTERS_OF_SM
     if dtype != torch.float32:
         assert "wgmma.mma_async" in compiled.ptx
         assert "mma.sync" not in compiled.ptx
@@ -150,9 +147,9 @@ def test_prefill(
         q = empty(5, num_qo_heads, head_dim, dtype=q_dtype(dtype))
         attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32))
 
-    compiled, num_warps = only_launch(launch)
+    compiled = only_launch(launch)
 
-    check(compiled, num_warps)
+    check(compiled)
     if dtype != torch.float32:
         assert "wgmma.mma_async" in compiled.ptx
         assert "mma.sync" not in compiled.ptx
@@ -195,9 +192,9 @@ def small_launches() -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("name", small_launches())
 def test_other_kernels(name: str):
-    compiled, num_warps = only_launch(small_launches()[name])
+    compiled = only_launch(small_launches()[name])
 
-    check(compiled, num_warps)
+    check(compiled)
     if name in {"gather_pages", "scatter_pages"}:
         assert "ld.global.v4.b32" in compiled.ptx, "copies in 16-byte vectors"
         assert "st.global.v4.b32" in compiled.ptx
