@@ -4,6 +4,7 @@ Exit codes: 0 all went well; 1 something did not, and the text on standard error
 command line or the configuration was wrong; 130 and 143 SIGINT or SIGTERM came before the end.
 """
 
+import io
 import socket
 import sys
 from collections.abc import Mapping
@@ -174,6 +175,10 @@ app.command("demo", cls=StrictCommand)(with_config_flags(demo, demo_defaults))
 
 def main() -> None:
     """Run; turn expected failures into lines and exit codes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal may know fewer characters than a model
     try:
         app()
     except Interrupted as interruption:

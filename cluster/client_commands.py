@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
-from pagewire import Client, Delta, Message, SamplingOptions
+from pagewire import Client, Delta, Message, PagewireError, SamplingOptions
 
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
@@ -101,11 +101,18 @@ def chat(
             client.tokenize_chat(probe, model=model, timeout_s=CONNECT_TIMEOUT_S)
             while line := _ask():
                 messages.append(Message(role="user", content=line))
-                with client.stream_chat(
-                    messages, model=model, timeout_s=timeout_s, **options
-                ) as stream:
-                    for delta in stream:
-                        _write(delta)
+                try:
+                    with client.stream_chat(
+                        messages, model=model, timeout_s=timeout_s, **options
+                    ) as stream:
+                        for delta in stream:
+                            _write(delta)
+                except PagewireError as error:
+                    if not sys.stdin.isatty():
+                        raise
+                    messages.pop()  # the conversation goes on without the question
+                    sys.stderr.write(f"\nerror: {error}\n")
+                    continue
                 sys.stdout.write("\n")
                 messages.append(Message(role="assistant", content=stream.completion.text))
     except KeyboardInterrupt:  # the client has cancelled the answer on its way here

@@ -72,7 +72,22 @@ def load_config(
                     values.pop(name, None)
     if wrong:
         raise ConfigError("\n".join(wrong))
+    _check_heartbeats(config, origin)
     return config
+
+
+def _check_heartbeats(config: ClusterConfig, origin: Mapping[str, str]) -> None:
+    """Refuse a router that takes workers for dead between two of their heartbeats."""
+    found = config.router.dead_after_s
+    for section in ("prefill_worker", "decode_worker"):
+        heartbeat_s = getattr(config, section).heartbeat_s
+        if found < 2 * heartbeat_s:
+            name = f"{section}.heartbeat_s"
+            where = origin.get("router.dead_after_s") or origin.get(name, "default")
+            raise ConfigError(
+                f"{where}: router.dead_after_s is {found}; it must be at least twice {name}, which "
+                f"is {heartbeat_s}"
+            )
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:

@@ -331,11 +331,13 @@ def _refuse_misfits(misfits: Mapping[str, str]) -> None:
 
 
 def _diagnosis(missing: list[str], timeout_s: float) -> str:
-    free: Mapping[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    gpus = ""
+    if num_gpus := _cluster_resources().get("GPU", 0):
+        free: Mapping[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        gpus = f" {free.get('GPU', 0):.0f} of {num_gpus:.0f} GPUs are free;"
     return (
-        f"{', '.join(missing)} not ready after {timeout_s:.0f} s; {free.get('GPU', 0):.0f} of "
-        f"{_cluster_resources().get('GPU', 0):.0f} GPUs are free; see the logs of the Ray "
-        "session, or raise start_timeout_s"
+        f"{', '.join(missing)} not ready after {timeout_s:.0f} s;{gpus} see the logs of the Ray "
+        "session (/tmp/ray/session_latest/logs on each host), or raise --start-timeout-s"
     )
 
 

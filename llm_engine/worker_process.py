@@ -34,6 +34,7 @@ GRPC_OPTIONS = (
 # A process that hangs keeps its connections: only pings tell. gRPC's own threads answer them, also
 # while Python computes.
 KEEPALIVE_MS = 1000
+MAX_PENDING_CALLS = 1_000_000
 PING_TIMEOUT_MS = 2000
 CHANNEL_OPTIONS = (
     *GRPC_OPTIONS,
@@ -48,6 +49,9 @@ SERVER_OPTIONS = (
     # Otherwise a server ends connections that are pinged so often.
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
+    # gRPC cancels calls that wait to be accepted, above 1,000 at random; the router admits fewer.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
 )
 
 

@@ -305,6 +305,8 @@ class AsyncStream:
             if self._is_client_closed():
                 raise _closed() from None
             raise
+        finally:  # also of a stream that is dropped without `with`, when it is collected
+            self._call.cancel()
 
 
 async def _collect(stream: AsyncStream) -> Completion:

@@ -65,7 +65,7 @@ class Choice:
     """One generated continuation."""
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # all drawn ones, also those of a stop, which text lacks
     logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
     finish_reason: str | None  # "stop", "length"; None: the stream was left before its end
     stopped_by: str | None

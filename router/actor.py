@@ -28,6 +28,7 @@ CHANNEL_OPTIONS = (  # to workers
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
+MAX_PENDING_CALLS = 1_000_000
 MIN_PING_INTERVAL_MS = 10_000  # the client's own is three times as long
 SERVICE = "pagewire.v1.InferenceService"
 
@@ -38,6 +39,9 @@ def server_options(config: RouterConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # To parse a message holds up all streams.
         ("grpc.max_receive_message_length", config.max_request_bytes),
+        # gRPC cancels calls that wait to be accepted, above 1,000 at random; the admission refuses.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
         # Clients ping while they wait. By default a server ends connections that are pinged more
         # than once in five minutes without an answer on its way.

@@ -120,6 +120,16 @@ def test_all_errors_are_told_at_once(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "options", [{"router.dead_after_s": 0.9}, {"decode_worker.heartbeat_s": 1.5}]
+)
+def test_workers_are_not_dead_between_two_heartbeats(options):
+    with pytest.raises(
+        ConfigError, match=r"command line: router.dead_after_s is .* at least twice"
+    ):
+        load_config(None, options)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "gpu-7.example.org", "::1"])
 def test_addresses_without_a_port_are_hosts(host):
     assert load_config(None, {"host": host}).host == host

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import struct
 
 import grpc
@@ -235,6 +236,18 @@ def test_leaving_a_stream_cancels_it_at_the_server():
     assert completion.text == "a"
     assert completion.finish_reason is None
     assert completion.usage is None
+
+
+def test_a_stream_that_is_dropped_is_cancelled_when_it_is_collected():
+    async def work(client, service):
+        stream = client.stream("x")
+        async for _ in stream:
+            break
+        del stream
+        gc.collect()
+        await asyncio.wait_for(service.cancelled.wait(), 5)
+
+    run(never_ends, work)
 
 
 def test_cancelling_the_caller_cancels_the_call():
