@@ -176,9 +176,8 @@ app.command("demo", cls=StrictCommand)(with_config_flags(demo, demo_defaults))
 def main() -> None:
     """Run; turn expected failures into lines and exit codes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal may know fewer characters than a model
+        # A terminal may know fewer characters than a model.
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except Interrupted as interruption:

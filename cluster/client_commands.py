@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
-from pagewire import Client, Delta, Message, PagewireError, SamplingOptions
+from pagewire import Client, Delta, Message, PagewireError, SamplingOptions, Stream
 
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
@@ -102,19 +102,16 @@ def chat(
             while line := _ask():
                 messages.append(Message(role="user", content=line))
                 try:
-                    with client.stream_chat(
-                        messages, model=model, timeout_s=timeout_s, **options
-                    ) as stream:
-                        for delta in stream:
-                            _write(delta)
+                    answer = _show(
+                        client.stream_chat(messages, model=model, timeout_s=timeout_s, **options)
+                    )
                 except PagewireError as error:
                     if not sys.stdin.isatty():
                         raise
                     messages.pop()  # the conversation goes on without the question
                     sys.stderr.write(f"\nerror: {error}\n")
                     continue
-                sys.stdout.write("\n")
-                messages.append(Message(role="assistant", content=stream.completion.text))
+                messages.append(Message(role="assistant", content=answer))
     except KeyboardInterrupt:  # the client has cancelled the answer on its way here
         sys.stdout.write("\n")
         raise typer.Exit(INTERRUPTED) from None
@@ -149,6 +146,14 @@ def status(
 def _read_stdin() -> str:
     # Bytes that are no UTF-8 become surrogates, which the client refuses by name and place.
     return io.TextIOWrapper(sys.stdin.buffer, "utf-8", errors="surrogateescape").read()
+
+
+def _show(stream: Stream) -> str:
+    with stream:
+        for delta in stream:
+            _write(delta)
+    sys.stdout.write("\n")
+    return stream.completion.text
 
 
 def _write(delta: Delta) -> None:

@@ -7,9 +7,9 @@ classes of those packages themselves, so that an option exists once.
 import ipaddress
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from decode_worker.config import DecodeConfig
 from kv_transfer.deadlines import TransferDeadlines
@@ -92,6 +92,18 @@ class ClusterConfig(BaseModel):
         if address in ("", "auto") or (found and 0 < int(found[1] or found[2]) <= 65535):
             return address
         raise ValueError("must be host:port of a Ray cluster, as in 10.0.0.1:6379, or auto")
+
+    @model_validator(mode="after")
+    def _check_heartbeats(self) -> Self:
+        dead_after_s = self.router.dead_after_s
+        for name in ("prefill_worker", "decode_worker"):
+            heartbeat_s = getattr(self, name).heartbeat_s
+            if dead_after_s < 2 * heartbeat_s:
+                raise ValueError(
+                    f"router.dead_after_s is {dead_after_s}; it must be at least twice "
+                    f"{name}.heartbeat_s, which is {heartbeat_s}"
+                )
+        return self
 
 
 def _is_ipv6(host: str) -> bool:

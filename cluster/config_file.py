@@ -72,22 +72,7 @@ def load_config(
                     values.pop(name, None)
     if wrong:
         raise ConfigError("\n".join(wrong))
-    _check_heartbeats(config, origin)
     return config
-
-
-def _check_heartbeats(config: ClusterConfig, origin: Mapping[str, str]) -> None:
-    """Refuse a router that takes workers for dead between two of their heartbeats."""
-    found = config.router.dead_after_s
-    for section in ("prefill_worker", "decode_worker"):
-        heartbeat_s = getattr(config, section).heartbeat_s
-        if found < 2 * heartbeat_s:
-            name = f"{section}.heartbeat_s"
-            where = origin.get("router.dead_after_s") or origin.get(name, "default")
-            raise ConfigError(
-                f"{where}: router.dead_after_s is {found}; it must be at least twice {name}, which "
-                f"is {heartbeat_s}"
-            )
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
@@ -166,8 +151,9 @@ def _explain(error: ValidationError, values: Mapping[str, Any]) -> Iterator[_Pro
         if path in values:
             yield _Problem(paths=[path], message=f"{path} is {values[path]!r}; it {message}")
             continue
-        # A rule of a section: a line for each option, which begins with its name.
+        # A rule of a section, or of the whole: a line for each option, which begins with its name.
+        section = f"{path}." if path else ""
         for line in message.splitlines():
-            named = [f"{path}.{word}" for word in re.findall(r"\w+", line)]
+            named = [section + word for word in re.findall(r"[\w.]+", line)]
             blamed = [name for name in named if name in values]
-            yield _Problem(paths=blamed, message=f"{path}.{line}")
+            yield _Problem(paths=blamed, message=section + line)

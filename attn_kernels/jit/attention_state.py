@@ -1,8 +1,8 @@
 """Attention states inside kernels: unnormalized acc, base-2 maximum m, and sum total of weights.
 
-A state over no keys is (0, -inf, 0). All kernels fold states by the same arithmetic (`merge_rows`
-and `merge_columns`; `merge_finite` for maxima that are finite), so that a fold gives the same bits
-wherever it is computed; the explicit fma leaves the compiler no choice of contraction.
+A state over no keys is (0, -inf, 0). All kernels fold states by the same arithmetic (`merge`;
+`merge_finite` for maxima that are finite), so that a fold gives the same bits wherever it is
+computed; the explicit fma leaves the compiler no choice of contraction.
 
 There are two ways to take a tile of keys into a state:
 
@@ -32,18 +32,11 @@ def merge_weights(m_a, m_b):
 
 
 @triton.jit
-def merge_rows(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # acc [M, D]; m and total [M]
+def merge(acc_a, m_a, total_a, acc_b, m_b, total_b, DIM_AXIS: tl.constexpr):
+    # m and total [M]; acc [M, D] with DIM_AXIS 1 (queries are rows), [D, M] with 0 (columns)
     m, weight_a, weight_b = merge_weights(m_a, m_b)
-    acc = tl.fma(acc_a, weight_a[:, None], acc_b * weight_b[:, None])
-    return acc, m, tl.fma(total_a, weight_a, total_b * weight_b)
-
-
-@triton.jit
-def merge_columns(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # acc [D, M]; m and total [M]
-    m, weight_a, weight_b = merge_weights(m_a, m_b)
-    acc = tl.fma(acc_a, weight_a[None, :], acc_b * weight_b[None, :])
+    scaled_b = acc_b * tl.expand_dims(weight_b, DIM_AXIS)
+    acc = tl.fma(acc_a, tl.expand_dims(weight_a, DIM_AXIS), scaled_b)
     return acc, m, tl.fma(total_a, weight_a, total_b * weight_b)
 
 

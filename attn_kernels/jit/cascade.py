@@ -12,7 +12,7 @@ from triton.language.extra import cuda
 
 from attn_kernels.jit.attention_state import (
     attend_rows,
-    merge_rows,
+    merge,
     page_of_tile,
     sum_rows,
 )
@@ -96,8 +96,8 @@ def shared_prefix_kernel(
             page = page_of_tile(page_indices_ptr, my_first_entry, begin, end, PAGE_SIZE, BLOCK_N)
             for start in tl.range(begin, end, BLOCK_N):
                 if IS_EXACT & (start % SPLIT_LEN == 0):
-                    segment_acc, segment_m, segment_total = merge_rows(
-                        segment_acc, segment_m, segment_total, acc, m, sum_rows(total)
+                    segment_acc, segment_m, segment_total = merge(
+                        segment_acc, segment_m, segment_total, acc, m, sum_rows(total), DIM_AXIS=1
                     )
                     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
                     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -131,8 +131,8 @@ def shared_prefix_kernel(
                     soft_cap_log2,
                     HAS_SOFT_CAP,
                 )
-            segment_acc, segment_m, segment_total = merge_rows(
-                segment_acc, segment_m, segment_total, acc, m, sum_rows(total)
+            segment_acc, segment_m, segment_total = merge(
+                segment_acc, segment_m, segment_total, acc, m, sum_rows(total), DIM_AXIS=1
             )
 
             slot_heads = tl.load(my_rows_ptr + rows * 2 + 1, mask=is_row, other=0)

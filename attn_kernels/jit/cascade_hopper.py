@@ -139,7 +139,7 @@ def sum_of(total, s_rows: gl.constexpr):
 
 @gluon.jit
 def merge_rows(acc_a, m_a, total_a, acc_b, m_b, total_b, o_rows: gl.constexpr):
-    # As in attention_state.py
+    # As `merge` in attention_state.py; acc has a layout of its own.
     m, weight_a, weight_b = merge_weights(m_a, m_b)
     row_a = gl.expand_dims(gl.convert_layout(weight_a, o_rows), 1)
     row_b = gl.expand_dims(gl.convert_layout(weight_b, o_rows), 1)

@@ -21,7 +21,7 @@ from triton.language.extra import cuda
 from attn_kernels.jit.attention_state import (
     LN2,
     attend_columns,
-    merge_columns,
+    merge,
     normalize,
     page_of_tile,
     sum_columns,
@@ -102,7 +102,7 @@ def load_slot(
 
 @triton.jit
 def merge_finite(acc_a, m_a, total_a, acc_b, m_b, total_b):
-    # As `merge_rows`, for maxima of which one at least is finite.
+    # As `merge`, for maxima of which one at least is finite.
     m = tl.maximum(m_a, m_b)
     weight_a = tl.exp2(m_a - m)
     weight_b = tl.exp2(m_b - m)
@@ -293,8 +293,8 @@ def paged_decode_kernel(
         segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
         for start in tl.range(my_start, my_end, BLOCK_N):
             if (start % SPLIT_LEN == 0) & (start > my_begin):
-                segment_acc, segment_m, segment_total = merge_columns(
-                    segment_acc, segment_m, segment_total, acc, m, sum_columns(total)
+                segment_acc, segment_m, segment_total = merge(
+                    segment_acc, segment_m, segment_total, acc, m, sum_columns(total), DIM_AXIS=0
                 )
                 acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
                 m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -363,8 +363,8 @@ def paged_decode_kernel(
                 soft_cap_log2,
                 HAS_SOFT_CAP,
             )
-        acc, m, sums = merge_columns(
-            segment_acc, segment_m, segment_total, acc, m, sum_columns(total)
+        acc, m, sums = merge(
+            segment_acc, segment_m, segment_total, acc, m, sum_columns(total), DIM_AXIS=0
         )
 
         # The next item's first page id and queries arrive while this one is stored.

@@ -23,7 +23,7 @@ from attn_kernels.jit.attention_state import (
     LN2,
     add_columns,
     capped,
-    merge_columns,
+    merge,
     pair_columns,
     sum_columns,
 )
@@ -451,8 +451,8 @@ def paged_decode_hopper_kernel(
             )  # fmt: skip
             cursor = next_cursor
             if begins_split:
-                segment_acc, segment_m, segment_total = merge_columns(
-                    segment_acc, segment_m, segment_total, acc, m, sum_of(total)
+                segment_acc, segment_m, segment_total = merge(
+                    segment_acc, segment_m, segment_total, acc, m, sum_of(total), DIM_AXIS=0
                 )
                 ends_segment = start % SEGMENT_LEN == 0
                 is_alone = begins_within & (start // SEGMENT_LEN == my_begin // SEGMENT_LEN)
@@ -493,7 +493,9 @@ def paged_decode_hopper_kernel(
         cursor = next_tile(
             page_indices_ptr, my_others_ptr, my_num_items, cursor, ITEM_FIELDS, PAGE_SIZE
         )
-        acc, m, sums = merge_columns(segment_acc, segment_m, segment_total, acc, m, sum_of(total))
+        acc, m, sums = merge(
+            segment_acc, segment_m, segment_total, acc, m, sum_of(total), DIM_AXIS=0
+        )
         ends_segment = (my_end % SEGMENT_LEN == 0) | (my_is_tail != 0)
         my_begin, my_end, my_first_token = next_begin, next_end, next_first_token
 
