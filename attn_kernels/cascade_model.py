@@ -1,7 +1,8 @@
 """What cascade and flat attention cost on a device: arithmetic for the planner."""
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy.typing as npt
 
@@ -32,6 +33,10 @@ class CascadeModel:
     launch_us: float = 10.0  # flat decode of few tokens
     extra_us: float = 2.0  # what a second launch adds
     margin: float = 0.9  # cascade must be estimated faster than flat by this factor
+
+    def sharing_all(self) -> Self:
+        """Return the model in which reading what others read never pays: for warm-up and tests."""
+        return replace(self, repeated_bytes_per_us=1e-3, margin=math.inf)
 
     def read_us(self, num_tokens: int) -> float:
         """Return the time to read tokens from memory."""

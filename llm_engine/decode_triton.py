@@ -105,8 +105,7 @@ class TritonDecode:
         table = np.zeros(num_pages_for(kv_len, page_size), dtype=np.int32)
         for tile in {shared_tile(self._pages, 1), shared_tile(self._pages, max_rows)}:
             attention = self._make_cascade(max_rows=2, max_tokens=2 * kv_len, tile=tile)
-            # Reading again costs much: sharing always pays.
-            attention.model = replace(attention.model, repeated_bytes_per_us=1e-3, margin=math.inf)
+            attention.model = attention.model.sharing_all()
             attention.plan([kv_len] * 2, np.zeros(2, dtype=np.int64), table)
             assert attention.num_shared_items > 0, "the plan is flat"
             q = self._pages.new_zeros((2, self._num_qo_heads, head_dim))

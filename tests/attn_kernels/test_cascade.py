@@ -20,8 +20,6 @@ from tests.attn_kernels.shared_tables import SharedTables, forests, grow
 DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
 TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
 RULE = SplitRule(split_len=16, splits_per_segment=2)
-# Reading what others read costs much, and flat is never faster.
-SHARE_ALL = {"repeated_bytes_per_us": 1e-3, "margin": 1e9}
 
 
 def make_attention(
@@ -43,7 +41,7 @@ def make_attention(
         tile=tile,
         num_programs=3,
     )
-    attention.model = replace(attention.model, **{**SHARE_ALL, **model})
+    attention.model = replace(attention.model.sharing_all(), **model)
     return attention
 
 
@@ -225,7 +223,7 @@ def test_rows_and_single_requests_and_padding(device: str):
         decode_tile=DECODE_TILE,
         tile=TILE,
     )
-    attention.model = replace(attention.model, **SHARE_ALL)
+    attention.model = attention.model.sharing_all()
 
     attention.plan(
         [*case.kv_lens, 0],
@@ -299,7 +297,7 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
     assert attention.flat is not attention.decode
     assert attention.flat.partial_acc is attention.decode.partial_acc
     models = {
-        True: replace(attention.model, **SHARE_ALL),
+        True: attention.model.sharing_all(),
         False: replace(attention.model, margin=0.0),
     }
 
@@ -365,7 +363,7 @@ def test_worked_example_of_the_block_sparse_primer_split_into_prefix_and_suffix(
         decode_tile=replace(DECODE_TILE, block_n=shared_len),
         tile=TILE,
     )
-    attention.model = replace(attention.model, **SHARE_ALL)
+    attention.model = attention.model.sharing_all()
     flat_table = [page for table in tables for page in table]
     starts = np.array([0, len(tables[0])])
 

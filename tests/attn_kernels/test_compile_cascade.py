@@ -1,7 +1,5 @@
 """The shared part of cascade attention and decode beside it, compiled for Hopper."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -48,7 +46,7 @@ def both_launches(
             **scales_of(pages),
         )
         attention.overlaps = True  # as on a GPU
-        attention.model = replace(attention.model, repeated_bytes_per_us=1e-3, margin=1e9)
+        attention.model = attention.model.sharing_all()
         table = np.arange(-(-KV_LEN // page_size))
         attention.plan([KV_LEN] * 2, np.array([0, len(table)]), np.concatenate((table, table)))
         made.append(attention)

@@ -82,8 +82,7 @@ def cascade(case: PagedCase, *, soft_cap: float | None = None) -> Tensor:
         tile=SHARED_TILE,
         num_programs=3,
     )
-    # Reading what others read costs much, and flat is never faster.
-    attention.model = replace(attention.model, repeated_bytes_per_us=1e-3, margin=1e9)
+    attention.model = attention.model.sharing_all()
     starts, indices = case.kv_page_indptr[:-1].cpu().numpy(), case.kv_page_indices.cpu().numpy()
     attention.plan(case.kv_lens, starts, indices)
     assert attention.num_shared_items > 0

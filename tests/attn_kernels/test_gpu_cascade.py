@@ -30,7 +30,6 @@ TILES = {
     "128-rows": SharedTile(block_m=128, num_warps=8, num_stages=3, programs_per_sm=1),
     "hopper": HopperSharedTile(),
 }
-SHARE_ALL = {"repeated_bytes_per_us": 1e-3, "margin": 1e9}
 
 
 def forest(page_size: int, num_leaves: int = 40) -> SharedTables:
@@ -57,7 +56,7 @@ def cascade(case: PagedCase, **options: object) -> CascadeAttention:
         **case.options,
         **options,
     )
-    attention.model = replace(attention.model, **SHARE_ALL)
+    attention.model = attention.model.sharing_all()
     plan(attention, case)
     assert attention.num_shared_items > 0
     return attention

@@ -1,8 +1,6 @@
 """Pages that rows of a pass share are read once, with the bits that each row has by itself."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +35,7 @@ def shared_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     class EagerCascade(CascadeAttention):
         def plan(self, *args: object, **options: object) -> CascadeEstimate:
-            self.model = replace(self.model, repeated_bytes_per_us=1e-3, margin=math.inf)
+            self.model = self.model.sharing_all()
             estimate = super().plan(*args, **options)  # type: ignore[arg-type]
             num_items.append(self.num_shared_items)
             return estimate
