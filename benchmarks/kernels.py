@@ -4,7 +4,7 @@
 
 Method: Llama-3-8B's shape (32 query heads, 8 key-value heads, head_dim 128), bfloat16, one layer of
 a pool of all layers in random pages of random data; the launch in a CUDA graph; 256 MB are written
-between runs, so that the L2 cache is cold; time from events around the replay; median and p99.
+between runs, so that the L2 cache is cold; time from events around the replay; median and longest.
 "@compact" is the same on a pool of one layer. "tbps" counts the bytes of keys and values read,
 "tflops" the operations of the visible scores. plan() is host time and no part of "us". Matrix
 products draw so much power that the clocks fall within a second: a prefill case starts after a
@@ -111,7 +111,7 @@ def run_cases(bench: Bench, prefixes: tuple[str, ...], page_size: int) -> Iterat
 
 
 def _show(timing: Timing) -> None:
-    columns = [f"{timing.case:34} {timing.us:9.1f} us  p99 {timing.p99_us:9.1f}"]
+    columns = [f"{timing.case:34} {timing.us:9.1f} us  max {timing.max_us:9.1f}"]
     if timing.clean_us is not None:
         columns.append(f"clean {timing.clean_us:9.1f}")
     if timing.tbps is not None:

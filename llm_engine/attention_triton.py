@@ -14,6 +14,7 @@ from llm_engine.decode_triton import (
     MAX_DECODE_ROWS,
     MAX_DECODE_TOKENS,
     DecodeRow,
+    Recordable,
     TritonDecode,
     decode_launches,
 )
@@ -69,6 +70,15 @@ class TritonAttention:
         )
         if self._decode_launches:
             self._decode.plan(batch, self._decode_launches[0])
+
+    def recordable(self) -> Recordable | None:
+        """Tell what a recording of the last plan's launches would hold for; None is that plan only.
+
+        Plans whose batches have other tensors or another number of tokens never agree.
+        """
+        if self._has_prefill or len(self._decode_launches) != 1:
+            return None
+        return self._decode.recordable()
 
     def rotate_and_append(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Rotate q and k by position, write k and v to the pages, return the rotated q."""

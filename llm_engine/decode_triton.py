@@ -5,7 +5,7 @@ requests of a batch must not show in a token. Everywhere else each row reads its
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ MIN_DECODE_ROWS = 64
 MIN_DECODE_TOKENS = 64 * 1024
 MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
-# What a second launch for each layer costs where the host launches one by one, in us: there a layer
-# that shares takes the host 105 instead of 64. With CUDA graphs the model's own figure will do.
-SECOND_LAUNCH_US = 40.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +32,14 @@ class DecodeRow:
     kv_len: int  # tokens that it attends to, itself included
     row: int  # in the queries
     slice_index: int  # in the page table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recordable:
+    """What a recording of the launches of a plan holds for: all plans that agree in it."""
+
+    buffers: object  # hold what launches have the addresses of; compared by identity
+    shares_prefixes: bool
 
 
 def decode_launches(
@@ -122,6 +127,12 @@ class TritonDecode:
         else:
             self._attention.plan(kv_lens, rows=rows, table_starts=table_starts)
 
+    def recordable(self) -> Recordable:
+        """Tell what a recording of the last plan's launches would hold for."""
+        attention = self._attention
+        shares = isinstance(attention, CascadeAttention) and attention.num_shared_items > 0
+        return Recordable(buffers=attention, shares_prefixes=shares)
+
     def run(self, q_TNH: Tensor, layer: int, kv_page_indices: Tensor, *, out_TNH: Tensor) -> None:
         """Attend in one layer; writes the planned rows of the output."""
         self._attention.run(q_TNH, layer, kv_page_indices, out=out_TNH)
@@ -151,7 +162,7 @@ class TritonDecode:
     def _make_cascade(
         self, *, max_rows: int, max_tokens: int, tile: SharedTile | HopperSharedTile | None = None
     ) -> CascadeAttention:
-        attention = CascadeAttention(
+        return CascadeAttention(
             self._pages,
             num_qo_heads=self._num_qo_heads,
             scale=self._scale,
@@ -159,5 +170,3 @@ class TritonDecode:
             max_kv_tokens=max_tokens,
             tile=tile,
         )
-        attention.model = replace(attention.model, extra_us=SECOND_LAUNCH_US)
-        return attention

@@ -108,8 +108,10 @@ def load_engine(
     )
     has_own = uses_triton and deterministic
     operations = _triton_operations(weights) if has_own else TorchOperations()
-    decoder = Decoder(config, weights, backend, operations)
-    draw_tokens = _triton_sampler() if uses_triton and device.type == "cuda" else sample
+    records = uses_triton and device.type == "cuda"
+    make_decoder = _graphed_decoder() if records else Decoder
+    decoder = make_decoder(config, weights, backend, operations)
+    draw_tokens = _triton_sampler() if records else sample
     engine = Engine(config, storage, decoder, draw_tokens)
     if device.type == "cuda":
         engine.warm_up()
@@ -186,6 +188,12 @@ def _triton_operations(weights: DecoderWeights) -> Operations:
         with torch.cuda.device(weights.lm_head.device):
             load_linear_kernels(weights)
     return TritonOperations()
+
+
+def _graphed_decoder() -> Callable[..., Decoder]:
+    from llm_engine.decode_graphs import GraphedDecoder
+
+    return GraphedDecoder
 
 
 def _triton_sampler() -> Callable[[Tensor, Sequence[Draw]], list[SampledToken]]:

@@ -32,16 +32,20 @@ class Decoder:
     def hidden_states(self, batch: ForwardBatch) -> Tensor:
         """Compute all tokens of a batch, append their K and V to the pages; return [T, D]."""
         self._attention.plan(batch)
-        hidden_TD = embedding(batch.token_ids_T, self._weights.embedding)
-        for layer, weights in enumerate(self._weights.layers):
-            hidden_TD = hidden_TD + self._attend(layer, weights, hidden_TD)
-            hidden_TD = hidden_TD + self._feed_forward(weights, hidden_TD)
-        return hidden_TD
+        return self._run_layers(batch.token_ids_T)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return the scores of the next token, [T, V], in the dtype of the weights."""
         normed_TD = self._norm(hidden_TD, self._weights.final_norm)
         return self._operations.linear(normed_TD, self._weights.lm_head, None)
+
+    def _run_layers(self, token_ids_T: Tensor) -> Tensor:
+        """Compute the tokens of the planned batch."""
+        hidden_TD = embedding(token_ids_T, self._weights.embedding)
+        for layer, weights in enumerate(self._weights.layers):
+            hidden_TD = hidden_TD + self._attend(layer, weights, hidden_TD)
+            hidden_TD = hidden_TD + self._feed_forward(weights, hidden_TD)
+        return hidden_TD
 
     def _attend(self, layer: int, weights: LayerWeights, hidden_TD: Tensor) -> Tensor:
         config = self._config

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from attn_kernels.jit.paged_decode import paged_decode_kernel
 from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
 from kv_cache.layout import num_pages_for
 from llm_engine import sampler
+from llm_engine.decode_graphs import NUM_ROWS, GraphedDecoder
 from llm_engine.engine import Engine
+from llm_engine.forward_batch import build_forward_batch
 from llm_engine.load_engine import load_engine
 from llm_engine.sampler_triton import TritonSampler
-from llm_engine.sampling import Draw, SampledToken, SamplingParams
+from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
+from llm_engine.transformer import Decoder
 from tests.llm_engine.driver import DrivenSequence, computed_kv, make_sequences, run
 from tests.support.checkpoints import write_checkpoint
 
@@ -161,7 +165,6 @@ def test_a_prefix_that_is_read_once_gives_the_bits_of_each_request_alone(
     plan = CascadeAttention.plan
 
     def recorded(self: CascadeAttention, *args: object, **options: object) -> CascadeEstimate:
-        self.model = replace(self.model, extra_us=0.0)  # bits matter here, not the host's time
         estimate = plan(self, *args, **options)  # type: ignore[arg-type]
         shared_items.append(self.num_shared_items)
         return estimate
@@ -231,3 +234,75 @@ def test_a_draw_does_not_depend_on_the_other_rows(
     for mine, other in zip(alone, together, strict=True):
         # A row is summed by the alignment of its first byte: the last bit of a float32.
         assert mine.logprob == pytest.approx(other.logprob, rel=1e-6)
+
+
+def random_step(engine: Engine, num_rows: int, num_shared_pages: int) -> list[SequenceSlice]:
+    """Make a pass that draws a token for each row; pages hold random values."""
+    rng = random.Random(num_rows)
+    page_size = engine.layout.page_size
+    page_ids = list(range(engine.storage.num_pages))
+    rng.shuffle(page_ids)
+    shared = [page_ids.pop() for _ in range(num_shared_pages)]
+    slices = []
+    for _ in range(num_rows):
+        num_own = rng.randint(1, 6)
+        start = (num_shared_pages + num_own) * page_size - rng.randint(1, page_size)
+        slices.append(
+            SequenceSlice(
+                token_ids=[rng.randrange(VOCAB_SIZE)],
+                start=start,
+                page_ids=shared + [page_ids.pop() for _ in range(num_own)],
+                num_prompt_tokens=num_shared_pages * page_size,
+            )
+        )
+    return slices
+
+
+def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = CascadeAttention.plan
+
+    def share_all(self: CascadeAttention, *args: object, **options: object) -> CascadeEstimate:
+        model = self.model
+        self.model = model.sharing_all()
+        try:
+            return plan(self, *args, **options)  # type: ignore[arg-type]
+        finally:
+            self.model = model
+
+    monkeypatch.setattr(CascadeAttention, "plan", share_all)
+    has_cascade = engine.config.sliding_window is None
+    decoder = engine.decoder
+    assert isinstance(decoder, GraphedDecoder)
+    generator = torch.Generator("cuda").manual_seed(3)
+    engine.storage.pages.normal_(generator=generator)
+    stops = Event()
+
+    def use_the_device() -> None:  # as transfers do, in a stream of their own
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stops.is_set():
+                torch.randn(1 << 20, device="cuda").sum().item()
+
+    # 70 rows are more than the first buffers of attention hold: the others are recorded once more.
+    passes = [(1, 0), (3, 0), (4, 0), (17, 0), (24, 200), (24, 0), (70, 200), (3, 0), (96, 0)]
+    thread = Thread(target=use_the_device)
+    thread.start()
+    try:
+        for num_rows, num_shared_pages in passes:
+            slices = random_step(engine, num_rows, num_shared_pages)
+            batch = build_forward_batch(slices, engine.layout.page_size, engine.storage.device)
+            with torch.inference_mode():
+                expected = Decoder.hidden_states(decoder, batch).clone()
+                expected_pages = engine.storage.pages.clone()
+                for _ in range(4):
+                    found = decoder.hidden_states(batch)
+                    assert torch.equal(found, expected)
+                    assert torch.equal(engine.storage.pages, expected_pages)
+            num_padded = min(each for each in NUM_ROWS if each >= num_rows)
+            assert decoder._recordings is not None
+            kind = (num_padded, has_cascade and num_shared_pages > 0)
+            assert decoder._recordings._repeats[kind] is not None
+    finally:
+        stops.set()
+        thread.join()
