@@ -6,6 +6,8 @@ are read once for all of them. So a position has the same bits in any batch and 
 sequence is resumed elsewhere from its prompt and drawn tokens.
 """
 
+from contextlib import AbstractContextManager
+
 from torch import Tensor
 
 from attn_kernels.append import rotate_and_append
@@ -70,6 +72,10 @@ class TritonAttention:
         )
         if self._decode_launches:
             self._decode.plan(batch, self._decode_launches[0])
+
+    def sharing_all(self) -> AbstractContextManager[None]:
+        """Let plans share whatever drawn tokens have in common, whether it pays or not."""
+        return self._decode.sharing_all()
 
     def recordable(self) -> Recordable | None:
         """Tell what a recording of the last plan's launches would hold for; None is that plan only.

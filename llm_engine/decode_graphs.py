@@ -9,7 +9,7 @@ another (docs/decisions/0006-the-same-bits-in-any-batch.md).
 Legend: T tokens of all slices, D hidden.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.forward_batch import ForwardBatch
+from llm_engine.decode_triton import MAX_DECODE_TOKENS, MIN_DECODE_ROWS, least_shared_len
+from llm_engine.forward_batch import ForwardBatch, build_forward_batch
 from llm_engine.model_config import ModelConfig
 from llm_engine.operations import Operations
+from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 from llm_engine.weights import DecoderWeights
 
@@ -30,7 +33,7 @@ Kind = tuple[int, bool]  # rows, whether prefixes are read once
 
 # Rows of a recording; larger passes keep the device busy while the host launches the next kernel.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MIN_TABLE_ENTRIES = 4096
+MIN_TABLE_ENTRIES = MAX_DECODE_TOKENS // 16  # a launch in pages of 16 tokens
 
 
 class CudaGraphRecorder:
@@ -84,6 +87,15 @@ class GraphedDecoder(Decoder):
         self._inputs = _Inputs(MIN_TABLE_ENTRIES, weights.embedding.device)
         self._recordings: _Recordings | None = None
 
+    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
+        """Record passes of all sizes that the first buffers of attention hold."""
+        for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, MIN_DECODE_ROWS)]:
+            self._record_rows(num_rows, 1, page_size)
+            kv_len = least_shared_len(page_size) + 1
+            if kv_len <= max_tokens:
+                with self._attention.sharing_all():
+                    self._record_rows(num_rows, kv_len, page_size)
+
     def hidden_states(self, batch: ForwardBatch) -> Tensor:
         """Compute all tokens of a batch, append their K and V to the pages; return [T, D]."""
         num_rows = len(batch.token_ids_T)
@@ -96,6 +108,14 @@ class GraphedDecoder(Decoder):
         inputs = self._inputs.filled(batch, NUM_ROWS[bisect_left(NUM_ROWS, num_rows)])
         self._attention.plan(inputs)
         return self._run(inputs.token_ids_T)[:num_rows]
+
+    def _record_rows(self, num_rows: int, kv_len: int, page_size: int) -> None:
+        page_ids = [0] * num_pages_for(kv_len, page_size)
+        row = SequenceSlice(token_ids=[0], start=kv_len - 1, page_ids=page_ids, num_prompt_tokens=0)
+        device = self._inputs.token_ids_T.device
+        batch = build_forward_batch([row] * num_rows, page_size, device)
+        for _ in range(2):  # launched, then recorded
+            self.hidden_states(batch)
 
     def _run(self, token_ids_T: Tensor) -> Tensor:
         work = partial(self._run_layers, token_ids_T)

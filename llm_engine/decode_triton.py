@@ -5,6 +5,8 @@ requests of a batch must not show in a token. Everywhere else each row reads its
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +19,10 @@ from attn_kernels.tiles import on_hopper
 from kv_cache.layout import num_pages_for
 from llm_engine.forward_batch import ForwardBatch
 
-# Rows of a launch, and their keys, summed: what small batches need, and bounds for resumptions,
-# whose rows are many; buffers grow with them.
-MIN_DECODE_ROWS = 64
-MIN_DECODE_TOKENS = 64 * 1024
+# Rows of a launch, and their keys, summed: what most batches need, and bounds for resumptions,
+# whose rows are many; buffers grow with them, and with new buffers all is recorded anew.
+MIN_DECODE_ROWS = 256
+MIN_DECODE_TOKENS = 1024 * 1024
 MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
 
@@ -71,6 +73,11 @@ def decode_launches(
     return launches
 
 
+def least_shared_len(page_size: int) -> int:
+    """Return the least number of tokens that rows must have in common to share them."""
+    return math.lcm(DEFAULT_RULE.split_len, page_size)
+
+
 def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
     """Tell whether decode takes cascade attention for a pool.
 
@@ -106,7 +113,7 @@ class TritonDecode:
         _, _, _, num_kv_heads, page_size, head_dim = self._pages.shape
         max_rows = MAX_DECODE_ROWS * self._num_qo_heads // num_kv_heads
         # Two requests share all they may; their pages may as well be one page.
-        kv_len = math.lcm(DEFAULT_RULE.split_len, page_size) + 1
+        kv_len = least_shared_len(page_size) + 1
         table = np.zeros(num_pages_for(kv_len, page_size), dtype=np.int32)
         for tile in {shared_tile(self._pages, 1), shared_tile(self._pages, max_rows)}:
             attention = self._make_cascade(max_rows=2, max_tokens=2 * kv_len, tile=tile)
@@ -126,6 +133,20 @@ class TritonDecode:
             self._attention.plan(kv_lens, table_starts, batch.page_table, rows=rows)
         else:
             self._attention.plan(kv_lens, rows=rows, table_starts=table_starts)
+
+    @contextmanager
+    def sharing_all(self) -> Iterator[None]:
+        """Let plans share whatever rows have in common, as if reading it again cost much."""
+        attention = self._attention
+        if not isinstance(attention, CascadeAttention):
+            yield
+            return
+        model = attention.model
+        attention.model = model.sharing_all()
+        try:
+            yield
+        finally:
+            attention.model = model
 
     def recordable(self) -> Recordable:
         """Tell what a recording of the last plan's launches would hold for."""

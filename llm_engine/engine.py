@@ -68,6 +68,10 @@ class Engine:
         A kernel that is first loaded while a transfer waits for its peer can wait for it in turn.
         Kernels that only larger or sharing batches take, load_engine has launched before.
         """
+        with torch.inference_mode(), self._on_device():
+            self._decoder.warm_up(
+                page_size=self.layout.page_size, max_tokens=self._max_context_tokens
+            )
         random = SamplingParams(top_k=2, top_p=0.9, logprobs=1)
         penalized = replace(random, repetition_penalty=1.1)
         draws = tuple(

@@ -20,7 +20,6 @@ from llm_engine.memory_plan import MemoryPlan
 from llm_engine.model_config import DTYPES, ModelConfig, read_model_config
 from llm_engine.operations import Operations, TorchOperations
 from llm_engine.rotary import rotary_table
-from llm_engine.sampler import sample
 from llm_engine.sampling import Draw, SampledToken
 from llm_engine.transformer import Decoder
 from llm_engine.weights import DecoderWeights, load_weights
@@ -108,11 +107,11 @@ def load_engine(
     )
     has_own = uses_triton and deterministic
     operations = _triton_operations(weights) if has_own else TorchOperations()
-    records = uses_triton and device.type == "cuda"
-    make_decoder = _graphed_decoder() if records else Decoder
-    decoder = make_decoder(config, weights, backend, operations)
-    draw_tokens = _triton_sampler() if records else sample
-    engine = Engine(config, storage, decoder, draw_tokens)
+    if not (uses_triton and device.type == "cuda"):
+        engine = Engine(config, storage, Decoder(config, weights, backend, operations))
+    else:
+        decoder = _graphed_decoder()(config, weights, backend, operations)
+        engine = Engine(config, storage, decoder, _triton_sampler())
     if device.type == "cuda":
         engine.warm_up()
     return engine

@@ -34,6 +34,14 @@ class Decoder:
         self._attention.plan(batch)
         return self._run_layers(batch.token_ids_T)
 
+    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
+        """Prepare for passes before they come; may overwrite page 0.
+
+        Args:
+            page_size: Of the pool.
+            max_tokens: Of a sequence.
+        """
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return the scores of the next token, [T, V], in the dtype of the weights."""
         normed_TD = self._norm(hidden_TD, self._weights.final_norm)

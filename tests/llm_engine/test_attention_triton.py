@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from llm_engine import decode_triton
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_torch import TorchAttention
 from llm_engine.attention_triton import TritonAttention
@@ -89,7 +90,10 @@ def test_a_sequence_decodes_to_the_same_bits_beside_a_prefill_and_alone(device: 
     assert torch.equal(beside[:, 5:], alone)
 
 
-def test_batches_larger_than_the_first_buffers_are_decoded(device: torch.device):
+def test_batches_larger_than_the_first_buffers_are_decoded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(decode_triton, "MIN_DECODE_ROWS", 64)
     (triton, _), (reference, _) = make_backends(device, None)
     slices = [slice_of(0, 1, [page % 16]) for page in range(70)]
 

@@ -244,6 +244,27 @@ def test_a_kind_of_pass_is_recorded_only_after_one_has_run(
     assert [each.num_recorded for each in recorders] == [1]
 
 
+@pytest.mark.parametrize("num_pages", [17, 16])
+def test_passes_of_all_sizes_are_recorded_before_service(
+    engine: Engine,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    num_pages: int,
+) -> None:
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (2, 4, 8))
+    monkeypatch.setattr(decode_graphs, "MIN_DECODE_ROWS", 4)
+    recorded = with_recordings(engine)
+    sequences = [sequence([index] * 3, [20 + index], 4) for index in range(4)]
+    expected = results_of(engine, sequences)
+
+    recorded.decoder.warm_up(page_size=16, max_tokens=16 * num_pages)
+
+    (recorder,) = recorders
+    assert recorder.num_recorded == (4 if num_pages == 17 else 2)  # too short to share else
+    assert_equal(results_of(recorded, sequences), expected)
+    assert recorder.num_repeated == recorder.num_recorded + 3
+
+
 def test_a_recording_over_tensors_of_one_pass_is_noticed(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
