@@ -282,7 +282,7 @@ def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
     def use_the_device() -> None:  # as transfers do, in a stream of their own
         with torch.cuda.stream(torch.cuda.Stream()):
             while not stops.is_set():
-                torch.randn(1 << 20, device="cuda").sum().item()
+                torch.ones(1 << 20, device="cuda").sum().item()
 
     # 300 rows are more than the first buffers of attention hold: the others are recorded once more.
     passes = [(1, 0), (3, 0), (17, 0), (24, 200), (24, 0), (300, 200), (3, 0), (17, 200)]
