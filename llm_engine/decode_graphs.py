@@ -9,6 +9,7 @@ another (docs/decisions/0006-the-same-bits-in-any-batch.md).
 Legend: T tokens of all slices, D hidden.
 """
 
+import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,9 @@ from llm_engine.operations import Operations
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 from llm_engine.weights import DecoderWeights
+from observability.logs import fields
+
+logger = logging.getLogger(__name__)
 
 Work = Callable[[], Tensor]
 Recorder = Callable[[Work], Work]
@@ -140,8 +144,14 @@ class _Recordings:
             result = work()
             self._repeats[kind] = None
             return result
-        repeat = self._repeats[kind] or self._record(work)
-        self._repeats[kind] = repeat
+        repeat = self._repeats[kind]
+        if repeat is None:
+            try:
+                repeat = self._record(work)
+            except torch.OutOfMemoryError:  # slower, but nobody's request fails
+                logger.warning("pass_not_recorded", extra=fields(rows=kind[0]))
+                repeat = work
+            self._repeats[kind] = repeat
         return repeat()
 
 

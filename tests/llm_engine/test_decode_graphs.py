@@ -265,6 +265,24 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     assert recorder.num_repeated == recorder.num_recorded + 3
 
 
+def test_a_pass_that_memory_does_not_suffice_to_record_is_launched_as_before(
+    engine: Engine,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sequences = [sequence([index] * 3, [20 + index], 6) for index in range(3)]
+    expected = results_of(engine, sequences)
+
+    def fail(self: LaunchRecorder, work: Work) -> Work:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(LaunchRecorder, "__call__", fail)
+
+    assert_equal(results_of(with_recordings(engine), sequences), expected)
+    assert [each.message for each in caplog.records] == ["pass_not_recorded"]
+
+
 def test_a_recording_over_tensors_of_one_pass_is_noticed(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
