@@ -5,10 +5,11 @@
 Method: Llama-3-8B's shape (32 query heads, 8 key-value heads, head_dim 128), bfloat16, one layer of
 a pool of all layers in random pages of random data; the launch in a CUDA graph; 256 MB are written
 between runs, so that the L2 cache is cold; time from events around the replay; median and longest.
-"@compact" is the same on a pool of one layer. "tbps" counts the bytes of keys and values read,
-"tflops" the operations of the visible scores. plan() is host time and no part of "us". Matrix
-products draw so much power that the clocks fall within a second: a prefill case starts after a
-rest, "@sustained" follows at once.
+"@compact" is the same on a pool of one layer. Where a case's tokens do not fit the pool in all 32
+layers, its pages have as many as fit (15 for 128x8192 in 64 GB). "tbps" counts the bytes of keys
+and values read, or of logits, each once, "tflops" the operations of the visible scores. plan() is
+host time and no part of "us". Matrix products draw so much power that the clocks fall within a
+second: a prefill case starts after a rest, "@sustained" follows at once.
 
 The write leaves some 50 MB in L2 that have to be written back while the kernel reads, and "us"
 contains that; "clean_us" does not: 256 MB have been read after the write. "read/..." is what a
@@ -100,9 +101,10 @@ def run_cases(bench: Bench, prefixes: tuple[str, ...], page_size: int) -> Iterat
     for case, run in attention_cases():
         if case.startswith(prefixes):
             yield from run(bench, page_size)
-    for case, launch in sampling_cases(bench.device):
+    for case, num_bytes, launch in sampling_cases(bench.device):
         if case.startswith(prefixes):
-            yield bench.time(case, launch)
+            timing = bench.time(case, launch)
+            yield replace(timing, tbps=num_bytes / timing.us / 1e6)
     for page_bytes in (2 << 20, 8 << 20):
         for case, num_bytes, copy in page_cases(bench, 256, page_bytes):
             if case.startswith(prefixes):

@@ -25,8 +25,8 @@ FILTERS = {
 FLAT = ("topk_topp", "topp", "minp")
 
 
-def sampling_cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield cases; each launch draws one token per row."""
+def sampling_cases(device: torch.device) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
+    """Yield cases, the bytes of their logits, and what draws one token per row."""
     generator = torch.Generator(device).manual_seed(0)
     sampler = TokenSampler(vocab_size=VOCAB_SIZE, max_rows=max(BATCHES), device=device)
     shape = (max(BATCHES), VOCAB_SIZE)
@@ -34,11 +34,13 @@ def sampling_cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Ten
     flat = 1e-3 * torch.randn(shape, generator=generator, device=device)
     for name, filters in FILTERS.items():
         for batch in BATCHES:
-            yield f"sampling/{name}/{batch}", _case(sampler, normal[:batch], *filters)
+            logits = normal[:batch]
+            yield f"sampling/{name}/{batch}", logits.nbytes, _case(sampler, logits, *filters)
     for name in FLAT:
         for batch in (1, 32):
-            case = _case(sampler, flat[:batch], *FILTERS[name])
-            yield f"sampling/{name}_flat/{batch}", case
+            logits = flat[:batch]
+            case = _case(sampler, logits, *FILTERS[name])
+            yield f"sampling/{name}_flat/{batch}", logits.nbytes, case
 
 
 def _case(

@@ -9,7 +9,7 @@ from benchmarks import attention_cases
 from benchmarks.attention_cases import run_cascade, run_decode, run_prefill
 from benchmarks.bench import FP8_SCALE, Bench, Timing
 from benchmarks.cascade_cases import Forest
-from benchmarks.kernels import prefixes_of
+from benchmarks.kernels import prefixes_of, run_cases
 from tests.support.triton_interpreter import interpreted
 
 FP8 = torch.float8_e4m3fn
@@ -38,6 +38,27 @@ class Rehearsal(Bench):
 
     def rest(self, seconds: float) -> None:
         pass
+
+
+class Unlaunched(Rehearsal):
+    """Launches nothing."""
+
+    def time(
+        self, case: str, launch: Callable[[], object], *, also_with_clean_l2: bool = False
+    ) -> Timing:
+        return Timing(case=case, us=2.0, max_us=3.0)
+
+
+def test_draws_and_copies_are_told_in_bytes_per_second():
+    prefixes = ("sampling/", "gather/", "scatter/", "copy/")
+    with interpreted():
+        first, *timings = run_cases(Unlaunched(), prefixes, page_size=16)
+
+    assert first.case == "launch/empty"
+    assert {each.case.split("/")[0] + "/" for each in timings} == set(prefixes)
+    rates = {each.case: each.tbps for each in timings}
+    assert rates["sampling/topk_topp/32"] == pytest.approx(32 * 128_256 * 4 / 2.0 / 1e6)
+    assert None not in rates.values()
 
 
 def test_no_two_cases_have_one_name():
