@@ -33,7 +33,8 @@ from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
 from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for
 
 # Of the shared part's tiles, per us and multiprocessor, measured on one H200
-TRITON_FLOPS, HOPPER_FLOPS = 3.0e6, 3.8e6
+TRITON_FLOPS, TRITON_FP8_FLOPS, HOPPER_FLOPS = 3.0e6, 1.3e6, 3.8e6
+FP8_BYTES_PER_US = 2.3e6  # what decode converts, wherever it is read from; measured likewise
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_PAGE_SIZES = (16, 32, 64, 128)
 
@@ -160,7 +161,8 @@ class CascadeAttention:
         self.tile = tile or shared_tile(pages, max_requests * group)
         self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
         self.unit_len = math.lcm(rule.split_len, page_size)
-        is_hopper = isinstance(self.tile, HopperSharedTile)
+        is_fp8 = pages.element_size() == 1
+        flops = HOPPER_FLOPS if isinstance(self.tile, HopperSharedTile) else TRITON_FLOPS
         flops_per_token = 4 * self.tile.block_m * padded(head_dim) * self.tile.programs_per_sm
         self.model = CascadeModel(
             num_kv_heads=num_kv_heads,
@@ -168,8 +170,14 @@ class CascadeAttention:
             token_bytes=2 * num_kv_heads * head_dim * pages.element_size(),
             num_programs=self.num_programs,
             num_decode_programs=self.decode.num_programs,
-            tile_token_us=flops_per_token / (HOPPER_FLOPS if is_hopper else TRITON_FLOPS),
+            tile_token_us=flops_per_token / (TRITON_FP8_FLOPS if is_fp8 else flops),
         )
+        if is_fp8:
+            self.model = replace(
+                self.model,
+                hbm_bytes_per_us=FP8_BYTES_PER_US,
+                repeated_bytes_per_us=FP8_BYTES_PER_US,
+            )
         if self.flat is self.decode:
             rate = self.model.repeated_bytes_per_us
             self.model = replace(self.model, flat_repeated_bytes_per_us=rate)

@@ -73,7 +73,16 @@ PREFILL_CASES: dict[str, list[tuple[int, int]]] = {
     "prefill/16384": [(16_384, 16_384)],
 }
 
-FP8_CASCADES = ("cascade/16,8192,256", "cascade/64,8192,256", "cascade/256,8192,128")
+FP8_CASCADES = (
+    "cascade/8,4096,1024",
+    "cascade/16,8192,256",
+    "cascade/64,8192,256",
+    "cascade/256,8192,128",
+    "cascade/edge/4,1024,1024",
+    "cascade/edge/8,512,2048",
+    "cascade/edge/16,256,256",
+    "cascade/edge/32,256,1024",
+)
 TARGET_CASCADES = [f"cascade/{batch},{shared},{own}" for batch, shared, own in TWO_LEVELS]
 FP8_PREFILLS = ("prefill/8192", "prefill/2048@34816")
 

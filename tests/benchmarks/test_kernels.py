@@ -79,9 +79,14 @@ def test_cases_of_fp8_stand_beside_those_of_bfloat16():
     assert all(name.removesuffix("@fp8") in NAMES for name in fp8)
     others = {name for name in fp8 if not name.startswith(("decode/", "read/"))}
     assert others == {
+        "cascade/8,4096,1024@fp8",
         "cascade/16,8192,256@fp8",
         "cascade/64,8192,256@fp8",
         "cascade/256,8192,128@fp8",
+        "cascade/edge/4,1024,1024@fp8",
+        "cascade/edge/8,512,2048@fp8",
+        "cascade/edge/16,256,256@fp8",
+        "cascade/edge/32,256,1024@fp8",
         "prefill/8192@fp8",
         "prefill/2048@34816@fp8",
     }
