@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from cluster.config import ClusterConfig
+from cluster.descendants import no_descendant_left
 from cluster.launch import RunningCluster, start_cluster
 from cluster.stop_signals import StopSignals
 
@@ -30,7 +31,10 @@ def running_cluster(
     # A thread of its own, because Ray takes over SIGTERM in a main thread. It lives as long as the
     # cluster, because Ray's processes end with the thread that started them.
     logging.getLogger("ray._private.worker").addFilter(_is_no_signal_note)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray") as thread:
+    with (
+        no_descendant_left(),
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray") as thread,
+    ):
         starting = thread.submit(
             start_cluster, config, shows_worker_logs=shows_worker_logs, say=say, check=signals.check
         )

@@ -11,13 +11,14 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
 
+from cluster.descendants import kill_descendants
 from cluster.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """While entered, notes SIGINT and SIGTERM; a second one ends the process at once.
+    """While entered, notes SIGINT and SIGTERM; a second one ends the process and all it started.
 
     Enter it in the main thread, before Ray starts.
     """
@@ -68,7 +69,8 @@ class StopSignals:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.stopped.is_set():
-            os._exit(128 + number)  # the kernel ends Ray's processes with their parent
+            kill_descendants()
+            os._exit(128 + number)
         self._number = number
         self.stopped.set()
         self._on_stop()

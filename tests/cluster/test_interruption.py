@@ -6,26 +6,32 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 
 from cluster.demo_model import demo_model_dir
 from cluster.errors import Interrupted
 from cluster.stop_signals import StopSignals
+from tests.support.processes import kill_session, processes_of_session, until
 
-MARK = "PAGEWIRE_TEST_MARK"  # inherited by all processes of a cluster, workers included
 
-
-def processes_with(mark):
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+@contextmanager
+def serving(*options):
+    """Start serve with the embedded model in a session of its own."""
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(demo_model_dir())]
+    server = subprocess.Popen(
+        [*command, "--port", "0", "--device", "cpu", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with server:
         try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80])
-        except OSError:  # it ended, or is not ours
-            continue
-    return found
+            yield server
+        finally:
+            kill_session(server.pid)
 
 
 @pytest.mark.cluster
@@ -34,31 +40,42 @@ def processes_with(mark):
     [(signal.SIGINT, 1.0), (signal.SIGTERM, 2.0), (signal.SIGINT, 4.0), (signal.SIGTERM, 4.0)],
     ids=str,
 )
-def test_a_signal_during_the_start_leaves_nothing(tmp_path, number, after_s):
-    mark = f"{MARK}={tmp_path}"
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(demo_model_dir())]
+def test_a_signal_during_the_start_leaves_nothing(number, after_s):
     # More workers than can start within the longest delay.
-    command += ["--port", "0", "--device", "cpu", "--prefill", "4", "--decode", "4"]
-    server = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {MARK: str(tmp_path)},
-    )
-    time.sleep(after_s)
-    assert processes_with(mark)
-    server.send_signal(number)
-    output, errors = server.communicate(timeout=30)
+    with serving("--prefill", "4", "--decode", "4") as server:
+        time.sleep(after_s)
+        assert processes_of_session(server.pid)
+        server.send_signal(number)
+        output, errors = server.communicate(timeout=30)
+        left = processes_of_session(server.pid)
 
     assert server.returncode == 128 + number, errors
     assert "Traceback" not in errors
     assert f"stopped by {number.name} before it was done" in errors.splitlines()[-1]
     assert "ready" not in output
-    until = time.monotonic() + 5
-    while (left := processes_with(mark)) and time.monotonic() < until:
+    assert left == {}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("is_ready", [False, True], ids=["starting", "ready"])
+def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
+    num_workers = "1" if is_ready else "4"
+    with serving("--prefill", num_workers, "--decode", num_workers) as server:
+        if is_ready:
+            assert any(line.startswith("ready") for line in server.stdout)
+        else:
+            until(lambda: "ray::DashboardAgent" in str(processes_of_session(server.pid)))
+        server.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    assert left == []
+        server.send_signal(signal.SIGINT)
+        sent_at = time.monotonic()
+        server.communicate(timeout=30)
+        took_s = time.monotonic() - sent_at
+        left = processes_of_session(server.pid)
+
+    assert server.returncode == 130
+    assert took_s < 5
+    assert left == {}
 
 
 def test_a_signal_is_noted_and_raised_where_somebody_looks():

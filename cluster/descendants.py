@@ -1,0 +1,57 @@
+"""The processes that this one started, and those that they started: none is left behind.
+
+Ray's processes end with their parent, but only those that Ray started here: what its raylet started
+lives on after a raylet that was killed, some of it for ever.
+"""
+
+import ctypes
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+KILL_TIMEOUT_S = 2.0
+LOOK_PERIOD_S = 0.01
+
+
+@contextmanager
+def no_descendant_left() -> Iterator[None]:
+    """Keep hold of all descendants while entered, and kill those that are left in the end."""
+    _adopt_orphans(is_on=True)
+    try:
+        yield
+    finally:
+        kill_descendants()
+        _adopt_orphans(is_on=False)
+
+
+def kill_descendants() -> None:
+    """Kill all descendants, and what they start meanwhile; return when none runs.
+
+    It takes no lock, so that a signal's handler may call it. What the kernel has not ended within
+    KILL_TIMEOUT_S is not waited for.
+    """
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (running := _running_descendants()) and time.monotonic() < deadline:
+        for each in running:
+            with suppress(psutil.Error):
+                each.kill()
+        time.sleep(LOOK_PERIOD_S)
+
+
+def _running_descendants() -> list[psutil.Process]:
+    running = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if each.status() != psutil.STATUS_ZOMBIE:
+                running.append(each)
+    return running
+
+
+def _adopt_orphans(*, is_on: bool) -> None:
+    """Become the parent of each descendant whose own parent dies, so that it stays one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))

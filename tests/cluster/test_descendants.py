@@ -1,0 +1,64 @@
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.processes import kill_session, processes_of_session, until
+
+# A child, a grandchild, and an orphan: a grandchild whose parent has ended.
+START = """
+import signal, subprocess, time
+from cluster.descendants import no_descendant_left
+from cluster.stop_signals import StopSignals
+
+def start():
+    subprocess.Popen(["sh", "-c", "sleep 301 & sleep 302"])
+    subprocess.run(["sh", "-c", "sleep 303 >/dev/null 2>&1 &"])
+"""
+LEAVES = "with no_descendant_left():\n    start()\n"
+RAISES = LEAVES + "    raise SystemExit(7)\n"
+WAITS = "with StopSignals(), no_descendant_left():\n    start()\n    time.sleep(300)\n"
+
+
+@pytest.fixture
+def started(request):
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + request.param], start_new_session=True
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            kill_session(process.pid)
+
+
+def num_sleepers(process):
+    commands = processes_of_session(process.pid).values()
+    return sum(each.startswith("sleep") for each in commands)
+
+
+@pytest.mark.parametrize(
+    ("started", "code"),
+    [(LEAVES, 0), (RAISES, 7)],
+    indirect=["started"],
+    ids=["leaves", "raises"],
+)
+def test_what_is_left_in_the_end_is_killed(started, code):
+    assert started.wait(30) == code
+    assert processes_of_session(started.pid) == {}
+
+
+@pytest.mark.parametrize("started", [WAITS], indirect=True, ids=["waits"])
+def test_a_second_signal_kills_all_before_the_process_ends(started):
+    until(lambda: num_sleepers(started) == 3)
+
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert started.poll() is None
+    assert num_sleepers(started) == 3
+    started.send_signal(signal.SIGTERM)
+
+    assert started.wait(30) == 128 + signal.SIGTERM
+    assert processes_of_session(started.pid) == {}
