@@ -1,7 +1,8 @@
 """The command line: pagewire serve, demo, generate, chat, status, doctor, version.
 
 Exit codes: 0 all went well; 1 something did not, and the text on standard error says what; 2 the
-command line or the configuration was wrong; 130 and 143 SIGINT or SIGTERM came before the end.
+command line or the configuration was wrong; 129, 130 and 143 SIGHUP, SIGINT or SIGTERM came before
+the end.
 """
 
 import io
@@ -64,7 +65,7 @@ def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(config: ClusterConfig) -> None:
-    """Serve a checkpoint in the foreground until Ctrl-C or SIGTERM."""
+    """Serve a checkpoint in the foreground until Ctrl-C, SIGTERM or its terminal closes."""
     prepare_local_ray()
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:

@@ -7,7 +7,7 @@ ClusterError
 ├── PlacementError     the hosts do not have what was asked for
 ├── StartError         something did not start, or not in time
 ├── DemoError          the demo ran but did not show what it must
-└── Interrupted        SIGINT or SIGTERM came before the work was done
+└── Interrupted        a stop signal came before the work was done
 """
 
 import signal
@@ -34,7 +34,7 @@ class DemoError(ClusterError):
 
 
 class Interrupted(ClusterError):
-    """SIGINT or SIGTERM came before the work was done; everything that ran was stopped."""
+    """A stop signal came before the work was done; everything that ran was stopped."""
 
     def __init__(self, signal_number: int) -> None:
         name = signal.Signals(signal_number).name

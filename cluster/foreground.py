@@ -1,6 +1,7 @@
 """Runs a cluster in the foreground: a signal ends it at any time and leaves nothing."""
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ def running_cluster(
     logging.getLogger("ray._private.worker").addFilter(_is_no_signal_note)
     with (
         no_descendant_left(),
-        ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray") as thread,
+        ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="ray", initializer=_block_hangups
+        ) as thread,
     ):
         starting = thread.submit(
             start_cluster, config, shows_worker_logs=shows_worker_logs, say=say, check=signals.check
@@ -46,6 +49,14 @@ def running_cluster(
             yield cluster
         finally:
             thread.submit(cluster.stop, config.stop_grace_s).result()
+
+
+def _block_hangups() -> None:
+    """Block SIGHUP in this thread and all processes that it starts.
+
+    A terminal that closes sends it to each of them, and would end what running requests need.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 def _is_no_signal_note(record: logging.LogRecord) -> bool:

@@ -14,23 +14,29 @@ from typing import Any
 from cluster.descendants import kill_descendants
 from cluster.errors import Interrupted
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STANDARD_OUTPUTS = (1, 2)  # file descriptors
 
 
 class StopSignals:
-    """While entered, notes SIGINT and SIGTERM; a second one ends the process and all it started.
+    """While entered, notes SIGINT, SIGTERM and SIGHUP, with which a terminal closes.
 
-    Enter it in the main thread, before Ray starts.
+    A second SIGINT or SIGTERM ends the process and all it started at once. Under nohup SIGHUP stays
+    ignored. Enter it in the main thread, before Ray starts.
     """
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
         self._number = 0
         self._previous: dict[int, Any] = {}  # signal number |-> handler
+        self._terminals: list[int] = []  # file descriptors
         self._on_stop: Callable[[], object] = lambda: None
 
     def __enter__(self) -> "StopSignals":
         self._previous = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+        if self._previous[signal.SIGHUP] is signal.SIG_IGN:
+            del self._previous[signal.SIGHUP]
+        self._terminals = [each for each in STANDARD_OUTPUTS if os.isatty(each)]
         self.install()
         return self
 
@@ -40,7 +46,7 @@ class StopSignals:
 
     def install(self) -> None:
         """Take the signals, again where something else has taken them."""
-        for each in STOP_SIGNALS:
+        for each in self._previous:
             signal.signal(each, self._note)
 
     def check(self) -> None:
@@ -68,9 +74,22 @@ class StopSignals:
             self._on_stop = lambda: None
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_closed_terminal()
         if self.stopped.is_set():
+            if number == signal.SIGHUP:
+                return  # when a terminal closes, the kernel sends one and the shell another
             kill_descendants()
             os._exit(128 + number)
         self._number = number
         self.stopped.set()
         self._on_stop()
+
+    def _leave_closed_terminal(self) -> None:
+        """Let what is still to be said go nowhere: to write to a terminal that is gone fails."""
+        gone = [each for each in self._terminals if not os.isatty(each)]
+        if gone:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for each in gone:
+                os.dup2(nowhere, each)
+            os.close(nowhere)

@@ -1,10 +1,14 @@
 """A signal ends serve and demo at any moment of their start: one line, no traceback, no process."""
 
 import asyncio
+import fcntl
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import contextmanager
 
@@ -12,20 +16,20 @@ import pytest
 
 from cluster.demo_model import demo_model_dir
 from cluster.errors import Interrupted
-from cluster.stop_signals import StopSignals
+from cluster.stop_signals import STOP_SIGNALS, StopSignals
+from pagewire import Client
 from tests.support.processes import kill_session, processes_of_session, until
 
 
 @contextmanager
-def serving(*options):
+def serving(*options, **streams):
     """Start serve with the embedded model in a session of its own."""
     command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(demo_model_dir())]
     server = subprocess.Popen(
         [*command, "--port", "0", "--device", "cpu", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),
     )
     with server:
         try:
@@ -78,6 +82,37 @@ def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
     assert left == {}
 
 
+@pytest.mark.cluster
+def test_a_terminal_that_closes_ends_it_after_running_requests():
+    near, far = pty.openpty()
+
+    def control():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        fcntl.ioctl(far, termios.TIOCSCTTY, 0)
+
+    streams = {"stdin": far, "stdout": far, "stderr": far, "preexec_fn": control}
+    with serving("--prefill", "1", "--decode", "1", **streams) as server:
+        os.close(far)
+        output = ""
+        while not (found := re.search(r"ready: .* on (\S+) \(cpu\)", output)):
+            output += os.read(near, 4096).decode()
+        with (
+            Client(found[1]) as client,
+            client.stream("x", max_tokens=200, ignore_eos=True) as stream,
+        ):
+            next(stream)
+            os.close(near)
+            os.killpg(server.pid, signal.SIGHUP)  # as a shell does to its jobs
+            for _ in stream:
+                pass
+
+        assert stream.completion.usage.completion_tokens == 200
+        assert server.wait(30) == 0
+        left = processes_of_session(server.pid)
+
+    assert left == {}
+
+
 def test_a_signal_is_noted_and_raised_where_somebody_looks():
     with StopSignals() as signals:
         signals.check()
@@ -105,10 +140,43 @@ def test_a_signal_cancels_what_is_running():
     assert ends == ["cleaned up"]
 
 
+@pytest.fixture
+def hangups(request):
+    """Set how SIGHUP is handled; it may be ignored where the tests run."""
+    before = signal.signal(signal.SIGHUP, request.param)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("hangups", [signal.SIG_DFL], indirect=True, ids=["terminal"])
+@pytest.mark.usefixtures("hangups")
+def test_a_terminal_that_closes_is_no_second_signal():
+    with StopSignals() as signals:
+        for number in (signal.SIGHUP, signal.SIGHUP):  # from the kernel and from the shell
+            os.kill(os.getpid(), number)
+            assert signals.stopped.wait(1)
+        with pytest.raises(Interrupted, match="SIGHUP") as caught:
+            signals.check()
+
+    assert caught.value.exit_code == 129
+
+
+@pytest.mark.parametrize("hangups", [signal.SIG_IGN], indirect=True, ids=["nohup"])
+@pytest.mark.usefixtures("hangups")
+def test_a_hangup_that_is_ignored_stays_so():
+    with StopSignals() as signals:
+        signals.install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not signals.stopped.wait(0.1)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def test_handlers_are_given_back():
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
 
     with StopSignals():
-        pass
+        assert before != [signal.getsignal(each) for each in STOP_SIGNALS]
 
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
