@@ -5,14 +5,14 @@ import signal
 import sys
 import threading
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
-from pagewire import Client, Delta, Message, PagewireError, SamplingOptions, Stream
+from pagewire import Client, Completion, Delta, Message, PagewireError, SamplingOptions, Stream
 
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
@@ -66,7 +66,7 @@ def generate(
             if not as_json:
                 _write(delta)
     if as_json:
-        Console().print_json(data=asdict(stream.completion))
+        Console().print_json(data=_completion_fields(stream.completion))
         return
     sys.stdout.write("\n")
     usage = stream.completion.usage
@@ -146,6 +146,15 @@ def status(
 def _read_stdin() -> str:
     # Bytes that are no UTF-8 become surrogates, which the client refuses by name and place.
     return io.TextIOWrapper(sys.stdin.buffer, "utf-8", errors="surrogateescape").read()
+
+
+def _completion_fields(completion: Completion) -> dict[str, Any]:
+    """Return an answer's fields, and by the same names what the client derives from them."""
+    content = asdict(completion)
+    content |= {"text": completion.text, "finish_reason": completion.finish_reason}
+    if completion.usage:
+        content["usage"]["cached_tokens"] = completion.usage.cached_tokens
+    return content
 
 
 def _show(stream: Stream) -> str:

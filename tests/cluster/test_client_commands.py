@@ -1,6 +1,7 @@
 """The commands as a user meets them: processes against a scripted router."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -75,6 +76,18 @@ def test_generate_prints_the_text_and_accounts_for_it_apart():
     assert "pages_moved=3" in result.stderr
     assert list(service.requests[0].sampling.stop) == ["x"]
     assert not service.requests[0].sampling.HasField("temperature")
+
+
+def test_generate_prints_json_with_what_the_client_derives():
+    with serving_in_thread(answer) as (address, _):
+        result = pagewire("generate", "hello", "--address", address, "--json")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    content = json.loads(result.stdout)
+    assert (content["text"], content["finish_reason"]) == ("echo hello", "stop")
+    assert content["choices"][0]["token_ids"] == [1, 2]
+    counts = {"prompt_tokens": 40, "cached_tokens": 32, "completion_tokens": 2, "pages_moved": 3}
+    assert counts.items() <= content["usage"].items()
 
 
 def test_chat_remembers_what_was_said_and_ends_with_its_input():
