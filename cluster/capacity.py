@@ -15,6 +15,7 @@ from llm_engine.model_config import read_model_config
 
 PROCESS_BYTES = 400 * 2**20  # of a worker beside weights and pages: Python, torch, activations
 CLUSTER_BYTES = 800 * 2**20  # Ray, controller and router
+HIGH_GPU_FRACTION = 0.95  # leaves room for activations
 MEMORY_REMEDY = "--prefill 1 --decode 1 --dtype bfloat16 --cpu-pages-mib 64"
 
 
@@ -84,6 +85,19 @@ def pages_of_worker(needs: ModelNeeds, config: ClusterConfig, gpu_free_bytes: in
         return plan.num_pages_on_cuda(free_bytes=free_bytes, page_bytes=needs.page_bytes)
     except NotEnoughMemory:
         return 0
+
+
+def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str) -> str:
+    """Say how the pages of a worker come to hold the longest request that the model could serve."""
+    needed_mib = -(-needs.context_pages * needs.page_bytes // 2**20)
+    if config.num_pages:
+        return f"pagewire serve --num-pages {needs.context_pages}"
+    if device == "cpu":
+        return f"pagewire serve --cpu-pages-mib {needed_mib}"
+    if config.gpu_memory_fraction < HIGH_GPU_FRACTION:
+        fraction = f"pagewire serve --gpu-memory-fraction {HIGH_GPU_FRACTION}"
+        return f"{fraction}; the context takes {needed_mib} MiB"
+    return f"GPUs that have {needed_mib} MiB for pages beside the weights"
 
 
 def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster import client_commands
+from cluster.capacity import context_remedy, read_model_needs
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
@@ -29,7 +30,6 @@ from cluster.flags import with_config_flags
 from cluster.stop_signals import StopSignals
 from cluster.strict_command import StrictCommand
 from decode_worker.config import DecodeConfig
-from llm_engine.model_config import read_model_config
 from observability.logs import configure_logging
 from pagewire import ConnectionFailedError, InvalidRequestError, PagewireError
 
@@ -72,13 +72,8 @@ def serve(config: ClusterConfig) -> None:
         from cluster.foreground import running_cluster  # imports Ray
 
         with running_cluster(config, signals, shows_worker_logs=True, say=_say) as cluster:
-            assert config.model is not None
-            context_tokens = read_model_config(config.model).max_context_tokens
-            if cluster.context_tokens < context_tokens:
-                _say(
-                    f"note: a request may have {cluster.context_tokens} tokens, the model could "
-                    f"serve {context_tokens}; pagewire doctor says which option gives more pages"
-                )
+            if note := _context_note(config, cluster.device, cluster.context_tokens):
+                _say(note)
             _say(
                 f"ready: pagewire serves {config.model} on {_where(cluster.address)} "
                 f"({cluster.device})"
@@ -198,6 +193,18 @@ def main() -> None:
 def _is_wrong_argument(error: Exception) -> bool:
     """Tell what was refused before anything was sent from what a router refused."""
     return isinstance(error, InvalidRequestError) and error.__cause__ is None
+
+
+def _context_note(config: ClusterConfig, device: str, context_tokens: int) -> str:
+    """Say that the pages do not hold the whole context, and what helps; empty: they do."""
+    assert config.model is not None
+    needs = read_model_needs(config.model, config, device)
+    if context_tokens >= needs.context_tokens:
+        return ""
+    return (
+        f"note: a request may have {context_tokens} tokens, the model could serve "
+        f"{needs.context_tokens}; more with {context_remedy(needs, config, device)}"
+    )
 
 
 def _where(address: str) -> str:

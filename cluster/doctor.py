@@ -12,6 +12,7 @@ from typing import Literal
 from cluster.capacity import (
     MEMORY_REMEDY,
     ModelNeeds,
+    context_remedy,
     memory_account,
     memory_shortage,
     pages_of_worker,
@@ -232,13 +233,7 @@ def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int 
     found = f"a worker's pages hold {tokens} tokens, the model's context is {needs.context_tokens}"
     if tokens >= needs.context_tokens:
         return Finding(check="context", level="ok", found=found)
-    needed_mib = -(-needs.context_pages * needs.page_bytes // 2**20)
-    if config.num_pages:
-        remedy = f"pagewire serve --num-pages {needs.context_pages}"
-    elif gpu_free_bytes is None:
-        remedy = f"pagewire serve --cpu-pages-mib {needed_mib}"
-    else:
-        remedy = f"pagewire serve --gpu-memory-fraction 0.95; the context takes {needed_mib} MiB"
+    remedy = context_remedy(needs, config, "cpu" if gpu_free_bytes is None else "cuda")
     level: Level = "warn" if num_pages else "fail"
     return Finding(check="context", level=level, found=f"{found}; longer is refused", remedy=remedy)
 

@@ -5,7 +5,9 @@ import pytest
 from typer.main import get_command
 
 from cluster import cli
+from cluster.config_file import load_config
 from cluster.config_options import config_options
+from cluster.demo_model import demo_model_dir
 from decode_worker.config import DecodeConfig
 
 SERVE_FLAGS = """
@@ -86,6 +88,26 @@ def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
     assert cli._where("10.0.0.1:5") == "10.0.0.1:5"
     for host in ("0.0.0.0", "[::]"):
         assert cli._where(f"{host}:5").startswith(f"{host}:5, for clients localhost:5 or ")
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "remedy"),
+    [
+        ("cpu", {"cpu_pages_mib": 31}, "pagewire serve --cpu-pages-mib 32"),
+        ("cuda", {"num_pages": 9}, "pagewire serve --num-pages 128"),
+        ("cuda", {}, "pagewire serve --gpu-memory-fraction 0.95; the context takes 32 MiB"),
+        ("cuda", {"gpu_memory_fraction": 0.95}, "GPUs that have 32 MiB for pages beside the"),
+    ],
+)
+def test_a_context_that_the_pages_do_not_hold_is_noted_with_what_helps(device, options, remedy):
+    # 8192 tokens of context; a page of 64 tokens takes 256 KiB in float32.
+    config = load_config(None, {"model": demo_model_dir(), "dtype": "float32"} | options)
+
+    note = cli._context_note(config, device, 576)
+
+    said = "note: a request may have 576 tokens, the model could serve 8192; more with "
+    assert note.startswith(said + remedy)
+    assert cli._context_note(config, device, 8192) == ""
 
 
 def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):
