@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -39,17 +41,29 @@ async def endless(request, context):
         await asyncio.sleep(0.001)
 
 
-def pagewire(*arguments, text=""):
+async def refuse_two(request, context):
+    if request.chat.messages[-1].content == "two":
+        await abort(context, grpc.StatusCode.UNAVAILABLE, "no worker is left")
+    async for each in answer(request, context):
+        yield each
+
+
+def pagewire(*arguments, text="", **variables):
     return subprocess.run(
-        [*PAGEWIRE, *arguments], input=text, capture_output=True, text=True, timeout=WAIT_S
+        [*PAGEWIRE, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        env=os.environ | variables,
     )
 
 
 @contextmanager
-def running(*arguments):
+def running(*arguments, stdin=subprocess.PIPE):
     process = subprocess.Popen(
         [*PAGEWIRE, *arguments],
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -99,6 +113,53 @@ def test_chat_remembers_what_was_said_and_ends_with_its_input():
     probe, _, second = service.requests
     assert [each.content for each in probe.chat.messages] == ["brief", "?"]
     assert [each.content for each in second.chat.messages] == ["brief", "one", "echo one", "two"]
+
+
+def test_chat_on_a_terminal_goes_on_after_an_error_without_its_question():
+    near, far = pty.openpty()
+    with (
+        serving_in_thread(refuse_two) as (address, service),
+        running("chat", "--address", address, stdin=far) as process,
+    ):
+        os.write(near, b"one\ntwo\nthree\n\n")
+        stdout, stderr = process.communicate(timeout=WAIT_S)
+    os.close(near)
+    os.close(far)
+
+    assert (process.returncode, stderr) == (0, "\nerror: no worker is left\n")
+    assert stdout == "> echo one\n> > echo three\n> "
+    last = service.requests[-1].chat.messages
+    assert [each.content for each in last] == ["one", "echo one", "three"]
+
+
+def test_an_error_ends_a_chat_whose_questions_come_from_a_pipe():
+    with serving_in_thread(refuse_two) as (address, _):
+        result = pagewire("chat", "--address", address, text="one\ntwo\nthree\n")
+
+    assert (result.returncode, result.stdout) == (1, "echo one\n")
+    assert result.stderr == "error: no worker is left\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("generate", "x"), "Gr??e ? ?\n"),
+        (("generate", "x", "--json"), '"text": "Gr??e ? ?"'),
+        (("chat",), "Gr??e ? ?\n"),
+        (("status", "--once"), "decode-0"),
+    ],
+)
+def test_what_a_terminal_cannot_show_becomes_a_question_mark(command, words):
+    async def greet(request, context):
+        stop = common_pb2.FINISH_REASON_STOP
+        yield response("Grüße → \U0001f600", [1], finish_reason=stop, usage=usage())
+
+    with serving_in_thread(greet) as (address, _):
+        result = pagewire(*command, "--address", address, text="x\n", PYTHONIOENCODING="ascii")
+
+    assert result.returncode == 0, result.stderr
+    assert words in result.stdout
+    assert "Traceback" not in result.stderr
 
 
 def test_chat_tells_before_the_first_question_that_nobody_is_there():

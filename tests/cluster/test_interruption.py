@@ -61,6 +61,19 @@ def test_a_signal_during_the_start_leaves_nothing(number, after_s):
 
 
 @pytest.mark.cluster
+def test_a_start_that_takes_too_long_is_explained_and_leaves_nothing():
+    with serving("--prefill", "4", "--decode", "4", "--start-timeout-s", "3") as server:
+        output, errors = server.communicate(timeout=60)
+        left = processes_of_session(server.pid)
+
+    assert server.returncode == 1
+    assert re.search(r"^error: .*decode-3 not ready after 3 s;.* --start-timeout-s$", errors, re.M)
+    assert "Traceback" not in errors
+    assert "ready:" not in output
+    assert left == {}
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize("is_ready", [False, True], ids=["starting", "ready"])
 def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
     num_workers = "1" if is_ready else "4"

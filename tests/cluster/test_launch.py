@@ -1,3 +1,6 @@
+import time
+from types import SimpleNamespace
+
 import pytest
 import ray
 
@@ -6,7 +9,8 @@ from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import PlacementError, StartError
 from cluster.host_memory import HostMemory
-from cluster.launch import _refuse_misfits, _settings, start_cluster
+from cluster.launch import RunningCluster, _refuse_misfits, _settings, start_cluster
+from tests.pagewire.scripted_service import serving_in_thread
 
 
 def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
@@ -79,3 +83,61 @@ def test_a_ray_that_does_not_start_is_explained(monkeypatch):
 
     with pytest.raises(StartError, match=r"cannot start Ray on this host: .* timed out"):
         start_cluster(config, shows_worker_logs=False)
+
+
+class FakeActor:
+    """Its handle: `actor.wait_ready.remote()` returns the actor for a reference."""
+
+    def __init__(self, address=None):
+        self.address = address  # None: it is never ready
+        self.wait_ready = self
+
+    def remote(self):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus"),
+    [({}, ""), ({"GPU": 4.0}, " 1 of 4 GPUs are free;")],
+    ids=["cpu", "gpu"],
+)
+def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
+    monkeypatch, resources, gpus
+):
+    def wait(calls, num_returns, timeout):
+        done = [each for each in calls if each.address]
+        return done[:num_returns], calls
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda call: call.address)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0} if resources else {})
+    actors = {"router-0": FakeActor("h:1"), "prefill-0": FakeActor(), "decode-0": FakeActor()}
+
+    with pytest.raises(StartError) as caught:
+        launch._wait_ready(actors, time.monotonic() + 0.1, 90.0, lambda: None)
+
+    assert str(caught.value) == (
+        f"prefill-0, decode-0 not ready after 90 s;{gpus} see the logs of the Ray session "
+        "(/tmp/ray/session_latest/logs on each host), or raise --start-timeout-s"
+    )
+
+
+def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatch):
+    async def never(request, context):
+        yield
+
+    workers = {"prefill-0": None, "decode-0": None}
+    router = SimpleNamespace(misfits=SimpleNamespace(remote=dict))
+    monkeypatch.setattr(ray, "get", lambda misfits, timeout: misfits)
+    with serving_in_thread(never) as (address, service):
+        cluster = RunningCluster(
+            address=address, device="cpu", workers=workers, router=router, controller=None
+        )
+        with pytest.raises(StartError) as caught:
+            launch._wait_until_served(cluster, time.monotonic() + 1.0, lambda: None)
+
+    assert service.num_statuses > 1
+    assert str(caught.value) == (
+        "the router does not see all workers ready: prefill-0 is unknown, decode-0 is ready"
+    )
