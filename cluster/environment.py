@@ -8,7 +8,7 @@ FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH")
 
 
 def prepare_local_ray() -> None:
-    """Set what a Ray that is started here reads; call it before Ray is imported."""
+    """Set what a Ray that is started here and its processes read; call it before importing Ray."""
     # It listens on the loopback address only, and without it writes a token to the home folder.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -16,6 +16,9 @@ def prepare_local_ray() -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    # gRPC tells of each connection that a stopping server ends, as if something were wrong. Its
+    # errors still come; it reads this where it is imported, so processes must start with it.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # The router gets no GPU and never asks for one; 0 says that hiding them is not needed.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
