@@ -4,16 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from attn_kernels.cascade import CascadeAttention, HopperSharedTile, shared_tile
-from tests.attn_kernels.sm90 import Launch, compile_launch, launches_of
+from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
+from tests.attn_kernels.sm90 import Compiled, Launch, compile_launch, launches_of
 from tests.attn_kernels.test_compile_sm90 import (
+    BF16,
     FEW_SPILLS,
+    FP8,
     FP8_CASCADE_SPILLS,
+    FP16,
     IDS,
     MAX_SHARED_BYTES,
+    PLAIN,
     SHAPES,
+    Options,
     check,
+    check_decode,
     empty,
+    id_of,
     q_dtype,
     scales_of,
 )
@@ -29,6 +36,7 @@ def both_launches(
     dtype: torch.dtype,
     max_requests: int,
     is_exact: bool = True,
+    options: Options = PLAIN,
 ) -> tuple[CascadeAttention, Launch, Launch]:
     made: list[CascadeAttention] = []
     pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
@@ -43,6 +51,7 @@ def both_launches(
             max_kv_tokens=2 * KV_LEN,
             tile=shared_tile(pages, max_rows, is_hopper=True),
             is_exact=is_exact,
+            soft_cap=options.soft_cap,
             **scales_of(pages),
         )
         attention.overlaps = True  # as on a GPU
@@ -50,11 +59,34 @@ def both_launches(
         table = np.arange(-(-KV_LEN // page_size))
         attention.plan([KV_LEN] * 2, np.array([0, len(table)]), np.concatenate((table, table)))
         made.append(attention)
-        q = empty(1, num_qo_heads, head_dim, dtype=q_dtype(dtype))
-        attention.run(q, 0, empty(1, dtype=torch.int32))
+        q = empty(1, num_qo_heads, head_dim, dtype=options.q_dtype or q_dtype(dtype))
+        lse = empty(1, num_qo_heads, dtype=torch.float32) if options.has_lse else None
+        attention.run(q, 0, empty(1, dtype=torch.int32), lse=lse)
 
     shared, decode = launches_of(launch)
     return made[0], shared, decode
+
+
+def check_shared_part(
+    compiled: Compiled,
+    tile: SharedTile | HopperSharedTile,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    is_hopper, is_fp8 = isinstance(tile, HopperSharedTile), dtype == torch.float8_e4m3fn
+    max_spill_bytes = FP8_CASCADE_SPILLS.get(head_dim, FEW_SPILLS) if is_fp8 else FEW_SPILLS
+    check(compiled, max_spill_bytes=0 if is_hopper else max_spill_bytes)
+    assert tile.programs_per_sm * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
+    assert "griddepcontrol.launch_dependents" in compiled.ptx
+    if dtype != torch.float32:
+        assert "wgmma.mma_async" in compiled.ptx
+        assert "mma.sync" not in compiled.ptx
+        if is_hopper:
+            assert not is_fp8
+            assert "setmaxnreg" in compiled.ptx
+            assert "cp.async.bulk.tensor" in compiled.ptx
+        else:
+            assert "cp.async.cg.shared.global" in compiled.ptx
 
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "inexact"])
@@ -75,29 +107,64 @@ def test_shared_part(
         num_qo_heads, num_kv_heads, head_dim, page_size, dtype, max_requests, is_exact
     )
 
-    compiled = compile_launch(shared)
-
-    is_fp8 = dtype == torch.float8_e4m3fn
-    max_spill_bytes = FP8_CASCADE_SPILLS.get(head_dim, FEW_SPILLS) if is_fp8 else FEW_SPILLS
-    if isinstance(attention.tile, HopperSharedTile):
-        max_spill_bytes = 0
-    check(compiled, max_spill_bytes=max_spill_bytes)
-    programs = attention.tile.programs_per_sm
-    assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
-    assert "griddepcontrol.launch_dependents" in compiled.ptx
+    check_shared_part(compile_launch(shared), attention.tile, head_dim, dtype)
     assert decode.options["launch_pdl"]
-    if dtype != torch.float32:
-        assert "wgmma.mma_async" in compiled.ptx
-        assert "mma.sync" not in compiled.ptx
-        if isinstance(attention.tile, HopperSharedTile):
-            assert not is_fp8
-            assert "setmaxnreg" in compiled.ptx
-            assert "cp.async.bulk.tensor" in compiled.ptx
-        else:
-            assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+# Each with the few rows of Triton's kernel or, where it has one, with the many of Hopper's.
+SHARED_OPTION_SHAPES = [
+    (32, 8, 128, 1, BF16, Options(soft_cap=30.0)),
+    (5, 1, 64, 1, FP16, Options(has_lse=True)),
+    (40, 8, 96, 16, BF16, Options(soft_cap=30.0, has_lse=True)),
+    (16, 8, 256, 1, FP16, Options(soft_cap=30.0)),
+    (16, 8, 256, 32, BF16, Options(has_lse=True)),
+    (32, 8, 128, 1, FP8, Options(q_dtype=FP16, soft_cap=30.0)),
+    (10, 2, 64, 128, FP8, Options(q_dtype=FP16)),
+    (16, 8, 256, 64, FP8, Options(q_dtype=FP16, soft_cap=30.0, has_lse=True)),
+]
+
+
+@pytest.mark.parametrize("shape", SHARED_OPTION_SHAPES, ids=id_of)
+def test_both_launches_with_options(shape: tuple[int, int, int, int, torch.dtype, Options]):
+    *heads_and_pages, dtype, options = shape
+    _, _, head_dim, page_size = heads_and_pages
+
+    attention, shared, decode = both_launches(
+        *heads_and_pages, dtype, max_requests=8, options=options
+    )
+
+    check_shared_part(compile_launch(shared), attention.tile, head_dim, dtype)
+    beside = compile_launch(decode)
+    check_decode(beside, head_dim, page_size, dtype)
+    assert beside.ptx.count("griddepcontrol.wait") == 2
+
+
+@pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "inexact"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (32, 8, 128, 32, BF16, Options(soft_cap=30.0)),
+        (28, 4, 64, 128, FP16, Options(soft_cap=30.0)),
+    ],
+    ids=id_of,
+)
+def test_the_hopper_kernel_with_a_soft_cap(
+    shape: tuple[int, int, int, int, torch.dtype, Options], is_exact: bool
+):
+    *heads_and_pages, dtype, options = shape
+
+    attention, shared, _ = both_launches(
+        *heads_and_pages, dtype, max_requests=256, is_exact=is_exact, options=options
+    )
+
+    assert isinstance(attention.tile, HopperSharedTile)
+    check_shared_part(compile_launch(shared), attention.tile, heads_and_pages[2], dtype)
 
 
 def test_decode_waits_for_the_shared_part_before_it_folds_and_before_it_ends():
-    _, _, decode = both_launches(32, 8, 128, 64, torch.bfloat16, 8)
+    _, _, decode = both_launches(32, 8, 128, 64, BF16, 8)
 
-    assert compile_launch(decode).ptx.count("griddepcontrol.wait") == 2
+    compiled = compile_launch(decode)
+
+    check_decode(compiled, 128, 64, BF16)
+    assert compiled.ptx.count("griddepcontrol.wait") == 2

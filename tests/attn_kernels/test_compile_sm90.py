@@ -1,6 +1,7 @@
 """Every kernel as launched, compiled for Hopper: it fits, hardly spills, uses the right unit."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ IDS = [
 FEW_SPILLS = 56
 FP8_DECODE_SPILLS = {256: 528}  # head_dim |-> bytes
 FP8_CASCADE_SPILLS = {256: 272}
+FP8_WINDOWED_PREFILL_SPILLS = {256: 112}  # without a window, and of any other shape: none
 
 
 def check(compiled: Compiled, *, max_spill_bytes: int = 0) -> None:
@@ -77,12 +79,36 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "dtype"), SHAPES, ids=IDS
-)
-def test_decode(
-    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
-):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What attention is made and run with beside its shape."""
+
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_lse: bool = False
+    q_dtype: torch.dtype | None = None  # None is the pages' own, or bfloat16 over fp8
+
+    def __str__(self) -> str:
+        names = [
+            str(self.q_dtype).replace("torch.", "q-") if self.q_dtype else "",
+            "window" if self.sliding_window else "",
+            "cap" if self.soft_cap else "",
+            "lse" if self.has_lse else "",
+        ]
+        return "-".join(filter(None, names))
+
+
+PLAIN = Options()
+
+
+def compile_decode(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    options: Options = PLAIN,
+) -> Compiled:
     pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
 
     def launch() -> None:
@@ -92,18 +118,24 @@ def test_decode(
             scale=0.1,
             max_requests=1,
             max_kv_tokens=64,
+            sliding_window=options.sliding_window,
+            soft_cap=options.soft_cap,
             **scales_of(pages),
         )
         attention.plan([5])
-        q = empty(1, num_qo_heads, head_dim, dtype=q_dtype(dtype))
-        attention.run(q, 0, empty(1, dtype=INT32))
+        q = empty(1, num_qo_heads, head_dim, dtype=options.q_dtype or q_dtype(dtype))
+        lse = empty(1, num_qo_heads, dtype=torch.float32) if options.has_lse else None
+        attention.run(q, 0, empty(1, dtype=INT32), lse=lse)
 
-    compiled = only_launch(launch)
+    return only_launch(launch)
 
+
+def check_decode(compiled: Compiled, head_dim: int, page_size: int, dtype: torch.dtype) -> None:
+    """What any launch of the Triton kernel must be, also one beside a shared part."""
     is_fp8 = dtype == torch.float8_e4m3fn
     max_spill_bytes = FP8_DECODE_SPILLS.get(head_dim, FEW_SPILLS) if is_fp8 else FEW_SPILLS
     check(compiled, max_spill_bytes=max_spill_bytes)
-    tile = decode_tile(pages, is_hopper=False)
+    tile = decode_tile(empty(1, 1, 2, 1, page_size, head_dim, dtype=dtype), is_hopper=False)
     programs = tile.programs_per_sm
     assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
     if dtype != torch.float32:
@@ -113,6 +145,80 @@ def test_decode(
         copy = "cp.async.ca.shared.global" if is_fp8 else "cp.async.cg.shared.global"
         assert copy in compiled.ptx
         assert "cp.async.wait_group \t0;" not in _loop_of(compiled.ptx), "the pipeline drains"
+
+
+@pytest.mark.parametrize(
+    ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "dtype"), SHAPES, ids=IDS
+)
+def test_decode(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+):
+    compiled = compile_decode(num_qo_heads, num_kv_heads, head_dim, page_size, dtype)
+
+    check_decode(compiled, head_dim, page_size, dtype)
+
+
+# Each option, pages of one token and queries in float16 over fp8, with each head size and kind of
+# pages: pairs of these rather than all combinations, for each costs a second or two.
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+OPTION_SHAPES = [
+    (32, 8, 128, 1, BF16, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)),
+    (5, 1, 64, 16, FP16, Options(sliding_window=4096)),
+    (6, 2, 96, 1, BF16, Options(soft_cap=30.0)),
+    (16, 8, 256, 1, FP16, Options(has_lse=True)),
+    (16, 8, 256, 32, BF16, Options(sliding_window=4096, soft_cap=30.0)),
+    (32, 8, 128, 1, FP8, Options(q_dtype=FP16, sliding_window=4096)),
+    (10, 2, 64, 128, FP8, Options(soft_cap=30.0, has_lse=True)),
+    (40, 8, 96, 16, FP8, Options(q_dtype=FP16, soft_cap=30.0)),
+    (16, 8, 256, 64, FP8, Options(q_dtype=FP16, sliding_window=4096, soft_cap=30.0, has_lse=True)),
+    (32, 32, 256, 1, FP8, Options(sliding_window=4096, soft_cap=30.0)),
+]
+
+
+def id_of(shape: tuple[int, int, int, int, torch.dtype, Options]) -> str:
+    qo, kv, dim, page, dtype, options = shape
+    return f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}-{options}"
+
+
+@pytest.mark.parametrize("shape", OPTION_SHAPES, ids=id_of)
+def test_decode_with_options(shape: tuple[int, int, int, int, torch.dtype, Options]):
+    _, _, head_dim, page_size, dtype, _ = shape
+
+    check_decode(compile_decode(*shape), head_dim, page_size, dtype)
+
+
+def compile_prefill(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    options: Options = PLAIN,
+) -> Compiled:
+    pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+
+    def launch() -> None:
+        attention = PrefillAttention(
+            pages,
+            num_qo_heads=num_qo_heads,
+            scale=0.1,
+            sliding_window=options.sliding_window,
+            soft_cap=options.soft_cap,
+            **scales_of(pages),
+        )
+        attention.plan([5], [5])
+        q = empty(5, num_qo_heads, head_dim, dtype=options.q_dtype or q_dtype(dtype))
+        lse = empty(5, num_qo_heads, dtype=torch.float32) if options.has_lse else None
+        attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32), lse=lse)
+
+    return only_launch(launch)
+
+
+def check_prefill(compiled: Compiled, dtype: torch.dtype, *, max_spill_bytes: int = 0) -> None:
+    check(compiled, max_spill_bytes=max_spill_bytes)
+    if dtype != torch.float32:
+        assert "wgmma.mma_async" in compiled.ptx
+        assert "mma.sync" not in compiled.ptx
 
 
 WINDOWED = [0, 2, 8, 10]  # shapes to compile with a sliding window too: it adds a loop
@@ -133,26 +239,21 @@ def test_prefill(
     dtype: torch.dtype,
     sliding_window: int | None,
 ):
-    pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+    options = Options(sliding_window=sliding_window)
 
-    def launch() -> None:
-        attention = PrefillAttention(
-            pages,
-            num_qo_heads=num_qo_heads,
-            scale=0.1,
-            sliding_window=sliding_window,
-            **scales_of(pages),
-        )
-        attention.plan([5], [5])
-        q = empty(5, num_qo_heads, head_dim, dtype=q_dtype(dtype))
-        attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32))
+    compiled = compile_prefill(num_qo_heads, num_kv_heads, head_dim, page_size, dtype, options)
 
-    compiled = only_launch(launch)
+    check_prefill(compiled, dtype)
 
-    check(compiled)
-    if dtype != torch.float32:
-        assert "wgmma.mma_async" in compiled.ptx
-        assert "mma.sync" not in compiled.ptx
+
+@pytest.mark.parametrize("shape", OPTION_SHAPES, ids=id_of)
+def test_prefill_with_options(shape: tuple[int, int, int, int, torch.dtype, Options]):
+    _, _, head_dim, _, dtype, options = shape
+    max_spill_bytes = 0
+    if dtype == FP8 and options.sliding_window is not None:
+        max_spill_bytes = FP8_WINDOWED_PREFILL_SPILLS.get(head_dim, 0)
+
+    check_prefill(compile_prefill(*shape), dtype, max_spill_bytes=max_spill_bytes)
 
 
 def small_launches() -> dict[str, Callable[[], object]]:
@@ -160,11 +261,13 @@ def small_launches() -> dict[str, Callable[[], object]]:
     pages = empty(4, 32, 2, 8, 64, 128)
     words = empty(4, 1 << 16, dtype=INT32)
 
-    def append(num_angles: int, pages: torch.Tensor = pages) -> torch.Tensor:
+    def append(
+        num_angles: int, pages: torch.Tensor = pages, dtype: torch.dtype = BF16
+    ) -> torch.Tensor:
         return rotate_and_append(
-            empty(4, 32, 128),
-            empty(4, 8, 128),
-            empty(4, 8, 128),
+            empty(4, 32, 128, dtype=dtype),
+            empty(4, 8, 128, dtype=dtype),
+            empty(4, 8, 128, dtype=dtype),
             pages,
             0,
             cos=empty(9, num_angles, dtype=torch.float32),
@@ -181,6 +284,7 @@ def small_launches() -> dict[str, Callable[[], object]]:
         "rotate_and_append_partial": lambda: append(16),
         "rotate_and_append_fp8": lambda: append(64, pages.to(torch.float8_e4m3fn)),
         "rotate_and_append_partial_fp8": lambda: append(16, pages.to(torch.float8_e4m3fn)),
+        "rotate_and_append_float16_to_fp8": lambda: append(64, pages.to(FP8), FP16),
         "rms_norm": lambda: rms_norm(empty(4, 4096), empty(4096), 1e-5, residual=empty(4, 4096)),
         "rms_norm_wide": lambda: rms_norm(empty(4, 8192), empty(8192), 1e-5),
         "silu_mul": lambda: silu_mul(empty(4, 14336), empty(4, 14336)),

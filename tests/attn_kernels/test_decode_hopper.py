@@ -79,12 +79,14 @@ def cuda_case(kv_lens: list[int], shape: tuple[int, int, int, int, torch.dtype])
     return quantized(case, torch.bfloat16) if is_fp8 else case
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "overlaps"])
-@pytest.mark.parametrize("is_windowed", [False, True], ids=["all", "window"])
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_programs_fit_a_multiprocessor_and_nothing_spills(
-    shape: tuple[int, int, int, int, torch.dtype], is_windowed: bool, overlaps: bool
-):
+def check_launch(
+    shape: tuple[int, int, int, int, torch.dtype],
+    *,
+    is_windowed: bool,
+    overlaps: bool,
+    fp8_q_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Compile what is launched: it fits, spills nothing and uses the units that make it fast."""
     num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
     pages = torch.empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
     tile = decode_tile(pages, is_hopper=True, beside_shared=overlaps)
@@ -104,7 +106,7 @@ def test_programs_fit_a_multiprocessor_and_nothing_spills(
             sliding_window=100 if is_windowed else None,
             soft_cap=30.0 if is_windowed else None,
         )
-        q_dtype = torch.bfloat16 if is_fp8 else dtype
+        q_dtype = fp8_q_dtype if is_fp8 else dtype
         q = torch.empty(1, num_qo_heads, head_dim, dtype=q_dtype)
         lse = torch.empty(1, num_qo_heads) if overlaps else None
         table = torch.empty(1, dtype=torch.int32)
@@ -120,7 +122,25 @@ def test_programs_fit_a_multiprocessor_and_nothing_spills(
     )
     assert "wgmma.mma_async" in compiled.ptx
     assert ("griddepcontrol.wait" in compiled.ptx) == overlaps
+    assert "mma.sync" not in compiled.ptx
     assert "cp.async.bulk.tensor.4d" in compiled.ptx
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "overlaps"])
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["all", "window"])
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_programs_fit_a_multiprocessor_and_nothing_spills(
+    shape: tuple[int, int, int, int, torch.dtype], is_windowed: bool, overlaps: bool
+):
+    check_launch(shape, is_windowed=is_windowed, overlaps=overlaps)
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "overlaps"])
+@pytest.mark.parametrize("shape", SHAPES[-2:], ids=IDS[-2:])
+def test_queries_in_float16_over_fp8_pages(
+    shape: tuple[int, int, int, int, torch.dtype], overlaps: bool
+):
+    check_launch(shape, is_windowed=overlaps, overlaps=overlaps, fp8_q_dtype=torch.float16)
 
 
 @pytest.mark.gpu
