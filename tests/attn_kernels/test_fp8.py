@@ -137,7 +137,7 @@ def test_cascade_gives_the_reference_and_the_bits_of_flat_decode(
     out = cascade(case, soft_cap=soft_cap)
 
     assert_close(out, case, soft_cap=soft_cap)
-    if device == "cpu":  # a GPU's bits need tiles of wgmma
+    if device == "cpu":  # a GPU's bits need tiles of wgmma: test_gpu_cascade.py
         assert torch.equal(out, decode(case, soft_cap=soft_cap))
 
 

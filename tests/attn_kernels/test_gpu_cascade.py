@@ -7,9 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile
+from attn_kernels.cascade import (
+    HOPPER_HEAD_DIMS,
+    HOPPER_PAGE_SIZES,
+    CascadeAttention,
+    HopperSharedTile,
+    SharedTile,
+)
+from attn_kernels.checks import HALF_DTYPES
 from attn_kernels.decode import DecodeAttention
-from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
+from tests.attn_kernels.paged_case import PagedCase, assert_close, quantized, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, grow
 
 pytestmark = [
@@ -24,12 +31,50 @@ SHAPES = {
     "gemma": {"num_qo_heads": 16, "num_kv_heads": 8, "head_dim": 256},
     "llama-3-1b": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 64},
     "group-16": {"num_qo_heads": 16, "num_kv_heads": 1, "head_dim": 128},
+    "qwen3-14b": {"num_qo_heads": 40, "num_kv_heads": 8, "head_dim": 128},
 }
-TILES = {
-    "64-rows": SharedTile(block_m=64, num_warps=4, num_stages=3, programs_per_sm=1),
-    "128-rows": SharedTile(block_m=128, num_warps=8, num_stages=3, programs_per_sm=1),
-    "hopper": HopperSharedTile(),
-}
+TILES = [
+    SharedTile(block_m=64, num_warps=4, num_stages=3, programs_per_sm=1),
+    SharedTile(block_m=128, num_warps=8, num_stages=3, programs_per_sm=1),
+]
+WIDE_TILES = [replace(tile, num_warps=8, num_stages=2) for tile in TILES]  # for head_dim 256
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+# The usual shapes in pages of three sizes, and every other shape, page size and dtype in pairs:
+# where pages are in half precision or fp8, served models take cascade attention for any of these.
+BIT_CASES = [
+    # shape, page size, dtype of pages, of queries
+    *(
+        (name, page_size, BF16, BF16)
+        for name in ("llama-3-8b", "qwen2-7b", "llama-3-1b", "group-16")
+        for page_size in (16, 64, 128)
+    ),
+    ("llama-3-8b", 32, FP16, FP16),
+    ("llama-3-1b", 1, BF16, BF16),
+    ("phi-3", 64, BF16, BF16),
+    ("phi-3", 16, FP16, FP16),
+    ("gemma", 32, BF16, BF16),
+    ("gemma", 64, FP16, FP16),
+    ("qwen3-14b", 64, BF16, BF16),
+    ("llama-3-8b", 64, FP8, BF16),
+    ("llama-3-1b", 128, FP8, FP16),
+    ("phi-3", 16, FP8, BF16),
+    ("gemma", 64, FP8, BF16),
+    ("qwen2-7b", 32, FP8, FP16),
+]
+BIT_IDS = [
+    f"{name}-p{page_size}-{str(dtype)[6:]}-q-{str(q_dtype)[6:]}"
+    for name, page_size, dtype, q_dtype in BIT_CASES
+]
+
+
+def tiles_for(case: PagedCase) -> list[SharedTile | HopperSharedTile]:
+    """Return tiles of all kinds that take a pool and fit its device."""
+    page_size, head_dim = case.pages.shape[-2:]
+    is_taken = head_dim in HOPPER_HEAD_DIMS and page_size in HOPPER_PAGE_SIZES
+    if is_taken and case.pages.dtype in HALF_DTYPES:
+        return [*TILES, HopperSharedTile()]
+    return list(WIDE_TILES if head_dim > 128 else TILES)
 
 
 def forest(page_size: int, num_leaves: int = 40) -> SharedTables:
@@ -46,8 +91,22 @@ def forest(page_size: int, num_leaves: int = 40) -> SharedTables:
 
 
 def cuda_case(tables: SharedTables, name: str = "llama-3-8b", **options: object) -> PagedCase:
-    shape = {**SHAPES[name], "dtype": torch.bfloat16, **options}
-    return shared_case(tables, device="cuda", **shape)
+    shape = {**SHAPES[name], "dtype": torch.bfloat16, "device": "cuda", **options}
+    return shared_case(tables, **shape)
+
+
+def bit_case(
+    name: str,
+    page_size: int,
+    dtype: torch.dtype,
+    q_dtype: torch.dtype,
+    tables: SharedTables | None = None,
+    **options: object,
+) -> PagedCase:
+    if tables is None:
+        tables = forest(page_size, 8 if page_size == 1 else 40)  # pages are filled one by one
+    case = cuda_case(tables, name, dtype=q_dtype, **options)
+    return quantized(case, q_dtype) if dtype == FP8 else case
 
 
 def cascade(case: PagedCase, **options: object) -> CascadeAttention:
@@ -70,8 +129,8 @@ def plan(attention: CascadeAttention, case: PagedCase) -> None:
 
 def states(attention: CascadeAttention | DecodeAttention, case: PagedCase) -> tuple[Tensor, Tensor]:
     """Run with float32 outputs: a difference must not hide in bfloat16."""
-    lse = torch.empty(case.q.shape[:2], device="cuda")
-    out = torch.empty(case.q.shape, device="cuda")
+    lse = torch.empty(case.q.shape[:2], device=case.q.device)
+    out = torch.empty(case.q.shape, device=case.q.device)
     attention.run(case.q, case.layer, case.kv_page_indices, out=out, lse=lse)
     return out, lse
 
@@ -107,13 +166,15 @@ def test_other_dtypes(dtype: torch.dtype):
     assert_close(cascade(case).run(case.q, case.layer, case.kv_page_indices), case)
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "llama-3-1b", "group-16"])
-@pytest.mark.parametrize("page_size", [16, 64, 128])
-def test_tiles_and_runs_give_the_bits_of_flat_decode(name: str, page_size: int):
-    case = cuda_case(forest(page_size), name)
+@pytest.mark.parametrize(("name", "page_size", "dtype", "q_dtype"), BIT_CASES, ids=BIT_IDS)
+def test_tiles_and_runs_give_the_bits_of_flat_decode(
+    name: str, page_size: int, dtype: torch.dtype, q_dtype: torch.dtype
+):
+    case = bit_case(name, page_size, dtype, q_dtype)
     expected = flat_states(case)
 
-    for tile in TILES.values():
+    assert_close(expected[0], case)
+    for tile in (None, *tiles_for(case)):
         attention = cascade(case, tile=tile)
         for overlaps in (True, False):
             attention.overlaps = overlaps
@@ -132,8 +193,9 @@ def test_inexact_tiles_are_as_accurate_as_eager_attention(name: str):
         assert_close(attention.run(case.q, case.layer, case.kv_page_indices), case)
 
 
-def test_a_soft_cap_gives_the_bits_of_flat_decode():
-    case = cuda_case(forest(64))
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+def test_a_soft_cap_gives_the_bits_of_flat_decode(dtype: torch.dtype):
+    case = bit_case("llama-3-8b", 64, dtype, BF16)
     flat = DecodeAttention(
         case.pages,
         **case.options,
@@ -141,7 +203,7 @@ def test_a_soft_cap_gives_the_bits_of_flat_decode():
     )
     flat.plan(case.kv_lens)
 
-    for tile in TILES.values():
+    for tile in tiles_for(case):
         attention = cascade(case, tile=tile, soft_cap=2.0)
         assert all_equal(states(attention, case), states(flat, case))
 
@@ -179,7 +241,7 @@ def test_pages_beyond_two_to_the_31_elements():
     pages[shift:] = case.pages
     far = replace(case, pages=pages, kv_page_indices=case.kv_page_indices + shift)
 
-    for tile in TILES.values():
+    for tile in tiles_for(case):
         assert all_equal(
             states(cascade(far, tile=tile), far), states(cascade(case, tile=tile), case)
         )

@@ -139,13 +139,9 @@ def case_of(qo_lens: list[int], kv_lens: list[int], shape: tuple) -> PagedCase:
     )
 
 
-def prefill(
-    case: PagedCase,
-    window: int | None = None,
-    *,
-    lse: torch.Tensor | None = None,
-    tile: HopperTile | None = None,
-) -> torch.Tensor:
+def planned(
+    case: PagedCase, window: int | None = None, *, tile: HopperTile | None = None
+) -> PrefillAttention:
     attention = PrefillAttention(
         case.pages,
         num_qo_heads=case.num_qo_heads,
@@ -155,8 +151,20 @@ def prefill(
     )
     assert isinstance(attention.tile, HopperTile), "the shipped choice on this GPU"
     attention.plan(case.qo_lens, case.kv_lens)
+    return attention
+
+
+def run(
+    attention: PrefillAttention, case: PagedCase, *, lse: torch.Tensor | None = None
+) -> torch.Tensor:
     tables = (case.kv_page_indptr, case.kv_page_indices)
     return attention.run(case.q, case.layer, *tables, lse=lse)
+
+
+def prefill(
+    case: PagedCase, window: int | None = None, *, tile: HopperTile | None = None
+) -> torch.Tensor:
+    return run(planned(case, window, tile=tile), case)
 
 
 @pytest.mark.gpu
@@ -166,7 +174,7 @@ def test_as_accurate_as_eager_attention(shape: tuple):
     case = case_of(QO_LENS, KV_LENS, shape)
     lse = torch.empty(case.q.shape[:2], device="cuda")
 
-    out = prefill(case, shape[5], lse=lse)
+    out = run(planned(case, shape[5]), case, lse=lse)
 
     assert_close(out, case, shape[5])
     torch.testing.assert_close(lse, case.expected(shape[5])[1], atol=2e-5, rtol=1e-5)
@@ -186,3 +194,19 @@ def test_the_same_bits_by_any_number_of_programs_and_stages(
     for num_programs in (1, 7):  # many units in a row
         monkeypatch.setattr(prefill_hopper, "programs_for", lambda *_, n=num_programs: n)
         assert torch.equal(prefill(case, window), together)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6]], ids=[IDS[0], IDS[6]])
+def test_the_same_bits_in_any_run(shape: tuple):
+    case = case_of(QO_LENS, KV_LENS, shape)
+    attention = planned(case, shape[5])
+    lse = torch.empty(case.q.shape[:2], device="cuda")
+    together = run(attention, case, lse=lse)
+    lse_together = lse.clone()
+
+    for _ in range(100):
+        lse.fill_(float("nan"))
+        assert torch.equal(run(attention, case, lse=lse), together)
+        assert torch.equal(lse, lse_together)
