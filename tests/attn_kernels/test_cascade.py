@@ -187,7 +187,7 @@ def test_group_sizes(device: str, num_qo_heads: int, num_kv_heads: int):
     assert_close(cascade(case), case)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64, 128])
 def test_page_sizes_smaller_and_larger_than_a_split(device: str, page_size: int):
     pages = -(-100 // page_size)
     tables = grow(3, [0], [pages], [0] * 3, [1, page_size, 5], page_size=page_size)
@@ -196,13 +196,45 @@ def test_page_sizes_smaller_and_larger_than_a_split(device: str, page_size: int)
     assert_close(cascade(case), case)
 
 
-@pytest.mark.parametrize("head_dim", [32, 96])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(device: str, head_dim: int, dtype: torch.dtype):
-    tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page_size"),
+    [
+        (torch.float16, 32, 8),
+        (torch.bfloat16, 32, 8),
+        (torch.bfloat16, 64, 64),
+        (torch.float16, 96, 8),
+        (torch.bfloat16, 96, 32),
+        (torch.float16, 128, 128),
+        (torch.bfloat16, 256, 16),
+        (torch.float16, 256, 1),
+    ],
+)
+def test_half_precision(device: str, dtype: torch.dtype, head_dim: int, page_size: int):
+    tables = grow(3, [0], [-(-40 // page_size)], [0] * 3, [1, 9, 3], page_size=page_size)
     case = shared_case(tables, head_dim=head_dim, dtype=dtype, device=device)
 
-    assert_close(cascade(case), case)
+    out = cascade(case)
+
+    assert_close(out, case)
+    if device == "cpu":
+        assert torch.equal(out, flat(case))
+
+
+def test_edges_of_requests_beside_a_shared_prefix(device: str):
+    # An empty suffix, one that fills its page, one token in all, and a lone request that ends with
+    # its page; five requests: an odd batch.
+    shared = [5, 2, 7, 3]  # 32 tokens: two splits
+    own = [[], [6], [1], [4], [0, 8]]
+    tables = SharedTables.of(
+        [shared, shared + own[1], shared + own[2], own[3], own[4]], [32, 40, 33, 1, 16], 8
+    )
+    case = shared_case(tables, device=device)
+
+    out = cascade(case)
+
+    assert_close(out, case)
+    if device == "cpu":
+        assert torch.equal(out, flat(case))
 
 
 def test_rows_and_single_requests_and_padding(device: str):
@@ -234,7 +266,7 @@ def test_rows_and_single_requests_and_padding(device: str):
     attention.run(q, case.layer, case.kv_page_indices, out=out)
 
     assert attention.num_shared_items > 0
-    torch.testing.assert_close(out[rows[:4]], case.expected()[0])
+    assert_close(out[rows[:4]], case)
     assert (out[0] == 0).all()
     assert (out[[3, 5, 7]] == -1.0).all()
 

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from attn_kernels.append import rotate_and_append
-from attn_kernels.decode import DecodeAttention
+from attn_kernels.decode import DecodeAttention, decode_tile
 from attn_kernels.decode_plan import SplitRule
-from attn_kernels.pages import gather_pages, scatter_pages
+from attn_kernels.digest import digest_pages
+from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
+from attn_kernels.prefill_triton import prefill_tile
+from kv_cache.torch_storage import digest_multipliers
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 
 pytestmark = [
@@ -46,12 +49,13 @@ def decode(case: PagedCase, **options: object) -> torch.Tensor:
     return decoder(case, **options).run(case.q, case.layer, case.kv_page_indices)
 
 
-def prefill(case: PagedCase, sliding_window: int | None = None) -> torch.Tensor:
+def prefill(case: PagedCase, sliding_window: int | None = None, **options: object) -> torch.Tensor:
     attention = PrefillAttention(
         case.pages,
         num_qo_heads=case.num_qo_heads,
         scale=case.scale,
         sliding_window=sliding_window,
+        **options,
     )
     attention.plan(case.qo_lens, case.kv_lens)
     return attention.run(case.q, case.layer, case.kv_page_indptr, case.kv_page_indices)
@@ -147,10 +151,19 @@ def test_offsets_beyond_2_to_the_31_elements():
     staging = torch.zeros(2, *pages.shape[1:], dtype=torch.bfloat16, device="cuda")
     ids = torch.tensor([399, 390], device="cuda")
 
-    assert torch.equal(prefill(far), prefill(small))
-    assert torch.equal(decode(far.only(0)), decode(small.only(0)))
+    for tile in (None, prefill_tile(128, 2)):  # the shipped kernel, that in plain Triton
+        assert torch.equal(prefill(far, tile=tile), prefill(small, tile=tile))
+    for tile in (None, decode_tile(pages, is_hopper=False)):
+        far_out = decode(far.only(0), tile=tile)
+        assert torch.equal(far_out, decode(small.only(0), tile=tile))
     gather_pages(pages, ids, staging)
     assert torch.equal(staging, pages[ids])
+    words, staged = (each.view(torch.int32).flatten(1) for each in (pages, staging))
+    multipliers = digest_multipliers(words.shape[1]).to("cuda")
+    digests = digest_pages(words, ids, multipliers)
+    assert torch.equal(digests, digest_pages(staged, torch.arange(2, device="cuda"), multipliers))
+    copy_pages(pages, ids, ids - 20)
+    assert torch.equal(pages[ids - 20], staging)
     pages[ids] = 0
     scatter_pages(staging, ids, pages)
     assert torch.equal(staging, pages[ids])

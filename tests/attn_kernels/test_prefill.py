@@ -51,23 +51,35 @@ def test_group_sizes(device: str, num_qo_heads: int, num_kv_heads: int):
     assert_close(prefill(case), case)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64, 128])
 def test_page_sizes_smaller_and_larger_than_a_tile(device: str, page_size: int):
     case = make_case([9, 5], [page_size + 9, 70], page_size=page_size, device=device)
 
     assert_close(prefill(case), case)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 def test_head_dims(device: str, head_dim: int):
     case = make_case([6], [19], head_dim=head_dim, device=device)
 
     assert_close(prefill(case), case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(device: str, dtype: torch.dtype):
-    case = make_case([3, 17], [16, 50], dtype=dtype, device=device)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page_size"),
+    [
+        (torch.float16, 16, 8),
+        (torch.bfloat16, 16, 8),
+        (torch.bfloat16, 64, 128),
+        (torch.float16, 96, 32),
+        (torch.bfloat16, 128, 16),
+        (torch.float16, 256, 64),
+        (torch.bfloat16, 256, 1),
+    ],
+)
+def test_half_precision(device: str, dtype: torch.dtype, head_dim: int, page_size: int):
+    shape = {"head_dim": head_dim, "page_size": page_size, "dtype": dtype}
+    case = make_case([3, 17], [16, 50], device=device, **shape)
 
     assert_close(prefill(case), case)
 
@@ -86,9 +98,8 @@ def test_a_soft_cap_bounds_scores(device: str, window: int | None):
 
     out = prefill(case, window=window, soft_cap=0.5, lse=lse)
 
-    expected, expected_lse = case.expected(window, soft_cap=0.5)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
+    assert_close(out, case, window, soft_cap=0.5)
+    torch.testing.assert_close(lse, case.expected(window, soft_cap=0.5)[1])
     assert not torch.allclose(out, prefill(case, window=window), atol=1e-3)
 
 
@@ -114,25 +125,51 @@ def test_a_token_has_the_same_bits_in_any_chunk_any_batch_and_any_pages(
         assert torch.equal(part, whole[rows])
 
 
-def test_worked_example_of_the_block_sparse_primer_for_three_query_rows(device: str):
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_worked_example_of_the_block_sparse_primer(device: str, num_rows: int, page_size: int):
     # softmax(1, 1, 2) over values [1, 1], [2, 0], [0, 1], for the last of three tokens
-    pages = torch.zeros(2, 1, 2, 1, 2, 16, device=device)
-    pages[1, 0, 0, 0, :, :2] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    pages[0, 0, 0, 0, 0, :2] = torch.tensor([1.0, 1.0])
-    pages[1, 0, 1, 0, :, :2] = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
-    pages[0, 0, 1, 0, 0, :2] = torch.tensor([0.0, 1.0])
-    q = torch.zeros(3, 1, 16, device=device)
+    pages = torch.full((5, 1, 2, 1, page_size, 16), float("nan"), device=device)
+    table = [3, 0, 4][: -(-3 // page_size)]
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=device)
+    values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 1.0]], device=device)
+    for token in range(3):
+        slot = pages[table[token // page_size], 0, :, 0, token % page_size]
+        slot.zero_()
+        slot[0, :2], slot[1, :2] = keys[token], values[token]
+    q = torch.zeros(num_rows, 1, 16, device=device)
     q[..., :2] = 1.0
     attention = PrefillAttention(pages, num_qo_heads=1, scale=1.0, tile=TILE)
 
-    attention.plan([3], [3])
-    indptr = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    indices = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    attention.plan([num_rows], [3])
+    indptr = torch.tensor([0, len(table)], dtype=torch.int32, device=device)
+    indices = torch.tensor(table, dtype=torch.int32, device=device)
     out = attention.run(q, 0, indptr, indices)
 
     # The three tokens see scores 1; 1, 1; 1, 1, 2. The primer prints the last row cut short.
-    expected = torch.tensor([[1.0, 1.0], [1.5, 0.5], [0.63, 0.79]])
-    torch.testing.assert_close(out[:, 0, :2].cpu(), expected, atol=0.01, rtol=0)
+    scores = torch.tensor([1.0, 1.0, 2.0], device=device)
+    rows = [torch.softmax(scores[:count], 0) @ values[:count] for count in (1, 2, 3)]
+    torch.testing.assert_close(out[:, 0, :2], torch.stack(rows[-num_rows:]))
+    printed = torch.tensor([[1.0, 1.0], [1.5, 0.5], [0.63, 0.79]])
+    torch.testing.assert_close(out[:, 0, :2].cpu(), printed[-num_rows:], atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("qo_lens", [[0, 3, 0, 9, 0], [0, 0, 0, 0, 0]])
+def test_chunks_without_new_tokens_leave_the_others_as_they_are(device: str, qo_lens: list[int]):
+    case = make_case(qo_lens, [16, 19, 5, 9, 8], device=device)
+    attention = PrefillAttention(
+        case.pages, num_qo_heads=case.num_qo_heads, scale=case.scale, tile=TILE
+    )
+    guard = torch.full((2, *case.q.shape[1:]), 7.0, device=device)
+    out = torch.cat((torch.full_like(case.q, float("nan")), guard))  # rows of no chunk behind
+    q = torch.cat((case.q, guard))
+
+    attention.plan(case.qo_lens, case.kv_lens)
+    attention.run(q, case.layer, case.kv_page_indptr, case.kv_page_indices, out=out)
+
+    assert (out[-2:] == 7.0).all()
+    if sum(qo_lens):
+        assert_close(out[:-2], case)
 
 
 def test_more_new_tokens_than_tokens_are_refused(device: str):
