@@ -178,7 +178,7 @@ def test_items_of_any_length_give_the_same_bits_and_inexact_ones_fewer_slots(
 
 
 @pytest.mark.parametrize(
-    ("num_qo_heads", "num_kv_heads"), [(1, 1), (5, 1), (8, 1), (14, 2), (16, 1)]
+    ("num_qo_heads", "num_kv_heads"), [(1, 1), (10, 2), (8, 1), (14, 2), (16, 1)]
 )
 def test_group_sizes(device: str, num_qo_heads: int, num_kv_heads: int):
     tables = grow(5, [0], [6], [0] * 5, [1, 2, 3, 30, 8], page_size=8)

@@ -111,7 +111,7 @@ def test_shared_part(
     assert decode.options["launch_pdl"]
 
 
-# Each with the few rows of Triton's kernel or, where it has one, with the many of Hopper's.
+# For few requests, of whose rows Triton's kernel takes the shared part
 SHARED_OPTION_SHAPES = [
     (32, 8, 128, 1, BF16, Options(soft_cap=30.0)),
     (5, 1, 64, 1, FP16, Options(has_lse=True)),

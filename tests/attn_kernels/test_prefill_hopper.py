@@ -32,9 +32,10 @@ IDS = [
     f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}-w{window}"
     for qo, kv, dim, page, dtype, window in SHAPES
 ]
-# Chunks whose tiles of rows see one, two, three and more tiles of keys, and that end within a tile.
-QO_LENS = [1, 15, 130, 200, 7, 257, 129, 300, 33]
-KV_LENS = [1, 300, 130, 1000, 40, 257, 384, 300, 161]
+# Chunks whose tiles of rows see one, two, three and more tiles of keys, and that end within a tile,
+# and one without new tokens.
+QO_LENS = [1, 15, 130, 200, 0, 7, 257, 129, 300, 33]
+KV_LENS = [1, 300, 130, 1000, 64, 40, 257, 384, 300, 161]
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
