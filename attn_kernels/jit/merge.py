@@ -33,9 +33,10 @@ def merge_states_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)  # base 2
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for state in tl.static_range(NUM_STATES):
-        out = tl.load(outs_ptr + state * outs_stride + offsets, mask=in_out, other=0.0)
-        lse = tl.load(lses_ptr + state * lses_stride + rows, mask=is_row, other=float("-inf"))
+    outs_offsets, lses_offsets = offsets, rows  # in 64 bits, as strides times states need
+    for _ in tl.static_range(NUM_STATES):
+        out = tl.load(outs_ptr + outs_offsets, mask=in_out, other=0.0)
+        lse = tl.load(lses_ptr + lses_offsets, mask=is_row, other=float("-inf"))
         lse_log2 = lse * LOG2_E
         new_m = tl.maximum(m, lse_log2)
         m_finite = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -46,6 +47,8 @@ def merge_states_kernel(
         acc = tl.fma(acc, alpha[:, None], out * weight[:, None])
         total = tl.fma(total, alpha, weight)
         m = new_m
+        outs_offsets += outs_stride
+        lses_offsets += lses_stride
     is_empty = total == 0.0
     total_finite = tl.where(is_empty, 1.0, total)
     tl.store(out_ptr + offsets, acc / total_finite[:, None], mask=in_out)

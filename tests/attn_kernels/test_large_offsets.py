@@ -144,7 +144,6 @@ def test_rows():
     assert torch.equal(silu_mul(near, x), silu_mul(near, near))
 
 
-@pytest.mark.xfail(reason="jit/merge.py multiplies a state's number and stride in 32 bits")
 def test_merged_states():
     num_states, stride, shape = 3, 2**30, (1, 1, 16)
     elements = reserved((num_states - 1) * stride + 16, torch.bfloat16)
