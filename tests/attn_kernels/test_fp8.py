@@ -9,6 +9,7 @@ from torch import Tensor
 from attn_kernels import reference
 from attn_kernels.append import rotate_and_append
 from attn_kernels.cascade import CascadeAttention, SharedTile
+from attn_kernels.cascade_model import CascadeModel
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import SplitRule
 from attn_kernels.prefill import PrefillAttention
@@ -22,6 +23,7 @@ from tests.attn_kernels.paged_case import (
 )
 from tests.attn_kernels.shared_tables import grow
 from tests.attn_kernels.tolerance import assert_within_twice
+from tests.support.triton_interpreter import interpreted
 
 DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
 PREFILL_TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
@@ -313,3 +315,28 @@ def test_what_append_writes_decode_reads(device: str):
     out = decode(replace(case, k_scale=inputs["k_scale"], v_scale=inputs["v_scale"]))
 
     assert (out.float() - expected).norm() / expected.norm() < FP8_ERROR
+
+
+def test_the_cost_model_knows_that_conversions_bound_what_decode_reads():
+    def model_of(dtype: torch.dtype) -> CascadeModel:
+        pages = torch.zeros(2, 1, 2, 8, 64, 128, dtype=dtype)
+        scale = torch.ones(1, 8) if dtype == torch.float8_e4m3fn else None
+        with interpreted():
+            return CascadeAttention(
+                pages,
+                num_qo_heads=32,
+                scale=0.1,
+                max_requests=64,
+                max_kv_tokens=4096,
+                k_scale=scale,
+                v_scale=scale,
+            ).model
+
+    half, fp8 = model_of(torch.bfloat16), model_of(torch.float8_e4m3fn)
+
+    assert fp8.token_bytes == half.token_bytes / 2
+    # Measured, 128 requests of 8,192 tokens: 946 us in fp8, 960 in half precision.
+    assert fp8.read_us(10**6) == pytest.approx(half.read_us(10**6), rel=0.1)
+    # 256 requests that share 8,192 tokens: 1,848 and 1,333; in the shared part 297 and 125.
+    assert fp8.reread_flat_us(10**6) > 1.3 * half.reread_flat_us(10**6)
+    assert fp8.tile_token_us > 2 * half.tile_token_us
