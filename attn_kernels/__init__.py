@@ -18,6 +18,10 @@ batch, a planner makes items on the host, in numpy. Launchers raise what errors.
     sampling                                                sampling, sampling_bins, gumbel,
                                                             edit_logits, logprobs
 
+Bad input is refused before any launch, and changes nothing. What only the device knows, such as the
+page ids in a page table, is checked in a debug mode: with PAGEWIRE_KERNEL_CHECKS=1 launchers wait
+for the device and check that too (debug_checks.py; tests turn it on for some launches).
+
 They share checks.py, tiles.py and, for attention, jit/attention_state.py; the Hopper kernels
 share jit/warpgroups.py. Begin with decode: the first launch of cascade fills some of its partial
 results. Why bits do not depend on the batch is told in docs/decisions/0006 and 0007, why sampling

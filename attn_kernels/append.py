@@ -11,6 +11,7 @@ from attn_kernels.checks import (
     check_tensor,
     query_dtypes,
 )
+from attn_kernels.debug_checks import check_append, check_scales, debug
 from attn_kernels.errors import ShapeError
 from attn_kernels.jit.append import rotate_and_append_kernel
 from attn_kernels.tiles import padded
@@ -82,14 +83,17 @@ def rotate_and_append(
         raise ShapeError(
             f"cos has {half} columns, must be 1 to {head_dim // 2}, half of head_dim {head_dim}"
         )
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, shape=(None, half), dtype=torch.float32, device=device)
+    check_tensor("cos", cos, shape=(None, half), dtype=torch.float32, device=device)
+    check_tensor("sin", sin, shape=cos.shape, dtype=torch.float32, device=device)
     for name, index in (
         ("positions", positions),
         ("append_page", append_page),
         ("append_offset", append_offset),
     ):
         check_tensor(name, index, shape=(num_tokens,), dtype=torch.int64, device=device)
+    if debug.is_on:
+        check_scales(k_scale, v_scale, layer)
+        check_append(append_page, append_offset, positions, pages=pages, cos=cos)
 
     q_out = torch.empty((num_tokens, num_qo_heads, head_dim), dtype=q.dtype, device=device)
     if num_tokens:

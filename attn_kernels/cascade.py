@@ -22,11 +22,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_kernels.cascade_items import ITEM_FIELDS
 from attn_kernels.cascade_model import CascadeModel
 from attn_kernels.cascade_plan import CascadeEstimate, CascadePlan, plan_cascade
-from attn_kernels.checks import HALF_DTYPES
+from attn_kernels.checks import (
+    HALF_DTYPES,
+    Integers,
+    as_column,
+    check_at_least_one,
+    check_page_ids,
+    check_pages,
+    check_within,
+    hopper_refusal,
+)
 from attn_kernels.decode import DEFAULT_RULE, DecodeAttention, DecodeTile, HopperDecodeTile
 from attn_kernels.decode import decode_tile as shipped_decode_tile
-from attn_kernels.decode_plan import DecodeItems, SplitRule
-from attn_kernels.errors import DtypeError
+from attn_kernels.decode_plan import DecodeBatch, DecodeItems, SplitRule
+from attn_kernels.errors import DtypeError, PlanError, ShapeError
 from attn_kernels.jit.cascade import shared_prefix_kernel
 from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
 from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
@@ -68,17 +77,12 @@ def shared_tile(
         max_rows: Most query rows of one key-value head: requests times query heads of it.
         is_hopper: Whether the device is a Hopper GPU; None looks.
     """
-    _, _, _, _, page_size, head_dim = pages.shape
+    head_dim = pages.shape[-1]
     if pages.element_size() == 4:  # no tensor cores in full float32: for tests, not for speed
         return SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
     if is_hopper is None:
         is_hopper = on_hopper(pages)
-    is_taken = (
-        pages.dtype in HALF_DTYPES
-        and head_dim in HOPPER_HEAD_DIMS
-        and page_size in HOPPER_PAGE_SIZES
-        and pages.numel() // head_dim < 2**31  # rows are numbered in 32 bits
-    )
+    is_taken = pages.dtype in HALF_DTYPES and _hopper_refusal(pages) is None
     if is_hopper and is_taken and max_rows > 128:
         return HopperSharedTile()
     if head_dim > 128:  # two states of 256 columns fill the registers of eight warps
@@ -134,6 +138,9 @@ class CascadeAttention:
         tile: SharedTile | HopperSharedTile | None = None,
         num_programs: int | None = None,
     ) -> None:
+        check_pages(pages)
+        check_at_least_one("split_len", rule.split_len)
+        check_at_least_one("splits_per_segment", rule.splits_per_segment)
         # Segments of all tokens, and the splits of a few requests or of the ends of all.
         self.max_shared_slots = max_kv_tokens // rule.segment_len + max(
             max_requests * rule.splits_per_segment, 2048
@@ -188,6 +195,9 @@ class CascadeAttention:
                     f"pages is {pages.dtype}, the Hopper kernel of the shared part takes only "
                     f"{' or '.join(map(str, HALF_DTYPES))}"
                 )
+            refusal = _hopper_refusal(pages)
+            if refusal is not None:
+                raise ShapeError(f"the Hopper kernel of the shared part does not take {refusal}")
             layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
             box = [min(page_size, self.decode.tile.block_n), 64]
             self._pages_desc = TensorDescriptor.from_tensor(pages.view(-1, head_dim), box, layout)
@@ -195,6 +205,7 @@ class CascadeAttention:
         self.overlaps = device.type == "cuda"  # launches depend on each other's parts only
         self._plan = PlanBuffer(1 + self.max_shared_slots * (ITEM_FIELDS + 2 * group), device)
         self._shared: CascadePlan | None = None
+        self._batch: DecodeBatch
 
     @property
     def num_shared_items(self) -> int:
@@ -203,11 +214,11 @@ class CascadeAttention:
 
     def plan(
         self,
-        kv_lens: Sequence[int],
+        kv_lens: Integers,
         table_starts: npt.NDArray[np.integer],
         page_indices: npt.NDArray[np.integer],
         *,
-        rows: Sequence[int] | None = None,
+        rows: Integers | None = None,
         nodes: Sequence[PrefixNode] | None = None,
     ) -> CascadeEstimate:
         """Make the work items of a batch; two copies to the device on the current stream, one if
@@ -217,14 +228,26 @@ class CascadeAttention:
             kv_lens: Tokens of each request, the new one included; 0 gives a row of zeros.
             table_starts: Index of each request's first page in `page_indices`.
             page_indices: Page ids of all requests, on the host.
-            rows: Row of each request in q and out; None is 0, 1, 2, ...
+            rows: Row of each request in q and out, each once; None is 0, 1, 2, ...
             nodes: The prefix tree of the batch, if it is known; None finds it in the page tables.
 
         Raises:
             CapacityError: If the batch is larger than the buffers.
+            PageTableError: If a request has a page outside the pool, or begins before the table.
+            ShapeError: If arguments differ in length, a length is negative, a row is negative or
+                given twice, or the tree has members that the batch has not.
         """
-        lens = np.asarray(kv_lens, dtype=np.int64)
-        starts = np.asarray(table_starts, dtype=np.int64)
+        batch = self.decode.check_plan(kv_lens, rows=rows, table_starts=table_starts)
+        lens, starts = batch.kv_lens, batch.table_starts
+        page_indices = np.asarray(page_indices)
+        check_page_ids(
+            page_indices,
+            self.decode.pages.shape[0],
+            table_starts=starts,
+            kv_lens=lens,
+            num_entries=batch.num_entries,
+            page_size=self.decode.pages.shape[4],
+        )
         if nodes is None:
             nodes = prefix_tree(
                 starts,
@@ -234,6 +257,7 @@ class CascadeAttention:
                 unit_len=self.unit_len,
             )
         else:
+            _check_members(nodes, len(lens))
             nodes = aligned_tree(nodes, lens, unit_len=self.unit_len)
         shared = plan_cascade(
             nodes,
@@ -244,22 +268,32 @@ class CascadeAttention:
             max_slots=self.max_shared_slots,
             is_exact=self.is_exact,
         )
-        row_of = np.arange(len(lens)) if rows is None else np.asarray(rows, dtype=np.int64)
-        items = self._plan_own(shared, kv_lens, row_of, starts)
-        # Only now: a batch that is too large leaves the last plan as it was.
-        self._shared, self._rows, self._starts = shared, row_of, starts
+        items = self._plan_own(shared, batch)
+        # Only now: a batch that is refused leaves the last plan as it was.
+        self._shared, self._batch = shared, batch
         if shared.num_items > 0:
             self._copy(shared, items)
         return shared.estimate
 
-    def plan_next_step(self, kv_lens: Sequence[int]) -> None:
+    def plan_next_step(self, kv_lens: Integers) -> None:
         """Plan the next step of the same batch: each request has the same pages and some more.
 
         What is shared stays as it is; only requests' own parts are planned again.
+
+        Raises:
+            CapacityError: If the batch is larger than the buffers.
+            PlanError: If nothing is planned.
+            ShapeError: If the batch has another number of requests, or one has become shorter than
+                what it shares.
         """
         shared = self._shared
-        assert shared is not None, "a plan comes first"
-        items = self._plan_own(shared, kv_lens, self._rows, self._starts)
+        if shared is None:
+            raise PlanError("nothing is planned, plan must come before plan_next_step")
+        rows, starts = self._batch.rows, self._batch.table_starts
+        kv_lens = as_column("kv_lens", kv_lens, len(rows))
+        batch = self.decode.check_plan(kv_lens, rows=rows, table_starts=starts)
+        items = self._plan_own(shared, batch)
+        self._batch = batch
         if shared.num_items > 0 and not np.array_equal(items.first_slots, self._first_slots):
             self._copy(shared, items)
 
@@ -338,20 +372,12 @@ class CascadeAttention:
             **compiled,
         )
 
-    def _plan_own(
-        self,
-        shared: CascadePlan,
-        kv_lens: Sequence[int],
-        rows: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-    ) -> DecodeItems:
+    def _plan_own(self, shared: CascadePlan, batch: DecodeBatch) -> DecodeItems:
         """Plan what requests do not share."""
         if shared.num_items == 0:
-            return self.flat.plan(kv_lens, rows=rows, table_starts=starts)
-        return self.decode.plan(
-            kv_lens,
-            rows=rows,
-            table_starts=starts,
+            return self.flat.plan_batch(batch)
+        return self.decode.plan_batch(
+            batch,
             first_private=shared.first_private,
             num_shared_slots=shared.num_shared_slots,
         )
@@ -371,6 +397,17 @@ class CascadeAttention:
         # Rows are query heads: in q, and in the partial results of a request's first slot.
         rows = host[first_row:used].reshape(-1, group, 2)
         heads = np.arange(group)
-        rows[:, :, 0] = self._rows[shared.members, None] * num_heads + heads
+        rows[:, :, 0] = self._batch.rows[shared.members, None] * num_heads + heads
         rows[:, :, 1] = items.first_slots[shared.members, None] * num_heads + heads
         self._plan.send(used)
+
+
+def _check_members(nodes: Sequence[PrefixNode], num_requests: int) -> None:
+    """Check that a tree which a cache knows is one of the batch."""
+    for node in nodes:
+        check_within("members of nodes", node.members, num_requests, ShapeError)
+
+
+def _hopper_refusal(pages: Tensor) -> str | None:
+    """Say what about the shape of a pool the Hopper kernel is not written for."""
+    return hopper_refusal(pages, head_dims=HOPPER_HEAD_DIMS, page_sizes=HOPPER_PAGE_SIZES)

@@ -1,7 +1,12 @@
-"""Checks of tensors that cost no synchronization; each raises what errors.py names."""
+"""Checks that cost no synchronization; each raises what errors.py names.
+
+What only the device knows is checked in a debug mode, by debug_checks.py.
+"""
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
@@ -9,15 +14,19 @@ from torch import Tensor
 from attn_kernels.errors import (
     DeviceError,
     DtypeError,
+    KernelInputError,
     PageTableError,
     ScaleError,
     ShapeError,
     StrideError,
 )
 
+Integers = Sequence[int] | npt.NDArray[np.integer]
+
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn  # of pools only, with a scale for each head
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # bytes |-> integers
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 
@@ -102,6 +111,8 @@ def check_pages(pages: Tensor) -> None:
         dtype=(*FLOAT_DTYPES, FP8_DTYPE),
         device=pages.device,
     )
+    if pages.numel() == 0:
+        raise ShapeError(f"pages has shape {list(pages.shape)}, must have no dimension of size 0")
     check_launchable("pages", pages)
 
 
@@ -129,16 +140,19 @@ def check_kv_scales(pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | Non
         )
 
 
-def check_positive_scales(k_scale: Tensor, v_scale: Tensor) -> None:
-    """Check that scales are positive and finite. For debugging: it waits for the device."""
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        wrong = ~((scale > 0) & scale.isfinite())
-        if bool(wrong.any()):
-            layer, head = wrong.nonzero()[0].tolist()
-            raise ScaleError(
-                f"{name} is {float(scale[layer, head])} for layer {layer} and key-value head "
-                f"{head}, must be positive and finite"
-            )
+def hopper_refusal(
+    pages: Tensor, *, head_dims: Sequence[int], page_sizes: Sequence[int]
+) -> str | None:
+    """Say what about a pool's shape a kernel for Hopper GPUs does not take, and what it takes."""
+    page_size, head_dim = pages.shape[-2:]
+    if head_dim not in head_dims:
+        return f"head_dim {head_dim}, only {head_dims}"
+    if page_size not in page_sizes:
+        return f"page_size {page_size}, only {page_sizes}"
+    num_rows = pages.numel() // head_dim
+    if num_rows >= 2**31:  # they are numbered in 32 bits
+        return f"a pool of {num_rows} rows, only fewer than 2**31"
+    return None
 
 
 def check_mask(sliding_window: int | None, soft_cap: float | None) -> None:
@@ -177,23 +191,113 @@ def check_layer(layer: int, num_layers: int) -> None:
         raise ShapeError(f"layer is {layer}, must be 0 to {num_layers - 1}")
 
 
-def check_page_table(
-    kv_page_indptr: Tensor, kv_page_indices: Tensor, kv_last_page_len: Tensor, pages: Tensor
-) -> None:
-    """Check a page table against the pool. For debugging: it waits for the device."""
-    num_pages, page_size = pages.shape[0], pages.shape[4]
-    indptr = kv_page_indptr.cpu()
-    if int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()):
-        raise PageTableError("kv_page_indptr must begin with 0 and never fall")
-    if int(indptr[-1]) > kv_page_indices.numel():
-        raise PageTableError(
-            f"kv_page_indptr ends with {int(indptr[-1])}, kv_page_indices has "
-            f"{kv_page_indices.numel()} entries"
+def check_rows(q: Tensor, num_rows: int) -> None:
+    """Check that queries have all rows of a plan."""
+    if q.shape[0] < num_rows:
+        raise ShapeError(f"q has {q.shape[0]} rows, must have at least the plan's {num_rows}")
+
+
+def check_entries(name: str, table: Tensor | npt.NDArray[np.integer], num_entries: int) -> None:
+    """Check that a page table, or an array of its borders, is as long as a plan reads it."""
+    if table.shape[0] < num_entries:
+        raise ShapeError(
+            f"{name} has {table.shape[0]} entries, must have at least the plan's {num_entries}"
         )
-    used = kv_page_indices[: int(indptr[-1])]
-    outside = used[(used < 0) | (used >= num_pages)]
-    if outside.numel():
-        raise PageTableError(f"page {int(outside[0])} is outside the pool of {num_pages} pages")
-    wrong = kv_last_page_len[(kv_last_page_len < 1) | (kv_last_page_len > page_size)]
-    if wrong.numel():
-        raise PageTableError(f"kv_last_page_len {int(wrong[0])} must be 1 to {page_size}")
+
+
+def check_at_least_one(name: str, value: int) -> None:
+    """Check a size that a launcher is made with."""
+    if value < 1:
+        raise ShapeError(f"{name} is {value}, must be at least 1")
+
+
+def as_column(
+    name: str, values: Integers, num_requests: int | None = None
+) -> npt.NDArray[np.int64]:
+    """Return what a plan is given for each request as int64, if it is one integer for each."""
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "iu":
+        raise DtypeError(f"{name} is {values.dtype}, must be integers")
+    try:
+        column = np.asarray(values, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DtypeError(f"{name} is no sequence of integers of 64 bits: {error}") from error
+    if column.ndim != 1 or (num_requests is not None and len(column) != num_requests):
+        wanted = "any" if num_requests is None else num_requests
+        raise ShapeError(f"{name} has shape {list(column.shape)}, must be [{wanted}]")
+    return column
+
+
+def check_page_ids(
+    page_ids: npt.NDArray[np.integer],
+    num_pages: int,
+    *,
+    table_starts: npt.NDArray[np.int64],
+    kv_lens: npt.NDArray[np.int64],
+    num_entries: int,
+    page_size: int,
+) -> None:
+    """Check the page table of a plan, on the host, against the pool.
+
+    Args:
+        page_ids: Page ids of all requests; those that no request uses may be any.
+        num_pages: Pages of the pool.
+        table_starts: Index of each request's first page.
+        kv_lens: Tokens of each request.
+        num_entries: Where the last entry that a request uses ends.
+        page_size: Tokens of a page.
+    """
+    if page_ids.ndim != 1:
+        raise ShapeError(f"page_indices has shape {list(page_ids.shape)}, must be [any]")
+    if page_ids.dtype.kind not in "iu":
+        raise DtypeError(f"page_indices is {page_ids.dtype}, must be integers")
+    check_entries("page_indices", page_ids, num_entries)
+    if num_entries == 0:
+        return
+    # Without a sign, negative ids are the largest: one pass over a table that is mostly right.
+    unsigned = page_ids[:num_entries].view(UNSIGNED[page_ids.dtype.itemsize])
+    if np.maximum.reduce(unsigned) < num_pages:
+        return
+    entries = used_entries(table_starts, kv_lens, page_size)
+    check_within("page_indices", page_ids[entries], num_pages, PageTableError, places=entries)
+
+
+def used_entries(
+    table_starts: npt.NDArray[np.int64],
+    kv_lens: npt.NDArray[np.int64],
+    page_size: int,
+    first_tokens: npt.NDArray[np.int64] | None = None,
+) -> npt.NDArray[np.int64]:
+    """Return the page-table entries of tokens [first_token, kv_len) of all requests."""
+    begins = table_starts if first_tokens is None else table_starts + first_tokens // page_size
+    counts = np.maximum(table_starts + (kv_lens + page_size - 1) // page_size - begins, 0)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    entries: npt.NDArray[np.int64] = np.repeat(begins, counts) + within
+    return entries
+
+
+def check_within(
+    name: str,
+    values: npt.NDArray[np.integer],
+    limit: int,
+    error: type[KernelInputError],
+    *,
+    places: npt.NDArray[np.int64] | None = None,
+    otherwise: str = "",
+) -> None:
+    """Check that values on the host are in [0, limit).
+
+    Args:
+        name: How the message calls the tensor.
+        values: Its values, or some of them.
+        limit: What they must be below.
+        error: What is raised.
+        places: Index of each value in the tensor; None is 0, 1, 2, ...
+        otherwise: What else is allowed, for the message; the caller has taken it out.
+    """
+    outside = np.flatnonzero((values < 0) | (values >= limit))
+    if len(outside):
+        first = outside[0]
+        place = first if places is None else places[first]
+        raise error(
+            f"{name} has {values[first]} at index {place}, must be 0 to {limit - 1}{otherwise}"
+        )

@@ -12,22 +12,31 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_kernels.checks import (
     FLOAT_DTYPES,
+    Integers,
+    as_column,
+    check_at_least_one,
     check_attention_inputs,
     check_attention_outputs,
+    check_entries,
     check_heads,
     check_kv_scales,
     check_mask,
     check_pages,
+    check_rows,
+    hopper_refusal,
+    used_entries,
 )
+from attn_kernels.debug_checks import check_page_table, check_scales, debug
 from attn_kernels.decode_plan import (
     ITEM_FIELDS,
+    DecodeBatch,
     DecodeItems,
-    Integers,
     SplitRule,
+    check_batch,
     max_slots,
     plan_decode,
 )
-from attn_kernels.errors import CapacityError, ShapeError
+from attn_kernels.errors import CapacityError, PlanError, ShapeError
 from attn_kernels.jit.paged_decode import paged_decode_kernel
 from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
 from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for, score_factors
@@ -71,7 +80,7 @@ def decode_tile(
         beside_shared: Whether the kernel reads what requests do not share, and folds that into
             what another launch has read for all of them.
     """
-    _, _, _, _, page_size, head_dim = pages.shape
+    head_dim = pages.shape[-1]
     element_bytes = pages.element_size()
     if element_bytes == 4:  # no tensor cores in full float32: for tests, not for speed
         return DecodeTile(block_n=16, num_warps=8, num_stages=2, programs_per_sm=1)
@@ -81,12 +90,7 @@ def decode_tile(
         return DecodeTile(block_n=64, num_warps=num_warps, num_stages=3, programs_per_sm=1)
     if is_hopper is None:
         is_hopper = on_hopper(pages)
-    is_taken = (
-        head_dim in HOPPER_HEAD_DIMS
-        and page_size in HOPPER_PAGE_SIZES
-        and pages.numel() // head_dim < 2**31  # rows are numbered in 32 bits
-    )
-    if is_hopper and is_taken:
+    if is_hopper and _hopper_refusal(pages) is None:
         if element_bytes == 2 and head_dim == 128 and not beside_shared:
             return HopperDecodeTile(stages=4, programs_per_sm=1)
         # Two programs hide what one would wait for: conversions, smaller tiles, many short items
@@ -152,7 +156,15 @@ class DecodeAttention:
         check_kv_scales(pages, k_scale, v_scale)
         _, _, _, num_kv_heads, _, head_dim = pages.shape
         self.group = check_heads(num_qo_heads, num_kv_heads, head_dim)
+        check_at_least_one("max_requests", max_requests)
+        check_at_least_one("max_kv_tokens", max_kv_tokens)
         self.tile = tile or decode_tile(pages)
+        if isinstance(self.tile, HopperDecodeTile):
+            refusal = _hopper_refusal(pages)
+            if refusal is not None:
+                raise ShapeError(f"the Hopper kernel of decode does not take {refusal}")
+        check_at_least_one("split_len", rule.split_len)
+        check_at_least_one("splits_per_segment", rule.splits_per_segment)
         if rule.split_len % self.tile.block_n:
             raise ShapeError(
                 f"split_len {rule.split_len} must be a multiple of the {self.tile.block_n} keys "
@@ -210,6 +222,7 @@ class DecodeAttention:
         self._pages_desc = None
         if isinstance(self.tile, HopperDecodeTile):
             self._pages_desc = _tiles_of(pages)
+        self._batch: DecodeBatch | None = None
 
     def plan(
         self,
@@ -224,7 +237,7 @@ class DecodeAttention:
 
         Args:
             kv_lens: Tokens of each request, the new one included; 0 gives a row of zeros.
-            rows: Row of each request in q and out; None is 0, 1, 2, ...
+            rows: Row of each request in q and out, each once; None is 0, 1, 2, ...
             table_starts: Index of each request's first page in the page table, on the host; None
                 is a table without gaps, ceil(kv_len / page_size) pages for each request.
             first_private: For each request, the first token that this kernel reads, a multiple of
@@ -237,23 +250,50 @@ class DecodeAttention:
 
         Raises:
             CapacityError: If the batch is larger than the buffers.
-            ShapeError: If first_private is no place to cut.
+            PageTableError: If a request begins before the page table.
+            ShapeError: If arguments differ in length, a length is negative, a row is negative or
+                given twice, or first_private is no place to cut.
         """
-        lens = np.asarray(kv_lens, dtype=np.int64)
-        num_tokens = int(lens.sum())
-        if len(lens) > self.max_requests:
-            raise CapacityError(f"{len(lens)} requests, at most {self.max_requests} are planned")
-        if num_tokens > self.max_kv_tokens:
-            raise CapacityError(f"{num_tokens} tokens, at most {self.max_kv_tokens} are planned")
+        batch = self.check_plan(kv_lens, rows=rows, table_starts=table_starts)
         if first_private is not None:
-            self._check_first_private(np.asarray(first_private, dtype=np.int64), lens)
-        if table_starts is None:
-            num_pages = -(-lens // self.pages.shape[4])
-            table_starts = np.cumsum(num_pages) - num_pages
-        items = plan_decode(
-            lens,
-            rows=np.arange(len(lens)) if rows is None else rows,
+            first_private = as_column("first_private", first_private, len(batch.kv_lens))
+        if num_shared_slots is not None:
+            num_shared_slots = as_column("num_shared_slots", num_shared_slots, len(batch.kv_lens))
+            if np.minimum.reduce(num_shared_slots, initial=0) < 0:
+                raise ShapeError(
+                    f"num_shared_slots has {num_shared_slots.min()}, must be 0 or more"
+                )
+        return self.plan_batch(
+            batch, first_private=first_private, num_shared_slots=num_shared_slots
+        )
+
+    def check_plan(
+        self, kv_lens: Integers, *, rows: Integers | None, table_starts: Integers | None
+    ) -> DecodeBatch:
+        """Check the arguments of `plan` that say what the batch is."""
+        return check_batch(
+            kv_lens,
+            rows=rows,
             table_starts=table_starts,
+            page_size=self.pages.shape[4],
+            max_requests=self.max_requests,
+            max_kv_tokens=self.max_kv_tokens,
+        )
+
+    def plan_batch(
+        self,
+        batch: DecodeBatch,
+        *,
+        first_private: npt.NDArray[np.int64] | None = None,
+        num_shared_slots: npt.NDArray[np.int64] | None = None,
+    ) -> DecodeItems:
+        """Do what `plan` does, for a batch that is checked, and columns of its length."""
+        if first_private is not None:
+            self._check_first_private(first_private, batch.kv_lens)
+        items = plan_decode(
+            batch.kv_lens,
+            rows=batch.rows,
+            table_starts=batch.table_starts,
             rule=self.rule,
             sliding_window=self.sliding_window,
             num_lanes=self.num_lanes,
@@ -265,6 +305,7 @@ class DecodeAttention:
         used = items.table.size
         self._plan.host()[:used] = items.table.ravel()
         self._plan.send(used)
+        self._batch = batch
         return items
 
     def run(
@@ -305,6 +346,17 @@ class DecodeAttention:
             q, layer, kv_page_indices, pages=self.pages, num_qo_heads=self.num_qo_heads
         )
         check_attention_outputs(out, lse, q, dtype=FLOAT_DTYPES)
+        batch = self._batch
+        if batch is None:
+            raise PlanError("nothing is planned, plan must come before run")
+        check_rows(q, batch.num_rows)
+        check_entries("kv_page_indices", kv_page_indices, batch.num_entries)
+        if debug.is_on:
+            check_scales(self.k_scale, self.v_scale, layer)
+            entries = used_entries(
+                batch.table_starts, batch.kv_lens, self.pages.shape[4], self._first_tokens(batch)
+            )
+            check_page_table(kv_page_indices, entries, self.pages.shape[0])
 
     def launch(
         self,
@@ -374,6 +426,13 @@ class DecodeAttention:
             **compiled,
         )
 
+    def _first_tokens(self, batch: DecodeBatch) -> npt.NDArray[np.int64]:
+        """Return the first token of each request that is read: its tile is read whole."""
+        if self.sliding_window is None:
+            return np.zeros_like(batch.kv_lens)
+        first_tokens = np.maximum(batch.kv_lens - self.sliding_window, 0)
+        return first_tokens // self.tile.block_n * self.tile.block_n
+
     def _check_first_private(
         self, first_private: npt.NDArray[np.int64], lens: npt.NDArray[np.int64]
     ) -> None:
@@ -386,6 +445,13 @@ class DecodeAttention:
                 f"first_private is {first_private[wrong]}, must be a multiple of split_len "
                 f"{split_len} and below kv_len {lens[wrong]}"
             )
+
+
+def _hopper_refusal(pages: Tensor) -> str | None:
+    """Say what about a pool the Hopper kernel is not written for, and what it takes."""
+    if pages.element_size() > 2:
+        return f"{pages.dtype}, only floats of 8 and 16 bits"
+    return hopper_refusal(pages, head_dims=HOPPER_HEAD_DIMS, page_sizes=HOPPER_PAGE_SIZES)
 
 
 def _tiles_of(pages: Tensor) -> TensorDescriptor:

@@ -7,13 +7,15 @@ equal: few requests become equal pieces, one for each lane; short ones stay whol
 longer than a lane's share is cut into whole segments first, with the others laid between them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Integers = Sequence[int] | npt.NDArray[np.int64]
+from attn_kernels.checks import Integers, as_column
+from attn_kernels.errors import CapacityError, PageTableError, ShapeError
+
 Array = npt.NDArray[np.int64]
 
 FIELDS = (
@@ -51,6 +53,16 @@ class SplitRule:
         return self.split_len * self.splits_per_segment
 
 
+class DecodeBatch(NamedTuple):
+    """The requests of a batch, checked, as columns with a value for each request."""
+
+    kv_lens: Array  # 0 or more
+    rows: Array  # of q and out, 0 or more, each once
+    table_starts: Array  # 0 or more, but any where kv_len is 0
+    num_rows: int  # least rows of q
+    num_entries: int  # least entries of the page table
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeItems:
     """Work items of all lanes, and where each request's partial results lie.
@@ -84,6 +96,74 @@ def max_slots(
     pieces = num_lanes + (max_requests if begins_within else 0)
     num_slots = max_kv_tokens // rule.segment_len + 2 * max_requests
     return num_slots + pieces * (rule.splits_per_segment + 1)
+
+
+def check_batch(
+    kv_lens: Integers,
+    *,
+    rows: Integers | None,
+    table_starts: Integers | None,
+    page_size: int,
+    max_requests: int,
+    max_kv_tokens: int,
+) -> DecodeBatch:
+    """Check the requests of a plan; arguments are those of `DecodeAttention.plan`."""
+    lens = as_column("kv_lens", kv_lens)
+    num_requests = len(lens)
+    if num_requests > max_requests:
+        raise CapacityError(f"{num_requests} requests, at most {max_requests} are planned")
+    # This precedes each step of decode: few calls of numpy, and what is wrong is looked for later.
+    signs = lens
+    if table_starts is None:
+        num_pages = -(-lens // page_size)
+        starts = np.cumsum(num_pages) - num_pages
+    else:
+        starts = as_column("table_starts", table_starts, num_requests)
+        signs = lens | starts
+    if rows is None:
+        row_of = np.arange(num_requests)
+    else:
+        row_of = as_column("rows", rows, num_requests)
+        signs = signs | row_of
+    if num_requests and np.minimum.reduce(signs) < 0:
+        _check_signs(lens, row_of, starts)
+    num_tokens = int(np.add.reduce(lens))
+    if num_tokens > max_kv_tokens:
+        raise CapacityError(f"{num_tokens} tokens, at most {max_kv_tokens} are planned")
+    num_rows = num_requests if rows is None else _num_rows(row_of)
+    return DecodeBatch(lens, row_of, starts, num_rows, _num_entries(starts, lens, page_size))
+
+
+def _check_signs(kv_lens: Array, rows: Array, table_starts: Array) -> None:
+    if kv_lens.min() < 0:
+        raise ShapeError(f"kv_lens has {kv_lens.min()}, must be 0 or more")
+    if rows.min() < 0:
+        raise ShapeError(f"rows has {rows.min()}, must be 0 or more")
+    starts = table_starts[kv_lens > 0]
+    if len(starts) and starts.min() < 0:
+        raise PageTableError(f"table_starts has {starts.min()}, must be 0 or more")
+
+
+def _num_rows(rows: Array) -> int:
+    """Return the least rows of q that a plan is for, if no two requests write the same one."""
+    if np.count_nonzero(rows[1:] > rows[:-1]) < len(rows) - 1:  # as a rule they ascend
+        rows = np.sort(rows)
+        is_repeated = rows[1:] == rows[:-1]
+        if np.count_nonzero(is_repeated):
+            row = rows[1:][is_repeated][0]
+            raise ShapeError(f"rows has {row} more than once, must be different for each request")
+    return int(rows[-1]) + 1 if len(rows) else 0
+
+
+def _num_entries(table_starts: Array, kv_lens: Array, page_size: int) -> int:
+    """Return the least entries of the page table."""
+    if np.count_nonzero(kv_lens) < len(kv_lens):
+        table_starts, kv_lens = table_starts[kv_lens > 0], kv_lens[kv_lens > 0]
+    if len(kv_lens) == 0:
+        return 0
+    ends = table_starts * page_size  # in tokens
+    ends += kv_lens
+    return -(-int(np.maximum.reduce(ends)) // page_size)
 
 
 def plan_decode(

@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from attn_kernels.checks import check_launchable, check_tensor
+from attn_kernels.debug_checks import check_values, debug
 from attn_kernels.jit.pages import digest_pages_kernel
 
 BLOCK = 2048  # words of a program
@@ -30,6 +31,8 @@ def digest_pages(words: Tensor, page_ids: Tensor, multipliers: Tensor) -> Tensor
     check_tensor(
         "multipliers", multipliers, shape=(2, page_words), dtype=torch.int64, device=device
     )
+    if debug.is_on:
+        check_values("page_ids", page_ids, words.shape[0])
     num_digests = page_ids.shape[0]
     lanes = torch.zeros((num_digests, 2), dtype=torch.int64, device=device)
     if num_digests:

@@ -7,7 +7,8 @@ KernelInputError (ValueError)
 ├── StrideError     a tensor is not laid out as the kernel reads it
 ├── DeviceError     a tensor is not on the kernel's device
 ├── CapacityError   a plan does not fit the buffers it was made for
-└── PageTableError  a page table points outside the pool (found only by the debug check)
+├── PlanError       nothing is planned yet
+└── PageTableError  a page or a slot lies outside the pool, or an entry outside the page table
 """
 
 
@@ -39,5 +40,9 @@ class CapacityError(KernelInputError):
     """A plan does not fit the buffers it was made for."""
 
 
+class PlanError(KernelInputError):
+    """Nothing is planned yet."""
+
+
 class PageTableError(KernelInputError):
-    """A page table points outside the pool."""
+    """A page or a slot lies outside the pool, or an entry outside the page table."""

@@ -1,10 +1,14 @@
-"""Copies whole pages by id: to and from contiguous staging, and within a pool."""
+"""Copies whole pages by id: to and from contiguous staging, and within a pool.
+
+Staging lies on the pool's device: there is no tier of pages on the host yet.
+"""
 
 import torch
 import triton
 from torch import Tensor
 
 from attn_kernels.checks import check_launchable, check_tensor
+from attn_kernels.debug_checks import check_values, debug
 from attn_kernels.errors import ShapeError
 from attn_kernels.jit.pages import copy_pages_kernel
 
@@ -21,7 +25,7 @@ def gather_pages(pages: Tensor, page_ids: Tensor, staging: Tensor) -> None:
         pages: [num_pages, ...], any dtype, contiguous; a page is a multiple of 4 bytes.
         page_ids: [n], int32 or int64.
         staging: At least n pages: [>= n, ...] with the page size of `pages` in bytes, contiguous,
-            any dtype; the first n are written.
+            any dtype, on the device of `pages`; the first n are written.
     """
     _copy(pages, page_ids, staging, None)
 
@@ -78,6 +82,11 @@ def _copy(
             raise ShapeError(f"{name} holds {words.shape[0]} pages, {num_copies} ids were given")
     if num_copies == 0:
         return
+    if debug.is_on:
+        if source_ids is not None:
+            check_values("source_ids", source_ids, sources.shape[0])
+        if target_ids is not None:
+            check_values("target_ids", target_ids, targets.shape[0])
     num_words = sources.shape[1]
     block = min(BLOCK, triton.next_power_of_2(num_words))
     copy_pages_kernel[(num_copies * triton.cdiv(num_words, block),)](

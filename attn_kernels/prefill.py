@@ -1,6 +1,5 @@
 """Paged prefill attention: causal, ragged batch, each request a chunk over an existing prefix."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,17 +8,21 @@ from torch import Tensor
 
 from attn_kernels import prefill_hopper
 from attn_kernels.checks import (
+    Integers,
     check_attention_inputs,
     check_attention_outputs,
+    check_entries,
     check_heads,
     check_kv_scales,
     check_mask,
     check_pages,
+    check_rows,
     check_tensor,
 )
-from attn_kernels.errors import ShapeError
+from attn_kernels.debug_checks import check_ragged_page_table, check_scales, debug
+from attn_kernels.errors import PlanError, ShapeError
 from attn_kernels.prefill_hopper import HopperPrefill, HopperTile
-from attn_kernels.prefill_plan import PrefillBatch
+from attn_kernels.prefill_plan import PrefillBatch, PrefillNeeds, check_batch, needs_of
 from attn_kernels.prefill_triton import PrefillTile, TritonPrefill, prefill_tile
 
 
@@ -27,6 +30,8 @@ class PrefillKernel(Protocol):
     """A kernel with its plan of a batch; arguments are those of `PrefillAttention`, checked."""
 
     def plan(self, batch: PrefillBatch) -> None: ...
+
+    def check(self, out: Tensor, q: Tensor) -> None: ...
 
     def launch(
         self,
@@ -85,6 +90,10 @@ class PrefillAttention:
         self.pages = pages
         self.num_qo_heads = num_qo_heads
         self.tile = tile or shipped_tile(pages, soft_cap)
+        self._sliding_window = sliding_window
+        self._k_scale, self._v_scale = k_scale, v_scale
+        self._batch: PrefillBatch
+        self._needs: PrefillNeeds | None = None  # of the last plan
         self._kernel: PrefillKernel
         if isinstance(self.tile, HopperTile):
             if soft_cap is not None:
@@ -110,11 +119,11 @@ class PrefillAttention:
 
     def plan(
         self,
-        qo_lens: Sequence[int],
-        kv_lens: Sequence[int],
+        qo_lens: Integers,
+        kv_lens: Integers,
         *,
-        first_rows: Sequence[int] | None = None,
-        requests: Sequence[int] | None = None,
+        first_rows: Integers | None = None,
+        requests: Integers | None = None,
     ) -> None:
         """Make the work items of a batch and copy them to the device.
 
@@ -125,20 +134,14 @@ class PrefillAttention:
             requests: Row of each request in the page table; None is 0, 1, 2, ...
 
         Raises:
-            ShapeError: If a request has more new tokens than tokens, or fewer than none.
+            ShapeError: If arguments differ in length, a request has more new tokens than tokens, or
+                fewer than none, or a row is negative.
         """
-        for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True):
-            if not 0 <= qo_len <= kv_len:
-                raise ShapeError(f"{qo_len} new tokens of {kv_len}, must be 0 to all of them")
-        new = np.asarray(qo_lens, dtype=np.int64)
-        packed_rows = np.cumsum(new) - new
-        batch = PrefillBatch(
-            requests=np.arange(len(new)) if requests is None else np.asarray(requests),
-            first_rows=packed_rows if first_rows is None else np.asarray(first_rows),
-            qo_lens=new,
-            kv_lens=np.asarray(kv_lens, dtype=np.int64),
-        )
+        batch = check_batch(qo_lens, kv_lens, first_rows=first_rows, requests=requests)
+        needs = needs_of(batch, self.pages.shape[4])
         self._kernel.plan(batch)
+        # Only now: a batch that is refused leaves the last plan as it was.
+        self._batch, self._needs = batch, needs
 
     def run(
         self,
@@ -175,6 +178,35 @@ class PrefillAttention:
         if out is None:
             out = torch.empty_like(q)
         check_attention_outputs(out, lse, q, dtype=q.dtype)
+        self._kernel.check(out, q)
+        needs = self._needs
+        if needs is None:
+            raise PlanError("nothing is planned, plan must come before run")
+        check_rows(q, needs.num_rows)
+        check_entries("kv_page_indptr", kv_page_indptr, needs.num_borders)
+        check_entries("kv_page_indices", kv_page_indices, needs.num_entries)
+        if debug.is_on:
+            check_scales(self._k_scale, self._v_scale, layer)
+            self._check_page_table(kv_page_indptr, kv_page_indices)
 
         self._kernel.launch(out, lse, q, layer, kv_page_indptr, kv_page_indices)
         return out
+
+    def _check_page_table(self, kv_page_indptr: Tensor, kv_page_indices: Tensor) -> None:
+        """Check the page tables of requests with new tokens; waits for the device."""
+        is_read = self._batch.qo_lens > 0
+        kv_lens = self._batch.kv_lens[is_read]
+        first_tokens = np.zeros_like(kv_lens)
+        if self._sliding_window is not None:
+            first_queries = kv_lens - self._batch.qo_lens[is_read]
+            first_tokens = np.maximum(first_queries - self._sliding_window + 1, 0)
+            # A tile of keys is read whole.
+            first_tokens = first_tokens // self.tile.block_n * self.tile.block_n
+        check_ragged_page_table(
+            kv_page_indptr,
+            kv_page_indices,
+            requests=self._batch.requests[is_read],
+            first_tokens=first_tokens,
+            kv_lens=kv_lens,
+            pages=self.pages,
+        )

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_kernels.checks import HALF_DTYPES
+from attn_kernels.checks import HALF_DTYPES, hopper_refusal
 from attn_kernels.errors import ShapeError, StrideError
 from attn_kernels.jit.paged_prefill_hopper import paged_prefill_hopper_kernel
 from attn_kernels.prefill_plan import UNIT_FIELDS, PrefillBatch, plan_units
@@ -75,8 +75,18 @@ class HopperPrefill:
             token_bytes=2 * head_dim * self._pages.element_size(),
             max_programs=programs_for(self._pages.device, 1),
         )
-        self._unit_indptr = to_device(table.unit_indptr, self._pages.device)
-        self._units = to_device(table.units, self._pages.device)
+        unit_indptr = to_device(table.unit_indptr, self._pages.device)
+        units = to_device(table.units, self._pages.device)
+        self._unit_indptr, self._units = unit_indptr, units
+
+    def check(self, out: Tensor, q: Tensor) -> None:
+        """Check what of a run's tensors only this kernel demands."""
+        for name, tensor in (("q", q), ("out", out)):
+            if tensor.data_ptr() % VECTOR_BYTES:
+                raise StrideError(
+                    f"{name} begins at address {tensor.data_ptr()}, must be a multiple of "
+                    f"{VECTOR_BYTES}"
+                )
 
     def launch(
         self,
@@ -87,13 +97,7 @@ class HopperPrefill:
         kv_page_indptr: Tensor,
         kv_page_indices: Tensor,
     ) -> None:
-        """Attend in one layer; shapes and dtypes are checked."""
-        for name, tensor in (("q", q), ("out", out)):
-            if tensor.data_ptr() % VECTOR_BYTES:
-                raise StrideError(
-                    f"{name} begins at address {tensor.data_ptr()}, must be a multiple of "
-                    f"{VECTOR_BYTES}"
-                )
+        """Attend in one layer; the arguments are checked."""
         _, num_layers, _, num_kv_heads, page_size, head_dim = self._pages.shape
         num_programs = self._unit_indptr.shape[0] - 1
         if num_programs == 0:
@@ -128,14 +132,6 @@ class HopperPrefill:
 
 def _refusal(pages: Tensor) -> str | None:
     """Say what about a pool the kernel is not written for, and what it takes."""
-    _, _, _, _, page_size, head_dim = pages.shape
     if pages.dtype not in HALF_DTYPES:
         return f"{pages.dtype}, only 16-bit floats"
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim}, only {HEAD_DIMS}"
-    if page_size not in PAGE_SIZES:
-        return f"page_size {page_size}, only {PAGE_SIZES}"
-    num_rows = pages.numel() // head_dim
-    if num_rows >= 2**31:
-        return f"a pool of {num_rows} rows, only fewer than 2**31"
-    return None
+    return hopper_refusal(pages, head_dims=HEAD_DIMS, page_sizes=PAGE_SIZES)

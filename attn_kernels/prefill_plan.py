@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from attn_kernels.checks import Integers, as_column
+from attn_kernels.errors import ShapeError
+
 ITEM_FIELDS = 5  # request, first row, qo_len, kv_len, tile
 UNIT_FIELDS = 6  # those of its item, key-value head
 
@@ -30,11 +33,67 @@ class PrefillBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillNeeds:
+    """What a batch needs of the tensors of a run, at least."""
+
+    num_rows: int  # of q
+    num_borders: int  # of kv_page_indptr
+    num_entries: int  # of kv_page_indices, if requests have entries of their own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTable:
     """What each program of a persistent kernel does, in order."""
 
     unit_indptr: NDArray[np.int32]  # [num_programs + 1], first unit of each program
     units: NDArray[np.int32]  # [num_units, UNIT_FIELDS]
+
+
+def check_batch(
+    qo_lens: Integers,
+    kv_lens: Integers,
+    *,
+    first_rows: Integers | None,
+    requests: Integers | None,
+) -> PrefillBatch:
+    """Check the chunks of a plan; arguments are those of `PrefillAttention.plan`."""
+    new = as_column("qo_lens", qo_lens)
+    num_chunks = len(new)
+    lens = as_column("kv_lens", kv_lens, num_chunks)
+    wrong = np.flatnonzero((new < 0) | (new > lens))
+    if len(wrong):
+        chunk = wrong[0]
+        raise ShapeError(f"{new[chunk]} new tokens of {lens[chunk]}, must be 0 to all of them")
+    packed_rows = np.cumsum(new) - new
+    return PrefillBatch(
+        requests=_indices("requests", np.arange(num_chunks) if requests is None else requests, new),
+        first_rows=_indices("first_rows", packed_rows if first_rows is None else first_rows, new),
+        qo_lens=new,
+        kv_lens=lens,
+    )
+
+
+def _indices(name: str, values: Integers, qo_lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    indices = as_column(name, values, len(qo_lens))
+    if np.minimum.reduce(indices, initial=0) < 0:
+        raise ShapeError(f"{name} has {indices.min()}, must be 0 or more")
+    return indices
+
+
+def needs_of(batch: PrefillBatch, page_size: int) -> PrefillNeeds:
+    """Return what a checked batch needs of a run; chunks without new tokens read nothing."""
+    is_read = batch.qo_lens > 0
+    if not is_read.any():
+        return PrefillNeeds(num_rows=0, num_borders=0, num_entries=0)
+    num_pages: dict[int, int] = {}  # request |-> pages that its chunks read
+    pages = -(-batch.kv_lens[is_read] // page_size)
+    for request, count in zip(batch.requests[is_read].tolist(), pages.tolist(), strict=True):
+        num_pages[request] = max(num_pages.get(request, 0), count)
+    return PrefillNeeds(
+        num_rows=int((batch.first_rows + batch.qo_lens)[is_read].max()),
+        num_borders=max(num_pages) + 2,
+        num_entries=sum(num_pages.values()),
+    )
 
 
 def plan_items(batch: PrefillBatch, *, group: int, block_m: int) -> NDArray[np.int32]:

@@ -34,6 +34,7 @@ import triton
 from torch import Tensor
 
 from attn_kernels.checks import check_launchable, check_tensor
+from attn_kernels.debug_checks import check_edits, check_values, debug
 from attn_kernels.errors import CapacityError, DtypeError, ShapeError
 from attn_kernels.jit.edit_logits import edit_logits_kernel
 from attn_kernels.jit.logprobs import logprobs_kernel
@@ -221,6 +222,8 @@ class TokenSampler:
         self._check("tokens", tokens, (num_rows,), torch.int32)
         if not 0 <= num_top <= MAX_TOP_LOGPROBS:
             raise ShapeError(f"num_top is {num_top}, must be 0 to {MAX_TOP_LOGPROBS}")
+        if debug.is_on:
+            check_values("tokens", tokens, self._vocab_size, ShapeError, or_negative="no token")
         result = Logprobs(
             chosen=logits.new_empty(num_rows, dtype=torch.float32),
             top=logits.new_empty((num_rows, num_top), dtype=torch.float32),
@@ -442,8 +445,10 @@ class TokenSampler:
     def _check_edits(self, edits: LogitEdits, logits: Tensor) -> None:
         if logits.dtype != torch.float32:
             raise DtypeError(f"logits are {logits.dtype}, must be torch.float32 to be edited")
+        self._check("edits.rows", edits.rows, (None,), torch.int32)
         num_entries = edits.rows.shape[0]
-        self._check("edits.rows", edits.rows, (num_entries,), torch.int32)
         self._check("edits.tokens", edits.tokens, (num_entries,), torch.int32)
         self._check("edits.repetition", edits.repetition, (num_entries,), torch.float32)
         self._check("edits.subtract", edits.subtract, (num_entries,), torch.float32)
+        if debug.is_on:
+            check_edits(edits.rows, edits.tokens, logits)

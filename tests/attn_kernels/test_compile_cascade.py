@@ -39,7 +39,8 @@ def both_launches(
     options: Options = PLAIN,
 ) -> tuple[CascadeAttention, Launch, Launch]:
     made: list[CascadeAttention] = []
-    pages = empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+    num_pages = -(-KV_LEN // page_size)
+    pages = empty(num_pages, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
     max_rows = max_requests * num_qo_heads // num_kv_heads
 
     def launch() -> None:
@@ -56,12 +57,12 @@ def both_launches(
         )
         attention.overlaps = True  # as on a GPU
         attention.model = attention.model.sharing_all()
-        table = np.arange(-(-KV_LEN // page_size))
-        attention.plan([KV_LEN] * 2, np.array([0, len(table)]), np.concatenate((table, table)))
+        table = np.tile(np.arange(num_pages), 2)
+        attention.plan([KV_LEN] * 2, np.array([0, num_pages]), table)
         made.append(attention)
-        q = empty(1, num_qo_heads, head_dim, dtype=options.q_dtype or q_dtype(dtype))
-        lse = empty(1, num_qo_heads, dtype=torch.float32) if options.has_lse else None
-        attention.run(q, 0, empty(1, dtype=torch.int32), lse=lse)
+        q = empty(2, num_qo_heads, head_dim, dtype=options.q_dtype or q_dtype(dtype))
+        lse = empty(2, num_qo_heads, dtype=torch.float32) if options.has_lse else None
+        attention.run(q, 0, empty(len(table), dtype=torch.int32), lse=lse)
 
     shared, decode = launches_of(launch)
     return made[0], shared, decode

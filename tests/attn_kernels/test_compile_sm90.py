@@ -125,7 +125,7 @@ def compile_decode(
         attention.plan([5])
         q = empty(1, num_qo_heads, head_dim, dtype=options.q_dtype or q_dtype(dtype))
         lse = empty(1, num_qo_heads, dtype=torch.float32) if options.has_lse else None
-        attention.run(q, 0, empty(1, dtype=INT32), lse=lse)
+        attention.run(q, 0, empty(5, dtype=INT32), lse=lse)
 
     return only_launch(launch)
 
@@ -209,7 +209,7 @@ def compile_prefill(
         attention.plan([5], [5])
         q = empty(5, num_qo_heads, head_dim, dtype=options.q_dtype or q_dtype(dtype))
         lse = empty(5, num_qo_heads, dtype=torch.float32) if options.has_lse else None
-        attention.run(q, 0, empty(2, dtype=INT32), empty(1, dtype=INT32), lse=lse)
+        attention.run(q, 0, empty(2, dtype=INT32), empty(5, dtype=INT32), lse=lse)
 
     return only_launch(launch)
 

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 
 import pytest
@@ -5,19 +6,18 @@ import torch
 
 from attn_kernels.append import rotate_and_append
 from attn_kernels.cascade import CascadeAttention, HopperSharedTile
-from attn_kernels.checks import check_page_table, check_positive_scales
-from attn_kernels.decode import DecodeAttention
+from attn_kernels.decode import DecodeAttention, HopperDecodeTile
+from attn_kernels.decode_plan import SplitRule
 from attn_kernels.elementwise import rms_norm, silu_mul
 from attn_kernels.errors import (
     DeviceError,
     DtypeError,
     KernelInputError,
-    PageTableError,
     ScaleError,
     ShapeError,
     StrideError,
 )
-from attn_kernels.merge import merge_states
+from attn_kernels.merge import merge_state, merge_states
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_hopper import HopperTile
 from tests.support.triton_interpreter import patched
@@ -41,10 +41,17 @@ def decode(**changes: object) -> torch.Tensor:
         pages,
         num_qo_heads=num_qo_heads,
         scale=1.0,
-        max_requests=4,
-        max_kv_tokens=64,
-        sliding_window=changes.pop("sliding_window", None),
-        soft_cap=changes.pop("soft_cap", None),
+        **{
+            name: changes.pop(name, default)
+            for name, default in {
+                "max_requests": 4,
+                "max_kv_tokens": 64,
+                "sliding_window": None,
+                "soft_cap": None,
+                "rule": SplitRule(),
+                "tile": None,
+            }.items()
+        },
     )
     arguments = {
         "q": torch.zeros(2, 8, 64),
@@ -70,6 +77,19 @@ CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
     ({"pages": torch.zeros(4, 2, 2, 2, 16, 64).double()}, DtypeError, "pages is torch.float64"),
     ({"sliding_window": 0}, ShapeError, "sliding_window is 0"),
     ({"soft_cap": -1.0}, ShapeError, "soft_cap is -1.0, must be positive"),
+    ({"max_requests": 0}, ShapeError, "max_requests is 0, must be at least 1"),
+    ({"max_kv_tokens": 0}, ShapeError, "max_kv_tokens is 0, must be at least 1"),
+    ({"rule": SplitRule(split_len=0)}, ShapeError, "split_len is 0, must be at least 1"),
+    (
+        {"rule": SplitRule(splits_per_segment=0)},
+        ShapeError,
+        "splits_per_segment is 0, must be at least 1",
+    ),
+    (
+        {"tile": HopperDecodeTile(stages=4, programs_per_sm=1)},
+        ShapeError,
+        r"kernel of decode does not take torch.float32, only floats of 8 and 16 bits",
+    ),
 ]
 
 
@@ -106,6 +126,34 @@ def test_bad_arguments_of_decode_name_what_was_found_and_what_is_allowed(
             ),
             r"cos has 16 columns, must be 1 to 8, half of head_dim 16",
         ),
+        (
+            lambda: rotate_and_append(
+                torch.zeros(2, 4, 16),
+                torch.zeros(2, 2, 16),
+                torch.zeros(2, 2, 16),
+                torch.zeros(3, 1, 2, 2, 4, 16),
+                0,
+                cos=torch.zeros(9, 8),
+                sin=torch.zeros(7, 8),
+                positions=torch.zeros(2, dtype=torch.int64),
+                append_page=torch.zeros(2, dtype=torch.int64),
+                append_offset=torch.zeros(2, dtype=torch.int64),
+            ),
+            r"sin has shape \[7, 8\], must be \[9, 8\]",
+        ),
+        (
+            lambda: merge_state(
+                torch.zeros(3, 4, 16),
+                torch.zeros(3, 4),
+                torch.zeros(2, 4, 16),
+                torch.zeros(2, 4),
+            ),
+            r"out_b has shape \[2, 4, 16\], must be \[3, 4, 16\]",
+        ),
+        (
+            lambda: merge_state(*[torch.zeros(3, 4, 16), torch.zeros(3, 5)] * 2),
+            r"lse_a has shape \[3, 5\], must be \[3, 4\]",
+        ),
     ],
 )
 def test_bad_arguments_of_other_launchers(action: Callable[[], object], message: str):
@@ -113,24 +161,60 @@ def test_bad_arguments_of_other_launchers(action: Callable[[], object], message:
         action()
 
 
+@pytest.mark.parametrize("kind", [DecodeAttention, PrefillAttention, CascadeAttention, "append"])
+@pytest.mark.parametrize("dim", [0, 1, 3, 4, 5])
+def test_a_pool_without_elements_is_refused(kind: type | str, dim: int):
+    shape = [4, 2, 2, 2, 16, 64]
+    shape[dim] = 0
+    pages = torch.zeros(shape)
+
+    message = re.escape(f"pages has shape {shape}, must have no dimension of size 0")
+    with pytest.raises(ShapeError, match=message):
+        fp8_append(pages) if kind == "append" else fp8_attention(kind, pages)
+
+
+@pytest.mark.parametrize("kind", [DecodeAttention, PrefillAttention, CascadeAttention])
+@pytest.mark.parametrize("shape", [[], [4, 2, 2, 16, 64]])
+def test_a_pool_of_other_dimensions_is_refused(kind: type, shape: list[int]):
+    message = f"pages has shape {shape}, must be [any, any, 2, any, any, any]"
+    with pytest.raises(ShapeError, match=re.escape(message)):
+        fp8_attention(kind, torch.zeros(shape))
+
+
 @pytest.mark.parametrize(
-    ("indptr", "indices", "last", "message"),
+    ("options", "message"),
     [
-        ([0, 1], [4], [1], "page 4 is outside the pool of 4 pages"),
-        ([0, 1], [-1], [1], "page -1 is outside"),
-        ([0, 2], [0], [1], "ends with 2, kv_page_indices has 1"),
-        ([1, 0], [0], [1], "must begin with 0"),
-        ([0, 1], [0], [17], "kv_last_page_len 17 must be 1 to 16"),
-        ([0, 1], [0], [0], "kv_last_page_len 0"),
+        ({"max_requests": 0}, "max_requests is 0, must be at least 1"),
+        ({"max_kv_tokens": 0}, "max_kv_tokens is 0, must be at least 1"),
+        ({"rule": SplitRule(split_len=0)}, "split_len is 0, must be at least 1"),
+        ({"rule": SplitRule(splits_per_segment=0)}, "splits_per_segment is 0, must be"),
     ],
 )
-def test_debug_check_finds_page_tables_that_leave_the_pool(
-    indptr: list[int], indices: list[int], last: list[int], message: str
-):
-    tables = [torch.tensor(each, dtype=torch.int32) for each in (indptr, indices, last)]
+def test_cascade_refuses_sizes_below_one(options: dict[str, object], message: str):
+    with pytest.raises(ShapeError, match=message):
+        CascadeAttention(
+            torch.zeros(4, 2, 2, 2, 16, 64),
+            **({"num_qo_heads": 8, "scale": 1.0, "max_requests": 4, "max_kv_tokens": 64} | options),
+        )
 
-    with pytest.raises(PageTableError, match=message):
-        check_page_table(*tables, torch.zeros(4, 1, 2, 1, 16, 16))
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "message"),
+    [
+        (24, 128, r"page_size 24, only \(16, 32, 64, 128\)"),
+        (64, 96, r"head_dim 96, only \(64, 128\)"),
+    ],
+)
+def test_hopper_kernels_of_decode_refuse_pools_that_they_are_not_written_for(
+    page_size: int, head_dim: int, message: str
+):
+    pages = torch.zeros(4, 2, 2, 2, page_size, head_dim, dtype=torch.bfloat16)
+    tile = HopperDecodeTile(stages=4, programs_per_sm=1)
+
+    with pytest.raises(ShapeError, match="decode does not take " + message.replace("16, 32, ", "")):
+        fp8_attention(DecodeAttention, pages, tile=tile)
+    with pytest.raises(ShapeError, match="the shared part does not take " + message):
+        fp8_attention(CascadeAttention, pages, tile=HopperSharedTile())
 
 
 def test_a_cpu_tensor_is_refused_outside_the_interpreter():
@@ -237,13 +321,3 @@ def test_the_hopper_kernels_refuse_fp8_pages():
         fp8_attention(PrefillAttention, FP8_PAGES, tile=HopperTile(), **scales)
     with pytest.raises(DtypeError, match=r"pages is torch\.float8_e4m3fn, the Hopper kernel"):
         fp8_attention(CascadeAttention, FP8_PAGES, tile=HopperSharedTile(), **scales)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_debug_check_finds_scales_that_are_not_positive(value: float):
-    wrong = SCALE.clone()
-    wrong[1, 0] = value
-
-    with pytest.raises(ScaleError, match=f"v_scale is {value} for layer 1 and key-value head 0"):
-        check_positive_scales(SCALE, wrong)
-    check_positive_scales(SCALE, SCALE)

@@ -1,0 +1,142 @@
+"""Checks that wait for the device; launchers run them only in the debug mode.
+
+PAGEWIRE_KERNEL_CHECKS=1 in the environment, read when this module is imported, turns the mode on
+for a process; off, it costs a launch the test of one attribute. Nothing is checked while a CUDA
+graph is captured, when waiting is illegal, nor when it is replayed.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_kernels.checks import check_within, used_entries
+from attn_kernels.errors import KernelInputError, PageTableError, ScaleError, ShapeError
+
+
+class DebugMode:
+    """Whether launchers check what only the device knows; one for all threads of a process."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+
+    @contextmanager
+    def turned_on(self) -> Iterator[None]:
+        """Turn the mode on for some launches."""
+        was_on = self.is_on
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = was_on
+
+
+debug = DebugMode(is_on=os.environ.get("PAGEWIRE_KERNEL_CHECKS") == "1")
+
+
+def on_host(tensor: Tensor) -> npt.NDArray[Any] | None:
+    """Wait for the device and return a tensor's values; None while a CUDA graph is captured."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    values: npt.NDArray[Any] = tensor.cpu().numpy()
+    return values
+
+
+def check_values(
+    name: str,
+    tensor: Tensor,
+    limit: int,
+    error: type[KernelInputError] = PageTableError,
+    *,
+    or_negative: str | None = None,
+) -> None:
+    """Check that all values are in [0, limit), or negative where that has a meaning, given here."""
+    values = on_host(tensor)
+    if values is None:
+        return
+    otherwise = ""
+    if or_negative is not None:
+        values, otherwise = np.maximum(values, 0), f", or negative for {or_negative}"
+    check_within(name, values, limit, error, otherwise=otherwise)
+
+
+def check_append(
+    append_page: Tensor, append_offset: Tensor, positions: Tensor, *, pages: Tensor, cos: Tensor
+) -> None:
+    """Check where tokens are written, and which angles they are rotated by."""
+    num_pages, page_size = pages.shape[0], pages.shape[4]
+    check_values("positions", positions, cos.shape[0], ShapeError)
+    check_values("append_page", append_page, num_pages, or_negative="no write")
+    page_ids, offsets = on_host(append_page), on_host(append_offset)
+    if page_ids is None or offsets is None:
+        return
+    written = np.flatnonzero(page_ids >= 0)
+    check_within("append_offset", offsets[written], page_size, PageTableError, places=written)
+
+
+def check_edits(edit_rows: Tensor, edit_tokens: Tensor, logits: Tensor) -> None:
+    """Check which logits are edited."""
+    num_rows, vocab_size = logits.shape
+    check_values("edits.rows", edit_rows, num_rows, ShapeError, or_negative="no entry")
+    rows, tokens = on_host(edit_rows), on_host(edit_tokens)
+    if rows is None or tokens is None:
+        return
+    edited = np.flatnonzero(rows >= 0)
+    check_within("edits.tokens", tokens[edited], vocab_size, ShapeError, places=edited)
+
+
+def check_scales(k_scale: Tensor | None, v_scale: Tensor | None, layer: int) -> None:
+    """Check that the scales of a layer, if it has any, are positive and finite."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        values = None if scale is None else on_host(scale)
+        if values is None:
+            continue
+        wrong = np.flatnonzero(~((values[layer] > 0) & np.isfinite(values[layer])))
+        if len(wrong):
+            raise ScaleError(
+                f"{name} is {values[layer, wrong[0]]} for layer {layer} and key-value head "
+                f"{wrong[0]}, must be positive and finite"
+            )
+
+
+def check_page_table(
+    kv_page_indices: Tensor, entries: npt.NDArray[np.int64], num_pages: int
+) -> None:
+    """Check that the entries that a plan uses name pages of the pool."""
+    page_ids = on_host(kv_page_indices)
+    if page_ids is not None:
+        name = "kv_page_indices"
+        check_within(name, page_ids[entries], num_pages, PageTableError, places=entries)
+
+
+def check_ragged_page_table(
+    kv_page_indptr: Tensor,
+    kv_page_indices: Tensor,
+    *,
+    requests: npt.NDArray[np.int64],
+    first_tokens: npt.NDArray[np.int64],
+    kv_lens: npt.NDArray[np.int64],
+    pages: Tensor,
+) -> None:
+    """Check that tokens [first_token, kv_len) of the rows of a page table lie in the pool."""
+    borders = on_host(kv_page_indptr)
+    if borders is None:
+        return
+    num_pages, page_size = pages.shape[0], pages.shape[4]
+    borders = borders.astype(np.int64)
+    num_entries = kv_page_indices.shape[0]
+    for request, kv_len in zip(requests.tolist(), kv_lens.tolist(), strict=True):
+        begin, end = borders[request : request + 2].tolist()
+        needed = -(-kv_len // page_size)
+        if begin < 0 or end > num_entries or end - begin < needed:
+            raise PageTableError(
+                f"kv_page_indptr gives request {request} entries {begin} to {end}, must be "
+                f"{needed} or more of the {num_entries} in kv_page_indices"
+            )
+    entries = used_entries(borders[requests], kv_lens, page_size, first_tokens)
+    check_page_table(kv_page_indices, entries, num_pages)
