@@ -4,7 +4,7 @@ import os
 import sys
 
 # Of the launching process: settings of a user's own kind that workers must see too.
-FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH")
+FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH", "PAGEWIRE_")
 
 
 def prepare_local_ray() -> None:
