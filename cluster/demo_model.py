@@ -216,3 +216,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _user_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "pagewire"
+
+
+if __name__ == "__main__":
+    print(demo_model_dir())

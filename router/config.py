@@ -35,7 +35,8 @@ class RouterConfig:
     connect_timeout_s: float = 5.0  # of the first call to a worker
     reconnect_delay_s: float = 0.2  # between attempts to reach a worker that cannot be reached
     forget_dead_after_s: float = 60.0  # so long a dead worker stays in the cluster status
-    worker_wait_s: float = 5.0  # a request without a token yet waits so long for a decode worker
+    worker_wait_s: float = 30.0  # a request without a token yet waits so long for a decode worker;
+    # one that died takes seconds to come back, more with a large model
     resume_wait_s: float = 30.0  # one whose client has tokens already waits so long
     max_resumptions: int = 3  # attempts after the first
 
