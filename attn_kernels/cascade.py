@@ -26,7 +26,6 @@ from attn_kernels.checks import (
     HALF_DTYPES,
     Integers,
     as_column,
-    check_at_least_one,
     check_page_ids,
     check_pages,
     check_within,
@@ -139,8 +138,6 @@ class CascadeAttention:
         num_programs: int | None = None,
     ) -> None:
         check_pages(pages)
-        check_at_least_one("split_len", rule.split_len)
-        check_at_least_one("splits_per_segment", rule.splits_per_segment)
         # Segments of all tokens, and the splits of a few requests or of the ends of all.
         self.max_shared_slots = max_kv_tokens // rule.segment_len + max(
             max_requests * rule.splits_per_segment, 2048

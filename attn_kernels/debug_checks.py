@@ -69,25 +69,26 @@ def check_append(
     append_page: Tensor, append_offset: Tensor, positions: Tensor, *, pages: Tensor, cos: Tensor
 ) -> None:
     """Check where tokens are written, and which angles they are rotated by."""
-    num_pages, page_size = pages.shape[0], pages.shape[4]
     check_values("positions", positions, cos.shape[0], ShapeError)
-    check_values("append_page", append_page, num_pages, or_negative="no write")
-    page_ids, offsets = on_host(append_page), on_host(append_offset)
-    if page_ids is None or offsets is None:
-        return
-    written = np.flatnonzero(page_ids >= 0)
-    check_within("append_offset", offsets[written], page_size, PageTableError, places=written)
+    _check_used_pairs(
+        ("append_page", "append_offset"),
+        (append_page, append_offset),
+        (pages.shape[0], pages.shape[4]),
+        PageTableError,
+        unused="no write",
+    )
 
 
 def check_edits(edit_rows: Tensor, edit_tokens: Tensor, logits: Tensor) -> None:
     """Check which logits are edited."""
     num_rows, vocab_size = logits.shape
-    check_values("edits.rows", edit_rows, num_rows, ShapeError, or_negative="no entry")
-    rows, tokens = on_host(edit_rows), on_host(edit_tokens)
-    if rows is None or tokens is None:
-        return
-    edited = np.flatnonzero(rows >= 0)
-    check_within("edits.tokens", tokens[edited], vocab_size, ShapeError, places=edited)
+    _check_used_pairs(
+        ("edits.rows", "edits.tokens"),
+        (edit_rows, edit_tokens),
+        (num_rows, vocab_size),
+        ShapeError,
+        unused="no entry",
+    )
 
 
 def check_scales(k_scale: Tensor | None, v_scale: Tensor | None, layer: int) -> None:
@@ -140,3 +141,21 @@ def check_ragged_page_table(
             )
     entries = used_entries(borders[requests], kv_lens, page_size, first_tokens)
     check_page_table(kv_page_indices, entries, num_pages)
+
+
+def _check_used_pairs(
+    names: tuple[str, str],
+    tensors: tuple[Tensor, Tensor],
+    limits: tuple[int, int],
+    error: type[KernelInputError],
+    *,
+    unused: str,
+) -> None:
+    """Check pairs of values against their limits; where the first is negative, none is used."""
+    firsts, seconds = map(on_host, tensors)
+    if firsts is None or seconds is None:
+        return
+    otherwise = f", or negative for {unused}"
+    check_within(names[0], np.maximum(firsts, 0), limits[0], error, otherwise=otherwise)
+    used = np.flatnonzero(firsts >= 0)
+    check_within(names[1], seconds[used], limits[1], error, places=used)

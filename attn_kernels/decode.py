@@ -163,8 +163,6 @@ class DecodeAttention:
             refusal = _hopper_refusal(pages)
             if refusal is not None:
                 raise ShapeError(f"the Hopper kernel of decode does not take {refusal}")
-        check_at_least_one("split_len", rule.split_len)
-        check_at_least_one("splits_per_segment", rule.splits_per_segment)
         if rule.split_len % self.tile.block_n:
             raise ShapeError(
                 f"split_len {rule.split_len} must be a multiple of the {self.tile.block_n} keys "

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attn_kernels.checks import Integers, as_column
+from attn_kernels.checks import Integers, as_column, check_at_least_one
 from attn_kernels.errors import CapacityError, PageTableError, ShapeError
 
 Array = npt.NDArray[np.int64]
@@ -47,6 +47,10 @@ class SplitRule:
 
     split_len: int = 256  # tokens; a multiple of the kernel's key tile
     splits_per_segment: int = 8
+
+    def __post_init__(self) -> None:
+        check_at_least_one("split_len", self.split_len)
+        check_at_least_one("splits_per_segment", self.splits_per_segment)
 
     @property
     def segment_len(self) -> int:

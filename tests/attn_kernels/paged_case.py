@@ -11,6 +11,17 @@ from attn_kernels import reference
 from tests.attn_kernels.shared_tables import SharedTables
 from tests.attn_kernels.tolerance import assert_within_twice
 
+# dtype, head_dim, page_size: each value of each at least once
+HALF_PRECISION = [
+    (torch.float16, 16, 8),
+    (torch.bfloat16, 16, 8),
+    (torch.bfloat16, 64, 128),
+    (torch.float16, 96, 32),
+    (torch.bfloat16, 128, 16),
+    (torch.float16, 256, 64),
+    (torch.bfloat16, 256, 1),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PagedCase:
@@ -299,3 +310,16 @@ def _with_tables(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+
+
+def primer_pages(page_size: int, device: str) -> tuple[Tensor, list[int], Tensor]:
+    """Return a pool with the three tokens of the block-sparse primer, their pages, and values."""
+    pages = torch.full((5, 1, 2, 1, page_size, 16), float("nan"), device=device)
+    table = [3, 0, 4][: -(-3 // page_size)]
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=device)
+    values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 1.0]], device=device)
+    for token in range(3):
+        slot = pages[table[token // page_size], 0, :, 0, token % page_size]
+        slot.zero_()
+        slot[0, :2], slot[1, :2] = keys[token], values[token]
+    return pages, table, values

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from attn_kernels.errors import KernelInputError, PageTableError, ScaleError, Sh
 from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.sampling import LogitEdits, RowParams, TokenSampler
-from tests.support.triton_interpreter import patched
 
 NUM_PAGES, PAGE_SIZE = 4, 16
 PAGES = torch.zeros(NUM_PAGES, 2, 2, 2, PAGE_SIZE, 64)
@@ -29,16 +28,7 @@ OPTIONS: dict[str, Any] = {"num_qo_heads": 8, "scale": 1.0}
 LIMITS: dict[str, Any] = {"max_requests": 4, "max_kv_tokens": 128}
 
 
-@pytest.fixture(autouse=True)
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    monkeypatch.setattr(debug, "is_on", False)  # whatever the environment says
-    launched: list[object] = []
-
-    def run(self: object, *args: object, **options: object) -> None:
-        launched.append(self)
-
-    with patched(run=run, call=run):
-        yield launched
+pytestmark = pytest.mark.usefixtures("launches")
 
 
 def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

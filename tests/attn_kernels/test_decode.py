@@ -7,7 +7,13 @@ from torch import Tensor
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import SplitRule
 from attn_kernels.errors import CapacityError, ShapeError
-from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
+from tests.attn_kernels.paged_case import (
+    HALF_PRECISION,
+    PagedCase,
+    assert_close,
+    make_case,
+    primer_pages,
+)
 
 TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
 RULE = SplitRule(split_len=16, splits_per_segment=2)
@@ -80,18 +86,7 @@ def test_head_dims(device: str, head_dim: int):
     assert_close(decode(case), case)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "page_size"),
-    [
-        (torch.float16, 16, 8),
-        (torch.bfloat16, 16, 8),
-        (torch.bfloat16, 64, 128),
-        (torch.float16, 96, 32),
-        (torch.bfloat16, 128, 16),
-        (torch.float16, 256, 64),
-        (torch.bfloat16, 256, 1),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "head_dim", "page_size"), HALF_PRECISION)
 def test_half_precision(device: str, dtype: torch.dtype, head_dim: int, page_size: int):
     shape = {"head_dim": head_dim, "page_size": page_size, "dtype": dtype}
     case = make_case([1, 1, 1], [3, 16, 70], device=device, **shape)
@@ -221,14 +216,7 @@ def test_a_padding_request_of_no_tokens_gives_zeros(device: str):
 @pytest.mark.parametrize("page_size", [1, 2])
 def test_worked_example_of_the_block_sparse_primer(device: str, page_size: int):
     # softmax(1, 1, 2) over values [1, 1], [2, 0], [0, 1]
-    pages = torch.full((5, 1, 2, 1, page_size, 16), float("nan"), device=device)
-    table = [3, 0, 4][: -(-3 // page_size)]
-    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=device)
-    values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 1.0]], device=device)
-    for token in range(3):
-        slot = pages[table[token // page_size], 0, :, 0, token % page_size]
-        slot.zero_()
-        slot[0, :2], slot[1, :2] = keys[token], values[token]
+    pages, table, values = primer_pages(page_size, device)
     q = torch.zeros(1, 1, 16, device=device)
     q[..., :2] = 1.0
     attention = DecodeAttention(

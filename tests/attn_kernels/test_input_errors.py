@@ -34,6 +34,21 @@ def _no_launch():
         yield
 
 
+def append(*, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return rotate_and_append(
+        torch.zeros(2, 4, 16),
+        torch.zeros(2, 2, 16),
+        torch.zeros(2, 2, 16),
+        torch.zeros(3, 1, 2, 2, 4, 16),
+        0,
+        cos=cos,
+        sin=sin,
+        positions=torch.zeros(2, dtype=torch.int64),
+        append_page=torch.zeros(2, dtype=torch.int64),
+        append_offset=torch.zeros(2, dtype=torch.int64),
+    )
+
+
 def decode(**changes: object) -> torch.Tensor:
     pages = changes.pop("pages", torch.zeros(4, 2, 2, 2, 16, 64))
     num_qo_heads = changes.pop("num_qo_heads", 8)
@@ -79,12 +94,6 @@ CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
     ({"soft_cap": -1.0}, ShapeError, "soft_cap is -1.0, must be positive"),
     ({"max_requests": 0}, ShapeError, "max_requests is 0, must be at least 1"),
     ({"max_kv_tokens": 0}, ShapeError, "max_kv_tokens is 0, must be at least 1"),
-    ({"rule": SplitRule(split_len=0)}, ShapeError, "split_len is 0, must be at least 1"),
-    (
-        {"rule": SplitRule(splits_per_segment=0)},
-        ShapeError,
-        "splits_per_segment is 0, must be at least 1",
-    ),
     (
         {"tile": HopperDecodeTile(stages=4, programs_per_sm=1)},
         ShapeError,
@@ -112,33 +121,11 @@ def test_bad_arguments_of_decode_name_what_was_found_and_what_is_allowed(
             "32 query heads per key-value head",
         ),
         (
-            lambda: rotate_and_append(
-                torch.zeros(2, 4, 16),
-                torch.zeros(2, 2, 16),
-                torch.zeros(2, 2, 16),
-                torch.zeros(3, 1, 2, 2, 4, 16),
-                0,
-                cos=torch.zeros(9, 16),
-                sin=torch.zeros(9, 8),
-                positions=torch.zeros(2, dtype=torch.int64),
-                append_page=torch.zeros(2, dtype=torch.int64),
-                append_offset=torch.zeros(2, dtype=torch.int64),
-            ),
+            lambda: append(cos=torch.zeros(9, 16), sin=torch.zeros(9, 8)),
             r"cos has 16 columns, must be 1 to 8, half of head_dim 16",
         ),
         (
-            lambda: rotate_and_append(
-                torch.zeros(2, 4, 16),
-                torch.zeros(2, 2, 16),
-                torch.zeros(2, 2, 16),
-                torch.zeros(3, 1, 2, 2, 4, 16),
-                0,
-                cos=torch.zeros(9, 8),
-                sin=torch.zeros(7, 8),
-                positions=torch.zeros(2, dtype=torch.int64),
-                append_page=torch.zeros(2, dtype=torch.int64),
-                append_offset=torch.zeros(2, dtype=torch.int64),
-            ),
+            lambda: append(cos=torch.zeros(9, 8), sin=torch.zeros(7, 8)),
             r"sin has shape \[7, 8\], must be \[9, 8\]",
         ),
         (
@@ -186,8 +173,6 @@ def test_a_pool_of_other_dimensions_is_refused(kind: type, shape: list[int]):
     [
         ({"max_requests": 0}, "max_requests is 0, must be at least 1"),
         ({"max_kv_tokens": 0}, "max_kv_tokens is 0, must be at least 1"),
-        ({"rule": SplitRule(split_len=0)}, "split_len is 0, must be at least 1"),
-        ({"rule": SplitRule(splits_per_segment=0)}, "splits_per_segment is 0, must be"),
     ],
 )
 def test_cascade_refuses_sizes_below_one(options: dict[str, object], message: str):
@@ -196,6 +181,12 @@ def test_cascade_refuses_sizes_below_one(options: dict[str, object], message: st
             torch.zeros(4, 2, 2, 2, 16, 64),
             **({"num_qo_heads": 8, "scale": 1.0, "max_requests": 4, "max_kv_tokens": 64} | options),
         )
+
+
+@pytest.mark.parametrize("field", ["split_len", "splits_per_segment"])
+def test_a_split_rule_refuses_sizes_below_one(field: str):
+    with pytest.raises(ShapeError, match=f"^{field} is 0, must be at least 1"):
+        SplitRule(**{field: 0})
 
 
 @pytest.mark.parametrize(

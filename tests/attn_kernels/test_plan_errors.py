@@ -1,6 +1,6 @@
 """What plans of a batch refuse, and runs that do not fit their plan."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attn_kernels.cascade import CascadeAttention
-from attn_kernels.debug_checks import debug
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import SplitRule
 from attn_kernels.errors import (
@@ -21,7 +20,6 @@ from attn_kernels.errors import (
 )
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefix_tree import PrefixNode
-from tests.support.triton_interpreter import patched
 
 NUM_PAGES, PAGE_SIZE = 8, 16
 PAGES = torch.zeros(NUM_PAGES, 2, 2, 2, PAGE_SIZE, 64)
@@ -29,17 +27,7 @@ OPTIONS = {"num_qo_heads": 8, "scale": 1.0}
 Attention = DecodeAttention | CascadeAttention | PrefillAttention
 
 
-@pytest.fixture(autouse=True)
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What would have been launched: nothing, wherever a test does not say so."""
-    monkeypatch.setattr(debug, "is_on", False)  # whatever the environment says
-    launched: list[object] = []
-
-    def run(self: object, *args: object, **options: object) -> None:
-        launched.append(self)
-
-    with patched(run=run, call=run):
-        yield launched
+pytestmark = pytest.mark.usefixtures("launches")
 
 
 def decode(**options: object) -> DecodeAttention:

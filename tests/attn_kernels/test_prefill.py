@@ -5,7 +5,13 @@ from torch import Tensor
 from attn_kernels.errors import ShapeError
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_triton import PrefillTile
-from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
+from tests.attn_kernels.paged_case import (
+    HALF_PRECISION,
+    PagedCase,
+    assert_close,
+    make_case,
+    primer_pages,
+)
 
 TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
 
@@ -65,18 +71,7 @@ def test_head_dims(device: str, head_dim: int):
     assert_close(prefill(case), case)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "page_size"),
-    [
-        (torch.float16, 16, 8),
-        (torch.bfloat16, 16, 8),
-        (torch.bfloat16, 64, 128),
-        (torch.float16, 96, 32),
-        (torch.bfloat16, 128, 16),
-        (torch.float16, 256, 64),
-        (torch.bfloat16, 256, 1),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "head_dim", "page_size"), HALF_PRECISION)
 def test_half_precision(device: str, dtype: torch.dtype, head_dim: int, page_size: int):
     shape = {"head_dim": head_dim, "page_size": page_size, "dtype": dtype}
     case = make_case([3, 17], [16, 70], device=device, **shape)
@@ -129,14 +124,7 @@ def test_a_token_has_the_same_bits_in_any_chunk_any_batch_and_any_pages(
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_worked_example_of_the_block_sparse_primer(device: str, num_rows: int, page_size: int):
     # softmax(1, 1, 2) over values [1, 1], [2, 0], [0, 1], for the last of three tokens
-    pages = torch.full((5, 1, 2, 1, page_size, 16), float("nan"), device=device)
-    table = [3, 0, 4][: -(-3 // page_size)]
-    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], device=device)
-    values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 1.0]], device=device)
-    for token in range(3):
-        slot = pages[table[token // page_size], 0, :, 0, token % page_size]
-        slot.zero_()
-        slot[0, :2], slot[1, :2] = keys[token], values[token]
+    pages, table, values = primer_pages(page_size, device)
     q = torch.zeros(num_rows, 1, 16, device=device)
     q[..., :2] = 1.0
     attention = PrefillAttention(pages, num_qo_heads=1, scale=1.0, tile=TILE)
