@@ -76,12 +76,13 @@ def pages_of_worker(needs: ModelNeeds, config: ClusterConfig, gpu_free_bytes: in
         return config.num_pages
     plan = MemoryPlan(
         cuda_free_fraction=config.gpu_memory_fraction,
+        workers_per_gpu=config.workers_per_gpu,
         cpu_pool_bytes=config.cpu_pages_mib * 2**20,
     )
     try:
         if gpu_free_bytes is None:
             return plan.num_pages_on_cpu(page_bytes=needs.page_bytes)
-        free_bytes = gpu_free_bytes - needs.weights_bytes
+        free_bytes = gpu_free_bytes // config.workers_per_gpu - needs.weights_bytes
         return plan.num_pages_on_cuda(free_bytes=free_bytes, page_bytes=needs.page_bytes)
     except NotEnoughMemory:
         return 0

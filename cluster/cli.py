@@ -84,19 +84,17 @@ def serve(config: ClusterConfig) -> None:
 
 
 def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return 2 + 2 workers, or as many as there are GPUs."""
+    """Return 2 + 2 workers, two on a GPU where there are fewer than four."""
     num_gpus = count_gpus() if given.get("device", "auto") != "cpu" else 0
-    is_fitted = num_gpus >= 2 and not {"prefill", "decode"} & given.keys()
-    num_workers = min(num_gpus, 4) if is_fitted else 4
-    num_decode = num_workers // 2
     # All of a GPU's memory would be millions of the embedded model's pages.
     sizes = {"num_pages": 4096} if num_gpus >= 2 else serve_defaults({**given, "device": "cpu"})
     return {
         **sizes,
         # One GPU is not enough for two pools.
         "device": "cuda" if num_gpus >= 2 else "cpu",
-        "prefill": num_workers - num_decode,
-        "decode": num_decode,
+        "prefill": 2,
+        "decode": 2,
+        "workers_per_gpu": 2 if 2 <= num_gpus < 4 else 1,
         "port": 0,
         "page_size": 16,
         "log_level": "warning",

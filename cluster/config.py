@@ -38,6 +38,9 @@ class ClusterConfig(BaseModel):
     )
     prefill: int = Field(1, ge=1, le=1024, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=1024, description="Number of decode workers.")
+    workers_per_gpu: int = Field(
+        1, ge=1, le=16, description="Most workers of a pool that share a GPU of this host."
+    )
 
     host: str = Field("127.0.0.1", min_length=1, description="Address the router listens on.")
     port: int = Field(50051, ge=0, le=65535, description="Port of the router; 0: a free one.")
@@ -92,6 +95,15 @@ class ClusterConfig(BaseModel):
         if address in ("", "auto") or (found and 0 < int(found[1] or found[2]) <= 65535):
             return address
         raise ValueError("must be host:port of a Ray cluster, as in 10.0.0.1:6379, or auto")
+
+    @model_validator(mode="after")
+    def _check_workers_per_gpu(self) -> Self:
+        if self.ray_address and self.workers_per_gpu > 1:
+            raise ValueError(
+                f"workers_per_gpu is {self.workers_per_gpu}; it must be 1 with ray_address, where "
+                "Ray gives each worker a GPU of its own"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_heartbeats(self) -> Self:

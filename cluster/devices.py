@@ -43,18 +43,35 @@ def resolve_device(asked: str, num_gpus: int) -> str:
     return "cuda" if num_gpus else "cpu"
 
 
-def check_gpus(device: str, num_prefill: int, num_decode: int, num_gpus: int) -> None:
-    """Refuse more workers than GPUs.
+def gpus_of_pools(num_prefill: int, num_decode: int, workers_per_gpu: int) -> tuple[int, int]:
+    """Return the GPUs of the prefill and of the decode pool.
+
+    No GPU has workers of both: NCCL moves pages between different GPUs only.
+    """
+    return -(-num_prefill // workers_per_gpu), -(-num_decode // workers_per_gpu)
+
+
+def visible_gpu(index: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES must be for a process that is to see one GPU of this one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if visible is None else visible.split(",")[index].strip()
+
+
+def check_gpus(
+    device: str, num_prefill: int, num_decode: int, workers_per_gpu: int, num_gpus: int
+) -> None:
+    """Refuse more workers than the GPUs take.
 
     Raises:
-        PlacementError: Each CUDA worker needs a GPU of its own.
+        PlacementError: Says how many GPUs are needed.
     """
-    needed = num_prefill + num_decode
+    needed = sum(gpus_of_pools(num_prefill, num_decode, workers_per_gpu))
     if device == "cuda" and needed > num_gpus:
+        shared = f", {workers_per_gpu} to a GPU," if workers_per_gpu > 1 else ""
         raise PlacementError(
-            f"{num_prefill} prefill and {num_decode} decode workers need {needed} GPUs, and there "
-            f"{'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for fewer workers, or for "
-            "--device cpu"
+            f"{num_prefill} prefill and {num_decode} decode workers{shared} need {needed} GPUs, "
+            f"and there {'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for fewer workers, for "
+            "more on each GPU with --workers-per-gpu, or for --device cpu"
         )
 
 

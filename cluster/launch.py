@@ -21,8 +21,10 @@ from cluster.devices import (
     check_gpus,
     check_port_free,
     count_gpus,
+    gpus_of_pools,
     most_gpus,
     resolve_device,
+    visible_gpu,
 )
 from cluster.environment import worker_environment
 from cluster.errors import ConfigError, PlacementError, StartError
@@ -139,12 +141,13 @@ def _count_gpus(config: ClusterConfig) -> int:
     if config.device == "cpu":
         return 0
     most = most_gpus()
-    return most if most is not None and most < config.prefill + config.decode else count_gpus()
+    needed = sum(gpus_of_pools(config.prefill, config.decode, config.workers_per_gpu))
+    return most if most is not None and most < needed else count_gpus()
 
 
 def _choose_device(config: ClusterConfig, num_gpus: int) -> str:
     device = resolve_device(config.device, num_gpus)
-    check_gpus(device, config.prefill, config.decode, num_gpus)
+    check_gpus(device, config.prefill, config.decode, config.workers_per_gpu, num_gpus)
     return device
 
 
@@ -179,7 +182,7 @@ def _start_local_ray(config: ClusterConfig, device: str, shows_worker_logs: bool
             include_dashboard=False,
             # Actors ask for no CPUs: Ray's count limits nothing here, and hosts may have two.
             num_cpus=os.cpu_count(),
-            num_gpus=config.prefill + config.decode if device == "cuda" else 0,
+            num_gpus=config.prefill + config.decode if _has_own_gpus(config, device) else 0,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=shows_worker_logs,
             logging_level=logging.WARNING,
@@ -197,14 +200,11 @@ def _start_actors(
 ) -> RunningCluster:
     assert config.model is not None
     controller = _place(ControllerActor, CONTROLLER_NAME, {}, config.log_level, config.log_format)
-    options = {
-        "num_gpus": 1 if device == "cuda" else 0,
-        "runtime_env": {"env_vars": worker_environment(device, config.cpu_threads)},
-    }
     hash_key = secrets.token_bytes(16)  # of page hashes, unknown to clients
     workers = {}
     for worker_id in worker_ids(config):
         settings = _settings(config, worker_id, device)
+        options = _resources(config, worker_id, device)
         if worker_id.startswith("prefill"):
             prefill = replace(
                 config.prefill_worker, transfer_deadlines=config.transfer, hash_key=hash_key
@@ -243,6 +243,27 @@ def _start_actors(
     )
 
 
+def _has_own_gpus(config: ClusterConfig, device: str) -> bool:
+    return device == "cuda" and config.workers_per_gpu == 1
+
+
+def _resources(config: ClusterConfig, worker_id: str, device: str) -> dict[str, Any]:
+    """Return what Ray gives a worker: a GPU, unless several share one."""
+    variables = worker_environment(device, config.cpu_threads)
+    if device == "cuda" and not _has_own_gpus(config, device):
+        # Ray puts fractions of a GPU wherever there is room, so in time workers of both pools on
+        # one. This way a worker that is started again comes back to its own GPU.
+        pool, _, index = worker_id.partition("-")
+        gpu = int(index) // config.workers_per_gpu
+        if pool == "decode":
+            gpu += gpus_of_pools(config.prefill, config.decode, config.workers_per_gpu)[0]
+        variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu)
+    return {
+        "num_gpus": int(_has_own_gpus(config, device)),
+        "runtime_env": {"env_vars": variables},
+    }
+
+
 def _settings(config: ClusterConfig, worker_id: str, device: str) -> WorkerSettings:
     assert config.model is not None
     model_dir = config.model.resolve()
@@ -256,6 +277,7 @@ def _settings(config: ClusterConfig, worker_id: str, device: str) -> WorkerSetti
         page_size=config.page_size,
         num_pages=config.num_pages,
         gpu_memory_fraction=config.gpu_memory_fraction,
+        workers_per_gpu=config.workers_per_gpu,
         cpu_pages_bytes=config.cpu_pages_mib * 2**20,
         cpu_threads=config.cpu_threads,
         host="" if config.ray_address else LOOPBACK,

@@ -144,7 +144,10 @@ def _plan_num_pages(
     if num_pages == "auto":
         if device.type != "cuda":
             return memory.num_pages_on_cpu(page_bytes=layout.page_bytes)
-        free_bytes, _ = torch.cuda.mem_get_info(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        # Others may not have taken theirs yet.
+        share = total_bytes // memory.workers_per_gpu - torch.cuda.memory_reserved(device)
+        free_bytes = min(free_bytes, share)
         return memory.num_pages_on_cuda(free_bytes=free_bytes, page_bytes=layout.page_bytes)
     _check_memory(f"{num_pages} pages", num_pages * layout.page_bytes, device)
     return num_pages

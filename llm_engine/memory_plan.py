@@ -15,12 +15,16 @@ class MemoryPlan:
     # Of that, kept back for activations and for logits with their float64 noise: enough for
     # 8,192 tokens a pass of an 8B model, and 128 draws from 128,000 tokens.
     activation_reserve_bytes: int = 3 << 30
+    # Workers that share a GPU; each may use an equal part of its memory.
+    workers_per_gpu: int = 1
     # On a CPU, in all: its free memory says little about what others on the host will need.
     cpu_pool_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         if not 0 < self.cuda_free_fraction <= 1:
             raise ValueError(f"cuda_free_fraction is {self.cuda_free_fraction}, must be in (0, 1]")
+        if self.workers_per_gpu < 1:
+            raise ValueError(f"workers_per_gpu is {self.workers_per_gpu}, must be at least 1")
         for name in ("activation_reserve_bytes", "cpu_pool_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")

@@ -68,6 +68,7 @@ class WorkerSettings:
     page_size: int  # token slots
     num_pages: int  # 0: as many as memory allows
     gpu_memory_fraction: float  # for pages, of what is free after the weights
+    workers_per_gpu: int  # that share the GPU's memory
     cpu_pages_bytes: int  # for pages, without a GPU
     cpu_threads: int  # without a GPU
     host: str  # address that the worker binds and is reached at; empty: the actor's own host
@@ -189,6 +190,7 @@ def _load_executor(settings: WorkerSettings) -> ThreadExecutor:
         deterministic=settings.deterministic,
         memory=MemoryPlan(
             cuda_free_fraction=settings.gpu_memory_fraction,
+            workers_per_gpu=settings.workers_per_gpu,
             cpu_pool_bytes=settings.cpu_pages_bytes,
         ),
         progress=settings.has_progress,

@@ -64,6 +64,7 @@ async def _start_worker(model_dir, pool, members):
         num_pages=200,
         deterministic=True,
         gpu_memory_fraction=0.85,
+        workers_per_gpu=1,
         cpu_pages_bytes=2**20,
         cpu_threads=1,
         host=HOST,

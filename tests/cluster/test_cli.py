@@ -14,6 +14,7 @@ SERVE_FLAGS = """
     --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
     --gpu-memory-fraction --help --host --log-format --log-level --model --num-pages --page-size
     --port --prefill --ray-address --served-model-name --start-timeout-s --stop-grace-s
+    --workers-per-gpu
 """
 FLAGS = {
     "generate": """--address --help --json --max-tokens --model --seed --stop --temperature
@@ -129,12 +130,13 @@ def test_demo_uses_the_gpus_there_are(monkeypatch):
     def workers(num_gpus, **given):
         monkeypatch.setattr(cli, "count_gpus", lambda: num_gpus)
         defaults = cli.demo_defaults(given)
-        return defaults["device"], defaults["prefill"], defaults["decode"]
+        assert (defaults["prefill"], defaults["decode"]) == (2, 2)
+        return defaults["device"], defaults["workers_per_gpu"]
 
-    assert workers(0) == ("cpu", 2, 2)
-    assert workers(1) == ("cpu", 2, 2)
-    assert workers(2) == ("cuda", 1, 1)
-    assert workers(3) == ("cuda", 2, 1)
-    assert workers(4) == ("cuda", 2, 2)
-    assert workers(8) == ("cuda", 2, 2)
-    assert workers(8, device="cpu") == ("cpu", 2, 2)
+    assert workers(0) == ("cpu", 1)
+    assert workers(1) == ("cpu", 1)
+    assert workers(2) == ("cuda", 2)
+    assert workers(3) == ("cuda", 2)
+    assert workers(4) == ("cuda", 1)
+    assert workers(8) == ("cuda", 1)
+    assert workers(8, device="cpu") == ("cpu", 1)

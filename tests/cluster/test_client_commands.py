@@ -198,9 +198,10 @@ def test_an_interrupt_in_the_middle_of_an_answer_leaves_cleanly(command):
             assert "word" in process.stdout.read(200)
             process.send_signal(signal.SIGINT)
             process.stdout.read()
+            stderr = process.stderr.read()
 
-            assert process.wait(WAIT_S) == 130
-            assert "Traceback" not in process.stderr.read()
+            assert process.wait(WAIT_S) == 130, stderr
+            assert "Traceback" not in stderr
         until(service.cancelled.is_set)
 
 

@@ -67,6 +67,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("prefill: true", ["prefill is True", "type int"]),
         ("start_timeout_s: .nan", ["start_timeout_s is nan", "finite"]),
         ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
+        (
+            "ray_address: auto\nworkers_per_gpu: 2",
+            ["workers_per_gpu is 2", "must be 1 with ray_address"],
+        ),
         ("ray_address: head", ["ray_address is 'head'", "host:port"]),
         ("ray_address: ray://head:1", ["ray_address is 'ray://head:1'", "host:port"]),
         ("ray_address: head:99999", ["ray_address is 'head:99999'", "host:port"]),

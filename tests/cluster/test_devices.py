@@ -15,10 +15,17 @@ def test_auto_takes_the_gpus_where_there_are_any():
 
 
 def test_more_workers_than_gpus_are_refused():
-    check_gpus("cuda", 2, 2, 4)
-    check_gpus("cpu", 50, 50, 0)
+    check_gpus("cuda", 2, 2, 1, 4)
+    check_gpus("cpu", 50, 50, 1, 0)
+    check_gpus("cuda", 3, 2, 2, 3)
     with pytest.raises(PlacementError, match=r"2 prefill and 3 decode workers need 5 GPUs.* 4;"):
-        check_gpus("cuda", 2, 3, 4)
+        check_gpus("cuda", 2, 3, 1, 4)
+    with pytest.raises(
+        PlacementError, match=r"workers, 2 to a GPU, need 3 GPUs.* are 2;.*--workers-"
+    ):
+        check_gpus("cuda", 3, 2, 2, 2)
+    with pytest.raises(PlacementError, match=r"need 2 GPUs, and there is 1;"):
+        check_gpus("cuda", 1, 1, 8, 1)  # pools never share one
 
 
 @pytest.mark.parametrize(

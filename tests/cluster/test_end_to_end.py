@@ -54,13 +54,11 @@ def model_dir(tmp_path_factory):
     ],
 )
 def placement(request):
-    """Device, dtype, and workers per pool."""
+    """Device and dtype."""
     device, dtype = request.param
-    if device == "cpu":
-        return device, dtype, 2
-    if count_gpus() < 2:
+    if device == "cuda" and count_gpus() < 2:
         pytest.skip("needs 2 GPUs")
-    return device, dtype, 2 if count_gpus() >= 4 else 1
+    return device, dtype
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +66,10 @@ def cluster(model_dir, placement):
     prepare_local_ray()
     from cluster.launch import start_cluster
 
-    device, dtype, workers = placement
-    options = OPTIONS | {"device": device, "dtype": dtype, "prefill": workers, "decode": workers}
+    device, dtype = placement
+    options = OPTIONS | {"device": device, "dtype": dtype, "prefill": 2, "decode": 2}
+    if device == "cuda" and count_gpus() < 4:
+        options["workers_per_gpu"] = 2
     # Not 0: a router that is started again must be found at the same address.
     config = load_config(None, options | {"model": model_dir, "port": free_port()})
     running = start_cluster(config, shows_worker_logs=False)
@@ -87,7 +87,7 @@ def free_port():
 def oracle(model_dir, placement):
     from tests.cluster.oracle import EngineOracle, GreedyOracle
 
-    device, dtype, _ = placement
+    device, dtype = placement
     # In bfloat16 no other implementation has the same bits; there the engine alone is the measure.
     return EngineOracle(model_dir, device) if dtype == "bfloat16" else GreedyOracle(model_dir)
 

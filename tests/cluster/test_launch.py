@@ -9,7 +9,14 @@ from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import PlacementError, StartError
 from cluster.host_memory import HostMemory
-from cluster.launch import RunningCluster, _refuse_misfits, _settings, start_cluster
+from cluster.launch import (
+    RunningCluster,
+    _refuse_misfits,
+    _resources,
+    _settings,
+    start_cluster,
+    worker_ids,
+)
 from tests.pagewire.scripted_service import serving_in_thread
 
 
@@ -22,6 +29,32 @@ def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
     assert not settings.deterministic
     assert settings.dtype == "float16"
     assert settings.served_model_name == "tiny"
+
+
+def gpus_of_workers(options):
+    config = load_config(None, options)
+    resources = {name: _resources(config, name, "cuda") for name in worker_ids(config)}
+    return {
+        name: each["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"]
+        for name, each in resources.items()
+        if each["num_gpus"] == 0
+    }
+
+
+def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    three = {"prefill": 3, "decode": 2, "workers_per_gpu": 2}
+
+    assert gpus_of_workers({"prefill": 2, "decode": 2}) == {}  # Ray gives each one its own
+    assert gpus_of_workers(three) == {
+        "prefill-0": "0",
+        "prefill-1": "0",
+        "prefill-2": "1",
+        "decode-0": "2",
+        "decode-1": "2",
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3,GPU-1f")
+    assert set(gpus_of_workers(three).values()) == {"5", "3", "GPU-1f"}
 
 
 def test_workers_with_different_models_fail_the_start_with_the_difference():

@@ -222,6 +222,8 @@ def test_the_memory_plan_leaves_room_and_says_when_there_is_none() -> None:
         plan.num_pages_on_cpu(page_bytes=11)
     with pytest.raises(ValueError, match="cuda_free_fraction"):
         MemoryPlan(cuda_free_fraction=0)
+    with pytest.raises(ValueError, match="workers_per_gpu is 0"):
+        MemoryPlan(workers_per_gpu=0)
 
 
 class Terminal(io.StringIO):
