@@ -1,8 +1,9 @@
 """GPU code that knows tensors and integers, and no type of the project.
 
 A launcher checks, allocates and launches; kernel bodies lie in jit/; what a kernel must compute is
-a slow function in reference.py (of sampling: llm_engine/sampler.py). Where work depends on the
-batch, a planner makes items on the host, in numpy. Launchers raise what errors.py names.
+a slow function or class in reference.py, with the launcher's signature (of sampling:
+llm_engine/sampler.py, with that of llm_engine/sampler_triton.py). Where work depends on the batch,
+a planner makes items on the host, in numpy. Launchers raise what errors.py names.
 
     launcher               planner                          kernel bodies in jit/
     prefill                (chooses one of these two)

@@ -1,9 +1,20 @@
-"""One slow function per launcher, in torch and float32: what each kernel must compute."""
+"""A slow function or class per launcher, in torch and float32: what each kernel must compute.
+
+Each has the signature of its launcher: the same parameters in the same order, of the same kinds and
+with the same defaults. Left out is only what says how a kernel does it: tiles, programs, where keys
+are cut, what another kernel has done before, a prefix tree that is known. Nothing is checked.
+"""
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from attn_kernels.checks import Integers
 
 
 def paged_attention(
@@ -64,6 +75,184 @@ def paged_attention(
         lses.append(lse)
         row += qo_len
     return torch.cat(outs), torch.cat(lses)
+
+
+class PrefillAttention:
+    """What `attn_kernels.prefill.PrefillAttention` computes: `paged_attention` of planned rows."""
+
+    def __init__(
+        self,
+        pages: Tensor,
+        *,
+        num_qo_heads: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        self._page_size = pages.shape[4]
+        self._attend = partial(
+            paged_attention,
+            pages=pages,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def plan(
+        self,
+        qo_lens: Integers,
+        kv_lens: Integers,
+        *,
+        first_rows: Integers | None = None,
+        requests: Integers | None = None,
+    ) -> None:
+        """Keep the batch."""
+        self._qo_lens, self._kv_lens = _ints(qo_lens), _ints(kv_lens)
+        packed = accumulate(self._qo_lens, initial=0)
+        first = packed if first_rows is None else _ints(first_rows)
+        self._rows = [
+            row + token
+            for row, qo_len in zip(first, self._qo_lens, strict=False)
+            for token in range(qo_len)
+        ]
+        self._requests = range(len(self._kv_lens)) if requests is None else _ints(requests)
+
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        kv_page_indptr: Tensor,
+        kv_page_indices: Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in one layer; write the planned rows of out, rounded to its dtype, and of lse."""
+        starts, page_ids = kv_page_indptr.tolist(), kv_page_indices.tolist()
+        tables = [
+            page_ids[starts[request] :][: -(-kv_len // self._page_size)]
+            for request, kv_len in zip(self._requests, self._kv_lens, strict=True)
+        ]
+        planned_out, planned_lse = self._attend(
+            q[self._rows],
+            layer=layer,
+            page_tables=tables,
+            qo_lens=self._qo_lens,
+            kv_lens=self._kv_lens,
+        )
+        if out is None:
+            out = torch.empty_like(q)
+        out[self._rows] = planned_out.to(out.dtype)
+        if lse is not None:
+            lse[self._rows] = planned_lse
+        return out
+
+
+class DecodeAttention:
+    """What `attn_kernels.decode.DecodeAttention` computes: prefill of one token per request."""
+
+    def __init__(
+        self,
+        pages: Tensor,
+        *,
+        num_qo_heads: int,
+        scale: float,
+        max_requests: int,
+        max_kv_tokens: int,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        self._page_size = pages.shape[4]
+        self._prefill = PrefillAttention(
+            pages,
+            num_qo_heads=num_qo_heads,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def plan(
+        self,
+        kv_lens: Integers,
+        *,
+        rows: Integers | None = None,
+        table_starts: Integers | None = None,
+    ) -> None:
+        """Keep the batch."""
+        counts = (-(-kv_len // self._page_size) for kv_len in _ints(kv_lens))
+        starts = accumulate(counts, initial=0) if table_starts is None else _ints(table_starts)
+        self._table_starts = torch.tensor(list(starts))
+        self._prefill.plan([1] * len(kv_lens), kv_lens, first_rows=rows)
+
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        kv_page_indices: Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in one layer; write the planned rows of out, rounded to its dtype, and of lse."""
+        return self._prefill.run(q, layer, self._table_starts, kv_page_indices, out=out, lse=lse)
+
+
+class CascadeAttention:
+    """What `attn_kernels.cascade.CascadeAttention` computes: decode, whatever is shared."""
+
+    def __init__(
+        self,
+        pages: Tensor,
+        *,
+        num_qo_heads: int,
+        scale: float,
+        max_requests: int,
+        max_kv_tokens: int,
+        soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        self._decode = DecodeAttention(
+            pages,
+            num_qo_heads=num_qo_heads,
+            scale=scale,
+            max_requests=max_requests,
+            max_kv_tokens=max_kv_tokens,
+            soft_cap=soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def plan(
+        self,
+        kv_lens: Integers,
+        table_starts: npt.NDArray[np.integer],
+        page_indices: npt.NDArray[np.integer],
+        *,
+        rows: Integers | None = None,
+    ) -> None:
+        """Keep the batch; its pages are read from what `run` is given."""
+        self._decode.plan(kv_lens, rows=rows, table_starts=table_starts)
+
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        kv_page_indices: Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in one layer; write the planned rows of out, rounded to its dtype, and of lse."""
+        return self._decode.run(q, layer, kv_page_indices, out=out, lse=lse)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,3 +349,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, rounded once."""
     out = x.float() @ weight.float().T
     return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def _ints(values: Integers) -> list[int]:
+    return [int(value) for value in values]

@@ -1,3 +1,4 @@
+import inspect
 import math
 import random
 from collections import Counter
@@ -326,6 +327,10 @@ def assert_same_tokens(found: list[SampledToken], expected: list[SampledToken]) 
         assert [value for _, value in mine.top_logprobs] == pytest.approx(
             [value for _, value in other.top_logprobs], abs=1e-5
         )
+
+
+def test_the_triton_sampler_is_called_as_the_torch_sampler_is() -> None:
+    assert inspect.signature(TritonSampler()) == inspect.signature(sample)
 
 
 def test_the_triton_sampler_draws_the_same_tokens() -> None:

@@ -1,0 +1,154 @@
+"""References have the signatures of their launchers, and give the same in their place."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_kernels import reference
+from attn_kernels.append import rotate_and_append
+from attn_kernels.cascade import CascadeAttention, SharedTile
+from attn_kernels.decode import DecodeAttention, DecodeTile
+from attn_kernels.decode_plan import SplitRule
+from attn_kernels.digest import digest_pages
+from attn_kernels.elementwise import rms_norm, silu_mul
+from attn_kernels.linear import linear
+from attn_kernels.merge import merge_states
+from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
+from attn_kernels.prefill import PrefillAttention
+from attn_kernels.prefill_triton import PrefillTile
+from tests.attn_kernels.paged_case import PagedCase, make_case, shared_case
+from tests.attn_kernels.shared_tables import grow
+from tests.attn_kernels.tolerance import assert_within_twice
+
+FUNCTIONS: list[Callable[..., object]] = [
+    merge_states,
+    rotate_and_append,
+    rms_norm,
+    silu_mul,
+    gather_pages,
+    scatter_pages,
+    copy_pages,
+    digest_pages,
+    linear,
+]
+METHODS = [
+    getattr(kind, name)
+    for kind in (PrefillAttention, DecodeAttention, CascadeAttention)
+    for name in ("__init__", "plan", "run")
+]
+# What says how a kernel computes, and not what
+HOW = {
+    "tile",
+    "decode_tile",
+    "rule",
+    "is_exact",
+    "num_programs",
+    "memory_of",
+    "max_shared_slots",
+    "num_shared_slots",
+    "first_private",
+    "nodes",
+}
+RULE = SplitRule(split_len=16, splits_per_segment=2)
+DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
+PREFILL_TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
+SHARED_TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
+ATOL = 4e-6  # as in paged_case.py
+
+
+@pytest.mark.parametrize("launcher", [*FUNCTIONS, *METHODS], ids=lambda each: each.__qualname__)
+def test_a_reference_has_the_parameters_of_its_launcher(launcher: Callable[..., object]):
+    parameters = inspect.signature(launcher).parameters.values()
+    twin = attrgetter(launcher.__qualname__)(reference)
+
+    assert list(inspect.signature(twin).parameters.values()) == [
+        each for each in parameters if each.name not in HOW
+    ]
+
+
+def states(case: PagedCase, num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return queries of which the case's tokens are the last, and where a run writes."""
+    shape = (num_rows, *case.q.shape[1:])
+    q = torch.full(shape, float("nan"), device=case.q.device)
+    q[-case.q.shape[0] :] = case.q
+    lse = torch.full(shape[:2], 7.0, device=case.q.device)
+    return q, {"out": torch.full_like(q, 7.0), "lse": lse}
+
+
+def assert_alike(run: Callable[[Any], dict[str, Tensor]], launcher: Any, twin: Any) -> None:
+    """Compare what two classes write, rows that are not planned included."""
+    actual, expected = run(launcher), run(twin)
+    for name, tensor in expected.items():
+        assert (tensor[0] == 7.0).all()
+        assert_within_twice(actual[name], tensor, tensor, atol=ATOL)
+
+
+def test_prefill(device: str):
+    case = make_case([3, 0, 20], [3, 9, 65], device=device)
+
+    def run(kind: Any) -> dict[str, Tensor]:
+        attention = kind(
+            case.pages,
+            num_qo_heads=case.num_qo_heads,
+            scale=case.scale,
+            sliding_window=30,
+            soft_cap=2.0,
+        )
+        attention.plan([20, 3], [65, 3], first_rows=[4, 1], requests=[2, 0])
+        q, written = states(case, 24)
+        attention.run(q, case.layer, case.kv_page_indptr, case.kv_page_indices, **written)
+        return written
+
+    assert_alike(run, partial(PrefillAttention, tile=PREFILL_TILE), reference.PrefillAttention)
+
+
+def test_decode(device: str):
+    case = make_case([1, 1, 1], [20, 33, 5], device=device)
+    starts = case.kv_page_indptr.tolist()
+
+    def run(kind: Any) -> dict[str, Tensor]:
+        attention = kind(case.pages, **case.options, sliding_window=30, soft_cap=2.0)
+        attention.plan([5, 33], rows=[3, 2], table_starts=[starts[2], starts[1]])
+        q, written = states(case, 4)
+        attention.run(q, case.layer, case.kv_page_indices, **written)
+        return written
+
+    launcher = partial(DecodeAttention, rule=RULE, tile=DECODE_TILE, num_programs=3)
+    assert_alike(run, launcher, reference.DecodeAttention)
+
+
+def test_cascade(device: str):
+    tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
+    case = shared_case(tables, device=device)
+
+    def run(kind: Any) -> dict[str, Tensor]:
+        attention = kind(case.pages, **case.options, soft_cap=2.0)
+        attention.plan(case.kv_lens, tables.starts, tables.indices, rows=[3, 1, 2])
+        q, written = states(case, 4)
+        attention.run(q, case.layer, case.kv_page_indices, **written)
+        return written
+
+    def launcher(*arguments: Any, **options: Any) -> CascadeAttention:
+        tiles = {"decode_tile": DECODE_TILE, "tile": SHARED_TILE}
+        attention = CascadeAttention(*arguments, **options, **tiles, rule=RULE, num_programs=3)
+        attention.model = attention.model.sharing_all()
+        return attention
+
+    assert_alike(run, launcher, reference.CascadeAttention)
+
+
+@pytest.mark.parametrize("kv_len", [0, 20])
+def test_a_new_output_has_the_dtype_of_the_queries(kv_len: int):
+    case = make_case([1], [kv_len], dtype=torch.bfloat16)
+    attention = reference.DecodeAttention(case.pages, **case.options)
+    attention.plan(case.kv_lens)
+
+    out = attention.run(case.q, case.layer, case.kv_page_indices)
+
+    assert torch.equal(out, case.expected()[0].bfloat16())
