@@ -232,27 +232,40 @@ def assert_close(
     soft_cap: float | None = None,
     *,
     rows: Sequence[int] | None = None,
+    lse: Tensor | None = None,
 ) -> None:
     """Accept twice the error of attention in the case's dtype, plus a small absolute part.
 
-    The absolute part is a few units in the last place of float32: the device's exp2 has two.
+    The absolute part is a few units in the last place of float32, for outputs up to 4 and a
+    log-sum-exp up to 16: the device's exp2 has two.
 
     Args:
         actual: The output.
         case: What it was computed from.
         sliding_window, soft_cap: Likewise.
         rows: The case's tokens that the output's rows are of; None is all in order.
+        lse: If given, the log-sum-exp of the same rows; -inf where, and only where, a query has no
+            keys.
     """
-    expected, _ = case.expected(sliding_window, soft_cap)
-    eager = _eager(case, sliding_window, soft_cap)
-    if rows is not None:
-        expected, eager = expected[list(rows)], eager[list(rows)]
-    assert_within_twice(actual, eager, expected, atol=4e-6)
+    expected, expected_lse = case.expected(sliding_window, soft_cap)
+    eager, eager_lse = _eager(case, sliding_window, soft_cap)
+    chosen = slice(None) if rows is None else list(rows)
+    assert_within_twice(actual, eager[chosen], expected[chosen], atol=4e-6)
+    if lse is not None:
+        expected_lse, eager_lse = expected_lse[chosen], eager_lse[chosen]
+        has_keys = expected_lse.isfinite()
+        assert (lse[~has_keys] == float("-inf")).all()
+        assert_within_twice(lse[has_keys], eager_lse[has_keys], expected_lse[has_keys], atol=4e-6)
 
 
-def _eager(case: PagedCase, sliding_window: int | None, soft_cap: float | None) -> Tensor:
-    """Attention as a few torch operations in the case's own dtype."""
-    outs = []
+def _eager(
+    case: PagedCase, sliding_window: int | None, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention as a few torch operations in the case's own dtype.
+
+    The log-sum-exp of its rounded scores is float32, as that of torch's own attention is.
+    """
+    outs, lses = [], []
     first = 0
     group = case.num_qo_heads // case.pages.shape[3]
     for table, qo_len, kv_len in zip(case.page_tables, case.qo_lens, case.kv_lens, strict=True):
@@ -269,13 +282,14 @@ def _eager(case: PagedCase, sliding_window: int | None, soft_cap: float | None) 
         hidden = distance < 0
         if sliding_window is not None:
             hidden = hidden | (distance >= sliding_window)
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
-        out = weights @ v
+        scores = scores.masked_fill(hidden, float("-inf"))
+        out = torch.softmax(scores, -1) @ v
         if case.v_scale is not None:
             out = out * _of_heads(case.v_scale, case)
         outs.append(out.transpose(0, 1))
+        lses.append(torch.logsumexp(scores.float(), -1).transpose(0, 1))
         first += qo_len
-    return torch.cat(outs)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _of_heads(scales: Tensor, case: PagedCase) -> Tensor:

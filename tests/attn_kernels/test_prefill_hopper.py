@@ -177,8 +177,7 @@ def test_as_accurate_as_eager_attention(shape: tuple):
 
     out = run(planned(case, shape[5]), case, lse=lse)
 
-    assert_close(out, case, shape[5])
-    torch.testing.assert_close(lse, case.expected(shape[5])[1], atol=2e-5, rtol=1e-5)
+    assert_close(out, case, shape[5], lse=lse)
 
 
 @pytest.mark.gpu
