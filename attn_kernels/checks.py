@@ -88,6 +88,16 @@ def check_launchable(name: str, tensor: Tensor) -> None:
         raise DeviceError(f"{name} is on {tensor.device}, must be on a CUDA device")
 
 
+def check_staging(staging: Tensor, device: torch.device) -> None:
+    """Check that a kernel can address staging: on its device, or in pinned host memory."""
+    if staging.device == device:
+        return
+    is_on_host = staging.device.type == "cpu"
+    if not (is_on_host and staging.is_pinned()):
+        found = "in unpinned host memory" if is_on_host else f"on {staging.device}"
+        raise DeviceError(f"staging is {found}, must be on {device} or in pinned host memory")
+
+
 def check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """Check head counts; return the group size (query heads of one key-value head)."""
     if num_kv_heads < 1 or num_qo_heads % num_kv_heads:

@@ -1,13 +1,14 @@
 """Copies whole pages by id: to and from contiguous staging, and within a pool.
 
-Staging lies on the pool's device: there is no tier of pages on the host yet.
+Staging lies on the pool's device, for transfer, or in pinned host memory, for a tier of pages on
+the host: the kernel addresses either directly.
 """
 
 import torch
 import triton
 from torch import Tensor
 
-from attn_kernels.checks import check_launchable, check_tensor
+from attn_kernels.checks import check_launchable, check_staging, check_tensor
 from attn_kernels.debug_checks import check_values, debug
 from attn_kernels.errors import ShapeError
 from attn_kernels.jit.pages import copy_pages_kernel
@@ -19,19 +20,28 @@ ID_DTYPES = (torch.int64, torch.int32)
 
 
 def gather_pages(pages: Tensor, page_ids: Tensor, staging: Tensor) -> None:
-    """Copy pages by id into staging, in the order given.
+    """Copy pages by id into staging, in the order given, on the current stream.
+
+    The host is not waited for. Before it reads pinned staging, writes there or frees it, it must
+    wait for the stream, by an event recorded after this call: torch's allocator of pinned memory
+    does not know that a kernel uses it.
 
     Args:
         pages: [num_pages, ...], any dtype, contiguous; a page is a multiple of 4 bytes.
-        page_ids: [n], int32 or int64.
+        page_ids: [n], int32 or int64, on the device of `pages` wherever staging lies.
         staging: At least n pages: [>= n, ...] with the page size of `pages` in bytes, contiguous,
-            any dtype, on the device of `pages`; the first n are written.
+            any dtype, on the device of `pages` or in pinned host memory; the first n are written.
+
+    Raises:
+        DeviceError: If staging is in host memory that is not pinned, or on another device.
     """
+    check_staging(staging, pages.device)
     _copy(pages, page_ids, staging, None)
 
 
 def scatter_pages(staging: Tensor, page_ids: Tensor, pages: Tensor) -> None:
     """Copy the first n pages of staging to the pages with the ids given; see `gather_pages`."""
+    check_staging(staging, pages.device)
     _copy(staging, None, pages, page_ids)
 
 
@@ -43,7 +53,6 @@ def copy_pages(pages: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 def page_words(name: str, pages: Tensor) -> Tensor:
     """Return pages of any dtype as int32 words, [num_pages, words of a page]."""
     check_tensor(name, pages, shape=(None,) * pages.dim(), dtype=pages.dtype, device=pages.device)
-    check_launchable(name, pages)
     if pages.dim() < 2 or pages.shape[0] < 1:
         raise ShapeError(f"{name} has shape {list(pages.shape)}, must be [num_pages, ...]")
     flat = pages.reshape(pages.shape[0], -1)
@@ -68,16 +77,17 @@ def _copy(
             f"pages have {sources.shape[1] * WORD_BYTES} bytes at the source and "
             f"{targets.shape[1] * WORD_BYTES} at the target, must be equal"
         )
-    check_tensor("target", targets, shape=(None, None), dtype=torch.int32, device=sources.device)
+    sides = (("source", source_ids, sources), ("target", target_ids, targets))
     counts = set()
-    for name, ids in (("source_ids", source_ids), ("target_ids", target_ids)):
-        if ids is not None:
-            check_tensor(name, ids, shape=(None,), dtype=ID_DTYPES, device=sources.device)
+    for name, ids, words in sides:
+        if ids is not None:  # words is a pool, else staging
+            check_launchable(name, words)
+            check_tensor(f"{name}_ids", ids, shape=(None,), dtype=ID_DTYPES, device=words.device)
             counts.add(ids.shape[0])
     if len(counts) != 1:
         raise ShapeError(f"source_ids and target_ids have lengths {sorted(counts)}, must be equal")
     (num_copies,) = counts
-    for name, ids, words in (("source", source_ids, sources), ("target", target_ids, targets)):
+    for name, ids, words in sides:
         if ids is None and words.shape[0] < num_copies:
             raise ShapeError(f"{name} holds {words.shape[0]} pages, {num_copies} ids were given")
     if num_copies == 0:

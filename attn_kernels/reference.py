@@ -330,7 +330,7 @@ def scatter_pages(staging: Tensor, page_ids: Tensor, pages: Tensor) -> None:
     """Copy staging to pages by id."""
     source = staging.reshape(staging.shape[0], -1).view(torch.uint8)
     target = pages.reshape(pages.shape[0], -1).view(torch.uint8)
-    target[page_ids.long()] = source[: len(page_ids)]
+    target[page_ids.long()] = source[: len(page_ids)].to(target.device)
 
 
 def copy_pages(pages: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:

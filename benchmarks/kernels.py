@@ -16,6 +16,10 @@ contains that; "clean_us" does not: 256 MB have been read after the write. "read
 decode case's reads alone take, without any attention: the least that a kernel for it can show.
 "launch/empty" is the shortest time of the method. "@fp8" is the same on a pool of e4m3, "@inexact"
 cascade attention that does not promise the bits of flat decode.
+
+"gather/...@host" and "scatter/...@host" have their staging in pinned host memory, beside plain
+copies of as many bytes to it, "copy/...@host", and from it, "copy/...@from-host". "tbps" counts
+these bytes once, as the link between host and GPU carries them.
 """
 
 import argparse
@@ -23,9 +27,11 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from attn_kernels.digest import digest_pages
 from attn_kernels.pages import gather_pages, scatter_pages
@@ -40,8 +46,7 @@ def page_cases(
     bench: Bench, num_pages: int, page_bytes: int
 ) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Yield page copies, beside a plain copy of as many bytes: name, bytes read and written."""
-    elements = page_bytes // 2
-    pages = bench.memory[: bench.memory.numel() // elements * elements].view(-1, elements)
+    pages = _pages_of(bench, page_bytes)
     ids = torch.randperm(pages.shape[0] // 2)[:num_pages].to(bench.device)
     source = pages[: pages.shape[0] // 2]
     staging = pages[pages.shape[0] // 2 :][:num_pages]
@@ -53,6 +58,23 @@ def page_cases(
     yield f"gather/{size}", moved, lambda: gather_pages(source, ids, staging)
     yield f"scatter/{size}", moved, lambda: scatter_pages(staging, ids, source)
     yield f"digest/{size}", moved // 2, lambda: digest_pages(words, ids, multipliers)
+
+
+def host_cases(
+    bench: Bench, num_pages: int, page_bytes: int
+) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Yield page copies to and from pinned host memory, beside plain ones: name, bytes moved."""
+    pages = _pages_of(bench, page_bytes)
+    ids = torch.randperm(pages.shape[0])[:num_pages].to(bench.device)
+    near = pages[:num_pages]
+    has_gpu = bench.device.type == "cuda"
+    staging = torch.zeros((num_pages, pages.shape[1]), dtype=pages.dtype, pin_memory=has_gpu)
+    moved = num_pages * page_bytes
+    size = f"{num_pages}x{page_bytes >> 20}MiB"
+    yield f"copy/{size}@host", moved, lambda: staging.copy_(near, non_blocking=True)
+    yield f"gather/{size}@host", moved, lambda: gather_pages(pages, ids, staging)
+    yield f"copy/{size}@from-host", moved, lambda: near.copy_(staging, non_blocking=True)
+    yield f"scatter/{size}@host", moved, lambda: scatter_pages(staging, ids, pages)
 
 
 def main() -> None:
@@ -105,11 +127,20 @@ def run_cases(bench: Bench, prefixes: tuple[str, ...], page_size: int) -> Iterat
         if case.startswith(prefixes):
             timing = bench.time(case, launch)
             yield replace(timing, tbps=num_bytes / timing.us / 1e6)
-    for page_bytes in (2 << 20, 8 << 20):
-        for case, num_bytes, copy in page_cases(bench, 256, page_bytes):
-            if case.startswith(prefixes):
-                timing = bench.time(case, copy)
-                yield replace(timing, tbps=num_bytes / timing.us / 1e6)
+    copies = (
+        page_cases(bench, 256, 2 << 20),
+        page_cases(bench, 256, 8 << 20),
+        host_cases(bench, 64, 2 << 20),
+    )
+    for case, num_bytes, copy in chain.from_iterable(copies):
+        if case.startswith(prefixes):
+            timing = bench.time(case, copy)
+            yield replace(timing, tbps=num_bytes / timing.us / 1e6)
+
+
+def _pages_of(bench: Bench, page_bytes: int) -> Tensor:
+    elements = page_bytes // 2
+    return bench.memory[: bench.memory.numel() // elements * elements].view(-1, elements)
 
 
 def _show(timing: Timing) -> None:

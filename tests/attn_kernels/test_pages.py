@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from attn_kernels import reference
+from attn_kernels.debug_checks import debug
 from attn_kernels.digest import digest_pages
-from attn_kernels.errors import DtypeError, ShapeError
+from attn_kernels.errors import DeviceError, DtypeError, PageTableError, ShapeError
 from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from kv_cache.torch_storage import digest_multipliers, torch_digest
 
@@ -81,6 +82,57 @@ def test_pages_that_do_not_fit_are_refused(device: str):
         gather_pages(pages, ids.float(), pages.clone())
     with pytest.raises(ShapeError, match=r"lengths \[1, 2\]"):
         copy_pages(pages, ids, ids[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("page_words", [1, 24, 10_000])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_staging_in_pinned_host_memory(page_words: int, id_dtype: torch.dtype):
+    pages = random_pages("cuda", 6, page_words)
+    gathered = torch.tensor([4, 0, 5], dtype=id_dtype, device="cuda")
+    scattered = torch.tensor([1, 5, 2], dtype=id_dtype, device="cuda")
+    expected = torch.full((4, page_words), 7, dtype=torch.int32)
+    staging = expected.pin_memory()
+    target, expected_target = torch.zeros_like(pages), torch.zeros_like(pages)
+
+    gather_pages(pages, gathered, staging)
+    scatter_pages(staging, scattered, target)
+    torch.cuda.synchronize()
+
+    reference.gather_pages(pages, gathered, expected)
+    reference.scatter_pages(expected, scattered, expected_target)
+    assert torch.equal(staging, expected)
+    assert (staging[3] == 7).all()
+    assert torch.equal(target, expected_target)
+    with debug.turned_on(), pytest.raises(PageTableError, match="source_ids has 6 at index 0"):
+        gather_pages(pages, gathered + 2, staging)
+
+
+def test_staging_on_the_host_must_be_pinned_and_ids_lie_with_the_pool(
+    launches: list[object], monkeypatch: pytest.MonkeyPatch
+):
+    # Nothing is launched: any device that is not the host will do.
+    pages, ids = torch.zeros(4, 8, device="meta"), torch.tensor([0, 1], device="meta")
+    staging, host_ids = torch.zeros(2, 8), torch.tensor([0, 1])
+
+    message = "staging is in unpinned host memory, must be on meta or in pinned host memory"
+    with pytest.raises(DeviceError, match=message):
+        gather_pages(pages, ids, staging)
+    with pytest.raises(DeviceError, match=message):
+        scatter_pages(staging, ids, pages)
+    with pytest.raises(DeviceError, match="staging is on meta, must be on cpu or in pinned host"):
+        gather_pages(staging, host_ids, pages)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    with pytest.raises(DeviceError, match="source_ids is on cpu, must be on meta"):
+        gather_pages(pages, host_ids, staging)
+    with pytest.raises(DeviceError, match="target_ids is on cpu, must be on meta"):
+        scatter_pages(staging, host_ids, pages)
+    assert not launches
+    gather_pages(pages, ids, staging)
+    scatter_pages(staging, ids, pages)
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize("page_words", [1, 100, 2048, 5000])

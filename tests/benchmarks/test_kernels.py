@@ -58,6 +58,8 @@ def test_draws_and_copies_are_told_in_bytes_per_second():
     assert {each.case.split("/")[0] + "/" for each in timings} == set(prefixes)
     rates = {each.case: each.tbps for each in timings}
     assert rates["sampling/topk_topp/32"] == pytest.approx(32 * 128_256 * 4 / 2.0 / 1e6)
+    for case in ("gather/64x2MiB@host", "scatter/64x2MiB@host", "copy/64x2MiB@from-host"):
+        assert rates[case] == rates["copy/64x2MiB@host"] == 64 * 2**21 / 2.0 / 1e6
     assert None not in rates.values()
 
 
