@@ -5,7 +5,6 @@ command line or the configuration was wrong; 129, 130 and 143 SIGHUP, SIGINT or 
 the end.
 """
 
-import io
 import socket
 import sys
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from cluster.devices import count_gpus, most_gpus
 from cluster.environment import prepare_local_ray
 from cluster.errors import ClusterError, ConfigError, Interrupted
 from cluster.flags import with_config_flags
+from cluster.standard_output import guard_standard_output
 from cluster.stop_signals import StopSignals
 from cluster.strict_command import StrictCommand
 from decode_worker.config import DecodeConfig
@@ -169,10 +169,8 @@ app.command("demo", cls=StrictCommand)(with_config_flags(demo, demo_defaults))
 
 def main() -> None:
     """Run; turn expected failures into lines and exit codes."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal may know fewer characters than a model.
-        sys.stdout.reconfigure(errors="replace")
     try:
+        guard_standard_output()
         app()
     except Interrupted as interruption:
         sys.stderr.write(f"{interruption}\n")

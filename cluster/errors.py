@@ -7,6 +7,7 @@ ClusterError
 ├── PlacementError     the hosts do not have what was asked for
 ├── StartError         something did not start, or not in time
 ├── DemoError          the demo ran but did not show what it must
+├── OutputLost         standard output takes nothing
 └── Interrupted        a stop signal came before the work was done
 """
 
@@ -31,6 +32,10 @@ class StartError(ClusterError):
 
 class DemoError(ClusterError):
     """The demo ran but did not show what it must."""
+
+
+class OutputLost(ClusterError):
+    """Standard output takes nothing: a disk is full, or it is closed."""
 
 
 class Interrupted(ClusterError):

@@ -23,6 +23,13 @@ from tests.pagewire.scripted_service import (
     violation,
 )
 
+COMMANDS = [
+    ("generate", "x"),
+    ("generate", "x", "--json"),
+    ("chat",),
+    ("status", "--once"),
+    ("status", "--json"),
+]
 PAGEWIRE = [sys.executable, "-m", "cluster.cli"]
 WAIT_S = 30
 
@@ -48,11 +55,12 @@ async def refuse_two(request, context):
         yield each
 
 
-def pagewire(*arguments, text="", **variables):
+def pagewire(*arguments, text="", stdout=subprocess.PIPE, **variables):
     return subprocess.run(
         [*PAGEWIRE, *arguments],
         input=text,
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=WAIT_S,
         env=os.environ | variables,
@@ -240,6 +248,32 @@ def test_a_reader_that_leaves_early_ends_generate_without_a_traceback():
             assert process.wait(WAIT_S) == 1
             assert process.stderr.read() == ""
         until(service.cancelled.is_set)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_reader_that_is_gone_ends_a_command_in_silence(command):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with serving_in_thread(answer) as (address, _), os.fdopen(write_end, "w") as pipe:
+        result = pagewire(*command, "--address", address, text="x\n", stdout=pipe)
+
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_output_that_cannot_be_written_ends_a_command_with_one_line(command):
+    with serving_in_thread(answer) as (address, _), open("/dev/full", "w") as full:
+        result = pagewire(*command, "--address", address, text="x\n", stdout=full)
+
+    reason = "standard output cannot be written: No space left on device"
+    assert (result.returncode, result.stderr) == (1, f"error: {reason}\n")
+
+
+def test_a_closed_output_is_told_before_anything_is_asked():
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *PAGEWIRE, "generate", "x"]
+    result = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
+
+    assert (result.returncode, result.stderr) == (1, "error: standard output is closed\n")
 
 
 @pytest.mark.parametrize(
