@@ -25,7 +25,7 @@ from cluster.demo_model import demo_model_dir
 from cluster.devices import count_gpus, most_gpus
 from cluster.environment import prepare_local_ray
 from cluster.errors import ClusterError, ConfigError, Interrupted
-from cluster.flags import with_config_flags
+from cluster.flags import config_command, with_config_flags
 from cluster.standard_output import guard_standard_output
 from cluster.stop_signals import StopSignals
 from cluster.strict_command import StrictCommand
@@ -105,7 +105,10 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def demo(config: ClusterConfig) -> None:
-    """Start a cluster on this host, answer prompts that share a prefix, and account for them."""
+    """Start a cluster on this host, answer prompts that share a prefix, and account for them.
+
+    Without --model it serves a small one with random weights.
+    """
     prepare_local_ray()
     configure_logging(config.log_level, config.log_format)
     is_embedded = config.model is None
@@ -163,8 +166,8 @@ def version() -> None:
 
 for each in (client_commands.generate, client_commands.chat, client_commands.status):
     app.command(cls=StrictCommand)(each)
-app.command("serve", cls=StrictCommand)(with_config_flags(serve, serve_defaults))
-app.command("demo", cls=StrictCommand)(with_config_flags(demo, demo_defaults))
+app.command("serve", cls=config_command(serve_defaults))(with_config_flags(serve, serve_defaults))
+app.command("demo", cls=config_command(demo_defaults))(with_config_flags(demo, demo_defaults))
 
 
 def main() -> None:

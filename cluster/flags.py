@@ -10,6 +10,7 @@ import typer
 from cluster.config import ClusterConfig
 from cluster.config_file import Defaults, load_config, no_defaults
 from cluster.config_options import ConfigOption, config_options
+from cluster.strict_command import StrictCommand
 
 Command = Callable[[ClusterConfig], None]
 
@@ -41,6 +42,28 @@ def with_config_flags(command: Command, defaults: Defaults = no_defaults) -> Cal
     return run
 
 
+def config_command(defaults: Defaults) -> type[StrictCommand]:
+    """Return the class of a command whose help shows its own defaults, as they are on this host."""
+
+    class ConfigCommand(StrictCommand):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            own = defaults({})  # not earlier: it may look for GPUs, which takes seconds
+            shown = {
+                _name(path): option.description + _default(own.get(path, option.default))
+                for path, option in config_options().items()
+            }
+            each: Any  # typer does not show the class of options
+            for each in self.params:
+                each.help = shown.get(each.name, each.help)
+            super().format_help(ctx, formatter)
+
+    return ConfigCommand
+
+
+def _default(value: Any) -> str:
+    return "" if value in (None, "") else f" (default: {value})"
+
+
 def _name(path: str) -> str:
     return path.replace(".", "__")
 
@@ -55,12 +78,11 @@ def _flag(option: ConfigOption) -> Any:
     spelling = option.flag
     if option.value_type is bool:
         spelling += f"/--no-{option.flag.removeprefix('--')}"
-    shown = "" if option.default in (None, "") else f" (default: {option.default})"
     return Annotated[
         Optional[option.value_type],  # noqa: UP045 - the type is a value here
         typer.Option(
             spelling,
-            help=option.description + shown,
+            help=option.description,
             rich_help_panel=option.section or None,
         ),
     ]

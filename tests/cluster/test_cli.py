@@ -3,6 +3,7 @@ import sys
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.config_file import load_config
@@ -54,6 +55,26 @@ def test_every_option_is_a_flag(command):
 
     assert [each for each in flags if not each.startswith(sections)] == SERVE_FLAGS.split()
     assert {option.flag for option in config_options().values()} <= set(flags)
+
+
+@pytest.mark.parametrize(
+    ("command", "num_gpus", "shown"),
+    [
+        ("serve", 0, {"--port": 50051, "--prefill": 1, "--prefill-worker-max-step-tokens": 256}),
+        ("serve", 2, {"--device": "auto", "--prefill-worker-max-step-tokens": 2048}),
+        ("demo", 0, {"--port": 0, "--prefill": 2, "--device": "cpu", "--num-pages": 0}),
+        ("demo", 2, {"--workers-per-gpu": 2, "--device": "cuda", "--num-pages": 4096}),
+    ],
+)
+def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, command, num_gpus, shown):
+    for name in ("count_gpus", "most_gpus"):
+        monkeypatch.setattr(cli, name, lambda: num_gpus)
+
+    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+
+    rows = {words[1]: line for line in result.output.splitlines() if len(words := line.split()) > 1}
+    for flag, default in shown.items():
+        assert f"(default: {default})" in rows[flag]
 
 
 @pytest.mark.parametrize(
