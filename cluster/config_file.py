@@ -39,15 +39,17 @@ def load_config(
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}  # option path |-> where its value is from
+    wrong = []
     if path is not None:
-        for name, value in _flatten(_read_yaml(path)):
+        content, duplicates = _read_yaml(path)
+        wrong += [f"{path}: {each}" for each in duplicates]
+        for name, value in _flatten(content):
             if name in values:
-                raise ConfigError(f"{path}: {name} is given twice")
+                wrong.append(f"{path}: {name} is given twice")
             values[name], origin[name] = value, str(path)
     for name, value in overrides.items():
         values[name], origin[name] = value, "command line"
     options = config_options()
-    wrong = []
     for name in [name for name in values if name not in options]:
         del values[name]
         wrong.append(f"{origin[name]}: {_unknown(name, options)}")
@@ -75,35 +77,35 @@ def load_config(
     return config
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """Return a file's mapping, and a line for each key that it has twice."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506 - safe
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        content = loader.get_single_data()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except _DuplicateKey as error:
-        raise ConfigError(f"{path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if content is None:
-        return {}
+        return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: holds {type(content).__name__}, must be a mapping of options")
-    return content
+    return content, loader.duplicates
 
 
-class _DuplicateKey(yaml.YAMLError):
-    """A mapping has a key twice; says which, and where."""
+class _Loader(yaml.SafeLoader):
+    """Notes a key that a mapping has twice; the last value stays."""
 
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice; YAML's own loaders keep the last."""
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[str] = []
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[str, int] = {}  # key |-> line of its first use
+        lines: dict[str, int] = {}  # key |-> line of its last use
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
-                raise _DuplicateKey(f"{name} is given twice, in lines {lines[name]} and {line}")
+                self.duplicates.append(f"{name} is given twice, in lines {lines[name]} and {line}")
             lines[name] = line
         return super().construct_mapping(node, deep)
 

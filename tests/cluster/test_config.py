@@ -124,6 +124,23 @@ def test_all_errors_are_told_at_once(tmp_path):
     )
 
 
+def test_keys_given_twice_hide_no_other_error(tmp_path):
+    sections = "router: {dead_after_s: 3, dead_after_s: 0}\ntransfer.ack_s: 1\n"
+    path = write(tmp_path, f"prefill: 1\nprefill: 2\nzebra: 1\n{sections}transfer: {{ack_s: 2}}")
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {"decode": 0})
+
+    assert [line.split("; ")[0] for line in str(caught.value).splitlines()] == [
+        f"{path}: prefill is given twice, in lines 1 and 2",
+        f"{path}: dead_after_s is given twice, in lines 4 and 4",
+        f"{path}: transfer.ack_s is given twice",
+        f"{path}: unknown option zebra",
+        "command line: decode is 0",
+        f"{path}: router.dead_after_s is 0.0",
+    ]
+
+
 @pytest.mark.parametrize(
     "options", [{"router.dead_after_s": 0.9}, {"decode_worker.heartbeat_s": 1.5}]
 )
