@@ -1,9 +1,4 @@
-"""The command line: pagewire serve, demo, generate, chat, status, doctor, version.
-
-Exit codes: 0 all went well; 1 something did not, and the text on standard error says what; 2 the
-command line or the configuration was wrong; 129, 130 and 143 SIGHUP, SIGINT or SIGTERM came before
-the end.
-"""
+"""The command line: pagewire serve, demo, generate, chat, status, doctor, version."""
 
 import socket
 import sys
@@ -31,7 +26,7 @@ from cluster.stop_signals import StopSignals
 from cluster.strict_command import StrictCommand
 from decode_worker.config import DecodeConfig
 from observability.logs import configure_logging
-from pagewire import ConnectionFailedError, InvalidRequestError, PagewireError
+from pagewire import ConnectionFailedError, InvalidRequestError, NotFoundError, PagewireError
 
 # On CPUs a step of 2,048 tokens of a model of some billion weights takes longer than
 # `router.stuck_after_s`, and its worker would count as dead.
@@ -39,8 +34,16 @@ CPU_STEP_TOKENS = 256
 
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
+EXIT_CODES = (
+    "Exit codes: 0 all went well; 1 something did not, and standard error says what, unless the "
+    "reader of the output left; 2 the command line, the configuration or the request was wrong, "
+    "whether it was refused here or by the router; 129, 130, 143 SIGHUP, SIGINT or SIGTERM came "
+    "before the end."
+)
+
 app = typer.Typer(
     help="Disaggregated LLM serving: a prefix is computed once, moved once, read once.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -184,14 +187,10 @@ def main() -> None:
     except (ClusterError, PagewireError) as error:
         for line in str(error).splitlines():
             sys.stderr.write(f"error: {line}\n")
-        sys.exit(2 if isinstance(error, ConfigError) or _is_wrong_argument(error) else 1)
+        is_wrong_input = isinstance(error, ConfigError | InvalidRequestError | NotFoundError)
+        sys.exit(2 if is_wrong_input else 1)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _is_wrong_argument(error: Exception) -> bool:
-    """Tell what was refused before anything was sent from what a router refused."""
-    return isinstance(error, InvalidRequestError) and error.__cause__ is None
 
 
 def _context_note(config: ClusterConfig, device: str, context_tokens: int) -> str:

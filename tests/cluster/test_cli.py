@@ -106,6 +106,12 @@ def test_what_cannot_work_is_refused_with_words(arguments, exit_code, words):
     assert "Traceback" not in result.stderr
 
 
+def test_help_tells_the_exit_codes():
+    shown = CliRunner().invoke(cli.app, ["--help"]).output
+
+    assert cli.EXIT_CODES in " ".join(shown.split())
+
+
 def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
     assert cli._where("10.0.0.1:5") == "10.0.0.1:5"
     for host in ("0.0.0.0", "[::]"):

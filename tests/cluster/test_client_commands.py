@@ -193,8 +193,28 @@ def test_chat_tells_before_the_first_question_that_the_model_cannot_chat(monkeyp
     with serving_in_thread(answer) as (address, _):
         result = pagewire("chat", "--address", address, text="hello\n")
 
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: no chat template\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 2),
+        (grpc.StatusCode.NOT_FOUND, 2),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 1),
+        (grpc.StatusCode.UNAVAILABLE, 1),
+    ],
+)
+def test_a_wrong_request_ends_with_2_also_where_the_router_refuses_it(code, exit_code):
+    async def refuse(request, context):
+        await abort(context, code, "not so")
+        yield
+
+    with serving_in_thread(refuse) as (address, _):
+        result = pagewire("generate", "x", "--address", address)
+
+    assert (result.returncode, result.stderr) == (exit_code, "error: not so\n")
 
 
 @pytest.mark.parametrize("command", [("chat",), ("generate", "x", "--max-tokens", "9")])
