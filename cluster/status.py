@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from rich import box
 from rich.console import Group, JustifyMethod, RenderableType
@@ -13,19 +14,24 @@ from cluster.units import format_bytes, format_count
 from pagewire import ClusterStatus, WorkerStatus
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
+LIVING_STATES = {"ready", "draining"}
 WIDE_COLUMNS = 165
 
 
 def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableType:
-    """Draw what a router knows: what matters most in 80 columns, or all of it in WIDE_COLUMNS."""
+    """Draw what a router knows: what matters most in 80 columns, or all of it in WIDE_COLUMNS.
+
+    Of a worker that does not live the numbers are unknown: its last ones say nothing any more.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     columns = _WIDE if is_wide else _NARROW
     for name in columns:
         # Folded, never cut: where the terminal is too narrow, a row grows higher.
-        justify: JustifyMethod = "left" if name in _LEFT else "right"
+        justify: JustifyMethod = "left" if name in _IDENTITY else "right"
         table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
     for worker in sorted(status.workers, key=lambda each: (each.pool, each.worker_id)):
-        table.add_row(*(cell(worker) for cell in columns.values()))
+        shown = columns if worker.state in LIVING_STATES else _IDENTITY
+        table.add_row(*(cell(worker) if name in shown else "-" for name, cell in columns.items()))
     summary = (
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
@@ -34,13 +40,18 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
 
 
 def status_json(status: ClusterStatus) -> str:
-    """Return the same as one JSON object."""
+    """Return the same as one JSON object, with null for what is unknown."""
     content = asdict(status)
-    for values, worker in zip(content["workers"], status.workers, strict=True):
-        values["hit_rate"] = worker.hit_rate
-        # As in the logs; as a number it is more than many readers of JSON can hold.
-        values["incarnation"] = f"{worker.incarnation:016x}"
+    content["workers"] = [_worker_fields(worker) for worker in status.workers]
     return json.dumps(content, indent=2)
+
+
+def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
+    values = asdict(worker) | {"hit_rate": worker.hit_rate}
+    if worker.state not in LIVING_STATES:
+        values |= dict.fromkeys(values.keys() - _IDENTITY_FIELDS)
+    # As in the logs; as a number it is more than many readers of JSON can hold.
+    return values | {"incarnation": f"{worker.incarnation:016x}"}
 
 
 def _state(worker: WorkerStatus) -> Text:
@@ -83,4 +94,6 @@ _WIDE: _Columns = {
     "pages\nmoved": lambda w: str(w.pages_moved),
     "moved": lambda w: format_bytes(w.bytes_moved),
 }
-_LEFT = {"worker", "state", "address", "incarnation"}
+# What no heartbeat tells: columns, and fields of WorkerStatus.
+_IDENTITY = {"worker", "state", "address", "incarnation"}
+_IDENTITY_FIELDS = {"worker_id", "incarnation", "address", "pool", "state", "heartbeat_age_ms"}

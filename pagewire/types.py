@@ -161,7 +161,10 @@ class PageCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStatus:
-    """One worker as a router sees it. Counters are totals since the worker's start."""
+    """One worker as a router sees it. Counters are totals since the worker's start.
+
+    The numbers are those of its last heartbeat, also when it is dead, and 0 before the first.
+    """
 
     worker_id: str
     incarnation: int  # another one after each restart

@@ -33,7 +33,7 @@ def rows(*workers, columns, is_wide=False):
 BUSY = worker(
     worker_id="prefill-10",
     pool="prefill",
-    state="connecting",
+    state="draining",
     address="10.120.130.140:50051",
     incarnation=2**64 - 1,
     running=256,
@@ -57,15 +57,16 @@ BUSY = worker(
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_table_fits_the_terminal_with_one_line_a_worker(columns):
-    lines = rows(BUSY, worker(state="dead"), columns=columns)
+    lines = rows(BUSY, worker(state="connecting"), worker(worker_id="decode-1"), columns=columns)
 
-    *header, rule, first, second, summary = lines
+    *header, rule, unknown, idle, busy, summary = lines
     assert "─" in rule
     assert len(header) == 2
-    assert first.split() == ["decode-0", "dead", "0+0", "6/10", "0%", "0", "0", "0", "B"]
-    for cell in ("prefill-10", "connecting", "256+1.0k", "130k/131k", "89%", "123M", "99M"):
-        assert cell in second.split()
-    assert second.endswith("1.0 GiB")
+    assert unknown.split() == ["decode-0", "connecting", *"------"]
+    assert idle.split() == ["decode-1", "ready", "0+0", "6/10", "0%", "0", "0", "0", "B"]
+    for cell in ("prefill-10", "draining", "256+1.0k", "130k/131k", "89%", "123M", "99M"):
+        assert cell in busy.split()
+    assert busy.endswith("1.0 GiB")
     assert summary == ("requests: 2 active, 9 finished, 1 resumed · pages in the index: 77")
 
 
@@ -73,10 +74,29 @@ def test_wide_table_shows_everything_in_full():
     *_, row, _ = rows(BUSY, columns=WIDE_COLUMNS, is_wide=True)
 
     for cell in (
-        *("prefill-10", "connecting", "10.120.130.140:50051", "ffffffffffffffff", "256", "1024"),
+        *("prefill-10", "draining", "10.120.130.140:50051", "ffffffffffffffff", "256", "1024"),
         *("130072/131072", "100000", "12345", "89%", "123456789", "98765432", "1234567"),
     ):
         assert cell in row.split()
+
+
+@pytest.mark.parametrize("state", ["dead", "connecting"])
+def test_numbers_of_a_worker_that_does_not_live_are_unknown(state):
+    gone = worker(state=state, running=5, steps=7, cached_tokens=3, heartbeat_age_ms=4000)
+
+    *_, row, _ = rows(gone, columns=WIDE_COLUMNS, is_wide=True)
+    [values] = json.loads(status_json(status(gone)))["workers"]
+
+    assert row.split() == ["decode-0", state, "h:1", "00000000000000ff", *"----------"]
+    assert values.keys() == {*WorkerStatus.__dataclass_fields__, "hit_rate"}
+    assert {name: value for name, value in values.items() if value is not None} == {
+        "worker_id": "decode-0",
+        "incarnation": "00000000000000ff",
+        "address": "h:1",
+        "pool": "decode",
+        "state": state,
+        "heartbeat_age_ms": 4000,
+    }
 
 
 def test_wide_table_in_a_narrow_terminal_loses_no_character():
