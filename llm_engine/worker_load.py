@@ -12,7 +12,7 @@ class WorkerTotals:
     generated_tokens: int = 0  # tokens drawn
     pages_moved: int = 0  # sent to, or received from, the other pool
     bytes_moved: int = 0
-    transfer_failures: int = 0
+    transfer_failures: int = 0  # not those that were cancelled
     preemptions: int = 0
 
 

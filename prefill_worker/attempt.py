@@ -16,7 +16,7 @@ from kv_cache.page_storage import PageStorage
 from kv_cache.prefix_cache import Lease
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import RunBlocking
-from kv_transfer.errors import ConnectionBroken, TransferError
+from kv_transfer.errors import ConnectionBroken, TransferAborted, TransferError
 from kv_transfer.messages import ReceiverMessage, SenderMessage
 from kv_transfer.sender import Sender
 from kv_transfer.transport import Connection
@@ -78,7 +78,9 @@ class Attempt:
             await self._sender.run()
         except TransferError as error:
             outcome = f"{type(error).__name__}: {error}"
-            self._scheduler.totals.transfer_failures += 1
+            # The side that gave up counts it, if it was a failure.
+            if not isinstance(error, TransferAborted):
+                self._scheduler.totals.transfer_failures += 1
         finally:
             self._scheduler.end(self.prompt)
             self._on_change()

@@ -72,6 +72,15 @@ def start_of(cluster: WorkerCluster, prompt: tuple[int, ...], **changes: Any) ->
     return worker_pb2.PrefillRequest(start=worker_pb2.PrefillStart(**fields))
 
 
+async def num_failures(cluster: WorkerCluster) -> int:
+    """Return the transfer failures that the prefill worker tells in its next heartbeat."""
+    channel = cluster.grpc_network.channel(cluster.prefills[0].identity.address)
+    beats = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest())
+    beat = await anext(aiter(beats))
+    beats.cancel()
+    return int(beat.heartbeat.totals.transfer_failures)
+
+
 async def refusal(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
@@ -220,5 +229,20 @@ def test_a_receiver_that_never_takes_its_pages_loses_them_at_the_deadline() -> N
         assert sorted(messages) == ["abort", *["chunk_ready"] * chunks, "granted", "result"]
         deadlines = cluster.prefill_config.transfer_deadlines
         assert asyncio.get_running_loop().time() == pytest.approx(deadlines.ack_s, abs=1.0)
+        assert await num_failures(cluster) == 1
+
+    run(scenario)
+
+
+def test_a_transfer_that_is_cancelled_is_no_failure() -> None:
+    async def scenario(cluster: WorkerCluster, _: Any) -> None:
+        router = await cluster.session()
+        stream = await router.submit(prompt_of(200))
+        await asyncio.sleep(0.1)
+        assert cluster.prefills[0].held_pages, "the transfer is under way"
+        await router.cancel(stream)
+        await cluster.wait_free()
+        assert await num_failures(cluster) == 0
+        router.call.cancel()
 
     run(scenario)
