@@ -157,14 +157,37 @@ def doctor(
         raise typer.Exit(1)
 
 
+def print_version(is_asked: bool) -> None:
+    """Print the version and end."""
+    if is_asked:
+        sys.stdout.write(f"pagewire {_version_of('pagewire')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that need no command."""
+
+
 @app.command()
 def version() -> None:
     """Print the versions of Pagewire and of what it runs on."""
     for name in ("pagewire", "torch", "triton", "ray", "grpcio", "protobuf", "nccl4py"):
-        try:
-            sys.stdout.write(f"{name} {metadata.version(name)}\n")
-        except metadata.PackageNotFoundError:
-            sys.stdout.write(f"{name} not installed\n")
+        sys.stdout.write(f"{name} {_version_of(name)}\n")
+
+
+def _version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 for each in (client_commands.generate, client_commands.chat, client_commands.status):

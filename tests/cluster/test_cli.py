@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 from typer.main import get_command
@@ -104,6 +105,12 @@ def test_what_cannot_work_is_refused_with_words(arguments, exit_code, words):
     assert result.returncode == exit_code
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_version_is_an_option_too():
+    result = CliRunner().invoke(cli.app, ["--version"])
+
+    assert (result.exit_code, result.output) == (0, f"pagewire {metadata.version('pagewire')}\n")
 
 
 def test_help_tells_the_exit_codes():
