@@ -130,7 +130,7 @@ def demo(config: ClusterConfig) -> None:
 @app.command(cls=StrictCommand)
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with options.")] = None,
-    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint folder.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Checkpoint folder.")] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address for the router.")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port for the router.")] = None,
     as_json: JsonFlag = False,

@@ -81,6 +81,13 @@ class ClusterConfig(BaseModel):
     decode_worker: DecodeConfig = Field(default_factory=DecodeConfig)
     transfer: TransferDeadlines = Field(default_factory=TransferDeadlines)
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _check_model(cls, model: object) -> object:
+        if model == "":  # as a path it would be the current folder
+            raise ValueError("must be the path of a checkpoint folder")
+        return model
+
     @field_validator("host")
     @classmethod
     def _check_host(cls, host: str) -> str:

@@ -66,6 +66,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ),
         ("prefill: true", ["prefill is True", "type int"]),
         ("start_timeout_s: .nan", ["start_timeout_s is nan", "finite"]),
+        ('model: ""', ["cluster.yaml: model is ''; it must be the path of a checkpoint folder"]),
         ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
         (
             "ray_address: auto\nworkers_per_gpu: 2",
