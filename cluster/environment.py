@@ -3,8 +3,8 @@
 import os
 import sys
 
-# Of the launching process: settings of a user's own kind that workers must see too.
-FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH", "PAGEWIRE_")
+# Of the launching process: what actors must see too, also those on a Ray that ran before.
+FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH", "PAGEWIRE_", "GRPC_VERBOSITY")
 
 
 def prepare_local_ray() -> None:
@@ -23,11 +23,16 @@ def prepare_local_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-def worker_environment(device: str, cpu_threads: int) -> dict[str, str]:
-    """Return the variables that a worker's process is started with."""
-    forwarded = {
+def forwarded_environment() -> dict[str, str]:
+    """Return the variables that every worker's and router's process is started with."""
+    return {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
     }
+
+
+def worker_environment(device: str, cpu_threads: int) -> dict[str, str]:
+    """Return the variables that a worker's process is started with."""
+    forwarded = forwarded_environment()
     if device == "cuda":
         # A kernel that is loaded lazily can deadlock with a transfer that waits for its peer.
         return {"CUDA_MODULE_LOADING": "EAGER", **forwarded}

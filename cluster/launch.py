@@ -26,7 +26,7 @@ from cluster.devices import (
     resolve_device,
     visible_gpu,
 )
-from cluster.environment import worker_environment
+from cluster.environment import forwarded_environment, worker_environment
 from cluster.errors import ConfigError, PlacementError, StartError
 from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_model_folder
@@ -223,7 +223,10 @@ def _start_actors(
     router = _place(
         RouterActor,
         ROUTER_NAME,
-        {"scheduling_strategy": here},  # clients know it by an address of this host
+        {
+            "scheduling_strategy": here,  # clients know it by an address of this host
+            "runtime_env": {"env_vars": forwarded_environment()},
+        },
         replace(config.router, router_id=ROUTER_NAME, page_hash_key=hash_key),
         config.model.resolve(),
         config.host,

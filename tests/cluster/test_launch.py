@@ -57,6 +57,22 @@ def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses(monkey
     assert set(gpus_of_workers(three).values()) == {"5", "3", "GPU-1f"}
 
 
+def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(monkeypatch):
+    placed = {}
+    node = SimpleNamespace(get_node_id=lambda: "00" * 28)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
+    monkeypatch.setattr(
+        launch, "_place", lambda _, name, options, *__: placed.update({name: options})
+    )
+    monkeypatch.setattr(launch, "_wait_ready", lambda *_: {launch.ROUTER_NAME: "h:1"})
+    monkeypatch.setenv("GRPC_VERBOSITY", "ERROR")
+
+    launch._start_actors(load_config(None, {"model": "/models/tiny"}), "cpu", 0.0, lambda: None)
+
+    for name in ("prefill-0", "decode-0", launch.ROUTER_NAME):
+        assert placed[name]["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
+
+
 def test_workers_with_different_models_fail_the_start_with_the_difference():
     _refuse_misfits({})
     reason = "not the model of decode-0: page_size is 16, theirs 64"
