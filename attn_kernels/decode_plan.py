@@ -197,51 +197,57 @@ def plan_decode(
     """
     lens = np.asarray(kv_lens, dtype=np.int64)
     split_len, per_segment = rule.split_len, rule.splits_per_segment
-    first_tokens = np.zeros_like(lens)
+    first_tokens = first_splits = np.zeros_like(lens)
     if sliding_window is not None:
         first_tokens = np.maximum(lens - sliding_window, 0)
-    first_splits = first_tokens // split_len
+        first_splits = first_tokens // split_len
     if first_private is not None:
         private = np.asarray(first_private, dtype=np.int64) // split_len
         first_splits = np.maximum(first_splits, private)
-    end_splits = (lens + split_len - 1) // split_len
+    end_splits = (lens + (split_len - 1)) // split_len
 
     phases = first_splits % per_segment
     owner, cut, lane = _deal(end_splits - first_splits, phases, num_lanes, rule)
-    num_items = np.bincount(owner, minlength=len(lens))
-    tails = np.cumsum(num_items) - 1  # each request's last item
-    begin = first_splits[owner] + cut
-    end = np.empty_like(begin)
-    end[:-1] = begin[1:]
-    end[tails] = end_splits
+    is_cut = len(owner) > len(lens)  # large batches often are not, and a step waits for this
+    num_items: int | Array = 1
+    tails: slice | Array = slice(None)  # each request's last item
+    begin, end = first_splits, end_splits
+    if is_cut:
+        num_items = np.bincount(owner, minlength=len(lens))
+        tails = np.cumsum(num_items) - 1
+        begin = first_splits[owner] + cut
+        end = np.empty_like(begin)
+        end[:-1] = begin[1:]
+        end[tails] = end_splits
 
     # An item's slots: splits up to the border of a segment if it begins within one, then segments.
-    border = np.minimum((begin + per_segment - 1) // per_segment * per_segment, end)
-    item_slots = border - begin + (end - border + per_segment - 1) // per_segment
-    item_slots = np.maximum(item_slots, 1)
+    border = np.minimum(-(-begin // per_segment) * per_segment, end)
+    item_slots = np.maximum(border - begin - (border - end) // per_segment, 1)
     slot_ends = np.cumsum(item_slots)
-    num_slots = slot_ends[tails]
-    num_slots[1:] -= slot_ends[tails[:-1]]
+    request_ends = slot_ends[tails]
+    num_slots = request_ends.copy()
+    num_slots[1:] -= request_ends[:-1]
     if num_shared_slots is not None:
         num_slots += np.asarray(num_shared_slots, dtype=np.int64)
     num_slots[num_slots == 1] = 0
     last_slots = np.cumsum(num_slots)
     first_slots = last_slots - num_slots
 
-    requests = np.empty((len(lens), 6), dtype=np.int32)
+    table = np.zeros((num_lanes + len(owner), ITEM_FIELDS), dtype=np.int32)
+    fields = table[num_lanes:]
+    requests = np.empty((len(lens), 6), dtype=np.int32) if is_cut else fields
     columns = (rows, table_starts, first_tokens, first_slots, num_slots, num_items)
     for field, column in enumerate(columns):
         requests[:, field] = column
-    table = np.zeros((num_lanes + len(owner), ITEM_FIELDS), dtype=np.int32)
-    fields = table[num_lanes:]
-    fields[:, :6] = requests[owner]
+    if is_cut:
+        fields[:, :6] = requests[owner]
     fields[:, 6] = begin * split_len
     fields[:, 7] = end * split_len
     fields[tails, 7] = lens
-    fields[:, 8] = slot_ends - item_slots  # items' slots lie at the end of the request's
-    fields[:, 8] += (last_slots - slot_ends[tails])[owner]
+    # Items' slots lie at the end of the request's.
+    fields[:, 8] = slot_ends - item_slots + (last_slots - request_ends)[owner]
     fields[tails, 9] = 1
-    if np.any(lane[1:] < lane[:-1]):
+    if np.count_nonzero(lane[1:] < lane[:-1]):
         fields[:] = fields[np.argsort(lane, kind="stable")]
     lane_items = np.bincount(lane)
     first_items = np.cumsum(lane_items) - lane_items
@@ -249,8 +255,9 @@ def plan_decode(
     used[:] = fields[first_items]
     used[:, 10] = num_lanes + first_items + 1
     used[:, 11] = lane_items
+    total_slots = int(last_slots[-1]) if len(lens) else 0
     return DecodeItems(
-        table=table, first_slots=first_slots, num_slots=int(num_slots.sum()), num_lanes=num_lanes
+        table=table, first_slots=first_slots, num_slots=total_slots, num_lanes=num_lanes
     )
 
 
@@ -283,14 +290,16 @@ def _deal(
             return owner, (lane - (np.cumsum(counts) - counts)[owner]) * piece, lane
 
     num_tokens = _tokens(num_splits, rule.split_len)
-    share = int(num_tokens.sum()) / num_lanes
-    per_lane = -(-num_requests // num_lanes)
-    lane_tokens = np.add.reduceat(num_tokens, np.arange(0, num_requests, per_lane))
-    if share <= WHOLE_TOKENS and lane_tokens.max() <= WHOLE_EXCESS * share:
-        whole = np.arange(num_requests)
-        return whole, np.zeros_like(whole), whole // per_lane
+    share = int(np.add.reduce(num_tokens)) / num_lanes
+    if share <= WHOLE_TOKENS:
+        per_lane = -(-num_requests // num_lanes)
+        lane_tokens = np.add.reduceat(num_tokens, np.arange(0, num_requests, per_lane))
+        if lane_tokens.max() <= WHOLE_EXCESS * share:
+            whole = np.arange(num_requests)
+            return whole, np.zeros_like(whole), whole // per_lane
     piece = max(int(share - ITEM_TOKENS), 0) // rule.segment_len * rule.splits_per_segment
-    if piece > 0:
+    longest = int(np.maximum.reduce(num_splits))
+    if piece > 0 and longest * rule.split_len > share:
         is_long = num_splits * rule.split_len > share
         num_pieces = np.where(is_long, (num_splits + phases) // piece, 0)
         if 0 < num_pieces.sum() <= num_lanes:
@@ -350,7 +359,7 @@ def _deal_runs(
     border_cut = borders - (ends - num_tokens)[border_owner] - ITEM_TOKENS
     border_cut = np.maximum(border_cut + split_len // 2, 0) // split_len
     # Items begin where a request begins and where a lane does.
-    width = int(num_splits.max()) + 1
+    width = int(np.maximum.reduce(num_splits)) + 1
     border_keys = border_owner * width + border_cut
     at_end = border_cut >= num_splits[border_owner]
     border_keys[at_end] = (border_owner[at_end] + 1) * width
