@@ -42,7 +42,7 @@ class ClusterConfig(BaseModel):
         1, ge=1, le=16, description="Most workers of a pool that share a GPU of this host."
     )
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address the router listens on.")
+    host: str = Field("127.0.0.1", description="Address the router listens on.")
     port: int = Field(50051, ge=0, le=65535, description="Port of the router; 0: a free one.")
 
     page_size: Literal[16, 32, 64, 128] = Field(64, description="Token slots in a page.")
@@ -91,7 +91,7 @@ class ClusterConfig(BaseModel):
     @field_validator("host")
     @classmethod
     def _check_host(cls, host: str) -> str:
-        if re.search(r"[\s/]", host) or (":" in host and not _is_ipv6(host)):
+        if not host or re.search(r"[\s/]", host) or (":" in host and not _is_ipv6(host)):
             raise ValueError("must be a host name or an address, without a port; see port")
         return host
 

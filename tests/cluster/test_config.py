@@ -68,6 +68,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("start_timeout_s: .nan", ["start_timeout_s is nan", "finite"]),
         ('model: ""', ["cluster.yaml: model is ''; it must be the path of a checkpoint folder"]),
         ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
+        ("host: ''", ["host is ''", "must be a host name or an address"]),
         (
             "ray_address: auto\nworkers_per_gpu: 2",
             ["workers_per_gpu is 2", "must be 1 with ray_address"],
