@@ -26,6 +26,7 @@ from attn_kernels.checks import (
     HALF_DTYPES,
     Integers,
     as_column,
+    check_aligned,
     check_page_ids,
     check_pages,
     check_within,
@@ -323,6 +324,8 @@ class CascadeAttention:
         if out is None:
             out = torch.empty_like(q)
         self.decode.check_run(q, layer, kv_page_indices, out, lse)
+        if isinstance(self.tile, HopperSharedTile):
+            check_aligned("q", q)
         self._launch_shared(q, layer, kv_page_indices)
         self.decode.launch(q, layer, kv_page_indices, out, lse, overlaps=self.overlaps)
         return out

@@ -3,6 +3,7 @@
 What only the device knows is checked in a debug mode, by debug_checks.py.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn  # of pools only, with a scale for each head
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # bytes |-> integers
+VECTOR_BYTES = 16  # what kernels read and write at once
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 
@@ -82,6 +84,14 @@ def _has_shape(tensor: Tensor, shape: Sequence[int | None]) -> bool:
     return True
 
 
+def check_aligned(name: str, tensor: Tensor) -> None:
+    """Check that a tensor begins where vectors may."""
+    if tensor.data_ptr() % VECTOR_BYTES:
+        raise StrideError(
+            f"{name} begins at address {tensor.data_ptr()}, must be a multiple of {VECTOR_BYTES}"
+        )
+
+
 def check_launchable(name: str, tensor: Tensor) -> None:
     """Check that Triton can run on the tensor's device (the CPU only in the interpreter)."""
     if tensor.device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -124,6 +134,7 @@ def check_pages(pages: Tensor) -> None:
     if pages.numel() == 0:
         raise ShapeError(f"pages has shape {list(pages.shape)}, must have no dimension of size 0")
     check_launchable("pages", pages)
+    check_aligned("pages", pages)
 
 
 def query_dtypes(pages: Tensor) -> tuple[torch.dtype, ...]:
@@ -165,12 +176,14 @@ def hopper_refusal(
     return None
 
 
-def check_mask(sliding_window: int | None, soft_cap: float | None) -> None:
-    """Check what changes the scores of an attention kernel."""
+def check_scores(scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
+    """Check what makes the scores of an attention kernel."""
+    if not math.isfinite(scale):
+        raise ShapeError(f"scale is {scale}, must be finite")
     if sliding_window is not None and sliding_window < 1:
         raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ShapeError(f"soft_cap is {soft_cap}, must be positive or None")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ShapeError(f"soft_cap is {soft_cap}, must be positive and finite, or None")
 
 
 def check_attention_inputs(
@@ -197,6 +210,8 @@ def check_attention_outputs(
 
 def check_layer(layer: int, num_layers: int) -> None:
     """Check a layer index."""
+    if not isinstance(layer, int):
+        raise DtypeError(f"layer is {layer!r}, must be an int")
     if not 0 <= layer < num_layers:
         raise ShapeError(f"layer is {layer}, must be 0 to {num_layers - 1}")
 
@@ -225,12 +240,14 @@ def as_column(
     name: str, values: Integers, num_requests: int | None = None
 ) -> npt.NDArray[np.int64]:
     """Return what a plan is given for each request as int64, if it is one integer for each."""
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "iu":
-        raise DtypeError(f"{name} is {values.dtype}, must be integers")
     try:
-        column = np.asarray(values, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DtypeError(f"{name} is no sequence of integers of 64 bits: {error}") from error
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise DtypeError(f"{name} is no sequence of integers: {error}") from error
+    # An empty list is one of floats to numpy.
+    if found.dtype.kind not in "iu" and (found.size or isinstance(values, np.ndarray)):
+        raise DtypeError(f"{name} is {found.dtype}, must be integers of at most 64 bits")
+    column = found.astype(np.int64, copy=False)
     if column.ndim != 1 or (num_requests is not None and len(column) != num_requests):
         wanted = "any" if num_requests is None else num_requests
         raise ShapeError(f"{name} has shape {list(column.shape)}, must be [{wanted}]")

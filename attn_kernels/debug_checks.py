@@ -65,6 +65,16 @@ def check_values(
     check_within(name, values, limit, error, otherwise=otherwise)
 
 
+def check_different(name: str, tensor: Tensor) -> None:
+    """Check that no page is written twice, which would leave a mixture."""
+    values = on_host(tensor)
+    if values is None:
+        return
+    pages, counts = np.unique(values, return_counts=True)
+    if np.any(counts > 1):
+        raise PageTableError(f"{name} has page {pages[counts > 1][0]} twice, must be different")
+
+
 def check_append(
     append_page: Tensor, append_offset: Tensor, positions: Tensor, *, pages: Tensor, cos: Tensor
 ) -> None:

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from attn_kernels.checks import check_launchable, check_staging, check_tensor
-from attn_kernels.debug_checks import check_values, debug
+from attn_kernels.debug_checks import check_different, check_values, debug
 from attn_kernels.errors import ShapeError
 from attn_kernels.jit.pages import copy_pages_kernel
 
@@ -97,6 +97,7 @@ def _copy(
             check_values("source_ids", source_ids, sources.shape[0])
         if target_ids is not None:
             check_values("target_ids", target_ids, targets.shape[0])
+            check_different("target_ids", target_ids)
     num_words = sources.shape[1]
     block = min(BLOCK, triton.next_power_of_2(num_words))
     copy_pages_kernel[(num_copies * triton.cdiv(num_words, block),)](

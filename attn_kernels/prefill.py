@@ -14,9 +14,9 @@ from attn_kernels.checks import (
     check_entries,
     check_heads,
     check_kv_scales,
-    check_mask,
     check_pages,
     check_rows,
+    check_scores,
     check_tensor,
 )
 from attn_kernels.debug_checks import check_ragged_page_table, check_scales, debug
@@ -86,7 +86,7 @@ class PrefillAttention:
         check_kv_scales(pages, k_scale, v_scale)
         _, _, _, num_kv_heads, _, head_dim = pages.shape
         group = check_heads(num_qo_heads, num_kv_heads, head_dim)
-        check_mask(sliding_window, soft_cap)
+        check_scores(scale, sliding_window, soft_cap)
         self.pages = pages
         self.num_qo_heads = num_qo_heads
         self.tile = tile or shipped_tile(pages, soft_cap)
@@ -135,7 +135,7 @@ class PrefillAttention:
 
         Raises:
             ShapeError: If arguments differ in length, a request has more new tokens than tokens, or
-                fewer than none, or a row is negative.
+                fewer than none, or a row is negative or of two requests.
         """
         batch = check_batch(qo_lens, kv_lens, first_rows=first_rows, requests=requests)
         needs = needs_of(batch, self.pages.shape[4])

@@ -7,8 +7,8 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_kernels.checks import HALF_DTYPES, hopper_refusal
-from attn_kernels.errors import ShapeError, StrideError
+from attn_kernels.checks import HALF_DTYPES, check_aligned, hopper_refusal
+from attn_kernels.errors import ShapeError
 from attn_kernels.jit.paged_prefill_hopper import paged_prefill_hopper_kernel
 from attn_kernels.prefill_plan import UNIT_FIELDS, PrefillBatch, plan_units
 from attn_kernels.tiles import LOG2_E, on_hopper, programs_for, to_device
@@ -17,7 +17,6 @@ HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)
 BLOCK_M = 128  # two warpgroups of 64 rows
 COLUMN_BLOCK = 64  # elements of a row that the copy engine puts side by side: 128 bytes
-VECTOR_BYTES = 16  # queries and output move in vectors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +80,8 @@ class HopperPrefill:
 
     def check(self, out: Tensor, q: Tensor) -> None:
         """Check what of a run's tensors only this kernel demands."""
-        for name, tensor in (("q", q), ("out", out)):
-            if tensor.data_ptr() % VECTOR_BYTES:
-                raise StrideError(
-                    f"{name} begins at address {tensor.data_ptr()}, must be a multiple of "
-                    f"{VECTOR_BYTES}"
-                )
+        check_aligned("q", q)
+        check_aligned("out", out)
 
     def launch(
         self,

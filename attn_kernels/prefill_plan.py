@@ -64,10 +64,14 @@ def check_batch(
     if len(wrong):
         chunk = wrong[0]
         raise ShapeError(f"{new[chunk]} new tokens of {lens[chunk]}, must be 0 to all of them")
-    packed_rows = np.cumsum(new) - new
+    if first_rows is None:
+        rows = np.cumsum(new) - new
+    else:
+        rows = _indices("first_rows", first_rows, new)
+        _check_apart(rows[new > 0], new[new > 0])
     return PrefillBatch(
         requests=_indices("requests", np.arange(num_chunks) if requests is None else requests, new),
-        first_rows=_indices("first_rows", packed_rows if first_rows is None else first_rows, new),
+        first_rows=rows,
         qo_lens=new,
         kv_lens=lens,
     )
@@ -78,6 +82,16 @@ def _indices(name: str, values: Integers, qo_lens: NDArray[np.int64]) -> NDArray
     if np.minimum.reduce(indices, initial=0) < 0:
         raise ShapeError(f"{name} has {indices.min()}, must be 0 or more")
     return indices
+
+
+def _check_apart(first_rows: NDArray[np.int64], qo_lens: NDArray[np.int64]) -> None:
+    order = np.argsort(first_rows)
+    begins, ends = first_rows[order], (first_rows + qo_lens)[order]
+    overlaps = np.flatnonzero(begins[1:] < ends[:-1])
+    if len(overlaps):
+        raise ShapeError(
+            f"row {begins[1:][overlaps[0]]} is of two requests, must be of one; see first_rows"
+        )
 
 
 def needs_of(batch: PrefillBatch, page_size: int) -> PrefillNeeds:

@@ -151,6 +151,7 @@ REFUSED: list[tuple[Callable[[], None], type[KernelInputError], str]] = [
     (lambda: append(positions=ids(-1, 0)), ShapeError, "positions has -1 at index 0"),
     (lambda: gather(ids(0, 4)), PageTableError, "source_ids has 4 at index 1, must be 0 to 3"),
     (lambda: scatter(ints(-1, 0)), PageTableError, "target_ids has -1 at index 0, must be 0 to 3"),
+    (lambda: scatter(ints(2, 2)), PageTableError, "target_ids has page 2 twice, must be different"),
     (
         lambda: copy_pages(PAGES, ids(0), ids(4)),
         PageTableError,

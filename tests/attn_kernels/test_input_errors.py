@@ -1,3 +1,4 @@
+import math
 import re
 from collections.abc import Callable
 
@@ -49,16 +50,22 @@ def append(*, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     )
 
 
+def odd(*shape: int) -> torch.Tensor:
+    """Zeros that begin 4 bytes behind a multiple of 16."""
+    size = math.prod(shape)
+    return torch.zeros(size + 4)[1 : size + 1].view(shape)
+
+
 def decode(**changes: object) -> torch.Tensor:
     pages = changes.pop("pages", torch.zeros(4, 2, 2, 2, 16, 64))
     num_qo_heads = changes.pop("num_qo_heads", 8)
     attention = DecodeAttention(
         pages,
         num_qo_heads=num_qo_heads,
-        scale=1.0,
         **{
             name: changes.pop(name, default)
             for name, default in {
+                "scale": 1.0,
                 "max_requests": 4,
                 "max_kv_tokens": 64,
                 "sliding_window": None,
@@ -82,6 +89,7 @@ CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
     ({"q": torch.zeros(2, 64, 8).transpose(1, 2)}, StrideError, "q has strides"),
     ({"q": torch.zeros(2, 8, 64, device="meta")}, DeviceError, "q is on meta, must be on cpu"),
     ({"layer": 2}, ShapeError, "layer is 2, must be 0 to 1"),
+    ({"layer": 0.5}, DtypeError, "layer is 0.5, must be an int"),
     ({"kv_page_indices": torch.zeros(2)}, DtypeError, "kv_page_indices is torch.float32"),
     ({"lse": torch.zeros(2, 4)}, ShapeError, "lse has shape"),
     ({"num_qo_heads": 7}, ShapeError, "num_qo_heads 7 must be a multiple of num_kv_heads 2"),
@@ -92,6 +100,9 @@ CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
     ({"pages": torch.zeros(4, 2, 2, 2, 16, 64).double()}, DtypeError, "pages is torch.float64"),
     ({"sliding_window": 0}, ShapeError, "sliding_window is 0"),
     ({"soft_cap": -1.0}, ShapeError, "soft_cap is -1.0, must be positive"),
+    ({"soft_cap": math.inf}, ShapeError, "soft_cap is inf, must be positive and finite"),
+    ({"scale": math.nan}, ShapeError, "scale is nan, must be finite"),
+    ({"pages": odd(4, 2, 2, 2, 16, 64)}, StrideError, r"pages begins at .*, must be a multiple"),
     ({"max_requests": 0}, ShapeError, "max_requests is 0, must be at least 1"),
     ({"max_kv_tokens": 0}, ShapeError, "max_kv_tokens is 0, must be at least 1"),
     (
@@ -108,6 +119,13 @@ def test_bad_arguments_of_decode_name_what_was_found_and_what_is_allowed(
 ):
     with pytest.raises(error, match=message):
         decode(**dict(changes))
+
+
+def test_an_output_in_the_memory_of_the_queries_is_refused():
+    q = torch.zeros(2, 8, 64)
+
+    with pytest.raises(KernelInputError, match="out lies in the memory of q, must have its own"):
+        decode(q=q, out=q)
 
 
 @pytest.mark.parametrize(
