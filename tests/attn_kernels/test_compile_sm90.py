@@ -37,6 +37,7 @@ SHAPES = [
     (40, 8, 96, 64, torch.float8_e4m3fn),
     (16, 8, 256, 64, torch.float8_e4m3fn),
     (16, 8, 256, 16, torch.float8_e4m3fn),
+    (64, 8, 128, 64, torch.bfloat16),
 ]
 IDS = [
     f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}"

@@ -21,6 +21,7 @@ SHAPES = [
     (4, 4, 128, 64, torch.bfloat16),
     (32, 8, 64, 64, torch.bfloat16),
     (10, 2, 64, 128, torch.float16),
+    (64, 8, 128, 64, torch.bfloat16),
     (32, 8, 128, 64, torch.float8_e4m3fn),
     (10, 2, 64, 128, torch.float8_e4m3fn),
 ]

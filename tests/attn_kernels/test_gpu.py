@@ -25,6 +25,7 @@ SHAPES = {
     "phi-3": {"num_qo_heads": 32, "num_kv_heads": 32, "head_dim": 96},
     "gemma": {"num_qo_heads": 16, "num_kv_heads": 8, "head_dim": 256},
     "llama-3-1b": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 64},
+    "llama-3-70b": {"num_qo_heads": 64, "num_kv_heads": 8, "head_dim": 128},
     "group-16": {"num_qo_heads": 16, "num_kv_heads": 1, "head_dim": 128},
 }
 KV_LENS = [1, 15, 16, 255, 256, 257, 1023, 1024, 1025, 3000]
@@ -45,11 +46,17 @@ def decoder(case: PagedCase, **options: object) -> DecodeAttention:
     return attention
 
 
-def decode(case: PagedCase, **options: object) -> torch.Tensor:
-    return decoder(case, **options).run(case.q, case.layer, case.kv_page_indices)
+def decode(case: PagedCase, *, lse: torch.Tensor | None = None, **options: object) -> torch.Tensor:
+    return decoder(case, **options).run(case.q, case.layer, case.kv_page_indices, lse=lse)
 
 
-def prefill(case: PagedCase, sliding_window: int | None = None, **options: object) -> torch.Tensor:
+def prefill(
+    case: PagedCase,
+    sliding_window: int | None = None,
+    *,
+    lse: torch.Tensor | None = None,
+    **options: object,
+) -> torch.Tensor:
     attention = PrefillAttention(
         case.pages,
         num_qo_heads=case.num_qo_heads,
@@ -58,7 +65,7 @@ def prefill(case: PagedCase, sliding_window: int | None = None, **options: objec
         **options,
     )
     attention.plan(case.qo_lens, case.kv_lens)
-    return attention.run(case.q, case.layer, case.kv_page_indptr, case.kv_page_indices)
+    return attention.run(case.q, case.layer, case.kv_page_indptr, case.kv_page_indices, lse=lse)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -67,11 +74,13 @@ def test_decode_and_prefill_are_as_accurate_as_eager_attention(name: str, page_s
     shape = {**SHAPES[name], "page_size": page_size}
     case = cuda_case([1] * len(KV_LENS), KV_LENS, **shape)
     chunks = cuda_case([1, 15, 130, 200, 7], [1, 300, 130, 1000, 40], **shape)
+    lse = torch.empty(case.q.shape[:2], device="cuda")
+    chunks_lse = torch.empty(chunks.q.shape[:2], device="cuda")
 
-    assert_close(decode(case), case)
+    assert_close(decode(case, lse=lse), case, lse=lse)
     assert_close(decode(case, sliding_window=300), case, 300)
     assert_close(decode(case, soft_cap=1.0), case, soft_cap=1.0)
-    assert_close(prefill(chunks), chunks)
+    assert_close(prefill(chunks, lse=chunks_lse), chunks, lse=chunks_lse)
     assert_close(prefill(chunks, 100), chunks, 100)
 
 

@@ -31,6 +31,7 @@ SHAPES = {
     "gemma": {"num_qo_heads": 16, "num_kv_heads": 8, "head_dim": 256},
     "llama-3-1b": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 64},
     "group-16": {"num_qo_heads": 16, "num_kv_heads": 1, "head_dim": 128},
+    "llama-3-70b": {"num_qo_heads": 64, "num_kv_heads": 8, "head_dim": 128},
     "qwen3-14b": {"num_qo_heads": 40, "num_kv_heads": 8, "head_dim": 128},
 }
 TILES = [
@@ -56,6 +57,7 @@ BIT_CASES = [
     ("gemma", 32, BF16, BF16),
     ("gemma", 64, FP16, FP16),
     ("qwen3-14b", 64, BF16, BF16),
+    ("llama-3-70b", 64, BF16, BF16),
     ("llama-3-8b", 64, FP8, BF16),
     ("llama-3-1b", 128, FP8, FP16),
     ("phi-3", 16, FP8, BF16),
