@@ -5,7 +5,7 @@ as behind its beginning, so that an offset which wraps reads zeros rather than e
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -20,7 +20,9 @@ from attn_kernels.elementwise import rms_norm, silu_mul
 from attn_kernels.merge import merge_states
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_triton import PrefillTile
+from attn_kernels.sampling import TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized, shared_case
+from tests.attn_kernels.sampling_case import TINY, Row, draw
 from tests.attn_kernels.shared_tables import grow
 from tests.support.triton_interpreter import interpreted
 
@@ -40,6 +42,10 @@ def _interpreter() -> Iterator[None]:
 def reserved(num_elements: int, dtype: torch.dtype) -> Tensor:
     """Return so many elements past 2**31 others, which are never touched where all is right."""
     return torch.empty(2**31 + num_elements, dtype=dtype)[2**31 :]
+
+
+def reserved_like(tensor: Tensor) -> Tensor:
+    return reserved(tensor.numel(), tensor.dtype).view(tensor.shape)
 
 
 def far_of(case: PagedCase) -> PagedCase:
@@ -108,6 +114,40 @@ def test_cascade():
     assert_close(out, case)
 
 
+def far_rows(case: PagedCase) -> tuple[Tensor, list[int]]:
+    """The case's queries, of requests of one token, in rows of which all but one are far."""
+    num_rows, row_elements = case.q.shape[0], case.q[0].numel()
+    rows = [0, *(2**31 // row_elements + row for row in range(1, num_rows))]
+    q = reserved((rows[-1] + 1) * row_elements, case.q.dtype).view(-1, *case.q.shape[1:])
+    q[rows] = case.q
+    return q, rows
+
+
+def test_rows_of_decode():
+    case = make_case([1, 1, 1], [5, 40, 7], dtype=torch.bfloat16)
+    q, rows = far_rows(case)
+    attention = DecodeAttention(case.pages, **case.options, rule=RULE, tile=DECODE_TILE)
+    attention.plan(case.kv_lens, rows=rows)
+
+    out = attention.run(q, case.layer, case.kv_page_indices, out=reserved_like(q))
+
+    assert_close(out[rows], case)
+
+
+def test_rows_of_prefill():
+    case = make_case([1, 1, 1], [5, 40, 7], dtype=torch.bfloat16)
+    q, rows = far_rows(case)
+    tile = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
+    options = {"num_qo_heads": case.num_qo_heads, "scale": case.scale, "tile": tile}
+    attention = PrefillAttention(case.pages, **options)
+    attention.plan(case.qo_lens, case.kv_lens, first_rows=rows)
+    tables = (case.kv_page_indptr, case.kv_page_indices)
+
+    out = attention.run(q, case.layer, *tables, out=reserved_like(q))
+
+    assert_close(out[rows], case)
+
+
 def test_append():
     num_pages = FIRST_FAR_PAGE + 2
     shape = (num_pages, NUM_LAYERS, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
@@ -153,3 +193,29 @@ def test_merged_states():
     out, _ = merge_states(outs, torch.zeros(num_states, 1, 1))
 
     assert (out == 2.0).all()
+
+
+def test_logits():
+    num_rows, vocab_size, stride = 6, 200, 2**30
+    far = reserved(5 * stride + vocab_size, torch.bfloat16)
+    far = far.as_strided((num_rows, vocab_size), (stride, 1), far.storage_offset())
+    near = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    far.copy_(near)
+    rows = [
+        Row(temperature=0.0),
+        Row(top_k=5),
+        Row(temperature=2.0, top_p=0.9, seed=1),
+        Row(temperature=5.0, top_k=150, top_p=0.99, seed=2),
+        Row(min_p=0.1, seed=3),
+        Row(temperature=3.0, seed=4),
+    ]
+    sampler = TokenSampler(vocab_size=vocab_size, max_rows=num_rows, device="cpu", shape=TINY)
+    tokens = torch.arange(num_rows, dtype=torch.int32)
+
+    assert draw(far, rows, shape=TINY) == draw(near, rows, shape=TINY)
+    for found, wanted in zip(
+        astuple(sampler.logprobs(far, tokens, 3)),
+        astuple(sampler.logprobs(near, tokens, 3)),
+        strict=True,
+    ):
+        assert torch.equal(found, wanted)
