@@ -1,8 +1,9 @@
 """Sampling without sorting: one token per row of logits, without waiting for the host.
 
 What is drawn is what `llm_engine.sampler` defines: per row, each only where asked for, edits
-(penalties and bans), mask, temperature, top-k, top-p over the rest renormalized, min-p relative to
-the most probable, then Gumbel-max with noise of (seed, position, token id).
+(penalties and bans), temperature, top-k, top-p over the rest renormalized, min-p relative to the
+most probable, then Gumbel-max with noise of (seed, position, token id). A mask, which that does not
+know, comes after edits: what it does not allow has a logit of -inf.
 
 Ties. A filter gives a threshold on the scaled logit, (logit - largest) / temperature in float32.
 All tokens that tie with the k-th largest are kept, but the mass that top-p shares out is that of
