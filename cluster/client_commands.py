@@ -125,13 +125,13 @@ def status(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show workers, pages and hit rates, live until Ctrl-C."""
+    """Show workers, pages and hit rates, live until Ctrl-C; one table where nobody watches."""
     with Client(address, default_timeout_s=CONNECT_TIMEOUT_S) as client:
         if as_json:
             sys.stdout.write(status_json(client.status()) + "\n")
             return
         out = Console()
-        if once:
+        if once or not out.is_terminal:
             if wide and out.width < WIDE_COLUMNS:  # lines are wanted, also in a pipe
                 out = Console(width=WIDE_COLUMNS)
             out.print(status_table(client.status(), is_wide=wide))
@@ -181,8 +181,8 @@ def _ask() -> str:
 
 
 def _stop_event() -> threading.Event:
-    """Return an event that SIGINT and SIGTERM set."""
+    """Return an event that SIGINT, SIGTERM and SIGHUP set."""
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stopped.set())
     return stopped

@@ -84,7 +84,7 @@ class ClusterConfig(BaseModel):
     @field_validator("model", mode="before")
     @classmethod
     def _check_model(cls, model: object) -> object:
-        if model == "":  # as a path it would be the current folder
+        if not isinstance(model, str | Path) or model == "":  # empty is the current folder
             raise ValueError("must be the path of a checkpoint folder")
         return model
 

@@ -68,10 +68,11 @@ def check_gpus(
     needed = sum(gpus_of_pools(num_prefill, num_decode, workers_per_gpu))
     if device == "cuda" and needed > num_gpus:
         shared = f", {workers_per_gpu} to a GPU," if workers_per_gpu > 1 else ""
+        remedies = "fewer workers, for more on each GPU with --workers-per-gpu, or for "
         raise PlacementError(
             f"{num_prefill} prefill and {num_decode} decode workers{shared} need {needed} GPUs, "
-            f"and there {'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for fewer workers, for "
-            "more on each GPU with --workers-per-gpu, or for --device cpu"
+            f"and there {'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for "
+            f"{remedies if num_gpus >= 2 else ''}--device cpu"  # each pool needs one
         )
 
 

@@ -68,11 +68,11 @@ def pagewire(*arguments, text="", stdout=subprocess.PIPE, **variables):
 
 
 @contextmanager
-def running(*arguments, stdin=subprocess.PIPE):
+def running(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE):
     process = subprocess.Popen(
         [*PAGEWIRE, *arguments],
         stdin=stdin,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -299,27 +299,32 @@ def test_a_closed_output_is_told_before_anything_is_asked():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), ("decode-0", "ready", "6/10", "75%")),
-        (("--wide",), ("h:1", "0000000000000007", "6/10", "75%")),
+        (("--once",), ("decode-0", "ready", "6/10", "75%")),
+        ((), ("decode-0", "ready", "6/10", "75%")),  # nobody would see a live one
+        (("--once", "--wide"), ("h:1", "0000000000000007", "6/10", "75%")),
     ],
 )
 def test_status_prints_one_table(flags, words):
     with serving_in_thread(answer) as (address, _):
-        result = pagewire("status", "--once", *flags, "--address", address)
+        result = pagewire("status", *flags, "--address", address)
 
     row = next(line for line in result.stdout.splitlines() if "decode-0" in line)
     assert set(words) <= set(row.split())
     assert result.returncode == 0
 
 
-def test_status_shows_a_live_table_until_it_is_interrupted():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_status_shows_a_live_table_until_it_is_stopped(number):
+    terminal, stdout = os.openpty()
     with (
         serving_in_thread(answer) as (address, service),
-        running("status", "--address", address) as process,
+        running("status", "--address", address, stdout=stdout) as process,
     ):
-        until(lambda: service.num_statuses)
-        process.send_signal(signal.SIGINT)
+        until(lambda: service.num_statuses > 1)
+        process.send_signal(number)
 
         assert process.wait(WAIT_S) == 0
-        assert "decode-0" in process.stdout.read()
+        assert b"decode-0" in os.read(terminal, 10_000)
         assert process.stderr.read() == ""
+    os.close(stdout)
+    os.close(terminal)

@@ -66,6 +66,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ),
         ("prefill: true", ["prefill is True", "type int"]),
         ("start_timeout_s: .nan", ["start_timeout_s is nan", "finite"]),
+        ("model: 5", ["model is 5; it must be the path of a checkpoint folder"]),
         ('model: ""', ["cluster.yaml: model is ''; it must be the path of a checkpoint folder"]),
         ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
         ("host: ''", ["host is ''", "must be a host name or an address"]),

@@ -24,7 +24,7 @@ def test_more_workers_than_gpus_are_refused():
         PlacementError, match=r"workers, 2 to a GPU, need 3 GPUs.* are 2;.*--workers-"
     ):
         check_gpus("cuda", 3, 2, 2, 2)
-    with pytest.raises(PlacementError, match=r"need 2 GPUs, and there is 1;"):
+    with pytest.raises(PlacementError, match=r"need 2 GPUs, and there is 1; ask for --device"):
         check_gpus("cuda", 1, 1, 8, 1)  # pools never share one
 
 
