@@ -35,10 +35,10 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 Run = Callable[[Bench, int], list[Timing]]  # takes the page size
 
 
-def lognormal_lens(seed: int) -> list[int]:
-    """Lengths of 128 requests, as the targets' authors drew them."""
+def lognormal_lens(seed: int, num_requests: int = 128) -> list[int]:
+    """Lengths of requests, as the targets' authors drew them."""
     rng = random.Random(seed)  # noqa: S311 -- a workload, not a secret
-    return [min(65_536, max(64, int(rng.lognormvariate(7, 1.2)))) for _ in range(128)]
+    return [min(65_536, max(64, int(rng.lognormvariate(7, 1.2)))) for _ in range(num_requests)]
 
 
 # name -> all tokens of each request
@@ -63,6 +63,11 @@ DECODE_CASES: dict[str, list[int]] = {
     "decode/skew": [65_536] + [512] * 63,
     "decode/skew4": [32_768] * 4 + [1024] * 60,
 }
+# Without targets: for plan() of 256 requests, some of which are cut
+RAGGED_CASES = {
+    "decode/256xlognormal": lognormal_lens(4, 256),
+    "decode/256xskew": [65_536] + [512] * 255,
+}
 
 # name -> (new tokens, all tokens) of each request
 PREFILL_CASES: dict[str, list[tuple[int, int]]] = {
@@ -73,23 +78,12 @@ PREFILL_CASES: dict[str, list[tuple[int, int]]] = {
     "prefill/16384": [(16_384, 16_384)],
 }
 
-FP8_CASCADES = (
-    "cascade/8,4096,1024",
-    "cascade/16,8192,256",
-    "cascade/64,8192,256",
-    "cascade/256,8192,128",
-    "cascade/edge/4,1024,1024",
-    "cascade/edge/8,512,2048",
-    "cascade/edge/16,256,256",
-    "cascade/edge/32,256,1024",
-)
 TARGET_CASCADES = [f"cascade/{batch},{shared},{own}" for batch, shared, own in TWO_LEVELS]
-FP8_PREFILLS = ("prefill/8192", "prefill/2048@34816")
 
 
 def attention_cases() -> Iterator[tuple[str, Run]]:
     """Yield cases by name, each with what runs it; nothing is launched here."""
-    for case, kv_lens in DECODE_CASES.items():
+    for case, kv_lens in (DECODE_CASES | RAGGED_CASES).items():
         read, compact, fp8 = case.replace("decode/", "read/"), f"{case}@compact", f"{case}@fp8"
         yield case, partial(run_decode, case, kv_lens)
         yield read, partial(run_read, read, kv_lens)
@@ -98,8 +92,7 @@ def attention_cases() -> Iterator[tuple[str, Run]]:
         yield f"{read}@fp8", partial(run_read, f"{read}@fp8", kv_lens, dtype=FP8)
     for case, forest in cascade_cases():
         yield case, partial(run_cascade, case, forest)
-        if case in FP8_CASCADES:
-            yield f"{case}@fp8", partial(run_cascade, f"{case}@fp8", forest, dtype=FP8)
+        yield f"{case}@fp8", partial(run_cascade, f"{case}@fp8", forest, dtype=FP8)
         if case in TARGET_CASCADES:
             inexact = f"{case}@inexact"
             yield inexact, partial(run_cascade, inexact, forest, is_exact=False)
@@ -107,8 +100,7 @@ def attention_cases() -> Iterator[tuple[str, Run]]:
         sustained = f"{case}@sustained"
         yield case, partial(run_prefill, case, lens)
         yield sustained, partial(run_prefill, sustained, lens, rest_s=0.0)
-        if case in FP8_PREFILLS:
-            yield f"{case}@fp8", partial(run_prefill, f"{case}@fp8", lens, dtype=FP8)
+        yield f"{case}@fp8", partial(run_prefill, f"{case}@fp8", lens, dtype=FP8)
 
 
 def run_decode(

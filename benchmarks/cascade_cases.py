@@ -1,8 +1,9 @@
 """Cases of cascade attention for benchmarks.kernels: forests of requests that share prefixes.
 
 "cascade/B,S,U" is B requests with S tokens in common and U of their own; in "cascade/edge/B,S,U"
-sharing hardly pays, or not at all. "cascade/three-levels..." and those from real prompts
-(prefix_trees.json, which names its sources) are deeper.
+sharing hardly pays, or not at all, and in "cascade/border/B,S,U" it saves, by the model that
+decides, hardly more than the tenth for which it is chosen. "cascade/three-levels..." and those from
+real prompts (prefix_trees.json, which names its sources) are deeper.
 """
 
 import json
@@ -33,6 +34,16 @@ EDGES = [
     (8, 512, 2048),
     (16, 256, 256),
     (32, 256, 1024),
+]
+BORDERS = [
+    (4, 16_384, 256),
+    (6, 8192, 256),
+    (16, 4096, 16_384),
+    (24, 1024, 64),
+    (32, 1024, 4096),
+    (48, 256, 256),
+    (128, 256, 1024),
+    (256, 512, 64),
 ]
 
 
@@ -76,7 +87,8 @@ class Forest:
 
 def cascade_cases() -> Iterator[tuple[str, Forest]]:
     """Yield named forests."""
-    for kind, forests in (("cascade", TWO_LEVELS), ("cascade/edge", EDGES)):
+    kinds = {"cascade": TWO_LEVELS, "cascade/edge": EDGES, "cascade/border": BORDERS}
+    for kind, forests in kinds.items():
         for batch, shared, unique in forests:
             forest = Forest(nodes=[(-1, shared)], requests=[(0, unique)] * batch)
             yield f"{kind}/{batch},{shared},{unique}", forest
