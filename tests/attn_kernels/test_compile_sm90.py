@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from attn_kernels.decode import DecodeAttention, decode_tile
 from attn_kernels.digest import digest_pages
 from attn_kernels.elementwise import rms_norm, silu_mul
 from attn_kernels.merge import merge_states
-from attn_kernels.pages import gather_pages, scatter_pages
+from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
 
@@ -265,10 +266,11 @@ def small_launches() -> dict[str, Callable[[], object]]:
     def append(
         num_angles: int, pages: torch.Tensor = pages, dtype: torch.dtype = BF16
     ) -> torch.Tensor:
+        head_dim = pages.shape[5]
         return rotate_and_append(
-            empty(4, 32, 128, dtype=dtype),
-            empty(4, 8, 128, dtype=dtype),
-            empty(4, 8, 128, dtype=dtype),
+            empty(4, 32, head_dim, dtype=dtype),
+            empty(4, 8, head_dim, dtype=dtype),
+            empty(4, 8, head_dim, dtype=dtype),
             pages,
             0,
             cos=empty(9, num_angles, dtype=torch.float32),
@@ -279,8 +281,25 @@ def small_launches() -> dict[str, Callable[[], object]]:
             **scales_of(pages),
         )
 
+    def merge(head_dim: int, dtype: torch.dtype = BF16) -> object:
+        lses = empty(3, 4, 32, dtype=torch.float32)
+        return merge_states(empty(3, 4, 32, head_dim, dtype=dtype), lses)
+
+    of_head_dim = {
+        f"{name}_d{head_dim}": partial(launch, head_dim)
+        for head_dim in (64, 96, 256)
+        for name, launch in (
+            ("merge", merge),
+            ("rotate_and_append", lambda size: append(size // 2, empty(4, 2, 2, 8, 64, size))),
+        )
+    }
     return {
-        "merge": lambda: merge_states(empty(3, 4, 32, 128), empty(3, 4, 32, dtype=torch.float32)),
+        **of_head_dim,
+        "merge": lambda: merge(128),
+        "merge_float16": lambda: merge(128, FP16),
+        "merge_float32": lambda: merge(128, torch.float32),
+        "rotate_and_append_float16": lambda: append(64, pages.to(FP16), FP16),
+        "rotate_and_append_float32": lambda: append(64, pages.float(), torch.float32),
         "rotate_and_append": lambda: append(64),
         "rotate_and_append_partial": lambda: append(16),
         "rotate_and_append_fp8": lambda: append(64, pages.to(torch.float8_e4m3fn)),
@@ -291,6 +310,7 @@ def small_launches() -> dict[str, Callable[[], object]]:
         "silu_mul": lambda: silu_mul(empty(4, 14336), empty(4, 14336)),
         "gather_pages": lambda: gather_pages(pages, ids, empty(4, 1 << 22)),
         "scatter_pages": lambda: scatter_pages(empty(4, 1 << 22), ids, pages),
+        "copy_pages": lambda: copy_pages(pages, ids, ids),
         "digest_pages": lambda: digest_pages(words, ids, empty(2, 1 << 16, dtype=torch.int64)),
     }
 
@@ -300,7 +320,7 @@ def test_other_kernels(name: str):
     compiled = only_launch(small_launches()[name])
 
     check(compiled)
-    if name in {"gather_pages", "scatter_pages"}:
+    if name in {"gather_pages", "scatter_pages", "copy_pages"}:
         assert "ld.global.v4.b32" in compiled.ptx, "copies in 16-byte vectors"
         assert "st.global.v4.b32" in compiled.ptx
 

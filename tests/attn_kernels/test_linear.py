@@ -80,10 +80,13 @@ def test_what_does_not_fit_is_named(device: str) -> None:
         linear(torch.ones(16, 2, device=device).T, weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_in", [4096, 80], ids=["whole", "tail"])
 @pytest.mark.parametrize("tile", HALF_TILES, ids=str)
-def test_every_tile_compiles_to_the_one_instruction(tile: LinearTile, num_in: int) -> None:
-    x, weight = (torch.empty(rows, num_in, dtype=torch.bfloat16) for rows in (5, 4096))
+def test_every_tile_compiles_to_the_one_instruction(
+    tile: LinearTile, num_in: int, dtype: torch.dtype
+) -> None:
+    x, weight = (torch.empty(rows, num_in, dtype=dtype) for rows in (5, 4096))
 
     (launch,) = launches_of(lambda: linear(x, weight, weight[:, 0].contiguous(), tile=tile))
     compiled = compile_launch(launch)
