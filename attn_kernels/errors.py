@@ -8,7 +8,8 @@ KernelInputError (ValueError)
 ├── DeviceError     a tensor is not on the kernel's device
 ├── CapacityError   a plan does not fit the buffers it was made for
 ├── PlanError       nothing is planned yet
-└── PageTableError  a page or a slot lies outside the pool, or an entry outside the page table
+└── PageTableError  a page or slot lies outside the pool or is written twice, or an entry lies
+                    outside a table
 """
 
 
@@ -45,4 +46,4 @@ class PlanError(KernelInputError):
 
 
 class PageTableError(KernelInputError):
-    """A page or a slot lies outside the pool, or an entry outside the page table."""
+    """A page or slot lies outside the pool or is written twice, or an entry outside a table."""

@@ -93,10 +93,10 @@ def _copy(
     if num_copies == 0:
         return
     if debug.is_on:
-        if source_ids is not None:
-            check_values("source_ids", source_ids, sources.shape[0])
+        for name, ids, words in sides:
+            if ids is not None:
+                check_values(f"{name}_ids", ids, words.shape[0])
         if target_ids is not None:
-            check_values("target_ids", target_ids, targets.shape[0])
             check_different("target_ids", target_ids)
     num_words = sources.shape[1]
     block = min(BLOCK, triton.next_power_of_2(num_words))

@@ -253,7 +253,8 @@ def _has_own_gpus(config: ClusterConfig, device: str) -> bool:
 def _resources(config: ClusterConfig, worker_id: str, device: str) -> dict[str, Any]:
     """Return what Ray gives a worker: a GPU, unless several share one."""
     variables = worker_environment(device, config.cpu_threads)
-    if device == "cuda" and not _has_own_gpus(config, device):
+    has_own_gpu = _has_own_gpus(config, device)
+    if device == "cuda" and not has_own_gpu:
         # Ray puts fractions of a GPU wherever there is room, so in time workers of both pools on
         # one. This way a worker that is started again comes back to its own GPU.
         pool, _, index = worker_id.partition("-")
@@ -262,7 +263,7 @@ def _resources(config: ClusterConfig, worker_id: str, device: str) -> dict[str, 
             gpu += gpus_of_pools(config.prefill, config.decode, config.workers_per_gpu)[0]
         variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu)
     return {
-        "num_gpus": int(_has_own_gpus(config, device)),
+        "num_gpus": int(has_own_gpu),
         "runtime_env": {"env_vars": variables},
     }
 
