@@ -71,9 +71,10 @@ class DecodeBatch(NamedTuple):
 class DecodeItems:
     """Work items of all lanes, and where each request's partial results lie.
 
-    A request with more than one partial result owns slots in a row, in key order: first those that
-    another kernel fills, then those of its items. A slot holds the fold of a segment's first splits
-    (one to all of them) or one of its later splits, and says whether a segment ends with it.
+    A request of several items, or one that shares a prefix, owns slots in a row, in key order:
+    first those that another kernel fills, then those of its items. A slot holds the fold of a
+    segment's first splits (one to all of them) or one of its later splits, and says whether a
+    segment ends with it.
     """
 
     table: npt.NDArray[np.int32]  # [num_lanes + num_items, ITEM_FIELDS]: first items, then all
@@ -227,9 +228,12 @@ def plan_decode(
     request_ends = slot_ends[tails]
     num_slots = request_ends.copy()
     num_slots[1:] -= request_ends[:-1]
+    is_whole = np.equal(num_items, 1)
     if num_shared_slots is not None:
-        num_slots += np.asarray(num_shared_slots, dtype=np.int64)
-    num_slots[num_slots == 1] = 0
+        shared = np.asarray(num_shared_slots, dtype=np.int64)
+        num_slots += shared
+        is_whole = is_whole & (shared == 0)
+    num_slots = np.where(is_whole, 0, num_slots)
     last_slots = np.cumsum(num_slots)
     first_slots = last_slots - num_slots
 
@@ -259,6 +263,18 @@ def plan_decode(
     return DecodeItems(
         table=table, first_slots=first_slots, num_slots=total_slots, num_lanes=num_lanes
     )
+
+
+def lane_excess(kv_lens: Array, *, num_lanes: int, rule: SplitRule) -> float:
+    """Return the load of the busiest lane over the average, of one request or more."""
+    num_splits = -(-kv_lens // rule.split_len)
+    owner, cut, lane = _deal(num_splits, np.zeros_like(num_splits), num_lanes, rule)
+    item_ends = np.append(cut[1:], 0)
+    tails = np.searchsorted(owner, np.arange(len(kv_lens)), side="right") - 1
+    item_ends[tails] = num_splits
+    tokens = _tokens(item_ends - cut, rule.split_len)
+    loads = np.bincount(lane, weights=tokens, minlength=num_lanes)
+    return float(loads.max() / loads.mean())
 
 
 def _deal(

@@ -76,7 +76,7 @@ def copy_tile(
 ):
     # Keys and values at the cursor, if there are any
     TILE_BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * pages_desc.dtype.primitive_bitwidth // 8
-    index, _first_entry, start, _end, page, _next_entry, _next_start, _next_end = cursor
+    index, _entry, start, _end, page, _next_entry, _next_begin, _next_end, _next_first = cursor
     if index < my_num_items:
         row = ((page * num_layers + layer) * 2 * NUM_KV_HEADS + my_kv_head) * PAGE_SIZE
         mbarrier.expect(full.index(stage), 2 * TILE_BYTES)
@@ -98,19 +98,23 @@ def next_tile(
     PAGE_SIZE: gl.constexpr,
 ):
     # The cursor: the item that is copied, its first page, the tile's start, its end, the tile's
-    # page id; and the item after it: first page, start, end, loaded while this one is copied.
-    index, first_entry, start, end, _page, next_entry, next_start, next_end = cursor
+    # page id; and fields of the item after it, loaded while this one is copied. A load writes them
+    # where they stay: nothing waits for it before that item begins.
+    index, first_entry, start, end, _page, next_entry, next_begin, next_end, next_first = cursor
     start += BLOCK_N
-    if start >= end:
-        index += 1
-        first_entry, start, end = next_entry, next_start, next_end
-        _row, next_entry, begin, next_end, first_token = load_item(
-            my_others_ptr + index * ITEM_FIELDS
-        )
-        next_start = first_tile(begin, first_token)
+    is_new = start >= end
+    index += is_new.to(gl.int32)
+    first_entry = gl.where(is_new, next_entry, first_entry)
+    start = gl.where(is_new, first_tile(next_begin, next_first), start)
+    end = gl.where(is_new, next_end, end)
+    next_ptr = my_others_ptr + index * ITEM_FIELDS
+    next_entry = gl.load(next_ptr + 1, mask=is_new, other=next_entry)
+    next_begin = gl.load(next_ptr + 6, mask=is_new, other=next_begin)
+    next_end = gl.load(next_ptr + 7, mask=is_new, other=next_end)
+    next_first = gl.load(next_ptr + 2, mask=is_new, other=next_first)
     is_token = (index < my_num_items) & (start < end)
     page = load_page(page_indices_ptr, first_entry, start, is_token, PAGE_SIZE)
-    return index, first_entry, start, end, page, next_entry, next_start, next_end
+    return index, first_entry, start, end, page, next_entry, next_begin, next_end, next_first
 
 
 @gluon.jit
@@ -368,7 +372,7 @@ def paged_decode_hopper_kernel(
     next_row, next_entry, next_begin, next_end, next_first_token = load_item(my_others_ptr)
     cursor = (
         my_num_items * 0, my_first_entry, my_start, my_end, page,
-        next_entry, first_tile(next_begin, next_first_token), next_end,
+        next_entry, next_begin, next_end, next_first_token,
     )  # fmt: skip
     for ahead in range(STAGES):
         copy_tile(
@@ -388,7 +392,8 @@ def paged_decode_hopper_kernel(
     count = 0  # tiles
     for index in range(my_num_items):
         my_first_slot = gl.load(my_item_ptr + 3)
-        my_num_slots = gl.load(my_item_ptr + 4)  # 0: the item is the whole request
+        my_num_slots = gl.load(my_item_ptr + 4)
+        is_whole = my_num_slots == 0  # the item is the whole request, nobody else folds its parts
         my_arrivals = gl.load(my_item_ptr + 5)  # items of the request
         my_slot = gl.load(my_item_ptr + 8)
         my_is_tail = gl.load(my_item_ptr + 9)  # the request ends with the item
@@ -418,6 +423,9 @@ def paged_decode_hopper_kernel(
         segment_acc = no_acc
         segment_m = no_m
         segment_total = no_total
+        whole_acc = no_acc
+        whole_m = no_m
+        whole_total = no_total
         count += 1
         for start in range(my_start + BLOCK_N, my_end, BLOCK_N):
             # The weights of the tile before times its values, while this tile's are computed
@@ -456,13 +464,20 @@ def paged_decode_hopper_kernel(
                 )
                 ends_segment = start % SEGMENT_LEN == 0
                 is_alone = begins_within & (start // SEGMENT_LEN == my_begin // SEGMENT_LEN)
+                is_alone = is_alone & (is_whole == 0)
                 if ends_segment | is_alone:
-                    store_slot(
-                        partial_acc_ptr, partial_stats_ptr, my_slot, my_first_head,
-                        segment_acc, segment_m, segment_total, ends_segment,
-                        NUM_QO_HEADS, GROUP, HEAD_DIM,
-                    )  # fmt: skip
-                    my_slot += 1
+                    if is_whole:
+                        whole_acc, whole_m, whole_total = merge(
+                            whole_acc, whole_m, whole_total,
+                            segment_acc, segment_m, segment_total, DIM_AXIS=0,
+                        )  # fmt: skip
+                    else:
+                        store_slot(
+                            partial_acc_ptr, partial_stats_ptr, my_slot, my_first_head,
+                            segment_acc, segment_m, segment_total, ends_segment,
+                            NUM_QO_HEADS, GROUP, HEAD_DIM,
+                        )  # fmt: skip
+                        my_slot += 1
                     segment_acc = no_acc
                     segment_m = no_m
                     segment_total = no_total
@@ -499,7 +514,8 @@ def paged_decode_hopper_kernel(
         ends_segment = (my_end % SEGMENT_LEN == 0) | (my_is_tail != 0)
         my_begin, my_end, my_first_token = next_begin, next_end, next_first_token
 
-        if my_num_slots == 0:
+        if is_whole:
+            acc, m, sums = merge(whole_acc, whole_m, whole_total, acc, m, sums, DIM_AXIS=0)
             out = acc / gl.expand_dims(gl.where(sums == 0.0, 1.0, sums), 0)
             if IS_FP8:
                 out *= my_v_scale

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule, max_slots, plan_decode
+from attn_kernels.decode_plan import (
+    FIELDS,
+    ITEM_TOKENS,
+    DecodeItems,
+    SplitRule,
+    lane_excess,
+    max_slots,
+    plan_decode,
+)
 
 RULE = SplitRule(split_len=256, splits_per_segment=4)
 FIRST_ENTRY, BEGIN, END, FIRST_TOKEN, SLOT, NUM_SLOTS, NUM_ITEMS, IS_TAIL, OTHERS, LANE_ITEMS = map(
@@ -94,8 +102,8 @@ def test_requests_that_fit_the_lanes_one_by_one_are_not_cut():
     assert loads_of(items).tolist() == [1024] * 32 + [0]
 
 
-def test_a_request_in_one_item_and_one_segment_needs_no_slot():
-    items = plan([200, 256, 1024], num_lanes=1)
+def test_a_request_in_one_item_needs_no_slot():
+    items = plan([200, 256, 1024, 5000], num_lanes=1)
 
     assert items.num_slots == 0
     assert (items.fields[:, NUM_SLOTS] == 0).all()
@@ -198,7 +206,7 @@ def test_items_cover_every_visible_token_once_and_fill_every_slot_once(
             assert slots == list(range(first, first + mine[0, NUM_SLOTS]))
             filled += slots
         else:
-            assert len(mine) == len(slots_filled(mine[0])) == 1
+            assert len(mine) == 1
     assert sorted(filled) == list(range(items.num_slots))
     assert sum(len(lane) for lane in lanes_of(items)) == items.num_items
     assert items.num_items <= len(lens) + 2 * num_lanes
@@ -225,6 +233,18 @@ def test_a_request_of_one_item_behind_a_shared_slot_is_folded_too():
 
     assert items.fields[0, [NUM_SLOTS, NUM_ITEMS]].tolist() == [2, 1]
     assert items.num_slots == 2
+
+
+@pytest.mark.parametrize("lens", [[1024] * 32, [2048] * 3, [5000, 100, 256, 0], [700] * 90])
+def test_the_excess_of_the_busiest_lane_is_that_of_the_plan(lens: list[int]):
+    items = plan(lens)
+    lanes = lanes_of(items)
+    splits = [sum(-(-(item[END] - item[BEGIN]) // 256) for item in lane) for lane in lanes]
+    loads = np.array(splits) * 256 + np.array([len(lane) for lane in lanes]) * ITEM_TOKENS
+
+    excess = lane_excess(np.array(lens), num_lanes=33, rule=RULE)
+
+    assert excess == pytest.approx(loads.max() / loads.mean())
 
 
 def test_a_batch_of_no_requests_leaves_all_lanes_empty():
