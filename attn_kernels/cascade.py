@@ -20,7 +20,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_kernels.cascade_items import ITEM_FIELDS
-from attn_kernels.cascade_model import CascadeModel
+from attn_kernels.cascade_model import FP8_FIT, CascadeModel
 from attn_kernels.cascade_plan import CascadeEstimate, CascadePlan, plan_cascade
 from attn_kernels.checks import (
     HALF_DTYPES,
@@ -43,7 +43,6 @@ from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for
 
 # Of the shared part's tiles, per us and multiprocessor, measured on one H200
 TRITON_FLOPS, TRITON_FP8_FLOPS, HOPPER_FLOPS = 3.0e6, 1.3e6, 3.8e6
-FP8_BYTES_PER_US = 2.3e6  # what decode converts, wherever it is read from; measured likewise
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_PAGE_SIZES = (16, 32, 64, 128)
 
@@ -175,15 +174,11 @@ class CascadeAttention:
             token_bytes=2 * num_kv_heads * head_dim * pages.element_size(),
             num_programs=self.num_programs,
             num_decode_programs=self.decode.num_programs,
+            num_flat_lanes=self.flat.num_lanes,
             tile_token_us=flops_per_token / (TRITON_FP8_FLOPS if is_fp8 else flops),
+            **(FP8_FIT if is_fp8 else {}),
         )
-        if is_fp8:
-            self.model = replace(
-                self.model,
-                hbm_bytes_per_us=FP8_BYTES_PER_US,
-                repeated_bytes_per_us=FP8_BYTES_PER_US,
-            )
-        if self.flat is self.decode:
+        if self.flat is self.decode and not is_fp8:
             rate = self.model.repeated_bytes_per_us
             self.model = replace(self.model, flat_repeated_bytes_per_us=rate)
         self._pages_desc = None

@@ -47,7 +47,6 @@ class SharedItems:
     fields: npt.NDArray[np.int32]  # [num_items, ITEM_FIELDS], longest first
     num_slots: int  # of all requests
     slots_up_to: list[int]  # for each run: slots of a member, those of its ancestors included
-    work_us: float  # estimated: all programs' time, divided by their number
     ends_us: float  # estimated: the busiest program's time
 
 
@@ -182,6 +181,5 @@ def cut(
         fields=fields,
         num_slots=int((sizes * run_slots).sum()),
         slots_up_to=slots_up_to,
-        work_us=float(item_us.sum()) * model.num_kv_heads / model.num_programs,
         ends_us=float(item_us[mine].sum()),  # program 0 has the longest of each round
     )

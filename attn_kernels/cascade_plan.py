@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from attn_kernels.cascade_items import ITEM_FIELDS, SharedItems, SharedRun, cut_runs
 from attn_kernels.cascade_model import CascadeModel
-from attn_kernels.decode_plan import SplitRule
+from attn_kernels.decode_plan import SplitRule, lane_excess
 from attn_kernels.prefix_tree import IntArray, PrefixNode
 
 MAX_ABSORBED = 8  # nodes in a row that a descendant may read in their stead
@@ -67,8 +67,8 @@ def plan_cascade(
         max_slots: Most shared slots, summed over requests; beyond them the plan is flat.
         is_exact: Whether results must have the bits of flat decode.
     """
-    flat_us = _flat_us(nodes, kv_lens, model)
     runs = share(nodes, model)
+    flat_us = _flat_us(nodes, kv_lens, model, rule)
     if not runs:
         return _flat(len(kv_lens), CascadeEstimate(flat_us=flat_us, cascade_us=flat_us))
     items = cut_runs(
@@ -156,10 +156,12 @@ def _begins(nodes: Sequence[PrefixNode], index: int) -> list[int]:
     return begins
 
 
-def _flat_us(nodes: Sequence[PrefixNode], kv_lens: IntArray, model: CascadeModel) -> float:
+def _flat_us(
+    nodes: Sequence[PrefixNode], kv_lens: IntArray, model: CascadeModel, rule: SplitRule
+) -> float:
     num_repeated = _num_repeated(nodes)
-    num_distinct = int(kv_lens.sum()) - num_repeated
-    return model.launch_us + model.read_us(num_distinct) + model.reread_flat_us(num_repeated)
+    excess = lane_excess(kv_lens, num_lanes=model.num_flat_lanes, rule=rule) if nodes else 1.0
+    return model.flat_us(int(kv_lens.sum()) - num_repeated, num_repeated, excess)
 
 
 def _cascade_us(
@@ -171,12 +173,13 @@ def _cascade_us(
 ) -> float:
     num_repeated = _num_repeated(nodes)
     num_shared = sum(run.end - run.begin for run in runs)
-    num_private = int(kv_lens.sum()) - num_repeated - num_shared
-    own = model.read_us(num_private) + model.reread_us(num_repeated - _num_repeated(runs))
-    own = max(own, model.own_parts_us(len(kv_lens), max(items.slots_up_to)))
-    # The decode kernel starts where the shared part leaves multiprocessors free.
-    both = max(items.ends_us, max(items.work_us, model.read_us(num_shared)) + own)
-    return model.launch_us + model.extra_us + both
+    return model.cascade_us(
+        num_shared,
+        int(kv_lens.sum()) - num_repeated - num_shared,
+        num_repeated - _num_repeated(runs),
+        items.ends_us,
+        model.own_parts_us(len(kv_lens), max(items.slots_up_to)),
+    )
 
 
 def _num_repeated(parts: Sequence[PrefixNode] | Sequence[SharedRun]) -> int:

@@ -115,7 +115,7 @@ def run_decode(
     """Time flat decode attention."""
     num_tokens = sum(kv_lens) + page_size * len(kv_lens)
     pages = bench.pool(num_tokens, page_size, is_compact=is_compact, dtype=dtype)
-    scale = _kv_scale(pages)
+    scale = kv_scale(pages)
     attention = DecodeAttention(
         pages,
         num_qo_heads=NUM_QO_HEADS,
@@ -126,7 +126,7 @@ def run_decode(
         v_scale=scale,
     )
     _, indices = page_tables(pages, kv_lens)
-    q = _queries(len(kv_lens), bench.device)
+    q = queries(len(kv_lens), bench.device)
     out = torch.empty_like(q)
     plan_us = bench.host_us(lambda: attention.plan(kv_lens))
     layer = pages.shape[1] // 2
@@ -173,7 +173,7 @@ def run_cascade(
     pages = bench.pool(num_tokens + page_size * len(kv_lens), page_size, dtype=dtype)
     page_ids = torch.randperm(pages.shape[0], generator=torch.Generator().manual_seed(0))
     starts, indices = forest.page_tables(page_ids.tolist(), page_size)
-    scale = _kv_scale(pages)
+    scale = kv_scale(pages)
     attention = CascadeAttention(
         pages,
         num_qo_heads=NUM_QO_HEADS,
@@ -185,7 +185,7 @@ def run_cascade(
         is_exact=is_exact,
     )
     kv_page_indices = torch.from_numpy(indices).to(bench.device)
-    q = _queries(len(kv_lens), bench.device)
+    q = queries(len(kv_lens), bench.device)
     out = torch.empty_like(q)
     layer = pages.shape[1] // 2
     plan_us = bench.host_us(lambda: attention.plan(kv_lens, starts, indices))
@@ -229,12 +229,12 @@ def run_prefill(
     """Time prefill attention after the GPU has rested for some seconds."""
     qo_lens, kv_lens = [qo for qo, _ in lens], [kv for _, kv in lens]
     pages = bench.pool(sum(kv_lens) + page_size * len(kv_lens), page_size, dtype=dtype)
-    scale = _kv_scale(pages)
+    scale = kv_scale(pages)
     attention = PrefillAttention(
         pages, num_qo_heads=NUM_QO_HEADS, scale=SCALE, k_scale=scale, v_scale=scale
     )
     indptr, indices = page_tables(pages, kv_lens)
-    q = _queries(sum(qo_lens), bench.device)
+    q = queries(sum(qo_lens), bench.device)
     out = torch.empty_like(q)
     plan_us = bench.host_us(lambda: attention.plan(qo_lens, kv_lens))
     bench.rest(rest_s)
@@ -244,14 +244,15 @@ def run_prefill(
     return [replace(timing, tflops=flops / timing.us / 1e6, plan_us=plan_us)]
 
 
-def _kv_scale(pages: Tensor) -> Tensor | None:
+def kv_scale(pages: Tensor) -> Tensor | None:
     """Return the factor of both keys and values, one for each layer and head."""
     if pages.dtype != FP8:
         return None
     return torch.full((pages.shape[1], pages.shape[3]), FP8_SCALE, device=pages.device)
 
 
-def _queries(num_rows: int, device: torch.device) -> Tensor:
+def queries(num_rows: int, device: torch.device) -> Tensor:
+    """Return random queries."""
     return torch.randn(num_rows, NUM_QO_HEADS, HEAD_DIM, dtype=BF16, device=device)
 
 

@@ -1,9 +1,9 @@
 """Cases of cascade attention for benchmarks.kernels: forests of requests that share prefixes.
 
 "cascade/B,S,U" is B requests with S tokens in common and U of their own; in "cascade/edge/B,S,U"
-sharing hardly pays, or not at all, and in "cascade/border/B,S,U" it saves, by the model that
-decides, hardly more than the tenth for which it is chosen. "cascade/three-levels..." and those from
-real prompts (prefix_trees.json, which names its sources) are deeper.
+sharing hardly pays, or not at all (for many more of these see benchmarks.cascade_border).
+"cascade/three-levels..." and those from real prompts (prefix_trees.json, which names its sources)
+are deeper.
 """
 
 import json
@@ -34,16 +34,6 @@ EDGES = [
     (8, 512, 2048),
     (16, 256, 256),
     (32, 256, 1024),
-]
-BORDERS = [
-    (6, 4096, 8192),
-    (8, 2048, 4096),
-    (8, 4096, 512),
-    (16, 4096, 16_384),
-    (32, 512, 1024),
-    (48, 256, 256),
-    (128, 256, 1024),
-    (256, 512, 64),
 ]
 
 
@@ -87,7 +77,7 @@ class Forest:
 
 def cascade_cases() -> Iterator[tuple[str, Forest]]:
     """Yield named forests."""
-    kinds = {"cascade": TWO_LEVELS, "cascade/edge": EDGES, "cascade/border": BORDERS}
+    kinds = {"cascade": TWO_LEVELS, "cascade/edge": EDGES}
     for kind, forests in kinds.items():
         for batch, shared, unique in forests:
             forest = Forest(nodes=[(-1, shared)], requests=[(0, unique)] * batch)

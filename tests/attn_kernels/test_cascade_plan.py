@@ -21,9 +21,11 @@ MODEL = CascadeModel(
     token_bytes=4096,
     num_programs=6,
     num_decode_programs=12,
+    num_flat_lanes=3,
     tile_token_us=0.01,
     launch_us=0.0,
-    extra_us=0.0,
+    shared_launch_us=0.0,
+    excess_weight=0.0,  # lanes are dealt in the order of requests
 )
 EAGER = replace(MODEL, margin=1e9)  # shares although it is slower
 LLAMA_3_8B = CascadeModel(
@@ -32,6 +34,7 @@ LLAMA_3_8B = CascadeModel(
     token_bytes=4096,
     num_programs=132,
     num_decode_programs=264,
+    num_flat_lanes=16,
     tile_token_us=0.0143,
 )
 
@@ -194,7 +197,7 @@ def test_sharing_is_chosen_where_it_pays(batch: int, shared: int, unique: int, i
 def test_a_second_launch_that_costs_more_than_sharing_saves_is_not_made(
     batch: int, is_shared: bool
 ):
-    model = replace(LLAMA_3_8B, extra_us=80.0)
+    model = replace(LLAMA_3_8B, shared_launch_us=90.0)
 
     cascade = plan(shared_batch(batch, 8192, 256), model, FULL_RULE)
 

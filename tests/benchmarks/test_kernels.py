@@ -20,8 +20,8 @@ POOL_BYTES = 4 << 20
 class Rehearsal(Bench):
     """Runs each launch once, in the interpreter, and times nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(pool_bytes=POOL_BYTES, repetitions=1, device="cpu")
+    def __init__(self, pool_bytes: int = POOL_BYTES) -> None:
+        super().__init__(pool_bytes=pool_bytes, repetitions=1, device="cpu")
         self.outs: list[torch.Tensor] = []
 
     def time(

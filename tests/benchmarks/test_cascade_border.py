@@ -1,0 +1,88 @@
+"""That the planner takes the faster way in forests that were timed both ways on an H200."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_kernels import cascade, decode
+from attn_kernels.cascade import CascadeAttention
+from attn_kernels.cascade_model import CascadeModel
+from benchmarks import cascade_border
+from benchmarks.bench import FP8_SCALE, HEAD_DIM, NUM_KV_HEADS, NUM_QO_HEADS
+from benchmarks.cascade_border import DTYPES, PAGE_SIZE, Row, plan_one
+from tests.benchmarks.test_kernels import Rehearsal
+from tests.support.triton_interpreter import interpreted
+
+RESULTS = Path(cascade_border.__file__).parent / "results" / "cascade-border-h200.json"
+H200_MULTIPROCESSORS = 132
+
+
+@pytest.fixture(autouse=True)
+def programs_of_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launchers in (cascade, decode):
+        monkeypatch.setattr(
+            launchers, "programs_for", lambda _, per_sm: per_sm * H200_MULTIPROCESSORS
+        )
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose kernels as on an H200; they cannot be launched."""
+    for launchers in (cascade, decode):
+        monkeypatch.setattr(launchers, "on_hopper", lambda _: True)
+
+
+@lru_cache
+def model_of(dtype: str, max_requests: int) -> CascadeModel:
+    pages = torch.zeros((2, 1, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype=DTYPES[dtype])
+    scale = torch.full((1, NUM_KV_HEADS), FP8_SCALE) if pages.element_size() == 1 else None
+    with interpreted():
+        return CascadeAttention(
+            pages,
+            num_qo_heads=NUM_QO_HEADS,
+            scale=1.0,
+            max_requests=max_requests,
+            max_kv_tokens=1 << 20,
+            k_scale=scale,
+            v_scale=scale,
+        ).model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("on_h200")
+def test_no_forest_is_shared_that_takes_longer_so_and_few_are_not_that_gain(dtype: str):
+    rows = [Row(**row) for row in json.loads(RESULTS.read_text()) if row["dtype"] == dtype]
+    chosen = [
+        plan_one(row.batch, row.shared, row.own, model_of(dtype, row.batch)).num_items > 0
+        for row in rows
+    ]
+
+    ratios = [row.cascade_us / row.flat_us for row in rows]
+    assert max(ratio for ratio, is_shared in zip(ratios, chosen, strict=True) if is_shared) < 1.03
+    gaining = [is_shared for ratio, is_shared in zip(ratios, chosen, strict=True) if ratio < 0.9]
+    assert len(gaining) > 50
+    assert sum(gaining) > 0.75 * len(gaining)
+
+
+def test_a_forest_near_the_border_is_run_both_ways_and_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    bench = Rehearsal(pool_bytes=16 << 20)
+    monkeypatch.setattr(cascade_border, "NEAR", (0.0, 1e9))
+
+    with interpreted():
+        row = cascade_border.time_one(bench, "bfloat16", 4, 256, 64)
+
+    assert row is not None
+    assert (row.batch, row.shared, row.own) == (4, 256, 64)
+    shared, flat = bench.outs
+    assert torch.allclose(shared.float(), flat.float(), atol=0.02)
+    assert shared.abs().sum() > 0
+
+
+def test_a_forest_far_from_the_border_is_not_timed():
+    with interpreted():
+        assert cascade_border.time_one(Rehearsal(), "bfloat16", 2, 256, 256) is None
