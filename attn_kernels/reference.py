@@ -241,6 +241,11 @@ class CascadeAttention:
     ) -> None:
         """Keep the batch; its pages are read from what `run` is given."""
         self._decode.plan(kv_lens, rows=rows, table_starts=table_starts)
+        self._rows, self._table_starts = rows, table_starts
+
+    def plan_next_step(self, kv_lens: Integers) -> None:
+        """Keep the batch with new lengths."""
+        self._decode.plan(kv_lens, rows=self._rows, table_starts=self._table_starts)
 
     def run(
         self,

@@ -7,7 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_kernels.sampling import RowParams, SamplingShape, TokenSampler
+from attn_kernels.sampling import (
+    LogitEdits,
+    Logprobs,
+    RowParams,
+    SamplingShape,
+    TokenSampler,
+)
 from llm_engine.sampler import sample
 from llm_engine.sampling import Draw, SamplingParams
 
@@ -23,7 +29,7 @@ TINY = SamplingShape(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     temperature: float = 1.0
     top_k: int = 0
@@ -78,6 +84,60 @@ def draw_with_torch(logits: Tensor, rows: list[Row]) -> list[int]:
         for row in rows
     ]
     return [each.token_id for each in sample(logits, draws)]
+
+
+class TorchSampler:
+    """What `TokenSampler` draws, by the engine's torch sampler, which neither masks nor marks."""
+
+    def __init__(self, *, vocab_size: int, max_rows: int, device: torch.device | str) -> None:
+        self._vocab_size = vocab_size
+
+    def sample(
+        self,
+        logits: Tensor,
+        params: RowParams,
+        *,
+        mask: Tensor | None = None,
+        edits: LogitEdits | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        logits = logits.float().clone()
+        if edits is not None:
+            is_entry = edits.rows >= 0
+            index = edits.rows[is_entry], edits.tokens[is_entry]
+            values, repetition = logits[index], edits.repetition[is_entry]
+            repeated = torch.where(values > 0, values / repetition, values * repetition)
+            logits[index] = repeated - edits.subtract[is_entry]
+        if mask is not None:
+            bits = mask.unsqueeze(-1) >> torch.arange(32, device=mask.device) & 1
+            logits[bits.flatten(1)[:, : self._vocab_size] == 0] = -torch.inf
+        is_valid = logits.amax(-1).isfinite()
+        logits[~is_valid] = 0.0
+        columns = (
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seeds,
+            params.positions,
+        )
+        rows = [Row(*row) for row in zip(*(each.tolist() for each in columns), strict=True)]
+        tokens = torch.tensor(draw_with_torch(logits, rows), dtype=torch.int32).to(logits.device)
+        tokens[~is_valid] = -1
+        return tokens if out is None else out.copy_(tokens)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+        every = logits.double().log_softmax(-1).float()
+        order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+        top_tokens = torch.full((len(logits), num_top), -1, dtype=torch.int32, device=logits.device)
+        top = torch.full_like(top_tokens, -torch.inf, dtype=torch.float32)
+        count = min(num_top, self._vocab_size)
+        top_tokens[:, :count] = order[:, :count]
+        top[:, :count] = every.gather(1, order[:, :count])
+        chosen = every.gather(1, tokens.clamp(min=0).long()[:, None])[:, 0]
+        return Logprobs(
+            chosen=chosen.masked_fill(tokens < 0, torch.nan), top=top, top_tokens=top_tokens
+        )
 
 
 def kept_tokens(logits: Tensor, row: Row) -> set[int]:

@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,14 @@ from attn_kernels.merge import merge_states
 from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_triton import PrefillTile
+from attn_kernels.sampling import LogitEdits, TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, make_case, shared_case
+from tests.attn_kernels.sampling_case import (
+    TorchSampler,
+    logits_of_kind,
+    random_rows,
+    row_params,
+)
 from tests.attn_kernels.shared_tables import grow
 from tests.attn_kernels.tolerance import assert_within_twice
 
@@ -41,11 +50,13 @@ METHODS = [
     getattr(kind, name)
     for kind in (PrefillAttention, DecodeAttention, CascadeAttention)
     for name in ("__init__", "plan", "run")
-]
+] + [CascadeAttention.plan_next_step]
+SAMPLING = [TokenSampler.__init__, TokenSampler.sample, TokenSampler.logprobs]
 # What says how a kernel computes, and not what
 HOW = {
     "tile",
     "decode_tile",
+    "shape",
     "rule",
     "is_exact",
     "num_programs",
@@ -62,10 +73,17 @@ SHARED_TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=
 ATOL = 4e-6  # as in paged_case.py
 
 
-@pytest.mark.parametrize("launcher", [*FUNCTIONS, *METHODS], ids=lambda each: each.__qualname__)
-def test_a_reference_has_the_parameters_of_its_launcher(launcher: Callable[..., object]):
+@pytest.mark.parametrize(
+    ("launcher", "twins"),
+    [(each, reference) for each in (*FUNCTIONS, *METHODS)]
+    + [(each, SimpleNamespace(TokenSampler=TorchSampler)) for each in SAMPLING],
+    ids=lambda each: getattr(each, "__qualname__", ""),
+)
+def test_a_reference_has_the_parameters_of_its_launcher(
+    launcher: Callable[..., object], twins: object
+):
     parameters = inspect.signature(launcher).parameters.values()
-    twin = attrgetter(launcher.__qualname__)(reference)
+    twin = attrgetter(launcher.__qualname__)(twins)
 
     assert list(inspect.signature(twin).parameters.values()) == [
         each for each in parameters if each.name not in HOW
@@ -126,10 +144,12 @@ def test_decode(device: str):
 def test_cascade(device: str):
     tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
     case = shared_case(tables, device=device)
+    fewer = [kv_len - (kv_len % 8 != 1) for kv_len in case.kv_lens]  # in the same pages
 
     def run(kind: Any) -> dict[str, Tensor]:
         attention = kind(case.pages, **case.options, soft_cap=2.0)
-        attention.plan(case.kv_lens, tables.starts, tables.indices, rows=[3, 1, 2])
+        attention.plan(fewer, tables.starts, tables.indices, rows=[3, 1, 2])
+        attention.plan_next_step(case.kv_lens)
         q, written = states(case, 4)
         attention.run(q, case.layer, case.kv_page_indices, **written)
         return written
@@ -141,6 +161,33 @@ def test_cascade(device: str):
         return attention
 
     assert_alike(run, launcher, reference.CascadeAttention)
+
+
+def test_sampling(device: str):
+    rows = random_rows(12, 301, seed=9)
+    logits = logits_of_kind("ties", 12, 301).to(device)
+    logits[3] = -torch.inf
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.randint(-(2**31), 2**31, (12, 10), generator=generator, dtype=torch.int32)
+    entries = torch.randperm(12 * 301, generator=generator)[:500]
+    edits = LogitEdits(
+        rows=torch.where(entries % 7 == 0, -1, entries // 301).int().to(device),
+        tokens=(entries % 301).int().to(device),
+        repetition=(1 + torch.rand(500, generator=generator)).to(device),
+        subtract=torch.rand(500, generator=generator).to(device),
+    )
+
+    def run(kind: Any) -> tuple[Tensor, ...]:
+        sampler = kind(vocab_size=301, max_rows=12, device=device)
+        out = torch.full((12,), 7, dtype=torch.int32, device=device)
+        params = row_params(rows, device)
+        tokens = sampler.sample(logits, params, mask=mask.to(device), edits=edits, out=out)
+        return tokens, *astuple(sampler.logprobs(logits[4:], tokens[4:], 9))
+
+    actual, expected = run(TokenSampler), run(TorchSampler)
+
+    torch.testing.assert_close(actual, expected)
+    assert (actual[0] >= 0).tolist() == [row != 3 for row in range(12)]
 
 
 @pytest.mark.parametrize("kv_len", [0, 20])
