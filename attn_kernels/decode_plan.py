@@ -18,6 +18,8 @@ from attn_kernels.errors import CapacityError, PageTableError, ShapeError
 
 Array = npt.NDArray[np.int64]
 
+accumulate = np.add.accumulate  # as np.cumsum, which takes twice as long for so few
+
 FIELDS = (
     "row",  # of q and out
     "first_entry",  # index of the request's first page in the page table
@@ -121,7 +123,7 @@ def check_batch(
     signs = lens
     if table_starts is None:
         num_pages = -(-lens // page_size)
-        starts = np.cumsum(num_pages) - num_pages
+        starts = accumulate(num_pages) - num_pages
     else:
         starts = as_column("table_starts", table_starts, num_requests)
         signs = lens | starts
@@ -215,7 +217,7 @@ def plan_decode(
     begin, end = first_splits, end_splits
     if is_cut:
         num_items = np.bincount(owner, minlength=len(lens))
-        tails = np.cumsum(num_items) - 1
+        tails = accumulate(num_items) - 1
         begin = first_splits[owner] + cut
         end = np.empty_like(begin)
         end[:-1] = begin[1:]
@@ -224,7 +226,7 @@ def plan_decode(
     # An item's slots: splits up to the border of a segment if it begins within one, then segments.
     border = np.minimum(-(-begin // per_segment) * per_segment, end)
     item_slots = np.maximum(border - begin - (border - end) // per_segment, 1)
-    slot_ends = np.cumsum(item_slots)
+    slot_ends = accumulate(item_slots)
     request_ends = slot_ends[tails]
     num_slots = request_ends.copy()
     num_slots[1:] -= request_ends[:-1]
@@ -234,7 +236,7 @@ def plan_decode(
         num_slots += shared
         is_whole = is_whole & (shared == 0)
     num_slots = np.where(is_whole, 0, num_slots)
-    last_slots = np.cumsum(num_slots)
+    last_slots = accumulate(num_slots)
     first_slots = last_slots - num_slots
 
     table = np.zeros((num_lanes + len(owner), ITEM_FIELDS), dtype=np.int32)
@@ -244,7 +246,7 @@ def plan_decode(
     for field, column in enumerate(columns):
         requests[:, field] = column
     if is_cut:
-        fields[:, :6] = requests[owner]
+        fields[:, :6] = requests.take(owner, axis=0)
     fields[:, 6] = begin * split_len
     fields[:, 7] = end * split_len
     fields[tails, 7] = lens
@@ -252,11 +254,11 @@ def plan_decode(
     fields[:, 8] = slot_ends - item_slots + (last_slots - request_ends)[owner]
     fields[tails, 9] = 1
     if np.count_nonzero(lane[1:] < lane[:-1]):
-        fields[:] = fields[np.argsort(lane, kind="stable")]
+        fields[:] = fields.take(np.argsort(lane, kind="stable"), axis=0)
     lane_items = np.bincount(lane)
-    first_items = np.cumsum(lane_items) - lane_items
+    first_items = accumulate(lane_items) - lane_items
     used = table[: len(lane_items)]
-    used[:] = fields[first_items]
+    used[:] = fields.take(first_items, axis=0)
     used[:, 10] = num_lanes + first_items + 1
     used[:, 11] = lane_items
     total_slots = int(last_slots[-1]) if len(lens) else 0
@@ -303,20 +305,20 @@ def _deal(
             counts = np.maximum(-(-num_splits // piece), 1)
             owner = np.repeat(np.arange(num_requests), counts)
             lane = np.arange(len(owner))
-            return owner, (lane - (np.cumsum(counts) - counts)[owner]) * piece, lane
+            return owner, (lane - (accumulate(counts) - counts)[owner]) * piece, lane
 
     num_tokens = _tokens(num_splits, rule.split_len)
     share = int(np.add.reduce(num_tokens)) / num_lanes
-    if share <= WHOLE_TOKENS:
+    longest = int(np.maximum.reduce(num_tokens))
+    if share <= WHOLE_TOKENS and longest <= WHOLE_EXCESS * share:
         per_lane = -(-num_requests // num_lanes)
         lane_tokens = np.add.reduceat(num_tokens, np.arange(0, num_requests, per_lane))
         if lane_tokens.max() <= WHOLE_EXCESS * share:
             whole = np.arange(num_requests)
             return whole, np.zeros_like(whole), whole // per_lane
     piece = max(int(share - ITEM_TOKENS), 0) // rule.segment_len * rule.splits_per_segment
-    longest = int(np.maximum.reduce(num_splits))
-    if piece > 0 and longest * rule.split_len > share:
-        is_long = num_splits * rule.split_len > share
+    if piece > 0 and longest - ITEM_TOKENS > share:
+        is_long = num_tokens - ITEM_TOKENS > share
         num_pieces = np.where(is_long, (num_splits + phases) // piece, 0)
         if 0 < num_pieces.sum() <= num_lanes:
             room = np.full(num_lanes, share)
@@ -343,21 +345,28 @@ def _deal_with_pieces(
         room: Tokens that each lane may take; what pieces take of it is subtracted.
         split_len: Tokens of a split.
     """
-    total = int(num_pieces.sum())
-    owner = np.repeat(np.arange(len(num_splits)), num_pieces)
-    ordinal = np.arange(total) - (np.cumsum(num_pieces) - num_pieces)[owner]
-    piece_ends = (ordinal + 1) * piece - phases[owner]
-    cut = np.maximum(piece_ends - piece, 0)
-    room[:total] -= (piece_ends - cut) * split_len + ITEM_TOKENS
+    cut_requests = num_pieces.nonzero()[0]  # few
+    pieces_each = num_pieces[cut_requests]
+    piece_ends = accumulate(pieces_each)
+    total = int(piece_ends[-1])
+    owner = cut_requests.repeat(pieces_each)
+    ordinal = np.arange(total) - (piece_ends - pieces_each).repeat(pieces_each)
+    ends = (ordinal + 1) * piece - phases[owner]
+    cut = np.maximum(ends - piece, 0)
+    room[:total] -= (ends - cut) * split_len + ITEM_TOKENS
     room = np.maximum(room, 1.0)  # where pieces fill all lanes, the rest goes to all alike
-    begins = np.where(num_pieces > 0, num_pieces * piece - phases, 0)  # of the rest
-    rest = np.flatnonzero((num_splits > begins) | (num_pieces == 0))
-    rest_owner, rest_cut, rest_lane = _deal_runs((num_splits - begins)[rest], room, split_len)
+    begins = np.zeros_like(num_splits)  # of the rest
+    begins[cut_requests] = pieces_each * piece - phases[cut_requests]
+    num_rest = num_splits - begins
+    is_rest = num_pieces == 0
+    is_rest[cut_requests] = num_rest[cut_requests] > 0
+    rest = is_rest.nonzero()[0]
+    rest_owner, rest_cut, rest_lane = _deal_runs(num_rest[rest], room, split_len)
     rest_owner = rest[rest_owner]
     owner = np.concatenate((owner, rest_owner))
     cut = np.concatenate((cut, rest_cut + begins[rest_owner]))
     lane = np.concatenate((np.arange(total), rest_lane))
-    order = np.lexsort((cut, owner))
+    order = owner.argsort(kind="stable")  # pieces precede the rest
     return owner[order], cut[order], lane[order]
 
 
@@ -366,9 +375,9 @@ def _deal_runs(
 ) -> tuple[Array, Array, Array]:
     """Deal requests, laid end to end, to lanes in proportion to their room in tokens."""
     num_tokens = _tokens(num_splits, split_len)
-    ends = np.cumsum(num_tokens)
+    ends = accumulate(num_tokens)
     # Where lanes 1, 2, ... begin: a request and a split of it.
-    room_ends = np.cumsum(room)
+    room_ends = accumulate(room)
     borders = (room_ends[:-1] * (ends[-1] / room_ends[-1])).astype(np.int64)
     border_owner = np.searchsorted(ends, borders, side="right")
     border_owner = np.minimum(border_owner, len(ends) - 1)
@@ -396,7 +405,7 @@ def _without_gaps(lane: Array) -> Array:
     """Number lanes, which ascend, so that those without items are the last ones."""
     is_new = np.zeros(len(lane), dtype=np.int64)
     np.greater(lane[1:], lane[:-1], out=is_new[1:], casting="unsafe")
-    return np.cumsum(is_new)
+    return accumulate(is_new)
 
 
 def _piece_for(num_splits: Array, num_lanes: int) -> int:
