@@ -8,7 +8,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from cluster.errors import PlacementError
+from cluster.errors import ConfigError, PlacementError
 
 
 def count_gpus() -> int:
@@ -80,7 +80,8 @@ def check_port_free(host: str, port: int) -> None:
     """Refuse a port that something else listens on; 0 is always free.
 
     Raises:
-        PlacementError: Names the address and the reason.
+        PlacementError: The port is taken, or not allowed to this user.
+        ConfigError: The host is no address of this one.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -89,16 +90,20 @@ def check_port_free(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            text = (
-                f"port {port} on {host} is in use; choose another, or let --port 0 take a free one"
-            )
-        elif error.errno == errno.EACCES:
-            text = f"port {port} on {host} is not allowed; without root it must be 1024 or higher"
-        else:
-            text = (
-                f"host {host} is no address of this host ({error.strerror}); give one with --host: "
-                "127.0.0.1 for clients here, 0.0.0.0 for all"
-            )
-        raise PlacementError(text) from error
+    except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
+        reason = getattr(error, "strerror", None) or str(error)
+        match getattr(error, "errno", None):
+            case errno.EADDRINUSE:
+                raise PlacementError(
+                    f"port {port} on {host} is in use; choose another, or let --port 0 take a free "
+                    "one"
+                ) from error
+            case errno.EACCES:
+                raise PlacementError(
+                    f"port {port} on {host} is not allowed; without root it must be 1024 or higher"
+                ) from error
+            case _:
+                raise ConfigError(
+                    f"host is {host!r}; it must be a name or an address of this host ({reason}); "
+                    "give one with --host: 127.0.0.1 for clients here, 0.0.0.0 for all"
+                ) from error

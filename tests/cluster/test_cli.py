@@ -94,6 +94,7 @@ def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, comman
         (["generate", "x", "--temperature", "nan"], 2, "sampling.temperature: found nan"),
         (["chat", "--address", "nonsense"], 2, "address: found 'nonsense'"),
         (["status", "--address", "nonsense"], 2, "address: found 'nonsense'"),
+        (["demo", "--host", "no.invalid"], 2, "host is 'no.invalid'; it must be a name or"),
         (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
         (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
         (["status", "--once", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
