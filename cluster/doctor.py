@@ -4,7 +4,6 @@ The checks are functions of facts, which host_facts.py gathers; so each fault ca
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,14 +19,16 @@ from cluster.capacity import (
 )
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free, resolve_device
-from cluster.errors import ClusterError
+from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_model_folder
+from pagewire import Client, PagewireError
 
 Level = Literal["ok", "warn", "fail"]
 
 MIN_PYTHON = (3, 11)
 MIN_SHM_BYTES = 256 * 2**20
+ROUTER_TIMEOUT_S = 2.0  # of a call to what listens on the router's port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,20 +197,29 @@ def check_shared_memory(facts: HostFacts) -> Finding:
 
 
 def check_port(host: str, port: int) -> Finding:
-    """The router's port is free."""
-    return _from_exception(
-        "port", lambda: check_port_free(host, port), f"{host}:{port} is free", "see pagewire serve"
-    )
+    """The router's port is free, or already that of a running router."""
+    try:
+        check_port_free(host, port)
+    except ConfigError as error:
+        remedy = "pagewire serve --host 127.0.0.1"
+        return Finding(check="port", level="fail", found=str(error), remedy=remedy)
+    except PlacementError as error:
+        if _is_router(host, port):
+            found = f"a running Pagewire router has {host}:{port}; another one needs another --port"
+            return Finding(check="port", level="ok", found=found)
+        remedy = f"pagewire serve --port 0; `ss -ltnp 'sport = :{port}'` shows who listens there"
+        return Finding(check="port", level="fail", found=str(error), remedy=remedy)
+    return Finding(check="port", level="ok", found=f"{host}:{port} is free")
 
 
 def check_model(model_dir: Path) -> Finding:
     """The model folder can be served."""
-    return _from_exception(
-        "model",
-        lambda: check_model_folder(model_dir),
-        f"{model_dir} can be served",
-        f"hf download ORGANISATION/MODEL --local-dir {model_dir}",
-    )
+    try:
+        check_model_folder(model_dir)
+    except ConfigError as error:
+        remedy = f"hf download ORGANISATION/MODEL --local-dir {model_dir}"
+        return Finding(check="model", level="fail", found=str(error), remedy=remedy)
+    return Finding(check="model", level="ok", found=f"{model_dir} can be served")
 
 
 def check_memory(facts: HostFacts, config: ClusterConfig, needs: ModelNeeds) -> Finding:
@@ -242,9 +252,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def _from_exception(check: str, run: Callable[[], None], found: str, remedy: str) -> Finding:
+def _is_router(host: str, port: int) -> bool:
+    """Return whether a router answers there, which one does also while it waits for workers."""
     try:
-        run()
-    except ClusterError as error:
-        return Finding(check=check, level="fail", found=str(error), remedy=remedy)
-    return Finding(check=check, level="ok", found=found)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        with Client(address, default_timeout_s=ROUTER_TIMEOUT_S) as client:
+            client.status()
+    except PagewireError:
+        return False
+    return True

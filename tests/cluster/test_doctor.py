@@ -1,6 +1,8 @@
 import socket
+from concurrent import futures
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from cluster.config_file import load_config
@@ -8,6 +10,7 @@ from cluster.demo_model import write_demo_model
 from cluster.doctor import examine
 from cluster.host_facts import HostFacts, collect_facts
 from cluster.host_memory import HostMemory, read_host_memory
+from tests.pagewire.scripted_service import serving_in_thread
 
 GPU_VERSIONS = {
     "torch": "2.11.0",
@@ -119,6 +122,40 @@ def test_a_port_in_use_is_found():
 
     assert finding.level == "fail"
     assert f"port {port} on 127.0.0.1 is in use" in finding.found
+    assert "--port 0" in finding.remedy
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_a_running_router_has_is_fine(host):
+    async def never(request, context):
+        yield
+
+    with serving_in_thread(never) as (address, service):
+        finding = findings(CPU_HOST, host=host, port=int(address.rpartition(":")[2]))["port"]
+
+    assert (finding.level, finding.remedy) == ("ok", "")
+    assert "running Pagewire router" in finding.found
+    assert service.num_statuses == 1
+
+
+def test_a_port_that_another_grpc_server_has_is_not_fine():
+    with futures.ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+
+        finding = findings(CPU_HOST, port=port)["port"]
+        server.stop(None).wait(5)
+
+    assert finding.level == "fail"
+    assert f"port {port} on 127.0.0.1 is in use" in finding.found
+
+
+def test_a_host_that_is_not_this_one_is_found():
+    finding = findings(CPU_HOST, host="203.0.113.7")["port"]
+
+    assert (finding.level, finding.remedy) == ("fail", "pagewire serve --host 127.0.0.1")
+    assert "host is '203.0.113.7'" in finding.found
 
 
 def test_a_folder_that_cannot_be_served_is_found(tmp_path):
