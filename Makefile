@@ -24,10 +24,10 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1: \2/p' $(MAKEFILE_LIST)
 
 demo: $(READY) ## a local cluster answers prompts that share a prefix; MODEL=DIR for a real checkpoint
-	$(CLUSTER_ENV) $(PY) -m cluster.cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(CLUSTER_ENV) $(PY) -m cluster demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 serve: $(READY) ## make serve MODEL=DIR ARGS="--prefill 1 --decode 1"
-	$(CLUSTER_ENV) $(PY) -m cluster.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(CLUSTER_ENV) $(PY) -m cluster serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(DEV_READY) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu and not cluster" $(ARGS)

@@ -18,6 +18,7 @@ from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.devices import count_gpus, most_gpus
+from cluster.early_interrupts import interrupts_end_at_once
 from cluster.environment import prepare_local_ray
 from cluster.errors import ClusterError, ConfigError, Interrupted
 from cluster.flags import config_command, with_config_flags
@@ -88,7 +89,10 @@ def serve(config: ClusterConfig) -> None:
 
 def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return 2 + 2 workers, two on a GPU where there are fewer than four."""
-    num_gpus = count_gpus() if given.get("device", "auto") != "cpu" else 0
+    num_gpus = 0
+    if given.get("device", "auto") != "cpu":
+        with interrupts_end_at_once():  # it may import torch
+            num_gpus = count_gpus()
     # All of a GPU's memory would be millions of the embedded model's pages.
     sizes = {"num_pages": 4096} if num_gpus >= 2 else serve_defaults({**given, "device": "cpu"})
     return {
@@ -141,7 +145,9 @@ def doctor(
 
     given = {"model": model, "host": host, "port": port}
     overrides = {name: value for name, value in given.items() if value is not None}
-    findings = examine(collect_facts(), load_config(config, overrides))
+    with interrupts_end_at_once():
+        facts = collect_facts()
+    findings = examine(facts, load_config(config, overrides))
     if as_json:
         out.print_json(data=[asdict(each) for each in findings])
     else:
@@ -239,7 +245,3 @@ def _where(address: str) -> str:
 def _say(line: str) -> None:
     """Print one line at once and unwrapped, so that scripts can wait for it."""
     print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

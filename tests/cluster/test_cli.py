@@ -36,7 +36,7 @@ def flags_of(command):
 
 
 def pagewire(*arguments):
-    command = [sys.executable, "-m", "cluster.cli", *arguments]
+    command = [sys.executable, "-m", "cluster", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 

@@ -30,7 +30,7 @@ COMMANDS = [
     ("status", "--once"),
     ("status", "--json"),
 ]
-PAGEWIRE = [sys.executable, "-m", "cluster.cli"]
+PAGEWIRE = [sys.executable, "-m", "cluster"]
 WAIT_S = 30
 
 

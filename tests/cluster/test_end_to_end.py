@@ -463,7 +463,7 @@ def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster
 
 def test_demo_shows_a_disaggregated_cluster():
     result = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "demo", "--device", "cpu"],
+        [sys.executable, "-m", "cluster", "demo", "--device", "cpu"],
         capture_output=True,
         text=True,
         timeout=90,
@@ -477,7 +477,7 @@ def test_demo_shows_a_disaggregated_cluster():
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly(model_dir, signal_number):
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(model_dir)]
+    command = [sys.executable, "-m", "cluster", "serve", "--model", str(model_dir)]
     # Pages for 512 tokens, while the model's context is 8192.
     command += ["--port", "0", "--device", "cpu", "--stop-grace-s", "1", "--cpu-pages-mib", "2"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -492,7 +492,7 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly(model_dir
             fitting = direct.generate([5] * 500, max_tokens=12, ignore_eos=True)
             with pytest.raises(pagewire.InvalidRequestError, match="512"):
                 direct.generate([5] * 600)
-        client = [sys.executable, "-m", "cluster.cli", "generate", "The pages", "--address"]
+        client = [sys.executable, "-m", "cluster", "generate", "The pages", "--address"]
         answer = subprocess.run(
             [*client, address, "--max-tokens", "5"], capture_output=True, text=True, timeout=30
         )

@@ -17,7 +17,7 @@ def test_demo_moves_pages_between_gpus(prefill, decode):
     if count_gpus() < 2:
         pytest.skip("needs 2 GPUs")
     per_gpu = 1 if count_gpus() >= prefill + decode else max(prefill, decode)
-    command = [sys.executable, "-m", "cluster.cli", "demo", "--device", "cuda"]
+    command = [sys.executable, "-m", "cluster", "demo", "--device", "cuda"]
     command += ["--prefill", str(prefill), "--decode", str(decode)]
     command += ["--workers-per-gpu", str(per_gpu)]
 

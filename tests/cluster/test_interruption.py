@@ -24,7 +24,7 @@ from tests.support.processes import kill_session, processes_of_session, until
 @contextmanager
 def serving(*options, **streams):
     """Start serve with the embedded model in a session of its own."""
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(demo_model_dir())]
+    command = [sys.executable, "-m", "cluster", "serve", "--model", str(demo_model_dir())]
     server = subprocess.Popen(
         [*command, "--port", "0", "--device", "cpu", *options],
         text=True,
@@ -36,6 +36,31 @@ def serving(*options, **streams):
             yield server
         finally:
             kill_session(server.pid)
+
+
+# Sends itself SIGINT at the import of one module, as Ctrl-C at that moment does.
+IMPORT = """
+import importlib.abc, os, signal, sys
+from cluster.__main__ import main
+
+class Interrupter(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+module, sys.argv[1:] = sys.argv[1], ["doctor"]
+sys.meta_path.insert(0, Interrupter())
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "pydantic", "cluster.client_commands", "torch"])
+def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(module):
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT, module], capture_output=True, text=True, timeout=60
+    )
+
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 @pytest.mark.cluster
