@@ -33,6 +33,8 @@ from pagewire import ConnectionFailedError, InvalidRequestError, NotFoundError, 
 # `router.stuck_after_s`, and its worker would count as dead.
 CPU_STEP_TOKENS = 256
 
+RAY_PERIOD_S = 1.0  # between two looks whether Ray's own processes run
+
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 EXIT_CODES = (
@@ -82,7 +84,8 @@ def serve(config: ClusterConfig) -> None:
                 f"ready: pagewire serves {config.model} on {_where(cluster.address)} "
                 f"({cluster.device})"
             )
-            signals.stopped.wait()
+            while not signals.stopped.wait(RAY_PERIOD_S):
+                cluster.local_ray.check()
             _say(f"stopping; running requests have {config.stop_grace_s:.0f} s")
         _say("stopped")
 

@@ -6,6 +6,7 @@ ClusterError
 ├── ConfigError        an option is wrong; names its path, the value found and what is allowed
 ├── PlacementError     the hosts do not have what was asked for
 ├── StartError         something did not start, or not in time
+├── RayLost            a process of the Ray that was started here has ended
 ├── DemoError          the demo ran but did not show what it must
 ├── OutputLost         standard output takes nothing
 └── Interrupted        a stop signal came before the work was done
@@ -28,6 +29,10 @@ class PlacementError(ClusterError):
 
 class StartError(ClusterError):
     """Something did not start, or not in time."""
+
+
+class RayLost(ClusterError):
+    """A process of the Ray that was started here has ended."""
 
 
 class DemoError(ClusterError):

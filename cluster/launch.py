@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -29,6 +29,7 @@ from cluster.devices import (
 from cluster.environment import forwarded_environment, worker_environment
 from cluster.errors import ConfigError, PlacementError, StartError
 from cluster.host_memory import read_host_memory
+from cluster.local_ray import LocalRay
 from cluster.model_folder import check_model_folder
 from cluster.ray_address import check_ray_answers
 from decode_worker.actor import CONTROL_GROUP, DecodeActor
@@ -61,6 +62,7 @@ class RunningCluster:
     router: Any
     controller: Any
     context_tokens: int = 0  # longest request that is served; known when all are ready
+    local_ray: LocalRay = field(default_factory=LocalRay)
 
     @property
     def actors(self) -> dict[str, Any]:
@@ -72,7 +74,12 @@ class RunningCluster:
         return int(ray.get(self.actors[name].pid.remote(), timeout=PLACE_TIMEOUT_S))
 
     def stop(self, grace_s: float) -> None:
-        """Give running requests `grace_s` seconds, then end all processes."""
+        """Give running requests `grace_s` seconds, then end all processes.
+
+        Of a Ray that has lost a process nobody would answer; what is left of it is left alone.
+        """
+        if self.local_ray.lost:
+            return
         timeout_s = grace_s + STOP_MARGIN_S
         try:
             ray.get(self.router.stop.remote(grace_s), timeout=timeout_s)

@@ -12,6 +12,7 @@ import termios
 import time
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from cluster.demo_model import demo_model_dir
@@ -117,6 +118,24 @@ def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
 
     assert server.returncode == 130
     assert took_s < 5
+    assert left == {}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_the_end_of_a_process_of_ray_ends_it_with_a_reason_and_leaves_nothing(name):
+    with serving("--prefill", "1", "--decode", "1") as server:
+        assert any(line.startswith("ready") for line in server.stdout)
+        os.kill(
+            next(each.pid for each in psutil.Process(server.pid).children() if each.name() == name),
+            signal.SIGKILL,
+        )
+        _, errors = server.communicate(timeout=30)
+        left = processes_of_session(server.pid)
+
+    assert server.returncode == 1
+    assert re.search(rf"^error: Ray's {name} on this host has ended, ", errors, re.M)
+    assert "Traceback" not in errors
     assert left == {}
 
 

@@ -1,0 +1,38 @@
+"""Ray's own processes on this host, without which nothing is started again and nothing stops."""
+
+import psutil
+
+from cluster.errors import RayLost
+
+NAMES = ("gcs_server", "raylet")
+
+
+class LocalRay:
+    """Those that this process has started; none where it is attached to a Ray that ran before.
+
+    Make it when they run. Ray itself notices the end of one after a minute, or never.
+    """
+
+    def __init__(self) -> None:
+        children = psutil.Process().children()
+        self._processes = {each.name(): each for each in children if each.name() in NAMES}
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of those that have ended."""
+        return [name for name, each in self._processes.items() if not _is_alive(each)]
+
+    def check(self) -> None:
+        """Raise RayLost if one has ended."""
+        if self.lost:
+            raise RayLost(
+                f"Ray's {' and '.join(self.lost)} on this host has ended, perhaps killed for want "
+                "of memory; everything else was stopped; see /tmp/ray/session_latest/logs"
+            )
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
