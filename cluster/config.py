@@ -7,7 +7,7 @@ classes of those packages themselves, so that an option exists once.
 import ipaddress
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -88,17 +88,18 @@ class ClusterConfig(BaseModel):
             raise ValueError("must be the path of a checkpoint folder")
         return model
 
-    @field_validator("host")
+    @field_validator("host", mode="before")
     @classmethod
-    def _check_host(cls, host: str) -> str:
-        if not host or re.search(r"[\s/]", host) or (":" in host and not _is_ipv6(host)):
+    def _check_host(cls, host: Any) -> Any:
+        is_one_word = isinstance(host, str) and re.fullmatch(r"[^\s/]+", host)
+        if not is_one_word or (":" in host and not _is_ipv6(host)):
             raise ValueError("must be a host name or an address, without a port; see port")
         return host
 
-    @field_validator("ray_address")
+    @field_validator("ray_address", mode="before")
     @classmethod
-    def _check_ray_address(cls, address: str) -> str:
-        found = re.fullmatch(r"[^\s:/]+:(\d+)|\[[0-9a-fA-F:]+\]:(\d+)", address)
+    def _check_ray_address(cls, address: Any) -> Any:
+        found = re.fullmatch(r"[^\s:/]+:(\d+)|\[[0-9a-fA-F:]+\]:(\d+)", str(address))
         if address in ("", "auto") or (found and 0 < int(found[1] or found[2]) <= 65535):
             return address
         raise ValueError("must be host:port of a Ray cluster, as in 10.0.0.1:6379, or auto")

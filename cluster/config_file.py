@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config import ClusterConfig
-from cluster.config_options import ConfigOption, config_options
+from cluster.config_options import SECTIONS, ConfigOption, config_options, qualified
 from cluster.errors import ConfigError
 
 # Given what is set already, returns what a command sets otherwise, by option path.
@@ -45,19 +45,17 @@ def load_config(
         wrong += [f"{path}: {each}" for each in duplicates]
         for name, value in _flatten(content):
             if name in values:
-                wrong.append(f"{path}: {name} is given twice")
+                wrong.append(f"{path}: {name} is given twice; give it once")
             values[name], origin[name] = value, str(path)
     for name, value in overrides.items():
         values[name], origin[name] = value, "command line"
     options = config_options()
     for name in [name for name in values if name not in options]:
-        del values[name]
-        wrong.append(f"{origin[name]}: {_unknown(name, options)}")
+        wrong.append(f"{origin[name]}: {_unknown(name, values.pop(name), options)}")
     for name in [name for name in values if isinstance(values[name], bool)]:
-        if options[name].value_type is not bool:
+        if options[name].value_type in (int, float):
             # Python, and with it pydantic, would take it for 0 or 1.
-            kind = options[name].value_type.__name__
-            wrong.append(f"{origin[name]}: {name} is {values.pop(name)}; it must be of type {kind}")
+            wrong.append(f"{origin[name]}: {_not_allowed(name, values.pop(name), options)}")
     for name, value in defaults(values).items():
         values.setdefault(name, value)
         origin.setdefault(name, "default")
@@ -68,7 +66,7 @@ def load_config(
         except ValidationError as error:
             # A section's rules are looked at only when the types of its options are right, so the
             # rest is checked again without what was wrong.
-            for problem in _explain(error, values):
+            for problem in _explain(error, values, options):
                 wrong.append(f"{origin[problem.paths[0]]}: {problem.message}")
                 for name in problem.paths:
                     values.pop(name, None)
@@ -80,8 +78,9 @@ def load_config(
 def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return a file's mapping, and a line for each key that it has twice."""
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        content = loader.get_single_data()
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -90,30 +89,24 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: holds {type(content).__name__}, must be a mapping of options")
-    return content, loader.duplicates
+    return content, list(_duplicates(node))
 
 
-class _Loader(yaml.SafeLoader):
-    """Notes a key that a mapping has twice; the last value stays."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.duplicates: list[str] = []
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[str, int] = {}  # key |-> line of its last use
-        for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines:
-                self.duplicates.append(f"{name} is given twice, in lines {lines[name]} and {line}")
-            lines[name] = line
-        return super().construct_mapping(node, deep)
+def _duplicates(node: yaml.Node | None, prefix: str = "") -> Iterator[str]:
+    """Yield a line for each key that a mapping has twice; its last value stays."""
+    lines: dict[str, int] = {}  # key |-> line of its last use
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        path, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if path in lines:
+            yield f"{path} is given twice, in lines {lines[path]} and {line}; give it once"
+        lines[path] = line
+        yield from _duplicates(value, f"{path}.")
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         path = f"{prefix}{name}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and (value or path in SECTIONS):
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value
@@ -127,10 +120,21 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _unknown(name: str, options: Mapping[str, ConfigOption]) -> str:
-    sections = {option.section for option in options.values() if option.section}
-    if name in sections:
-        return f"{name} is a section; give a mapping of its options"
+def _not_allowed(name: str, value: object, options: Mapping[str, ConfigOption]) -> str:
+    return f"{name} is {_shown(value)}; it must be {options[name].allowed}"
+
+
+def _shown(value: object) -> str:
+    return "empty" if value is None else repr(value)
+
+
+def _unknown(name: str, value: object, options: Mapping[str, ConfigOption]) -> str:
+    if name in SECTIONS:
+        example = next(option.path for option in options.values() if option.section == name)
+        return (
+            f"{name} is {_shown(value)}; {name} is a section: it must be a mapping of options such "
+            f"as {example}"
+        )
     leaves = {option.path.rpartition(".")[2]: option.path for option in options.values()}
     close = difflib.get_close_matches(name, options, n=1)
     close = close or [
@@ -146,16 +150,22 @@ class _Problem:
     message: str
 
 
-def _explain(error: ValidationError, values: Mapping[str, Any]) -> Iterator[_Problem]:
+def _explain(
+    error: ValidationError, values: Mapping[str, Any], options: Mapping[str, ConfigOption]
+) -> Iterator[_Problem]:
     for each in error.errors():
         path = ".".join(str(part) for part in each["loc"])
-        message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        message = each["msg"].removeprefix("Value error, ")
         if path in values:
-            yield _Problem(paths=[path], message=f"{path} is {values[path]!r}; it {message}")
+            is_own_rule = each["type"] == "value_error"
+            found = f"{path} is {_shown(values[path])}; it {message}"
+            yield _Problem(
+                paths=[path],
+                message=found if is_own_rule else _not_allowed(path, values[path], options),
+            )
             continue
         # A rule of a section, or of the whole: a line for each option, which begins with its name.
-        section = f"{path}." if path else ""
         for line in message.splitlines():
-            named = [section + word for word in re.findall(r"[\w.]+", line)]
-            blamed = [name for name in named if name in values]
-            yield _Problem(paths=blamed, message=section + line)
+            told = qualified(line, path) if path else line
+            blamed = [name for name in re.findall(r"[\w.]+", told) if name in values]
+            yield _Problem(paths=blamed, message=told)

@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,10 @@ INTERNAL_PATHS = {
     "router.router_id",
 }
 
+SECTIONS = {
+    name for name, info in ClusterConfig.model_fields.items() if is_dataclass(info.annotation)
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigOption:
@@ -35,6 +39,7 @@ class ConfigOption:
     value_type: Any  # as a command line parses it: int, float, str or bool
     default: Any
     description: str
+    allowed: str  # "an integer, 1 or more"
 
     @property
     def flag(self) -> str:
@@ -45,6 +50,13 @@ class ConfigOption:
 def config_options() -> dict[str, ConfigOption]:
     """Return all options by path, in the order of their declaration."""
     return {option.path: option for option in _walk() if option.path not in INTERNAL_PATHS}
+
+
+def qualified(text: str, section: str) -> str:
+    """Return a text in which all names of a section's options begin with that of the section."""
+    owner: Any = ClusterConfig.model_fields[section].annotation
+    names = "|".join(field.name for field in fields(owner))
+    return re.sub(rf"\b({names})\b", rf"{section}.\1", text)
 
 
 def _walk() -> Iterator[ConfigOption]:
@@ -58,6 +70,7 @@ def _walk() -> Iterator[ConfigOption]:
             value_type=_flag_type(info.annotation),
             default=info.default,
             description=_with_choices(info.description or "", info.annotation),
+            allowed=_allowed(info.annotation, _interval(info.metadata)),
         )
 
 
@@ -72,6 +85,7 @@ def _walk_section(section: str, owner: Any) -> Iterator[ConfigOption]:
             value_type=_flag_type(hints[field.name]),
             default=field.default if has_default else None,
             description=comments.get(field.name, ""),
+            allowed=_allowed(hints[field.name], _rule(owner, section, field.name)),
         )
 
 
@@ -94,6 +108,48 @@ def _with_choices(description: str, annotation: Any) -> str:
     if typing.get_origin(annotation) is not Literal:
         return description
     return f"{description} One of {', '.join(map(str, typing.get_args(annotation)))}."
+
+
+def _allowed(annotation: Any, bounds: str) -> str:
+    if typing.get_origin(annotation) is Literal:
+        *others, last = map(repr, typing.get_args(annotation))
+        return f"{', '.join(others)} or {last}"
+    kind = {int: "an integer", float: "a finite number", bool: "true or false"}
+    return kind.get(_flag_type(annotation), "a text") + bounds
+
+
+def _interval(constraints: Sequence[Any]) -> str:
+    """Return the bounds of an option of the top level."""
+    bounds = {
+        name: getattr(each, name)
+        for each in constraints
+        for name in ("ge", "gt", "le")
+        if hasattr(each, name)
+    }
+    match bounds:
+        case {"ge": low, "le": high}:
+            return f", {low} to {high}"
+        case {"gt": low, "le": high}:
+            return f" above {low}, up to {high}"
+        case {"ge": low}:
+            return f", {low} or more"
+        case {"gt": low}:
+            return f" above {low}"
+        case _:
+            return ""
+
+
+def _rule(owner: Any, section: str, name: str) -> str:
+    """Return the bounds of a section's option: what its own check says of -1, which none may be."""
+    try:
+        owner(**{name: -1})
+    except ValueError as error:
+        rule = rf"^{name} is -1; it must (.*?)(,? and finite|, which is .*)?$"
+        if found := re.search(rule, str(error), re.M):
+            is_range = found[1].startswith("be ")
+            bounds = found[1].removeprefix("be ") if is_range else f"and must {found[1]}"
+            return f", {qualified(bounds, section)}"
+    return ""
 
 
 def _flag_type(annotation: Any) -> Any:

@@ -1,9 +1,13 @@
-"""A command that refuses options given twice and shows the value that it cannot read."""
+"""A command that refuses options given twice, and tells what is allowed for one it cannot read."""
 
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
+
+from cluster.config_options import config_options
+from pagewire import InvalidRequestError
+from pagewire.arguments import check_sampling, check_timeout_s
 
 
 class StrictCommand(TyperCommand):
@@ -22,6 +26,26 @@ class StrictCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            if error.param is not None and error.param.name in given:
-                error.message = f"found {given[error.param.name]!r}: {error.message}"
+            name = (error.param and error.param.name) or ""
+            if (found := given.get(name)) is not None:  # None: it is missing
+                error.message = _explain(name, found)
             raise
+
+
+def _explain(name: str, found: str) -> str:
+    """Return what was found and what is allowed, by configuration or client, for what is no number.
+
+    Args:
+        name: Of the parameter: `port`, `router__dead_after_s`, `temperature`.
+        found: What stands on the command line.
+    """
+    if option := config_options().get(name.replace("__", ".")):
+        return f"found {found!r}; allowed: {option.allowed}"
+    try:
+        if name == "timeout_s":
+            check_timeout_s(name, found)
+        else:
+            check_sampling({name: found})
+    except InvalidRequestError as error:
+        return error.violations[0].description
+    return f"found {found!r}"

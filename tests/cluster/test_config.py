@@ -1,8 +1,10 @@
+import re
+
 import pytest
 
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
-from cluster.config_options import config_options
+from cluster.config_options import SECTIONS, config_options
 from cluster.errors import ConfigError
 from cluster.reference import PAGE, configuration_page
 
@@ -49,12 +51,40 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("max_resumptions: 2", ["unknown option max_resumptions", "router.max_resumptions?"]),
         ("router: {router_id: x}", ["unknown option router.router_id"]),
         ("zebra: 2", ["unknown option zebra", "docs/configuration.md"]),
-        ("router: 3", ["router is a section"]),
-        ("prefill: 0", ["prefill is 0", "greater than or equal to 1"]),
-        ("prefill: many", ["prefill is 'many'", "valid integer"]),
+        (
+            "router: 3",
+            ["router is 3; router is a section: it must be a mapping of options such as"],
+        ),
+        ("router:", ["router is empty; router is a section", "such as router.max_active_requests"]),
+        ("prefill:", ["prefill is empty; it must be an integer, 1 to 1024"]),
+        ("prefill: {}", ["prefill is {}; it must be an integer, 1 to 1024"]),
+        ("host:", ["host is empty; it must be a host name or an address"]),
+        ("ray_address: 3", ["ray_address is 3; it must be host:port"]),
+        ("deterministic: maybe", ["deterministic is 'maybe'; it must be true or false"]),
+        ("stop_grace_s: .inf", ["stop_grace_s is inf; it must be a finite number, 0 or more"]),
+        (
+            "gpu_memory_fraction: 2",
+            ["gpu_memory_fraction is 2; it must be a finite number above 0, up"],
+        ),
+        ("cpu_threads: 1.5", ["cpu_threads is 1.5; it must be an integer, 1 or more"]),
+        (
+            "router: {dead_after_s: }",
+            ["router.dead_after_s is empty; it must be a finite number, pos"],
+        ),
+        ("transfer: {post_s: x}", ["transfer.post_s is 'x'; it must be a finite number, positive"]),
+        (
+            "router: {max_resumptions: x}",
+            ["router.max_resumptions is 'x'; it must be an integer, 0 or"],
+        ),
+        (
+            "decode_worker: {max_step_tokens: x}",
+            ["is 'x'; it must be an integer, and must exceed decode_worker.max_running_sequences"],
+        ),
+        ("prefill: 0", ["cluster.yaml: prefill is 0; it must be an integer, 1 to 1024"]),
+        ("prefill: many", ["prefill is 'many'; it must be an integer, 1 to 1024"]),
         ("page_size: 24", ["page_size is 24", "16, 32, 64 or 128"]),
         ("device: tpu", ["device is 'tpu'", "'auto', 'cpu' or 'cuda'"]),
-        ("port: 70000", ["port is 70000", "65535"]),
+        ("port: 70000", ["port is 70000; it must be an integer, 0 to 65535"]),
         ("router: {max_active_requests: 0}", ["router.max_active_requests is 0"]),
         ("router: {dead_after_s: .nan}", ["router.dead_after_s is nan"]),
         ("transfer: {post_s: -1}", ["cluster.yaml: transfer.post_s is -1", "positive"]),
@@ -62,10 +92,13 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("prefill_worker: {max_overtakes: -2}", ["prefill_worker.max_overtakes is -2", "0 or"]),
         (
             "decode_worker: {max_running_sequences: 4096}",
-            ["cluster.yaml: decode_worker.max_step_tokens is 2048", "sequences, which is 4096"],
+            [
+                "cluster.yaml: decode_worker.max_step_tokens is 2048; it must exceed "
+                "decode_worker.max_running_sequences, which is 4096"
+            ],
         ),
-        ("prefill: true", ["prefill is True", "type int"]),
-        ("start_timeout_s: .nan", ["start_timeout_s is nan", "finite"]),
+        ("prefill: true", ["prefill is True; it must be an integer, 1 to 1024"]),
+        ("start_timeout_s: .nan", ["start_timeout_s is nan; it must be a finite number above 0"]),
         ("model: 5", ["model is 5; it must be the path of a checkpoint folder"]),
         ('model: ""', ["cluster.yaml: model is ''; it must be the path of a checkpoint folder"]),
         ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
@@ -77,8 +110,11 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("ray_address: head", ["ray_address is 'head'", "host:port"]),
         ("ray_address: ray://head:1", ["ray_address is 'ray://head:1'", "host:port"]),
         ("ray_address: head:99999", ["ray_address is 'head:99999'", "host:port"]),
-        ("prefill: 1\ndecode: 2\nprefill: 3", ["prefill is given twice, in lines 1 and 3"]),
-        ("router: {dead_after_s: 1, dead_after_s: 2}", ["dead_after_s is given twice"]),
+        (
+            "prefill: 1\ndecode: 2\nprefill: 3",
+            ["prefill is given twice, in lines 1 and 3; give it once"],
+        ),
+        ("router: {dead_after_s: 1, dead_after_s: 2}", [": router.dead_after_s is given twice"]),
         ("router: {dead_after_s: 1}\nrouter.dead_after_s: 2", ["router.dead_after_s is given"]),
         ("- prefill", ["holds list, must be a mapping"]),
         ("prefill: [", ["is not YAML"]),
@@ -136,7 +172,7 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
 
     assert [line.split("; ")[0] for line in str(caught.value).splitlines()] == [
         f"{path}: prefill is given twice, in lines 1 and 2",
-        f"{path}: dead_after_s is given twice, in lines 4 and 4",
+        f"{path}: router.dead_after_s is given twice, in lines 4 and 4",
         f"{path}: transfer.ack_s is given twice",
         f"{path}: unknown option zebra",
         "command line: decode is 0",
@@ -167,6 +203,20 @@ def test_ray_addresses_have_a_port(address):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
         load_config(tmp_path / "absent.yaml", {})
+
+
+@pytest.mark.parametrize("name", sorted(SECTIONS))
+def test_a_section_without_options_is_told_from_an_empty_one(tmp_path, name):
+    assert load_config(write(tmp_path, f"{name}: {{}}"), {}) == ClusterConfig()
+    with pytest.raises(ConfigError, match=f"{name} is empty; {name} is a section"):
+        load_config(write(tmp_path, f"{name}:"), {})
+
+
+def test_bounds_of_every_number_are_known():
+    numbers = [each for each in config_options().values() if each.value_type in (int, float)]
+
+    words = r", \d+ (or more|to \d+)| above 0|, positive$|, and must exceed|, 64 or 128$"
+    assert [each.path for each in numbers if not re.search(words, each.allowed)] == []
 
 
 def test_every_option_is_described():
