@@ -3,9 +3,10 @@
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cache
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -63,7 +64,7 @@ class Client:
     ) -> Completion:
         """Generate for a text or a sequence of token ids; return the whole answer."""
         return self._background.run(
-            self._client.generate(prompt, model=model, timeout_s=timeout_s, **sampling)
+            lambda: self._client.generate(prompt, model=model, timeout_s=timeout_s, **sampling)
         )
 
     def chat(
@@ -79,7 +80,7 @@ class Client:
         `messages` are `Message` values or mappings of role and content, oldest first.
         """
         return self._background.run(
-            self._client.chat(messages, model=model, timeout_s=timeout_s, **sampling)
+            lambda: self._client.chat(messages, model=model, timeout_s=timeout_s, **sampling)
         )
 
     def stream(
@@ -95,7 +96,7 @@ class Client:
         async def start() -> AsyncStream:
             return self._client.stream(prompt, model=model, timeout_s=timeout_s, **sampling)
 
-        return Stream(self._background.run(start()), self._background)
+        return Stream(self._background.run(start), self._background)
 
     def stream_chat(
         self,
@@ -110,32 +111,34 @@ class Client:
         async def start() -> AsyncStream:
             return self._client.stream_chat(messages, model=model, timeout_s=timeout_s, **sampling)
 
-        return Stream(self._background.run(start()), self._background)
+        return Stream(self._background.run(start), self._background)
 
     def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = None) -> Tokens:
         """Return the token ids that `generate` would use for a text."""
-        return self._background.run(self._client.tokenize(text, model=model, timeout_s=timeout_s))
+        return self._background.run(
+            lambda: self._client.tokenize(text, model=model, timeout_s=timeout_s)
+        )
 
     def tokenize_chat(
         self, messages: Messages, *, model: str = "", timeout_s: float | None = None
     ) -> Tokens:
         """Return the token ids that `chat` would use, and the rendered template."""
         return self._background.run(
-            self._client.tokenize_chat(messages, model=model, timeout_s=timeout_s)
+            lambda: self._client.tokenize_chat(messages, model=model, timeout_s=timeout_s)
         )
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """Return the served models; none while the cluster is still starting."""
-        return self._background.run(self._client.list_models(timeout_s=timeout_s))
+        return self._background.run(lambda: self._client.list_models(timeout_s=timeout_s))
 
     def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """Return the workers, their pages and their hit rates."""
-        return self._background.run(self._client.status(timeout_s=timeout_s))
+        return self._background.run(lambda: self._client.status(timeout_s=timeout_s))
 
     def close(self) -> None:
         """Close the connection; running calls raise ClosedError. Harmless when repeated."""
         if not self._background.is_foreign:
-            self._background.run(self._client.aclose())
+            self._background.run(self._client.aclose)
 
     def __enter__(self) -> Self:
         return self
@@ -174,13 +177,13 @@ class Stream:
 
         self._is_cancelled = True
         with suppress(ClosedError):  # after a fork there is nothing to cancel
-            self._background.run(cancel())
+            self._background.run(cancel)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Delta:
-        delta = None if self._is_cancelled else self._background.run(_next(self._stream))
+        delta = None if self._is_cancelled else self._background.run(lambda: _next(self._stream))
         if delta is None:
             raise StopIteration
         return delta
@@ -212,16 +215,39 @@ class _Background:
         """Whether this process was forked from that of the client; threads stay behind then."""
         return self._pid != os.getpid()
 
-    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Run `work` on the loop and wait; an interrupt of the caller cancels it."""
+    def run(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """Run `work` on the loop and wait; an interrupt of the caller cancels it.
+
+        An interrupt can come between any two steps of this thread. So it makes no coroutine, which
+        could be left without a start, and holds no lock that a future of the loop would wait for.
+        """
         if self.is_foreign:
-            work.close()
             raise ClosedError("the client belongs to the process before the fork; make one here")
-        future = asyncio.run_coroutine_threadsafe(work, _shared_loop(self._pid))
+        loop = _shared_loop(self._pid)
+        tasks: list[asyncio.Task[Answer]] = []  # the one, once it has started
+        done: SimpleQueue[asyncio.Task[Answer]] = SimpleQueue()
+
+        async def answer() -> Answer:
+            return await work()
+
+        def start() -> None:
+            tasks.append(loop.create_task(answer()))
+            tasks[0].add_done_callback(finish)
+
+        def finish(task: asyncio.Task[Answer]) -> None:
+            if not task.cancelled():
+                task.exception()  # seen, also when nobody waits any more
+            done.put(task)
+
+        def cancel() -> None:
+            while tasks:  # emptied: the task holds the error, and the error this frame
+                tasks.pop().cancel()
+
         try:
-            return future.result()
+            loop.call_soon_threadsafe(start)
+            return done.get().result()
         except BaseException:
-            future.cancel()
+            loop.call_soon_threadsafe(cancel)
             raise
 
 

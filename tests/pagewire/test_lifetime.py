@@ -1,6 +1,8 @@
 """What becomes of calls when streams are left, clients closed, threads many, processes forked."""
 
 import asyncio
+import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -264,6 +266,50 @@ client.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+class InterruptAt:
+    """Traces a thread, and raises KeyboardInterrupt at one of the lines that it comes to."""
+
+    def __init__(self, line):
+        self.lines_left = line
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code.co_name == "_shared_loop":
+            return None  # it leaves a `with` in a line of its own, where no signal can come between
+        if event == "line":
+            self.lines_left -= 1
+            if self.lines_left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.fixture
+def no_collection():
+    """Keep finalizers of other tests' objects out of the traced lines."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_an_interrupt_at_any_line_of_a_call_leaves_the_client_whole(recwarn):
+    with serving_in_thread(two_deltas) as (address, _), Client(address) as client:
+        status = client.status(timeout_s=WAIT_S)
+        for line in itertools.count(1):
+            sys.settrace(interrupt := InterruptAt(line))
+            try:
+                client.status(timeout_s=WAIT_S)
+            except KeyboardInterrupt:
+                assert client.status(timeout_s=WAIT_S) == status
+            finally:
+                sys.settrace(None)
+            if interrupt.lines_left:
+                break
+
+    assert line > 10
+    assert [str(each.message) for each in recwarn] == []
+
+
 def test_a_forked_process_is_told_instead_of_hanging():
     with serving_in_thread(echo) as (address, _):
         result = subprocess.run(
