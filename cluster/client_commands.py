@@ -13,6 +13,7 @@ from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
 from pagewire import Client, Completion, Delta, Message, PagewireError, SamplingOptions, Stream
+from pagewire.arguments import check_sampling
 
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
@@ -93,6 +94,7 @@ def chat(
     options = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
+    check_sampling(options)  # not only with the first question
     messages = [Message(role="system", content=system)] if system else []
     try:
         with Client(address) as client:

@@ -98,6 +98,7 @@ def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, comman
         (["serve", "--port", "1", "--prefill", "2", "--port", "3"], 2, "given twice"),
         (["serve", "--deterministic", "--no-deterministic"], 2, "given twice"),
         (["generate", "x", "--temperature", "nan"], 2, "sampling.temperature: found nan"),
+        (["chat", "--max-tokens", "0"], 2, "sampling.max_tokens: found 0; allowed: 1 to"),
         (["chat", "--address", "nonsense"], 2, "address: found 'nonsense'"),
         (["status", "--address", "nonsense"], 2, "address: found 'nonsense'"),
         (["demo", "--host", "no.invalid"], 2, "host is 'no.invalid'; it must be a name or"),
