@@ -295,6 +295,7 @@ class DecodeAttention:
             rule=self.rule,
             sliding_window=self.sliding_window,
             num_lanes=self.num_lanes,
+            keeps_whole=isinstance(self.tile, HopperDecodeTile),
             first_private=first_private,
             num_shared_slots=num_shared_slots,
         )

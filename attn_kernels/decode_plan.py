@@ -73,10 +73,10 @@ class DecodeBatch(NamedTuple):
 class DecodeItems:
     """Work items of all lanes, and where each request's partial results lie.
 
-    A request of several items, or one that shares a prefix, owns slots in a row, in key order:
-    first those that another kernel fills, then those of its items. A slot holds the fold of a
-    segment's first splits (one to all of them) or one of its later splits, and says whether a
-    segment ends with it.
+    A request of several items, one that shares a prefix and, unless the kernel keeps it whole, one
+    of several segments owns slots in a row, in key order: first those that another kernel fills,
+    then those of its items. A slot holds the fold of a segment's first splits (one to all of them)
+    or one of its later splits, and says whether a segment ends with it.
     """
 
     table: npt.NDArray[np.int32]  # [num_lanes + num_items, ITEM_FIELDS]: first items, then all
@@ -181,6 +181,7 @@ def plan_decode(
     rule: SplitRule,
     sliding_window: int | None,
     num_lanes: int,
+    keeps_whole: bool,
     first_private: Integers | None = None,
     num_shared_slots: Integers | None = None,
 ) -> DecodeItems:
@@ -193,6 +194,8 @@ def plan_decode(
         rule: Where to cut.
         sliding_window: Number of last tokens that a query sees; None is all.
         num_lanes: Lanes; those that get no item are the last ones.
+        keeps_whole: Whether the kernel folds a request of several segments that is one item and
+            shares nothing in registers, so that it needs no slots.
         first_private: First token that the items of each request cover, a multiple of the split
             length and below its kv_len; None is 0.
         num_shared_slots: Slots of each request that another kernel fills before this launch, for
@@ -230,7 +233,7 @@ def plan_decode(
     request_ends = slot_ends[tails]
     num_slots = request_ends.copy()
     num_slots[1:] -= request_ends[:-1]
-    is_whole = np.equal(num_items, 1)
+    is_whole = np.equal(num_items if keeps_whole else num_slots, 1)
     if num_shared_slots is not None:
         shared = np.asarray(num_shared_slots, dtype=np.int64)
         num_slots += shared

@@ -274,8 +274,7 @@ def paged_decode_kernel(
 
     for index in tl.range(0, my_num_items):
         my_first_slot = tl.load(my_item_ptr + 3)
-        my_num_slots = tl.load(my_item_ptr + 4)
-        is_whole = my_num_slots == 0  # the item is the whole request, nobody else folds its parts
+        my_num_slots = tl.load(my_item_ptr + 4)  # 0: the item is the whole request
         my_arrivals = tl.load(my_item_ptr + 5)  # items of the request
         my_slot = tl.load(my_item_ptr + 8)
         my_is_tail = tl.load(my_item_ptr + 9)  # the request ends with the item
@@ -283,18 +282,15 @@ def paged_decode_kernel(
         my_item_ptr = my_others_ptr + index * ITEM_FIELDS
         next_row, next_first_page, next_begin, next_end, next_first_token = load_item(my_item_ptr)
         # Its segment's beginning belongs to another item: splits are stored one by one.
-        begins_within = (my_begin % SEGMENT_LEN != 0) & (is_whole == 0)
+        begins_within = my_begin % SEGMENT_LEN != 0
 
-        # State of the split in progress, of the segment before it, of a whole request's segments.
+        # State of the split in progress, and of the segment before it.
         acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_N // 2, BLOCK_M], dtype=tl.float32)
         segment_acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
         segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        whole_acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
-        whole_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        whole_total = tl.zeros([BLOCK_M], dtype=tl.float32)
         for start in tl.range(my_start, my_end, BLOCK_N):
             if (start % SPLIT_LEN == 0) & (start > my_begin):
                 segment_acc, segment_m, segment_total = merge(
@@ -306,33 +302,22 @@ def paged_decode_kernel(
                 ends_segment = start % SEGMENT_LEN == 0
                 is_alone = begins_within & (start // SEGMENT_LEN == my_begin // SEGMENT_LEN)
                 if ends_segment | is_alone:
-                    if is_whole:
-                        whole_acc, whole_m, whole_total = merge(
-                            whole_acc,
-                            whole_m,
-                            whole_total,
-                            segment_acc,
-                            segment_m,
-                            segment_total,
-                            DIM_AXIS=0,
-                        )
-                    else:
-                        store_slot(
-                            partial_acc_ptr,
-                            partial_stats_ptr,
-                            my_slot,
-                            my_first_head + columns,
-                            dims,
-                            in_acc,
-                            is_head,
-                            segment_acc,
-                            segment_m,
-                            segment_total,
-                            ends_segment,
-                            NUM_QO_HEADS,
-                            HEAD_DIM,
-                        )
-                        my_slot += 1
+                    store_slot(
+                        partial_acc_ptr,
+                        partial_stats_ptr,
+                        my_slot,
+                        my_first_head + columns,
+                        dims,
+                        in_acc,
+                        is_head,
+                        segment_acc,
+                        segment_m,
+                        segment_total,
+                        ends_segment,
+                        NUM_QO_HEADS,
+                        HEAD_DIM,
+                    )
+                    my_slot += 1
                     segment_acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
                     segment_m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
                     segment_total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -400,8 +385,7 @@ def paged_decode_kernel(
         my_out_row = my_row.to(tl.int64) * NUM_QO_HEADS + my_first_head
         q = tl.load(q_ptr + my_out_row * HEAD_DIM + heads_dims, mask=in_acc & has_next, other=0.0)
 
-        if is_whole:
-            acc, m, sums = merge(whole_acc, whole_m, whole_total, acc, m, sums, DIM_AXIS=0)
+        if my_num_slots == 0:
             out, lse_log2 = normalize(tl.trans(acc), m, sums)
             if v_scale_ptr is not None:
                 out *= my_v_scale

@@ -1,11 +1,12 @@
 """Kernel body of paged decode attention for Hopper: the same bits as jit/paged_decode.py.
 
 Work items, lanes, splits, segments and slots are those of jit/paged_decode.py, and so is every
-operation on numbers (of NaN in fp8 see `widen`). What differs is how keys and values come: the
-tensor copy engine brings the tiles of all of a lane's items into one ring in shared memory, as many
-ahead as the ring holds, also over the border between items. The weights of a tile are computed
-while the products of those before with their values still run. Tiles of fp8 become half precision
-on their way from the ring to the matrix unit.
+operation on numbers (of NaN in fp8 see `widen`). A request that is one item is folded in registers,
+of however many segments, and stores no slots. Keys and values come otherwise: the tensor copy
+engine brings the tiles of all of a lane's items into one ring in shared memory, as many ahead as
+the ring holds, also over the border between items. The weights of a tile are computed while the
+products of those before with their values still run. Tiles of fp8 become half precision on their
+way from the ring to the matrix unit.
 """
 
 from triton.experimental import gluon

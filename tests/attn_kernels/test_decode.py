@@ -141,8 +141,8 @@ def test_slots_that_another_kernel_filled_give_the_bits_of_flat_decode(device: s
     case = make_case([1, 1], [97, 33], num_qo_heads=6, device=device)
     # Tokens [0, 48) of the first request as a segment and a split, [0, 32) of the second as one
     # segment; what is left of them begins within a segment, and is a single item.
-    splits, segments = slots_of_pieces(case, 0, 64), slots_of_pieces(case, 0, 8)
-    shared = [segments[0], splits[2], slots_of_pieces(case, 1, 4)[0]]
+    splits, segments = slots_of_pieces(case, 0, 64), slots_of_pieces(case, 0, 2)
+    shared = [segments[0], splits[2], slots_of_pieces(case, 1, 2)[0]]
     attention = DecodeAttention(
         case.pages,
         num_qo_heads=case.num_qo_heads,

@@ -38,6 +38,7 @@ def plan(
     *,
     num_lanes: int = 33,
     window: int | None = None,
+    keeps_whole: bool = True,
     first_private: list[int] | None = None,
     num_shared_slots: list[int] | None = None,
 ) -> DecodeItems:
@@ -48,6 +49,7 @@ def plan(
         rule=RULE,
         sliding_window=window,
         num_lanes=num_lanes,
+        keeps_whole=keeps_whole,
         first_private=first_private,
         num_shared_slots=num_shared_slots,
     )
@@ -102,11 +104,14 @@ def test_requests_that_fit_the_lanes_one_by_one_are_not_cut():
     assert loads_of(items).tolist() == [1024] * 32 + [0]
 
 
-def test_a_request_in_one_item_needs_no_slot():
-    items = plan([200, 256, 1024, 5000], num_lanes=1)
+@pytest.mark.parametrize(("keeps_whole", "num_slots"), [(True, [0] * 4), (False, [0, 0, 0, 5])])
+def test_a_request_in_one_item_needs_slots_only_for_several_segments(
+    keeps_whole: bool, num_slots: list[int]
+):
+    items = plan([200, 256, 1024, 5000], num_lanes=1, keeps_whole=keeps_whole)
 
-    assert items.num_slots == 0
-    assert (items.fields[:, NUM_SLOTS] == 0).all()
+    assert items.fields[:, NUM_SLOTS].tolist() == num_slots
+    assert items.num_slots == sum(num_slots)
 
 
 def test_requests_are_whole_where_lanes_can_be_equal_without_a_cut():
@@ -148,6 +153,7 @@ def test_long_requests_that_begin_within_segments_fit_the_bound_of_slots():
         rule=SplitRule(),
         sliding_window=window,
         num_lanes=132,
+        keeps_whole=False,
     )
     bound = max_slots(23, sum(lens), 132, SplitRule(), begins_within=True)
 
@@ -182,11 +188,16 @@ def test_lanes_are_equally_loaded(kv_lens: list[int]):
 LENS = st.lists(st.integers(0, 9000), min_size=1, max_size=40)
 
 
-@given(lens=LENS, num_lanes=st.integers(1, 70), window=st.none() | st.integers(1, 3000))
+@given(
+    lens=LENS,
+    num_lanes=st.integers(1, 70),
+    window=st.none() | st.integers(1, 3000),
+    keeps_whole=st.booleans(),
+)
 def test_items_cover_every_visible_token_once_and_fill_every_slot_once(
-    lens: list[int], num_lanes: int, window: int | None
+    lens: list[int], num_lanes: int, window: int | None, keeps_whole: bool
 ):
-    items = plan(lens, num_lanes=num_lanes, window=window)
+    items = plan(lens, num_lanes=num_lanes, window=window, keeps_whole=keeps_whole)
 
     filled: list[int] = []
     for request, kv_len in enumerate(lens):
@@ -207,6 +218,7 @@ def test_items_cover_every_visible_token_once_and_fill_every_slot_once(
             filled += slots
         else:
             assert len(mine) == 1
+            assert keeps_whole or len(slots_filled(mine[0])) == 1
     assert sorted(filled) == list(range(items.num_slots))
     assert sum(len(lane) for lane in lanes_of(items)) == items.num_items
     assert items.num_items <= len(lens) + 2 * num_lanes
