@@ -38,10 +38,10 @@ RAY_PERIOD_S = 1.0  # between two looks whether Ray's own processes run
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 EXIT_CODES = (
-    "Exit codes: 0 all went well; 1 something did not, and standard error says what, unless the "
-    "reader of the output left; 2 the command line, the configuration or the request was wrong, "
-    "whether it was refused here or by the router; 129, 130, 143 SIGHUP, SIGINT or SIGTERM came "
-    "before the end."
+    "Exit codes: 0 all went well, which for serve is to be stopped when it was ready; 1 something "
+    "did not, and standard error says what, unless the reader of the output left; 2 the command "
+    "line, the configuration or the request was wrong, whether it was refused here or by the "
+    "router; 129, 130, 143 SIGHUP, SIGINT or SIGTERM came before the end."
 )
 
 app = typer.Typer(
@@ -86,7 +86,8 @@ def serve(config: ClusterConfig) -> None:
             )
             while not signals.stopped.wait(RAY_PERIOD_S):
                 cluster.local_ray.check()
-            _say(f"stopping; running requests have {config.stop_grace_s:.0f} s")
+            grace = f"running requests have {config.stop_grace_s:.0f} s"
+            _say(f"stopping; {grace}; a second signal ends all at once")
         _say("stopped")
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from cluster.config import ClusterConfig
 from cluster.descendants import no_descendant_left
+from cluster.errors import ClusterError
 from cluster.launch import RunningCluster, start_cluster
 from cluster.stop_signals import StopSignals
 
@@ -44,7 +45,11 @@ def running_cluster(
         while not wait([starting], timeout=REINSTALL_PERIOD_S).done:
             signals.install()
         signals.install()
-        cluster = starting.result()
+        try:
+            cluster = starting.result()
+        except ClusterError:
+            signals.check()  # it went to the whole process group, and ended Ray's processes, too
+            raise
         try:
             yield cluster
         finally:

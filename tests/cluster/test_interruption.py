@@ -10,13 +10,15 @@ import subprocess
 import sys
 import termios
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import psutil
 import pytest
 
+from cluster import foreground
+from cluster.config import ClusterConfig
 from cluster.demo_model import demo_model_dir
-from cluster.errors import Interrupted
+from cluster.errors import Interrupted, StartError
 from cluster.stop_signals import STOP_SIGNALS, StopSignals
 from pagewire import Client
 from tests.support.processes import kill_session, processes_of_session, until
@@ -84,6 +86,24 @@ def test_a_signal_during_the_start_leaves_nothing(number, after_s):
     assert f"stopped by {number.name} before it was done" in errors.splitlines()[-1]
     assert "ready" not in output
     assert left == {}
+
+
+def test_a_start_that_fails_since_a_signal_ended_ray_was_interrupted(monkeypatch):
+    with StopSignals() as signals:
+
+        def start(*_, **__):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.stopped.wait(10)
+            raise StartError("cannot start Ray on this host: its processes have ended")
+
+        monkeypatch.setattr(foreground, "start_cluster", start)
+        monkeypatch.setattr(foreground, "no_descendant_left", nullcontext)
+        running = foreground.running_cluster(
+            ClusterConfig(), signals, shows_worker_logs=False, say=print
+        )
+
+        with pytest.raises(Interrupted, match="SIGTERM"), running:
+            pass
 
 
 @pytest.mark.cluster
