@@ -67,7 +67,7 @@ def test_no_forest_is_shared_that_takes_longer_so_and_few_are_not_that_gain(dtyp
     assert sum(gaining) > 0.75 * len(gaining)
 
 
-def test_a_forest_near_the_border_is_run_both_ways_and_gives_the_same_bits(
+def test_a_forest_near_the_border_is_run_both_ways_and_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ):
     bench = Rehearsal(pool_bytes=16 << 20)
