@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-# Stated, so that a page's dark theme changes neither.
-BACKGROUND, INK, GRID = "#FFFFFF", "#222222", "#CCCCCC"
-WIDTH, LEFT, PLOT_WIDTH, NOTES_TOP = 860, 180, 570, 48  # px; bars begin at LEFT
-BAR_HEIGHT, GROUP_GAP, LINE_HEIGHT = 14, 10, 17  # px
+from benchmarks.svg import GRID, LINE_HEIGHT, NOTES_TOP, WIDTH, figure, text
+
+LEFT, PLOT_WIDTH = 180, 570  # px; bars begin at LEFT
+BAR_HEIGHT, GROUP_GAP = 14, 10  # px
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,25 +40,18 @@ def draw(chart: Chart) -> str:
     top = legend + 40
     bottom = top + len(chart.groups) * group_height
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{bottom + 30}" '
-        f'viewBox="0 0 {WIDTH} {bottom + 30}" role="img" '
-        f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}">',
-        f"<title>{escape(chart.title)}</title>",
-        f'<rect width="100%" height="100%" fill="{BACKGROUND}"/>',
-        _text(16, 26, chart.title, style='font-size="16" font-weight="bold"'),
-        *(_text(16, NOTES_TOP + LINE_HEIGHT * line, note) for line, note in enumerate(chart.notes)),
         *_legend(chart, legend),
-        _text(16, top - 8, chart.case_heading),
-        _text(LEFT - 6, top - 8, "us", anchor="end"),
-        _text(WIDTH - 16, top - 8, chart.remark_heading, anchor="end"),
+        text(16, top - 8, chart.case_heading),
+        text(LEFT - 6, top - 8, "us", anchor="end"),
+        text(WIDTH - 16, top - 8, chart.remark_heading, anchor="end"),
     ]
-    for part, text in chart.ticks:
+    for part, label in chart.ticks:
         x = LEFT + part * PLOT_WIDTH
         parts.append(f'<path d="M{x:.1f} {top}V{bottom}" stroke="{GRID}"/>')
-        parts.append(_text(x, bottom + 18, text, anchor="middle"))
+        parts.append(text(x, bottom + 18, label, anchor="middle"))
     for number, group in enumerate(chart.groups):
         parts += _group(group, chart, top + number * group_height + GROUP_GAP / 2)
-    return "\n".join([*parts, "</svg>\n"])
+    return figure(chart.title, chart.notes, bottom + 30, parts)
 
 
 def format_us(us: float) -> str:
@@ -69,17 +62,17 @@ def format_us(us: float) -> str:
 def _group(group: Group, chart: Chart, top: float) -> Iterator[str]:
     """Yield one case: its name, the us of each series, the bars and the remark."""
     middle = top + len(group.us) * BAR_HEIGHT / 2 + 4
-    yield _text(16, middle, group.case)
+    yield text(16, middle, group.case)
     for number, (us, length) in enumerate(zip(group.us, group.lengths, strict=True)):
         name, colour = chart.series[number]
         y = top + number * BAR_HEIGHT
-        yield _text(LEFT - 6, y + BAR_HEIGHT - 3, format_us(us), anchor="end")
+        yield text(LEFT - 6, y + BAR_HEIGHT - 3, format_us(us), anchor="end")
         yield (
             f'<rect x="{LEFT}" y="{y:.1f}" width="{length * PLOT_WIDTH:.1f}" '
             f'height="{BAR_HEIGHT - 1}" fill="{colour}">'
             f"<title>{escape(f'{group.case}, {name}: {format_us(us)} us')}</title></rect>"
         )
-    yield _text(WIDTH - 16, middle, group.remark, anchor="end")
+    yield text(WIDTH - 16, middle, group.remark, anchor="end")
 
 
 def _legend(chart: Chart, y: float) -> Iterator[str]:
@@ -87,8 +80,4 @@ def _legend(chart: Chart, y: float) -> Iterator[str]:
     for number, (name, colour) in enumerate(chart.series):
         x = LEFT + number * PLOT_WIDTH / 4
         yield f'<path d="M{x:.1f} {y - 10}h12v12h-12z" fill="{colour}"/>'
-        yield _text(x + 18, y, name)
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{escape(text)}</text>'
+        yield text(x + 18, y, name)

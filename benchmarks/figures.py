@@ -1,6 +1,9 @@
 """Draws the decode and cascade cases of benchmarks.kernels beside FlashInfer's as two SVG files.
 
-python -m benchmarks.figures --results benchmarks/results/kernels-h200.json --out docs/figures/
+python -m benchmarks.figures --results benchmarks/results/kernels-h200.json --out docs/figures/ \
+    --border benchmarks/results/cascade-border-h200.json
+
+With --border, what benchmarks.cascade_border has timed becomes a third one.
 """
 
 import argparse
@@ -9,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from math import ceil, floor, log10
 from pathlib import Path
 
+from benchmarks import border_chart
 from benchmarks.bar_chart import Chart, Group, draw, format_us
+from benchmarks.cascade_border import Row
 
 # FlashInfer 0.6.12, median us, measured earlier on the same type of GPU by the method of
 # benchmarks.kernels, with pages of 16 tokens in a pool of one layer. Decode with tensor cores.
@@ -123,20 +128,26 @@ def cascade_chart(us: Mapping[str, float]) -> Chart:
 
 
 def main() -> None:
-    """Write both figures, or say which cases the results lack."""
+    """Write all figures, or say what is wrong with a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, required=True, help="JSON of benchmarks.kernels")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--border", type=Path, help="JSON of benchmarks.cascade_border")
     arguments = parser.parse_args()
 
+    path = arguments.results
     try:
-        us = read_times(arguments.results)
-        charts = {"decode": decode_chart(us), "cascade": cascade_chart(us)}
-    except (OSError, ValueError) as error:
-        parser.error(f"{arguments.results}: {error}")
+        us = read_times(path)
+        figures = {"decode": draw(decode_chart(us)), "cascade": draw(cascade_chart(us))}
+        if arguments.border is not None:
+            path = arguments.border
+            rows = [Row(**row) for row in json.loads(path.read_text())]
+            figures["cascade-border"] = border_chart.draw(rows)
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(f"{path}: {error}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, chart in charts.items():
-        (arguments.out / f"{name}-h200.svg").write_text(draw(chart))
+    for name, content in figures.items():
+        (arguments.out / f"{name}-h200.svg").write_text(content)
 
 
 def _check_present(names: Sequence[str], us: Mapping[str, float]) -> None:

@@ -1,13 +1,8 @@
 """That the figure has each forest where its times say, in the colour of what the planner takes."""
 
-import json
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
-from benchmarks.border_chart import FLAT, SHARED, TOP, draw, main
+from benchmarks.border_chart import FLAT, SHARED, TOP, draw
 from benchmarks.cascade_border import Row
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -30,26 +25,3 @@ def test_points_lie_higher_and_further_right_the_longer_sharing_takes():
     title = first.find(f"{SVG}title")
     assert title is not None
     assert title.text == ("8 requests share 512 tokens, 64 of their own: 16.0 us, flat 20.0 us")
-
-
-def test_the_command_writes_a_figure_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    results, out = tmp_path / "rows.json", tmp_path / "figure.svg"
-    results.write_text(json.dumps(ROWS))
-    monkeypatch.setattr(sys, "argv", ["", "--results", str(results), "--out", str(out)])
-
-    main()
-
-    assert out.read_text().count("<circle") == len(ROWS)
-
-
-def test_a_file_of_something_else_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    results = tmp_path / "rows.json"
-    results.write_text('[{"case": "decode/1x1024"}]')
-    monkeypatch.setattr(sys, "argv", ["", "--results", str(results), "--out", str(tmp_path / "x")])
-
-    with pytest.raises(SystemExit):
-        main()
-
-    assert "unexpected keyword argument 'case'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.attention_cases import DECODE_CASES
-from benchmarks.bar_chart import LEFT, PLOT_WIDTH, WIDTH, Chart, draw
+from benchmarks.bar_chart import LEFT, PLOT_WIDTH, Chart, draw
 from benchmarks.cascade_cases import TWO_LEVELS
 from benchmarks.figures import (
     FLASHINFER_CASCADE,
@@ -19,7 +19,20 @@ from benchmarks.figures import (
     decode_chart,
     main,
 )
+from benchmarks.svg import WIDTH
 
+FORESTS = [
+    {
+        "dtype": dtype,
+        "batch": 8,
+        "shared": 512,
+        "own": 64,
+        "cascade_us": 16.0,
+        "flat_us": 20.0,
+        "is_shared": True,
+    }
+    for dtype in ("bfloat16", "bfloat16", "float8_e4m3fn")
+]
 SVG = "{http://www.w3.org/2000/svg}"
 DECODE = {
     name: us
@@ -142,3 +155,25 @@ def test_the_command_writes_both_files_or_none(
     results.write_text(json.dumps(rows))
     main()
     assert {path.name for path in out.iterdir()} == {"decode-h200.svg", "cascade-h200.svg"}
+
+
+def test_the_command_also_draws_forests_or_says_what_their_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, border, out = tmp_path / "kernels.json", tmp_path / "rows.json", tmp_path / "figures"
+    rows = [{"case": case, "us": us} for case, us in {**DECODE, **CASCADE}.items()]
+    results.write_text(json.dumps(rows))
+    argv = ["figures", "--results", str(results), "--out", str(out), "--border", str(border)]
+    monkeypatch.setattr(sys, "argv", argv)
+
+    border.write_text('[{"case": "decode/1x1024"}]')
+    with pytest.raises(SystemExit):
+        main()
+    errors = capsys.readouterr().err
+    assert str(border) in errors
+    assert "unexpected keyword argument 'case'" in errors
+    assert not out.exists()
+
+    border.write_text(json.dumps(FORESTS))
+    main()
+    assert (out / "cascade-border-h200.svg").read_text().count("<circle") == len(FORESTS)
