@@ -176,9 +176,10 @@ class CascadeAttention:
             num_decode_programs=self.decode.num_programs,
             num_flat_lanes=self.flat.num_lanes,
             tile_token_us=flops_per_token / (TRITON_FP8_FLOPS if is_fp8 else flops),
-            **(FP8_FIT if is_fp8 else {}),
         )
-        if self.flat is self.decode and not is_fp8:
+        if is_fp8:
+            self.model = replace(self.model, **FP8_FIT)
+        elif self.flat is self.decode:
             rate = self.model.repeated_bytes_per_us
             self.model = replace(self.model, flat_repeated_bytes_per_us=rate)
         self._pages_desc = None

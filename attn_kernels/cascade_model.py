@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[Any]
 
-# The same for a pool of fp8, whose conversion decode waits for wherever it reads from
-FP8_FIT: dict[str, float] = {
+# What CascadeModel has otherwise for a pool of fp8: decode waits for its conversion, wherever it
+# reads from.
+FP8_FIT: dict[str, Any] = {
     "hbm_bytes_per_us": 2.05e6,
     "repeated_bytes_per_us": 2.3e6,
     "flat_repeated_bytes_per_us": 2.75e6,

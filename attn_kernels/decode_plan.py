@@ -361,9 +361,7 @@ def _deal_with_pieces(
     begins = np.zeros_like(num_splits)  # of the rest
     begins[cut_requests] = pieces_each * piece - phases[cut_requests]
     num_rest = num_splits - begins
-    is_rest = num_pieces == 0
-    is_rest[cut_requests] = num_rest[cut_requests] > 0
-    rest = is_rest.nonzero()[0]
+    rest = ((num_rest > 0) | (num_pieces == 0)).nonzero()[0]
     rest_owner, rest_cut, rest_lane = _deal_runs(num_rest[rest], room, split_len)
     rest_owner = rest[rest_owner]
     owner = np.concatenate((owner, rest_owner))

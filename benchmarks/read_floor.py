@@ -3,9 +3,8 @@
 A decode kernel has to bring the same bytes to its multiprocessors, so this is about the least that
 it can show by the method of benchmarks.kernels. It is no strict bound, but the fastest read that
 was found: the tensor copy engine fills shared memory, as far ahead as fits, with no boundaries
-between requests. In one case of sixteen, of 134 MB, decode is 3 % faster. It copies whole boxes of
-up to 64 tokens, which is up to 2 % more than the cases of lognormal lengths hold, and exactly what
-all others hold.
+between requests. It copies whole boxes of up to 64 tokens, which is up to 2 % more than the cases
+of lognormal lengths hold, and exactly what all others hold.
 """
 
 from collections.abc import Sequence
