@@ -8,8 +8,9 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal
 
 from cluster.config import ClusterConfig
@@ -47,7 +48,8 @@ class ConfigOption:
         return "--" + self.path.replace(".", "-").replace("_", "-")
 
 
-def config_options() -> dict[str, ConfigOption]:
+@cache  # each command asks several times
+def config_options() -> Mapping[str, ConfigOption]:
     """Return all options by path, in the order of their declaration."""
     return {option.path: option for option in _walk() if option.path not in INTERNAL_PATHS}
 
