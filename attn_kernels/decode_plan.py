@@ -203,7 +203,7 @@ def plan_decode(
     """
     lens = np.asarray(kv_lens, dtype=np.int64)
     split_len, per_segment = rule.split_len, rule.splits_per_segment
-    first_tokens = first_splits = np.zeros_like(lens)
+    first_tokens = first_splits = np.zeros(len(lens), dtype=np.int64)
     if sliding_window is not None:
         first_tokens = np.maximum(lens - sliding_window, 0)
         first_splits = first_tokens // split_len
@@ -319,20 +319,26 @@ def _deal(
         if lane_tokens.max() <= WHOLE_EXCESS * share:
             whole = np.arange(num_requests)
             return whole, np.zeros_like(whole), whole // per_lane
+    room = np.empty(num_lanes)
+    room.fill(share)
     piece = max(int(share - ITEM_TOKENS), 0) // rule.segment_len * rule.splits_per_segment
     if piece > 0 and longest - ITEM_TOKENS > share:
-        is_long = num_tokens - ITEM_TOKENS > share
-        num_pieces = np.where(is_long, (num_splits + phases) // piece, 0)
-        if 0 < num_pieces.sum() <= num_lanes:
-            room = np.full(num_lanes, share)
-            return _deal_with_pieces(num_splits, phases, num_pieces, piece, room, rule.split_len)
-    owner, cut, lane = _deal_runs(num_splits, np.full(num_lanes, share), rule.split_len)
+        is_long = num_tokens > share + ITEM_TOKENS
+        owners = is_long.nonzero()[0]  # few
+        num_pieces = (num_splits[owners] + phases[owners]) // piece  # 1 or more
+        if np.add.reduce(num_pieces) <= num_lanes:
+            return _deal_with_pieces(
+                num_splits, phases, owners, num_pieces, piece, room, rule.split_len
+            )
+    border_owner, border_cut = _lane_borders(num_tokens, room, rule.split_len)
+    owner, cut, lane = _items(num_splits, border_owner, border_cut, num_borders=num_lanes - 1)
     return owner, cut, _without_gaps(lane)
 
 
 def _deal_with_pieces(
     num_splits: Array,
     phases: Array,
+    owners: Array,
     num_pieces: Array,
     piece: int,
     room: npt.NDArray[np.float64],
@@ -343,56 +349,69 @@ def _deal_with_pieces(
     Args:
         num_splits: Splits of each request.
         phases: Splits that each request's first segment, and so its first piece, lacks.
-        num_pieces: Pieces of each request, from its beginning.
+        owners: The long requests, in order.
+        num_pieces: Pieces of each of them, from its beginning; 1 or more.
         piece: Splits of a piece, whole segments.
         room: Tokens that each lane may take; what pieces take of it is subtracted.
         split_len: Tokens of a split.
     """
-    cut_requests = num_pieces.nonzero()[0]  # few
-    pieces_each = num_pieces[cut_requests]
-    piece_ends = accumulate(pieces_each)
+    piece_ends = accumulate(num_pieces)
     total = int(piece_ends[-1])
-    owner = cut_requests.repeat(pieces_each)
-    ordinal = np.arange(total) - (piece_ends - pieces_each).repeat(pieces_each)
-    ends = (ordinal + 1) * piece - phases[owner]
-    cut = np.maximum(ends - piece, 0)
-    room[:total] -= (ends - cut) * split_len + ITEM_TOKENS
-    room = np.maximum(room, 1.0)  # where pieces fill all lanes, the rest goes to all alike
-    begins = np.zeros_like(num_splits)  # of the rest
-    begins[cut_requests] = pieces_each * piece - phases[cut_requests]
-    num_rest = num_splits - begins
-    rest = ((num_rest > 0) | (num_pieces == 0)).nonzero()[0]
-    rest_owner, rest_cut, rest_lane = _deal_runs(num_rest[rest], room, split_len)
-    rest_owner = rest[rest_owner]
-    owner = np.concatenate((owner, rest_owner))
-    cut = np.concatenate((cut, rest_cut + begins[rest_owner]))
-    lane = np.concatenate((np.arange(total), rest_lane))
-    order = owner.argsort(kind="stable")  # pieces precede the rest
-    return owner[order], cut[order], lane[order]
+    owner = owners.repeat(num_pieces)
+    ordinals = np.arange(total)
+    ends = (ordinals + 1 - (piece_ends - num_pieces).repeat(num_pieces)) * piece - phases[owner]
+    room[:total] -= np.minimum(ends, piece) * split_len + ITEM_TOKENS
+    np.maximum(room, 1.0, out=room)  # where pieces fill all lanes, the rest goes to all alike
+    begins = np.zeros(len(num_splits), dtype=np.int64)  # of the rest
+    begins[owners] = ends[piece_ends - 1]
+    num_tokens = _tokens(num_splits - begins, split_len)
+    num_tokens[owners[begins[owners] == num_splits[owners]]] = 0
+    border_owner, border_cut = _lane_borders(num_tokens, room, split_len)
+    border_cut += begins[border_owner]
+    cut_owner = np.concatenate((border_owner, owner))
+    cuts = np.concatenate((border_cut, ends))
+    owner, cut, lane = _items(num_splits, cut_owner, cuts, num_borders=len(border_owner))
+    lane[cut < begins[owner]] = ordinals
+    return owner, cut, lane
 
 
-def _deal_runs(
-    num_splits: Array, room: npt.NDArray[np.float64], split_len: int
-) -> tuple[Array, Array, Array]:
-    """Deal requests, laid end to end, to lanes in proportion to their room in tokens."""
-    num_tokens = _tokens(num_splits, split_len)
+def _lane_borders(
+    num_tokens: Array, room: npt.NDArray[np.float64], split_len: int
+) -> tuple[Array, Array]:
+    """Lay requests end to end; return in which one, and at which of its splits, lanes 1, ... begin.
+
+    Args:
+        num_tokens: What each request costs.
+        room: What each lane gets is in proportion to it.
+        split_len: Tokens of a split.
+    """
     ends = accumulate(num_tokens)
-    # Where lanes 1, 2, ... begin: a request and a split of it.
     room_ends = accumulate(room)
     borders = (room_ends[:-1] * (ends[-1] / room_ends[-1])).astype(np.int64)
-    border_owner = np.searchsorted(ends, borders, side="right")
-    border_owner = np.minimum(border_owner, len(ends) - 1)
-    border_cut = borders - (ends - num_tokens)[border_owner] - ITEM_TOKENS
-    border_cut = np.maximum(border_cut + split_len // 2, 0) // split_len
-    # Items begin where a request begins and where a lane does.
+    owner = np.minimum(ends.searchsorted(borders, side="right"), len(ends) - 1)
+    into = borders - (ends - num_tokens)[owner] + (split_len // 2 - ITEM_TOKENS)
+    return owner, np.maximum(into, 0) // split_len
+
+
+def _items(
+    num_splits: Array, cut_owner: Array, cuts: Array, num_borders: int
+) -> tuple[Array, Array, Array]:
+    """Return all items' requests, first splits and lanes where requests are cut.
+
+    Args:
+        num_splits: Splits of each request.
+        cut_owner: The request of each cut.
+        cuts: Its split; at the request's end or beyond, nothing is cut.
+        num_borders: The first cuts are where lanes 1, ... begin.
+    """
     width = int(np.maximum.reduce(num_splits)) + 1
-    border_keys = border_owner * width + border_cut
-    at_end = border_cut >= num_splits[border_owner]
-    border_keys[at_end] = (border_owner[at_end] + 1) * width
-    keys = np.concatenate((np.arange(len(num_splits) + 1) * width, border_keys))
+    cut_keys = cut_owner * width + cuts
+    at_end = (cuts >= num_splits[cut_owner]).nonzero()[0]
+    cut_keys[at_end] = (cut_owner[at_end] + 1) * width
+    keys = np.concatenate((np.arange(0, (len(num_splits) + 1) * width, width), cut_keys))
     keys.sort()
     keys = keys[:-1][keys[1:] > keys[:-1]]  # each once, without the end of the last request
-    lane = np.searchsorted(border_keys, keys, side="right")
+    lane = cut_keys[:num_borders].searchsorted(keys, side="right")
     owner = keys // width
     return owner, keys - owner * width, lane
 
