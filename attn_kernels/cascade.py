@@ -372,8 +372,13 @@ class CascadeAttention:
         """Plan what requests do not share."""
         if shared.num_items == 0:
             return self.flat.plan_batch(batch)
+        # Lanes whose programs start while the narrow tile's run: one fits beside each. Few requests
+        # would wait for those that do not.
+        num_early_lanes = max(self.decode.num_lanes // self.decode.tile.programs_per_sm, 1)
+        has_early = isinstance(self.tile, SharedTile) and len(batch.rows) <= num_early_lanes
         return self.decode.plan_batch(
             batch,
+            num_busy_lanes=num_early_lanes if has_early else None,
             first_private=shared.first_private,
             num_shared_slots=shared.num_shared_slots,
         )

@@ -282,10 +282,14 @@ class DecodeAttention:
         self,
         batch: DecodeBatch,
         *,
+        num_busy_lanes: int | None = None,
         first_private: npt.NDArray[np.int64] | None = None,
         num_shared_slots: npt.NDArray[np.int64] | None = None,
     ) -> DecodeItems:
-        """Do what `plan` does, for a batch that is checked, and columns of its length."""
+        """Do what `plan` does, for a batch that is checked, and columns of its length.
+
+        Only the first `num_busy_lanes` get work; None is all.
+        """
         if first_private is not None:
             self._check_first_private(first_private, batch.kv_lens)
         items = plan_decode(
@@ -296,6 +300,7 @@ class DecodeAttention:
             sliding_window=self.sliding_window,
             num_lanes=self.num_lanes,
             keeps_whole=isinstance(self.tile, HopperDecodeTile),
+            num_busy_lanes=num_busy_lanes,
             first_private=first_private,
             num_shared_slots=num_shared_slots,
         )

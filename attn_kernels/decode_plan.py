@@ -182,6 +182,7 @@ def plan_decode(
     sliding_window: int | None,
     num_lanes: int,
     keeps_whole: bool,
+    num_busy_lanes: int | None = None,
     first_private: Integers | None = None,
     num_shared_slots: Integers | None = None,
 ) -> DecodeItems:
@@ -196,6 +197,7 @@ def plan_decode(
         num_lanes: Lanes; those that get no item are the last ones.
         keeps_whole: Whether the kernel folds a request of several segments that is one item and
             shares nothing in registers, so that it needs no slots.
+        num_busy_lanes: Lanes to deal to, the first ones; None is all.
         first_private: First token that the items of each request cover, a multiple of the split
             length and below its kv_len; None is 0.
         num_shared_slots: Slots of each request that another kernel fills before this launch, for
@@ -213,7 +215,8 @@ def plan_decode(
     end_splits = (lens + (split_len - 1)) // split_len
 
     phases = first_splits % per_segment
-    owner, cut, lane = _deal(end_splits - first_splits, phases, num_lanes, rule)
+    num_busy_lanes = num_busy_lanes or num_lanes
+    owner, cut, lane = _deal(end_splits - first_splits, phases, num_busy_lanes, rule)
     is_cut = len(owner) > len(lens)  # large batches often are not, and a step waits for this
     num_items: int | Array = 1
     tails: slice | Array = slice(None)  # each request's last item

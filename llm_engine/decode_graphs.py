@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], Tensor]
 Recorder = Callable[[Work], Work]
-Kind = tuple[int, bool]  # rows, whether prefixes are read once
+Kind = tuple[int, bool, bool]  # rows, whether they are few, whether prefixes are read once
 
 # Rows of a recording; larger passes keep the device busy while the host launches the next kernel.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -128,7 +128,8 @@ class GraphedDecoder(Decoder):
             return work()
         if self._recordings is None or self._recordings.buffers is not launches.buffers:
             self._recordings = _Recordings(launches.buffers, self._make_recorder())
-        return self._recordings.run((len(token_ids_T), launches.shares_prefixes), work)
+        kind = (len(token_ids_T), launches.has_few_rows, launches.shares_prefixes)
+        return self._recordings.run(kind, work)
 
 
 class _Recordings:

@@ -25,6 +25,10 @@ MIN_DECODE_ROWS = 256
 MIN_DECODE_TOKENS = 1024 * 1024
 MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
+# Launches of so few rows have buffers of their own, for which cascade chooses narrow tiles.
+FEW_ROWS = 16
+
+Attention = DecodeAttention | CascadeAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,7 @@ class Recordable:
     """What a recording of the launches of a plan holds for: all plans that agree in it."""
 
     buffers: object  # hold what launches have the addresses of; compared by identity
+    has_few_rows: bool
     shares_prefixes: bool
 
 
@@ -101,7 +106,8 @@ class TritonDecode:
         self._sliding_window = sliding_window
         self._max_rows = MIN_DECODE_ROWS
         self._max_tokens = MIN_DECODE_TOKENS
-        self._attention = self._make_attention(self._max_rows, self._max_tokens)
+        self._attentions = self._make_attentions(self._max_rows, self._max_tokens)
+        self._planned = self._attentions[-1]
 
     def load_kernels(self) -> None:
         """Launch what reads shared prefixes, with each tile that buffers of any size may choose.
@@ -129,34 +135,39 @@ class TritonDecode:
         rows = [each.row for each in launch]
         table_starts = batch.table_starts[[each.slice_index for each in launch]]
         self._grow_for(len(launch), sum(kv_lens))
-        if isinstance(self._attention, CascadeAttention):
-            self._attention.plan(kv_lens, table_starts, batch.page_table, rows=rows)
+        attention = self._attentions[0 if len(launch) <= FEW_ROWS else -1]
+        if isinstance(attention, CascadeAttention):
+            attention.plan(kv_lens, table_starts, batch.page_table, rows=rows)
         else:
-            self._attention.plan(kv_lens, rows=rows, table_starts=table_starts)
+            attention.plan(kv_lens, rows=rows, table_starts=table_starts)
+        self._planned = attention
 
     @contextmanager
     def sharing_all(self) -> Iterator[None]:
         """Let plans share whatever rows have in common, as if reading it again cost much."""
-        attention = self._attention
-        if not isinstance(attention, CascadeAttention):
-            yield
-            return
-        model = attention.model
-        attention.model = model.sharing_all()
+        cascades = [each for each in self._attentions if isinstance(each, CascadeAttention)]
+        models = [each.model for each in cascades]
+        for each in cascades:
+            each.model = each.model.sharing_all()
         try:
             yield
         finally:
-            attention.model = model
+            for each, model in zip(cascades, models, strict=True):
+                each.model = model
 
     def recordable(self) -> Recordable:
         """Tell what a recording of the last plan's launches would hold for."""
-        attention = self._attention
-        shares = isinstance(attention, CascadeAttention) and attention.num_shared_items > 0
-        return Recordable(buffers=attention, shares_prefixes=shares)
+        planned = self._planned
+        shares = isinstance(planned, CascadeAttention) and planned.num_shared_items > 0
+        return Recordable(
+            buffers=self._attentions,
+            has_few_rows=planned is self._attentions[0],
+            shares_prefixes=shares,
+        )
 
     def run(self, q_TNH: Tensor, layer: int, kv_page_indices: Tensor, *, out_TNH: Tensor) -> None:
         """Attend in one layer; writes the planned rows of the output."""
-        self._attention.run(q_TNH, layer, kv_page_indices, out=out_TNH)
+        self._planned.run(q_TNH, layer, kv_page_indices, out=out_TNH)
 
     def _grow_for(self, num_rows: int, num_tokens: int) -> None:
         """Double buffers that are too small, so that a growing batch makes few; within reason."""
@@ -164,14 +175,18 @@ class TritonDecode:
             return
         max_rows = max(min(2 * num_rows, MAX_DECODE_ROWS), num_rows, self._max_rows)
         max_tokens = max(min(2 * num_tokens, MAX_DECODE_TOKENS), num_tokens, self._max_tokens)
-        self._attention = self._make_attention(max_rows, max_tokens)
+        self._attentions = self._make_attentions(max_rows, max_tokens)
         # Only now: where memory is short, the sizes must remain those of the buffers.
         self._max_rows, self._max_tokens = max_rows, max_tokens
 
-    def _make_attention(self, max_rows: int, max_tokens: int) -> DecodeAttention | CascadeAttention:
+    def _make_attentions(self, max_rows: int, max_tokens: int) -> tuple[Attention, ...]:
+        """Return what takes launches of few rows, and what takes all others; may be the same."""
         if reads_prefixes_once(self._pages, self._sliding_window):
-            return self._make_cascade(max_rows=max_rows, max_tokens=max_tokens)
-        return DecodeAttention(
+            return (
+                self._make_cascade(max_rows=FEW_ROWS, max_tokens=max_tokens),
+                self._make_cascade(max_rows=max_rows, max_tokens=max_tokens),
+            )
+        flat = DecodeAttention(
             self._pages,
             num_qo_heads=self._num_qo_heads,
             scale=self._scale,
@@ -179,6 +194,7 @@ class TritonDecode:
             max_kv_tokens=max_tokens,
             sliding_window=self._sliding_window,
         )
+        return (flat,)
 
     def _make_cascade(
         self, *, max_rows: int, max_tokens: int, tile: SharedTile | HopperSharedTile | None = None

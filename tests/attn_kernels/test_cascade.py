@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_kernels import cascade_items, cascade_plan
 from attn_kernels.cascade import CascadeAttention, SharedTile
 from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import SplitRule
+from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule
 from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.prefix_tree import PrefixNode, prefix_tree
 from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
@@ -345,6 +345,40 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
         assert torch.equal(run(attention, case), out)
         attention.plan_next_step(case.kv_lens)
         assert torch.equal(run(attention, case), out)
+
+
+@pytest.mark.parametrize(("num_early", "num_busy"), [(9, 9), (8, 15)])  # 15 splits
+def test_few_requests_take_only_programs_that_start_beside_the_shared_part(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_early: int, num_busy: int
+):
+    case = shared_case(three_levels(), device=device)
+    planned = []
+    plan_batch = DecodeAttention.plan_batch
+
+    def spy(self: DecodeAttention, *args: object, **options: object) -> DecodeItems:
+        planned.append(plan_batch(self, *args, **options))
+        return planned[-1]
+
+    def programs_for(_device: torch.device, programs_per_sm: int) -> int:
+        return num_early * case.pages.shape[3] * programs_per_sm
+
+    monkeypatch.setattr("attn_kernels.decode.programs_for", programs_for)
+    monkeypatch.setattr(DecodeAttention, "plan_batch", spy)
+    decode_tile = replace(DECODE_TILE, programs_per_sm=2)
+    attention = CascadeAttention(
+        case.pages, **case.options, rule=RULE, decode_tile=decode_tile, tile=TILE
+    )
+    attention.model = attention.model.sharing_all()
+
+    plan(attention, case)
+
+    (items,) = planned
+    num_items = items.table[: items.num_lanes, FIELDS.index("lane_items")]
+    assert attention.num_shared_items > 0
+    assert len(case.kv_lens) == 9
+    assert (num_items > 0).sum() == num_busy
+    assert items.num_lanes == 2 * num_early
+    assert_close(run(attention, case), case)
 
 
 def test_a_wrong_output_is_refused_before_any_launch(device: str):

@@ -39,6 +39,7 @@ def plan(
     num_lanes: int = 33,
     window: int | None = None,
     keeps_whole: bool = True,
+    num_busy_lanes: int | None = None,
     first_private: list[int] | None = None,
     num_shared_slots: list[int] | None = None,
 ) -> DecodeItems:
@@ -50,6 +51,7 @@ def plan(
         sliding_window=window,
         num_lanes=num_lanes,
         keeps_whole=keeps_whole,
+        num_busy_lanes=num_busy_lanes,
         first_private=first_private,
         num_shared_slots=num_shared_slots,
     )
@@ -191,13 +193,20 @@ LENS = st.lists(st.integers(0, 9000), min_size=1, max_size=40)
 @given(
     lens=LENS,
     num_lanes=st.integers(1, 70),
+    num_idle=st.integers(0, 40),
     window=st.none() | st.integers(1, 3000),
     keeps_whole=st.booleans(),
 )
 def test_items_cover_every_visible_token_once_and_fill_every_slot_once(
-    lens: list[int], num_lanes: int, window: int | None, keeps_whole: bool
+    lens: list[int], num_lanes: int, num_idle: int, window: int | None, keeps_whole: bool
 ):
-    items = plan(lens, num_lanes=num_lanes, window=window, keeps_whole=keeps_whole)
+    items = plan(
+        lens,
+        num_lanes=num_lanes + num_idle,
+        num_busy_lanes=num_lanes,
+        window=window,
+        keeps_whole=keeps_whole,
+    )
 
     filled: list[int] = []
     for request, kv_len in enumerate(lens):
@@ -220,7 +229,8 @@ def test_items_cover_every_visible_token_once_and_fill_every_slot_once(
             assert len(mine) == 1
             assert keeps_whole or len(slots_filled(mine[0])) == 1
     assert sorted(filled) == list(range(items.num_slots))
-    assert sum(len(lane) for lane in lanes_of(items)) == items.num_items
+    assert sum(len(lane) for lane in lanes_of(items)[:num_lanes]) == items.num_items
+    assert not any(lanes_of(items)[num_lanes:])
     assert items.num_items <= len(lens) + 2 * num_lanes
     bound = max_slots(len(lens), sum(lens), num_lanes, RULE, begins_within=window is not None)
     assert items.num_slots <= bound

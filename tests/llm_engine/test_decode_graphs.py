@@ -13,7 +13,11 @@ from triton.runtime.jit import JITFunction
 
 from attn_kernels.cascade import CascadeAttention
 from attn_kernels.cascade_plan import CascadeEstimate
-from llm_engine import decode_graphs, operations_triton  # noqa: F401  # else it stays interpreted
+from llm_engine import (
+    decode_graphs,
+    decode_triton,
+    operations_triton,  # noqa: F401  # else it stays interpreted
+)
 from llm_engine.decode_graphs import GraphedDecoder, Work
 from llm_engine.engine import Engine
 from llm_engine.load_engine import load_engine
@@ -215,6 +219,31 @@ def test_passes_that_read_prefixes_once_have_recordings_of_their_own(
     assert [each > 0 for each in num_shared] == [True, True, False, True, True, False, True, True]
     (recorder,) = recorders
     assert (recorder.num_recorded, recorder.num_repeated) == (2, 6)
+
+
+def test_passes_of_few_rows_have_buffers_and_recordings_of_their_own(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_triton, "FEW_ROWS", 2)
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4,))
+    sizes = []
+    plan = CascadeAttention.plan
+
+    def spy(self: CascadeAttention, *args: Any, **options: Any) -> CascadeEstimate:
+        sizes.append(self.decode.max_requests)
+        return plan(self, *args, **options)
+
+    # Three steps of three rows, then three of two.
+    sequences = [sequence([4] * 14, [index, 20 + index], 4 + 3 * (index > 0)) for index in range(3)]
+    expected = results_of(engine, sequences)
+    monkeypatch.setattr(CascadeAttention, "plan", spy)
+
+    found = results_of(with_recordings(engine), sequences)
+
+    assert_equal(found, expected)
+    assert sizes == [256] * 3 + [16] * 3
+    (recorder,) = recorders
+    assert (recorder.num_recorded, recorder.num_repeated) == (2, 4)
 
 
 def test_a_kind_of_pass_is_recorded_only_after_one_has_run(

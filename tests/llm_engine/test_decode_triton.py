@@ -144,7 +144,7 @@ def test_buffers_that_could_not_grow_are_tried_again(
         raise torch.OutOfMemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TritonDecode, "_make_attention", fail)
+        patch.setattr(TritonDecode, "_make_attentions", fail)
         with pytest.raises(torch.OutOfMemoryError):
             attend(backend, SLICES, device)
 
@@ -181,7 +181,7 @@ def test_only_half_precision_without_a_window_shares(
         decode = TritonDecode(pages, num_qo_heads=1, scale=1.0, sliding_window=sliding_window)
 
     assert reads_prefixes_once(pages, sliding_window) is expected
-    assert isinstance(decode._attention, CascadeAttention) is expected
+    assert {isinstance(each, CascadeAttention) for each in decode._attentions} == {expected}
 
 
 @pytest.mark.parametrize(("major", "expected"), [(8, False), (9, True), (10, False)])
@@ -218,11 +218,13 @@ def test_tiles_of_small_and_of_large_buffers_are_loaded(
     monkeypatch: pytest.MonkeyPatch, page_size: int
 ) -> None:
     made = []
+    sizes = []
     launched = []
 
     class RecordedCascade(CascadeAttention):
         def __init__(self, pages: Tensor, *, tile: object, **options: object) -> None:
             made.append(tile)
+            sizes.append(options["max_requests"])
             super().__init__(pages, **options)  # type: ignore[arg-type]
 
         def run(self, *args: object, **options: object) -> Tensor:
@@ -238,8 +240,9 @@ def test_tiles_of_small_and_of_large_buffers_are_loaded(
     with interpreted():
         TritonDecode(pages, num_qo_heads=2, scale=1.0, sliding_window=None).load_kernels()
 
-    first, *loaded = made
-    assert first is None
+    few, many, *loaded = made
+    assert few is many is None
+    assert sizes[:2] == [16, 256]
     assert set(loaded) == {hopper_tile(pages, 1), hopper_tile(pages, 1024)}
     assert len(loaded) == (2 if page_size == 16 else 1)
     assert len(launched) == len(loaded)
