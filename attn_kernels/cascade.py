@@ -164,6 +164,11 @@ class CascadeAttention:
         group = self.decode.group
         self.tile = tile or shared_tile(pages, max_requests * group)
         self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
+        # Where the shared part is on every multiprocessor, one program of decode starts beside each
+        # of its narrow tiles, and the others would start late. Conversions from fp8 want them all.
+        self.num_early_lanes = self.decode.num_lanes
+        if isinstance(self.tile, SharedTile) and isinstance(own_tile, HopperDecodeTile):
+            self.num_early_lanes //= own_tile.programs_per_sm if pages.dtype in HALF_DTYPES else 1
         self.unit_len = math.lcm(rule.split_len, page_size)
         is_fp8 = pages.element_size() == 1
         flops = HOPPER_FLOPS if isinstance(self.tile, HopperSharedTile) else TRITON_FLOPS
@@ -372,13 +377,12 @@ class CascadeAttention:
         """Plan what requests do not share."""
         if shared.num_items == 0:
             return self.flat.plan_batch(batch)
-        # Lanes whose programs start while the narrow tile's run: one fits beside each. Few requests
-        # would wait for those that do not.
-        num_early_lanes = max(self.decode.num_lanes // self.decode.tile.programs_per_sm, 1)
-        has_early = isinstance(self.tile, SharedTile) and len(batch.rows) <= num_early_lanes
+        num_kv_heads = self.decode.pages.shape[3]
+        is_beside_all = (shared.num_items + 1) * num_kv_heads > self.num_programs
+        starts_early = is_beside_all and len(batch.rows) <= self.num_early_lanes
         return self.decode.plan_batch(
             batch,
-            num_busy_lanes=num_early_lanes if has_early else None,
+            num_busy_lanes=self.num_early_lanes if starts_early else None,
             first_private=shared.first_private,
             num_shared_slots=shared.num_shared_slots,
         )

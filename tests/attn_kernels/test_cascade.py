@@ -347,9 +347,11 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
         assert torch.equal(run(attention, case), out)
 
 
-@pytest.mark.parametrize(("num_early", "num_busy"), [(9, 9), (8, 15)])  # 15 splits
-def test_few_requests_take_only_programs_that_start_beside_the_shared_part(
-    monkeypatch: pytest.MonkeyPatch, device: str, num_early: int, num_busy: int
+@pytest.mark.parametrize(
+    ("num_early", "num_programs", "num_busy"), [(9, 3, 9), (8, 3, 15), (9, 200, 15)]
+)
+def test_few_requests_take_only_programs_that_start_beside_a_shared_part_that_fills_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_early: int, num_programs: int, num_busy: int
 ):
     case = shared_case(three_levels(), device=device)
     planned = []
@@ -359,25 +361,23 @@ def test_few_requests_take_only_programs_that_start_beside_the_shared_part(
         planned.append(plan_batch(self, *args, **options))
         return planned[-1]
 
-    def programs_for(_device: torch.device, programs_per_sm: int) -> int:
-        return num_early * case.pages.shape[3] * programs_per_sm
-
-    monkeypatch.setattr("attn_kernels.decode.programs_for", programs_for)
-    monkeypatch.setattr(DecodeAttention, "plan_batch", spy)
-    decode_tile = replace(DECODE_TILE, programs_per_sm=2)
-    attention = CascadeAttention(
-        case.pages, **case.options, rule=RULE, decode_tile=decode_tile, tile=TILE
+    num_lanes = 20
+    monkeypatch.setattr(
+        "attn_kernels.decode.programs_for", lambda *_: num_lanes * case.pages.shape[3]
     )
-    attention.model = attention.model.sharing_all()
+    monkeypatch.setattr(DecodeAttention, "plan_batch", spy)
+    attention = make_attention(case)
+    assert attention.num_early_lanes == num_lanes
+    attention.num_early_lanes = num_early
+    attention.num_programs = num_programs
 
     plan(attention, case)
 
     (items,) = planned
-    num_items = items.table[: items.num_lanes, FIELDS.index("lane_items")]
+    num_items = items.table[:num_lanes, FIELDS.index("lane_items")]
     assert attention.num_shared_items > 0
     assert len(case.kv_lens) == 9
     assert (num_items > 0).sum() == num_busy
-    assert items.num_lanes == 2 * num_early
     assert_close(run(attention, case), case)
 
 

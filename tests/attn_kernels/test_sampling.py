@@ -221,6 +221,23 @@ def test_logprobs_are_of_the_plain_logits_with_ties_by_lowest_id(device: str):
     assert found.chosen[5].isnan()
 
 
+@pytest.mark.parametrize(("vocab_size", "shape"), [(301, TINY), (304, TINY), (2501, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_have_the_same_bits_in_any_batch_and_at_any_place(
+    device: str, vocab_size: int, shape: SamplingShape | None, dtype: torch.dtype
+):
+    logits = logits_of_kind("normal", 7, vocab_size).to(device, dtype)
+    tokens = torch.arange(7, dtype=torch.int32, device=device)
+    sampler = TokenSampler(vocab_size=vocab_size, max_rows=7, device=device, shape=shape)
+    whole = sampler.logprobs(logits, tokens, 5)
+
+    batches = [slice(3, 7), slice(1, 2), torch.tensor([6, 0, 3], device=device)]
+    for rows in batches:
+        found = sampler.logprobs(logits[rows], tokens[rows], 5)
+        assert torch.equal(found.chosen, whole.chosen[rows])
+        assert torch.equal(found.top, whole.top[rows])
+
+
 class TestBadInput:
     """Checks come before any launch: neither a GPU nor the interpreter is needed."""
 
