@@ -1,6 +1,5 @@
 """The commands that talk to a running cluster: pagewire generate, chat, status."""
 
-import io
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
 from pagewire import Client, Completion, Delta, Message, PagewireError, SamplingOptions, Stream
-from pagewire.arguments import check_sampling
+from pagewire.arguments import check_sampling, refused
 
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
@@ -146,8 +145,12 @@ def status(
 
 
 def _read_stdin() -> str:
-    # Bytes that are no UTF-8 become surrogates, which the client refuses by name and place.
-    return io.TextIOWrapper(sys.stdin.buffer, "utf-8", errors="surrogateescape").read()
+    content = sys.stdin.buffer.read()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{content[error.start]:02x} at offset {error.start} of standard input"
+        raise refused("prompt", found, "text in UTF-8") from None
 
 
 def _completion_fields(completion: Completion) -> dict[str, Any]:

@@ -105,7 +105,9 @@ def _duplicates(node: yaml.Node | None, prefix: str = "") -> Iterator[str]:
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        path = f"{prefix}{name}"
+        # YAML reads some bare words otherwise; they are named as they were written.
+        written = name if isinstance(name, str) else yaml.safe_dump(name).split("\n")[0]
+        path = f"{prefix}{written}"
         if isinstance(value, Mapping) and (value or path in SECTIONS):
             yield from _flatten(value, f"{path}.")
         else:

@@ -174,11 +174,11 @@ def error_from(
             )
         case grpc.StatusCode.ABORTED | grpc.StatusCode.FAILED_PRECONDITION:
             return errors.UnavailableError(message, code=code.name)
-        case grpc.StatusCode.DEADLINE_EXCEEDED if failure.trailing_metadata():
-            return errors.TimeoutError(message, code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            message = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
-            return errors.TimeoutError(message, code=code.name)
+            told = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
+            if failure.trailing_metadata():  # the router was first to notice, and knows more
+                told = f"{told}: {message}"
+            return errors.TimeoutError(told, code=code.name)
         case grpc.StatusCode.CANCELLED:
             return errors.CancelledError(message, code=code.name)
         case _:

@@ -100,6 +100,22 @@ def test_generate_prints_the_text_and_accounts_for_it_apart():
     assert not service.requests[0].sampling.HasField("temperature")
 
 
+def test_a_prompt_that_is_not_utf8_is_refused_before_anything_is_sent():
+    with serving_in_thread(answer) as (address, service):
+        result = subprocess.run(
+            [*PAGEWIRE, "generate", "-", "--address", address],
+            input=b"caf\xe9",
+            capture_output=True,
+            timeout=WAIT_S,
+        )
+
+    assert result.returncode == 2
+    assert result.stderr.decode() == (
+        "error: prompt: found byte 0xe9 at offset 3 of standard input; allowed: text in UTF-8\n"
+    )
+    assert not service.requests
+
+
 def test_generate_prints_json_with_what_the_client_derives():
     with serving_in_thread(answer) as (address, _):
         result = pagewire("generate", "hello", "--address", address, "--json")

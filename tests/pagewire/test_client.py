@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import re
 import struct
 
 import grpc
@@ -201,6 +202,13 @@ def test_each_status_has_its_exception(code, kind):
     assert type(error) is kind
     assert error.code == code.name
     assert error.message == "words"
+
+
+def test_a_timeout_that_the_router_noticed_names_the_limit_and_what_the_router_says():
+    error = error_of(failing(grpc.StatusCode.DEADLINE_EXCEEDED, "2 tokens so far", retry_after(1)))
+
+    assert type(error) is pagewire.TimeoutError
+    assert re.search(r"no complete answer within timeout_s = \d+: 2 tokens so far", error.message)
 
 
 def test_nobody_at_the_address_is_a_failed_connection():
