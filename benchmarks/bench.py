@@ -1,6 +1,7 @@
 """The clock and the memory that all cases of benchmarks.kernels share, and a row of its results."""
 
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,7 @@ from torch import Tensor
 # Llama-3-8B
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 FLUSH_BYTES = 256 << 20
-WARM_UP_CALLS, HOST_CALLS, HOST_SERIES = 5, 20, 5
-SERIES_GAP_S = 0.02
+WARM_UP_CALLS, HOST_CALLS, HOST_CORES = 5, 20, 8
 FP8_SCALE = 1 / 32  # normal values stay far below 448, and few are too small for e4m3
 CHUNK = 1 << 30  # elements that are filled or converted at once
 
@@ -111,12 +111,13 @@ class Bench:
     def host_us(self, call: Callable[[], object]) -> float:
         """Return the time of a call on the host, made while the GPU is idle.
 
-        It is the least of the medians of a few series: others on the same processor double all
-        times for tenths of a second, and after a pause the scheduler may choose another core.
+        It is the least of the medians on a few cores: one whose other hardware thread is busy, be
+        it with the work of another virtual machine, takes nearly twice as long.
         """
+        cores = os.sched_getaffinity(0)
         medians = []
-        for _ in range(HOST_SERIES):
-            time.sleep(SERIES_GAP_S)
+        for core in sorted(cores)[:HOST_CORES]:
+            os.sched_setaffinity(0, {core})
             times = []
             for _ in range(WARM_UP_CALLS + HOST_CALLS):
                 torch.cuda.synchronize()
@@ -124,6 +125,7 @@ class Bench:
                 call()
                 times.append((time.perf_counter() - began) * 1e6)
             medians.append(statistics.median(times[WARM_UP_CALLS:]))
+        os.sched_setaffinity(0, cores)
         return min(medians)
 
     def rest(self, seconds: float) -> None:

@@ -8,8 +8,9 @@ between runs, so that the L2 cache is cold; time from events around the replay; 
 "@compact" is the same on a pool of one layer. Where a case's tokens do not fit the pool in all 32
 layers, its pages have as many as fit (15 for 128x8192 in 64 GB). "tbps" counts the bytes of keys
 and values read, or of logits, each once, "tflops" the operations of the visible scores. plan() is
-host time, the least of five medians, and no part of "us". Matrix products draw so much power that
-the clocks fall within a second: a prefill case starts after a rest, "@sustained" follows at once.
+host time, the least of medians on eight cores, and no part of "us". Matrix products draw so much
+power that the clocks fall within a second: a prefill case starts after a rest, "@sustained" follows
+at once.
 
 The write leaves some 50 MB in L2 that have to be written back while the kernel reads, and "us"
 contains that; "clean_us" does not: 256 MB have been read after the write. "read/..." is what a

@@ -18,6 +18,7 @@ from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
 from kv_cache.layout import num_pages_for
 from llm_engine import sampler
 from llm_engine.decode_graphs import NUM_ROWS, GraphedDecoder
+from llm_engine.decode_triton import FEW_ROWS
 from llm_engine.engine import Engine
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.load_engine import load_engine
@@ -301,7 +302,8 @@ def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
                     assert torch.equal(engine.storage.pages, expected_pages)
             num_padded = min(each for each in NUM_ROWS if each >= num_rows)
             assert decoder._recordings is not None
-            kind = (num_padded, has_cascade and num_shared_pages > 0)
+            is_few = num_rows <= FEW_ROWS or not has_cascade
+            kind = (num_padded, is_few, has_cascade and num_shared_pages > 0)
             assert decoder._recordings._repeats[kind] is not None
     finally:
         stops.set()
