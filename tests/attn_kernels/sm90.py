@@ -45,6 +45,9 @@ class Compiled:
     spill_bytes: int
 
 
+_compiled: dict[tuple[object, ...], Compiled] = {}  # by source and options
+
+
 def launches_of(action: Callable[[], object]) -> list[Launch]:
     """Return what an action would launch; nothing runs."""
     launches: list[Launch] = []
@@ -91,6 +94,13 @@ def compile_launch(launch: Launch) -> Compiled:
     options = {
         name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options
     }
+    key = (source.hash(), *sorted(options.items()))
+    if key not in _compiled:  # launchers choose the same for many a shape
+        _compiled[key] = _compile(source, options)
+    return _compiled[key]
+
+
+def _compile(source: ASTSource, options: dict[str, Any]) -> Compiled:
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder  # compile, whatever the user's cache holds
         compiled = triton.compile(source, target=TARGET, options=options)
