@@ -118,6 +118,8 @@ class CascadeAttention:
         decode: Reads what requests do not share, and folds.
         flat: Reads everything, where nothing is shared.
         model: What work costs, fitted; may be replaced between plans.
+        num_early_lanes: Lanes of decode whose programs start beside those of a shared part that is
+            on every multiprocessor; as many requests or fewer take no others.
     """
 
     def __init__(
@@ -166,9 +168,10 @@ class CascadeAttention:
         self.num_programs = num_programs or programs_for(device, self.tile.programs_per_sm)
         # Where the shared part is on every multiprocessor, one program of decode starts beside each
         # of its narrow tiles, and the others would start late. Conversions from fp8 want them all.
-        self.num_early_lanes = self.decode.num_lanes
-        if isinstance(self.tile, SharedTile) and isinstance(own_tile, HopperDecodeTile):
-            self.num_early_lanes //= own_tile.programs_per_sm if pages.dtype in HALF_DTYPES else 1
+        is_narrow = isinstance(self.tile, SharedTile) and isinstance(own_tile, HopperDecodeTile)
+        some_are_late = is_narrow and pages.dtype in HALF_DTYPES
+        num_turns = own_tile.programs_per_sm if some_are_late else 1
+        self.num_early_lanes = self.decode.num_lanes // num_turns
         self.unit_len = math.lcm(rule.split_len, page_size)
         is_fp8 = pages.element_size() == 1
         flops = HOPPER_FLOPS if isinstance(self.tile, HopperSharedTile) else TRITON_FLOPS

@@ -8,7 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from attn_kernels import cascade as cascade_module
 from attn_kernels import cascade_items, cascade_plan
+from attn_kernels import decode as decode_module
 from attn_kernels.cascade import CascadeAttention, SharedTile
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule
@@ -16,6 +18,7 @@ from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.prefix_tree import PrefixNode, prefix_tree
 from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
+from tests.support.triton_interpreter import interpreted
 
 DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
 TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
@@ -379,6 +382,43 @@ def test_few_requests_take_only_programs_that_start_beside_a_shared_part_that_fi
     assert len(case.kv_lens) == 9
     assert (num_items > 0).sum() == num_busy
     assert_close(run(attention, case), case)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "max_requests", "expected"),
+    [
+        (torch.bfloat16, 64, 16, 16),
+        (torch.bfloat16, 64, 256, 33),  # nothing fits beside wide tiles
+        (torch.bfloat16, 16, 16, 33),  # Triton's decode kernel
+        (torch.float8_e4m3fn, 64, 16, 33),
+    ],
+)
+def test_lanes_that_start_early_on_an_h200(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    page_size: int,
+    max_requests: int,
+    expected: int,
+):
+    for launchers in (cascade_module, decode_module):
+        monkeypatch.setattr(launchers, "on_hopper", lambda _: True)
+        monkeypatch.setattr(launchers, "programs_for", lambda _, per_sm: 132 * per_sm)
+    pages = torch.zeros((2, 1, 2, 8, page_size, 128), dtype=dtype)
+    scale = torch.ones(1, 8) if dtype == torch.float8_e4m3fn else None
+
+    with interpreted():
+        attention = CascadeAttention(
+            pages,
+            num_qo_heads=32,
+            scale=1.0,
+            max_requests=max_requests,
+            max_kv_tokens=4096,
+            k_scale=scale,
+            v_scale=scale,
+        )
+
+    assert attention.num_early_lanes == expected
+    assert attention.decode.num_lanes == 33
 
 
 def test_a_wrong_output_is_refused_before_any_launch(device: str):
