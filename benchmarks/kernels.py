@@ -120,7 +120,8 @@ def prefixes_of(only: str) -> tuple[str, ...]:
 def run_cases(bench: Bench, prefixes: tuple[str, ...], page_size: int) -> Iterator[Timing]:
     """Time the shortest launch, then the cases whose names begin with one of the prefixes."""
     nothing = torch.zeros(1, device=bench.device)
-    yield bench.time("launch/empty", lambda: nothing.zero_(), also_with_clean_l2=True)
+    empty = bench.time("launch/empty", lambda: nothing.zero_(), also_with_clean_l2=True)
+    yield replace(empty, tbps=nothing.nbytes / empty.us / 1e6)
     for case, run in attention_cases():
         if case.startswith(prefixes):
             yield from run(bench, page_size)

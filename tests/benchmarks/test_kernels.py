@@ -1,11 +1,13 @@
 """Which cases benchmarks.kernels runs, and that each kind runs on the pool that its name says."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import attention_cases
+from benchmarks import attention_cases, kernels
 from benchmarks.attention_cases import run_cascade, run_decode, run_prefill
 from benchmarks.bench import FP8_SCALE, Bench, Timing
 from benchmarks.cascade_cases import Forest
@@ -54,13 +56,23 @@ def test_draws_and_copies_are_told_in_bytes_per_second():
     with interpreted():
         first, *timings = run_cases(Unlaunched(), prefixes, page_size=16)
 
-    assert first.case == "launch/empty"
+    assert (first.case, first.tbps) == ("launch/empty", 4 / 2.0 / 1e6)
     assert {each.case.split("/")[0] + "/" for each in timings} == set(prefixes)
     rates = {each.case: each.tbps for each in timings}
     assert rates["sampling/topk_topp/32"] == pytest.approx(32 * 128_256 * 4 / 2.0 / 1e6)
     for case in ("gather/64x2MiB@host", "scatter/64x2MiB@host", "copy/64x2MiB@from-host"):
         assert rates[case] == rates["copy/64x2MiB@host"] == 64 * 2**21 / 2.0 / 1e6
     assert None not in rates.values()
+
+
+def test_the_committed_file_has_every_case_with_a_time_and_a_rate():
+    results = Path(kernels.__file__).parent / "results" / "kernels-h200.json"
+    rows = {row["case"]: row for row in json.loads(results.read_text())}
+
+    assert set(NAMES) <= set(rows)
+    for row in rows.values():
+        assert row["us"] > 0
+        assert ("tbps" in row) != ("tflops" in row)
 
 
 def test_no_two_cases_have_one_name():
