@@ -44,7 +44,7 @@ check: $(DEV_READY) ## format, lint, types, import contracts, generated code
 	$(PY) -c "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())"
 	$(PY) -m protos.generate --check
 
-format: $(DEV_READY)
+format: $(DEV_READY) ## write the code in the project's format
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
@@ -67,5 +67,5 @@ $(VENV)/dev-ready: pyproject.toml constraints.txt $(VENV)/ready
 	$(PIP_INSTALL) -e ".[dev]"
 	touch $@
 
-clean:
+clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

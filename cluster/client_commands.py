@@ -62,9 +62,15 @@ def generate(
         Client(address) as client,
         client.stream(text, model=model, timeout_s=timeout_s, **options) as stream,
     ):
-        for delta in stream:
-            if not as_json:
-                _write(delta)
+        try:
+            for delta in stream:
+                if not as_json:
+                    _write(delta)
+        except PagewireError:
+            if stream.completion.text and not as_json:  # the error has a line of its own
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+            raise
     if as_json:
         Console().print_json(data=_completion_fields(stream.completion))
         return

@@ -83,8 +83,15 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        raise ConfigError(f"{path}: {found} is not UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"{path}{place}: is not plain YAML: {error.problem}") from error
+    except yaml.YAMLError as error:  # a character that no YAML has
+        raise ConfigError(f"{path}: is not plain YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}, []
     if not isinstance(content, Mapping):

@@ -116,6 +116,18 @@ def test_a_prompt_that_is_not_utf8_is_refused_before_anything_is_sent():
     assert not service.requests
 
 
+def test_an_error_after_a_part_of_the_answer_has_a_line_of_its_own():
+    async def breaks(request, context):
+        yield response("half of", [1])
+        await abort(context, grpc.StatusCode.UNAVAILABLE, "no worker is left")
+
+    with serving_in_thread(breaks) as (address, _):
+        result = pagewire("generate", "x", "--address", address)
+
+    assert (result.returncode, result.stdout) == (1, "half of\n")
+    assert "error: no worker is left\n" in result.stderr
+
+
 def test_generate_prints_json_with_what_the_client_derives():
     with serving_in_thread(answer) as (address, _):
         result = pagewire("generate", "hello", "--address", address, "--json")

@@ -120,7 +120,9 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("router: {null: 1}", ["unknown option router.null;"]),
         ("7: 1", ["unknown option 7;"]),
         ("- prefill", ["holds list, must be a mapping"]),
-        ("prefill: [", ["is not YAML"]),
+        ("prefill: [", ["cluster.yaml, line 1, column 11: is not plain YAML: expected the node"]),
+        ("model: !!python/name:os.system", ["line 1, column 8: is not plain YAML: could not"]),
+        ("model: \x01", ["cluster.yaml: is not plain YAML: unacceptable character #x0001"]),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path, text, words):
