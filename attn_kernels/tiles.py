@@ -40,7 +40,7 @@ def programs_for(device: torch.device, programs_per_sm: int) -> int:
 
 
 class PlanBuffer:
-    """A fixed int32 buffer on the device, filled from the host without waiting for the device."""
+    """A fixed int32 buffer on the device; filling it waits for nothing but its own last copy."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"

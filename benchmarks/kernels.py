@@ -14,7 +14,7 @@ at once.
 
 The write leaves some 50 MB in L2 that have to be written back while the kernel reads, and "us"
 contains that; "clean_us" does not: 256 MB have been read after the write. "read/..." is what a
-decode case's reads alone take, without any attention: about the least that a kernel can show.
+decode case's reads alone take, without any attention: the fastest read that was found.
 "launch/empty" is the shortest time of the method. "@fp8" is the same on a pool of e4m3, "@inexact"
 cascade attention that does not promise the bits of flat decode.
 
