@@ -93,9 +93,10 @@ def shared_tile(
 class CascadeAttention:
     """Attention of one new token per request, over the prefix tree of the batch.
 
-    As `DecodeAttention` without a sliding window, and with the page tables given to `plan`. `run`
-    launches for one layer: flat decode alone if the plan shares nothing (`num_shared_items` tells).
-    A CUDA graph replays for later plans of the kind it was captured with, sharing or flat.
+    As `DecodeAttention`, with the page tables given to `plan`. With a sliding window only requests
+    that lie within it share: the others each begin at another token. `run` launches for one layer:
+    flat decode alone if the plan shares nothing (`num_shared_items` tells). A CUDA graph replays
+    for later plans of the kind it was captured with, sharing or flat.
 
     Args:
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
@@ -103,6 +104,7 @@ class CascadeAttention:
         scale: Factor of the scores, usually head_dim ** -0.5.
         max_requests: Most requests of a plan.
         max_kv_tokens: Most tokens of a plan, summed over its requests, shared ones for each.
+        sliding_window: Number of last tokens that a query sees, itself included; None is all.
         soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
         k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
             [num_layers, num_kv_heads], float32, positive; None for any other pool.
@@ -130,6 +132,7 @@ class CascadeAttention:
         scale: float,
         max_requests: int,
         max_kv_tokens: int,
+        sliding_window: int | None = None,
         soft_cap: float | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
@@ -151,6 +154,7 @@ class CascadeAttention:
             scale=scale,
             max_requests=max_requests,
             max_kv_tokens=max_kv_tokens,
+            sliding_window=sliding_window,
             soft_cap=soft_cap,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -250,20 +254,25 @@ class CascadeAttention:
             num_entries=batch.num_entries,
             page_size=self.decode.pages.shape[4],
         )
+        visible = shareable = lens
+        window = self.decode.sliding_window
+        if window is not None:
+            visible = np.minimum(lens, window)
+            shareable = np.where(lens <= window, lens, 0)
         if nodes is None:
             nodes = prefix_tree(
                 starts,
                 page_indices,
-                lens,
+                shareable,
                 page_size=self.decode.pages.shape[4],
                 unit_len=self.unit_len,
             )
         else:
             _check_members(nodes, len(lens))
-            nodes = aligned_tree(nodes, lens, unit_len=self.unit_len)
+            nodes = aligned_tree(nodes, shareable, unit_len=self.unit_len)
         shared = plan_cascade(
             nodes,
-            lens,
+            visible,
             table_starts=starts,
             rule=self.decode.rule,
             model=self.model,
@@ -286,7 +295,7 @@ class CascadeAttention:
             CapacityError: If the batch is larger than the buffers.
             PlanError: If nothing is planned.
             ShapeError: If the batch has another number of requests, or one has become shorter than
-                what it shares.
+                what it shares, or shares and has become longer than the sliding window.
         """
         shared = self._shared
         if shared is None:
@@ -294,6 +303,7 @@ class CascadeAttention:
         rows, starts = self._batch.rows, self._batch.table_starts
         kv_lens = as_column("kv_lens", kv_lens, len(rows))
         batch = self.decode.check_plan(kv_lens, rows=rows, table_starts=starts)
+        self._check_window(shared, batch.kv_lens)
         items = self._plan_own(shared, batch)
         self._batch = batch
         if shared.num_items > 0 and not np.array_equal(items.first_slots, self._first_slots):
@@ -389,6 +399,17 @@ class CascadeAttention:
             first_private=shared.first_private,
             num_shared_slots=shared.num_shared_slots,
         )
+
+    def _check_window(self, shared: CascadePlan, kv_lens: npt.NDArray[np.int64]) -> None:
+        window = self.decode.sliding_window
+        if window is None or shared.num_items == 0:
+            return
+        longest = kv_lens[shared.members].max()
+        if longest > window:
+            raise ShapeError(
+                f"kv_lens has {longest} for a request that shares a prefix, must be at most "
+                f"sliding_window {window}; plan looks for prefixes anew"
+            )
 
     def _copy(self, shared: CascadePlan, items: DecodeItems) -> None:
         """Bring the items, and their query rows behind them, to the device."""

@@ -86,8 +86,8 @@ def least_shared_len(page_size: int) -> int:
 def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
     """Tell whether decode takes cascade attention for a pool.
 
-    It has no sliding window, and the bits of flat decode only in half precision with Hopper's
-    instructions (docs/decisions/0007) or in Triton's interpreter.
+    It has the bits of flat decode only in half precision with Hopper's instructions
+    (docs/decisions/0007) or in Triton's interpreter. Models with a sliding window do without yet.
     """
     has_bits = not pages.is_cuda or on_hopper(pages)
     return sliding_window is None and pages.element_size() <= 2 and has_bits

@@ -16,6 +16,7 @@ from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule
 from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.prefix_tree import PrefixNode, prefix_tree
+from attn_kernels.tiles import PlanBuffer
 from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
 from tests.support.triton_interpreter import interpreted
@@ -30,6 +31,7 @@ def make_attention(
     *,
     tile: SharedTile = TILE,
     rule: SplitRule = RULE,
+    sliding_window: int | None = None,
     soft_cap: float | None = None,
     is_exact: bool = True,
     **model: float,
@@ -37,6 +39,7 @@ def make_attention(
     attention = CascadeAttention(
         case.pages,
         **case.options,
+        sliding_window=sliding_window,
         soft_cap=soft_cap,
         is_exact=is_exact,
         rule=rule,
@@ -67,10 +70,11 @@ def cascade(case: PagedCase, **options: object) -> Tensor:
     return run(attention, case)
 
 
-def flat(case: PagedCase, rule: SplitRule = RULE) -> Tensor:
+def flat(case: PagedCase, rule: SplitRule = RULE, sliding_window: int | None = None) -> Tensor:
     attention = DecodeAttention(
         case.pages,
         **case.options,
+        sliding_window=sliding_window,
         rule=rule,
         tile=DECODE_TILE,
     )
@@ -119,6 +123,34 @@ def test_any_forest_gives_the_bits_of_flat_decode(device: str, tables: SharedTab
     assert_close(out, case)
     if device == "cpu":  # on a GPU, see test_gpu_cascade.py
         assert torch.equal(out, flat(case))
+
+
+@pytest.mark.parametrize("knows_tree", [False, True])
+def test_with_a_sliding_window_those_share_that_lie_within_it(device: str, knows_tree: bool):
+    tables = three_levels()
+    case = shared_case(tables, device=device)
+    lens = np.array(case.kv_lens)
+    window = int(np.sort(lens)[-3])
+    nodes = prefix_tree(tables.starts, tables.indices, lens, page_size=8, unit_len=16)
+    attention = make_attention(case, sliding_window=window)
+
+    plan(attention, case, nodes=nodes if knows_tree else None)
+    out = run(attention, case)
+
+    assert attention._shared is not None
+    members = np.unique(attention._shared.members)
+    assert len(members) >= 4
+    assert lens[members].max() == window
+    assert (attention._shared.num_shared_slots[lens > window] == 0).all()
+    assert_close(out, case, sliding_window=window)
+    if device == "cpu":
+        assert torch.equal(out, flat(case, sliding_window=window))
+
+    lens[lens.argmax()] -= 9  # makes room
+    lens[lens == window] += 1
+    with pytest.raises(ShapeError, match=rf"{window + 1} .* shares .* at most sliding_window"):
+        attention.plan_next_step(lens)
+    assert torch.equal(run(attention, case), out)
 
 
 def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
@@ -271,6 +303,23 @@ def test_rows_and_single_requests_and_padding(device: str):
     assert_close(out[rows[:4]], case)
     assert (out[0] == 0).all()
     assert (out[[3, 5, 7]] == -1.0).all()
+
+
+def test_a_plan_is_one_copy_to_the_device_and_a_second_one_of_what_is_shared(
+    monkeypatch: pytest.MonkeyPatch, device: str
+):
+    case = shared_case(three_levels(), device=device)
+    shared, flat_only = make_attention(case), make_attention(case, margin=0.0)
+    copies = []
+    send = PlanBuffer.send
+    monkeypatch.setattr(PlanBuffer, "send", lambda *args: (copies.append(args), send(*args)))
+
+    for attention, num_copies in ((shared, 2), (flat_only, 1)):
+        plan(attention, case)
+        assert len(copies) == num_copies
+        attention.plan_next_step(case.kv_lens)
+        assert len(copies) == num_copies + 1
+        copies.clear()
 
 
 def test_a_flat_plan_after_a_shared_one_shares_nothing(device: str):

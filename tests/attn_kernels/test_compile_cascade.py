@@ -52,6 +52,7 @@ def both_launches(
             max_kv_tokens=2 * KV_LEN,
             tile=shared_tile(pages, max_rows, is_hopper=True),
             is_exact=is_exact,
+            sliding_window=options.sliding_window,
             soft_cap=options.soft_cap,
             **scales_of(pages),
         )
@@ -115,12 +116,12 @@ def test_shared_part(
 # For few requests, of whose rows Triton's kernel takes the shared part
 SHARED_OPTION_SHAPES = [
     (32, 8, 128, 1, BF16, Options(soft_cap=30.0)),
-    (5, 1, 64, 1, FP16, Options(has_lse=True)),
+    (5, 1, 64, 1, FP16, Options(sliding_window=1000, has_lse=True)),
     (40, 8, 96, 16, BF16, Options(soft_cap=30.0, has_lse=True)),
     (16, 8, 256, 1, FP16, Options(soft_cap=30.0)),
-    (16, 8, 256, 32, BF16, Options(has_lse=True)),
+    (16, 8, 256, 32, BF16, Options(sliding_window=1000, has_lse=True)),
     (32, 8, 128, 1, FP8, Options(q_dtype=FP16, soft_cap=30.0)),
-    (10, 2, 64, 128, FP8, Options(q_dtype=FP16)),
+    (10, 2, 64, 128, FP8, Options(q_dtype=FP16, sliding_window=1000)),
     (16, 8, 256, 64, FP8, Options(q_dtype=FP16, soft_cap=30.0, has_lse=True)),
 ]
 

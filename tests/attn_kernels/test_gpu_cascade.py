@@ -196,18 +196,20 @@ def test_inexact_tiles_are_as_accurate_as_eager_attention(name: str):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
-def test_a_soft_cap_gives_the_bits_of_flat_decode(dtype: torch.dtype):
-    case = bit_case("llama-3-8b", 64, dtype, BF16)
-    flat = DecodeAttention(
-        case.pages,
-        **case.options,
-        soft_cap=2.0,
-    )
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("options", [{"soft_cap": 2.0}, {"sliding_window": 3000}], ids=str)
+def test_a_soft_cap_and_a_window_give_the_bits_of_flat_decode(
+    dtype: torch.dtype, page_size: int, options: dict[str, float]
+):
+    case = bit_case("llama-3-8b", page_size, dtype, BF16)
+    flat = DecodeAttention(case.pages, **case.options, **options)
     flat.plan(case.kv_lens)
+    expected = states(flat, case)
 
+    assert_close(expected[0], case, **options)
     for tile in tiles_for(case):
-        attention = cascade(case, tile=tile, soft_cap=2.0)
-        assert all_equal(states(attention, case), states(flat, case))
+        attention = cascade(case, tile=tile, **options)
+        assert all_equal(states(attention, case), expected)
 
 
 def test_graphs_replay_for_later_plans_of_their_kind():

@@ -147,7 +147,7 @@ def test_cascade(device: str):
     fewer = [kv_len - (kv_len % 8 != 1) for kv_len in case.kv_lens]  # in the same pages
 
     def run(kind: Any) -> dict[str, Tensor]:
-        attention = kind(case.pages, **case.options, soft_cap=2.0)
+        attention = kind(case.pages, **case.options, sliding_window=45, soft_cap=2.0)
         attention.plan(fewer, tables.starts, tables.indices, rows=[3, 1, 2])
         attention.plan_next_step(case.kv_lens)
         q, written = states(case, 4)
