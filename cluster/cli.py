@@ -215,7 +215,10 @@ def main() -> None:
         sys.stderr.write(f"{interruption}\n")
         sys.exit(interruption.exit_code)
     except ConnectionFailedError as error:
-        sys.stderr.write(f"error: {error}\nNo router answers there; `pagewire serve` starts one.\n")
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(
+            "No router answers there now; `pagewire serve` starts one and restarts one that dies.\n"
+        )
         sys.exit(1)
     except (ClusterError, PagewireError) as error:
         for line in str(error).splitlines():

@@ -19,7 +19,9 @@ def check_model_folder(folder: Path) -> None:
         ConfigError: Names the file, what was found and what is allowed.
     """
     if not folder.is_dir():
-        raise ConfigError(f"model is {folder}; it must be an existing folder with a checkpoint")
+        raise ConfigError(
+            f"model is {str(folder)!r}; it must be an existing folder with a checkpoint"
+        )
     try:
         read_checkpoint(folder, read_model_config(folder))
         read_model_folder(folder, max_prompt_chars=MAX_PROMPT_CHARS)

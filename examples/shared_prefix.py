@@ -18,7 +18,10 @@ def main() -> None:
     parser.add_argument("document", type=Path)
     parser.add_argument("--address", default="localhost:50051")
     arguments = parser.parse_args()
-    document = arguments.document.read_text(encoding="utf-8")
+    try:
+        document = arguments.document.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"document {str(arguments.document)!r} cannot be read: {error}")
     with Client(arguments.address) as client:
         for question in QUESTIONS:
             with client.stream(f"{document}\n\nQ: {question}\nA:", max_tokens=64) as stream:

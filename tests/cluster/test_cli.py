@@ -82,7 +82,7 @@ def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, comman
     ("arguments", "exit_code", "words"),
     [
         (["serve"], 2, "model is not set"),
-        (["serve", "--model", "/nowhere"], 2, "model is /nowhere; it must be an existing folder"),
+        (["serve", "--model", "/nowhere"], 2, "model is '/nowhere'; it must be an existing folder"),
         (["serve", "--model="], 2, "command line: model is ''; it must be the path of"),
         (["demo", "--model="], 2, "command line: model is ''; it must be the path of"),
         (["doctor", "--model="], 2, "command line: model is ''; it must be the path of"),
