@@ -98,6 +98,12 @@ def check_launchable(name: str, tensor: Tensor) -> None:
         raise DeviceError(f"{name} is on {tensor.device}, must be on a CUDA device")
 
 
+def check_own_memory(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two contiguous tensors of one device share no byte."""
+    if -tensor.nbytes < tensor.data_ptr() - other.data_ptr() < other.nbytes:
+        raise KernelInputError(f"{name} lies in the memory of {other_name}, must have its own")
+
+
 def check_staging(staging: Tensor, device: torch.device) -> None:
     """Check that a kernel can address staging: on its device, or in pinned host memory."""
     if staging.device == device:

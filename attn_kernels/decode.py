@@ -20,6 +20,7 @@ from attn_kernels.checks import (
     check_entries,
     check_heads,
     check_kv_scales,
+    check_own_memory,
     check_pages,
     check_rows,
     check_scores,
@@ -36,7 +37,7 @@ from attn_kernels.decode_plan import (
     max_slots,
     plan_decode,
 )
-from attn_kernels.errors import CapacityError, KernelInputError, PlanError, ShapeError
+from attn_kernels.errors import CapacityError, PlanError, ShapeError
 from attn_kernels.jit.paged_decode import paged_decode_kernel
 from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
 from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for, score_factors
@@ -350,8 +351,7 @@ class DecodeAttention:
             q, layer, kv_page_indices, pages=self.pages, num_qo_heads=self.num_qo_heads
         )
         check_attention_outputs(out, lse, q, dtype=FLOAT_DTYPES)
-        if out.data_ptr() == q.data_ptr() and q.numel():
-            raise KernelInputError("out lies in the memory of q, must have its own")
+        check_own_memory("out", out, "q", q)
         batch = self._batch
         if batch is None:
             raise PlanError("nothing is planned, plan must come before run")

@@ -14,6 +14,7 @@ from attn_kernels.errors import (
     DeviceError,
     DtypeError,
     KernelInputError,
+    PlanError,
     ScaleError,
     ShapeError,
     StrideError,
@@ -121,11 +122,43 @@ def test_bad_arguments_of_decode_name_what_was_found_and_what_is_allowed(
         decode(**dict(changes))
 
 
-def test_an_output_in_the_memory_of_the_queries_is_refused():
-    q = torch.zeros(2, 8, 64)
+ROWS = torch.zeros(6, 8, 64)  # queries are the two in the middle
+
+
+@pytest.mark.parametrize("kind", [DecodeAttention, CascadeAttention])
+@pytest.mark.parametrize(
+    "out",
+    [
+        ROWS[2:4],
+        ROWS[1:3],
+        ROWS[3:5],
+        ROWS.view(-1)[3 * 512 + 508 : 5 * 512 + 508].view(2, 8, 64),
+        ROWS[1:3].view(torch.bfloat16).view(4, 8, 64)[2:],
+        ROWS[3:5].view(torch.bfloat16).view(4, 8, 64)[:2],
+    ],
+    ids=["same", "first row", "last row", "last elements", "bfloat16 first", "bfloat16 last"],
+)
+def test_an_output_in_the_memory_of_the_queries_is_refused(kind: type, out: torch.Tensor):
+    attention = fp8_attention(kind, torch.zeros(4, 2, 2, 2, 16, 64))
+    indices = torch.zeros(2, dtype=torch.int32)
 
     with pytest.raises(KernelInputError, match="out lies in the memory of q, must have its own"):
-        decode(q=q, out=q)
+        attention.run(ROWS[2:4], 0, indices, out=out)
+
+
+@pytest.mark.parametrize(
+    ("out", "q"),
+    [
+        (ROWS[0:2], ROWS[2:4]),
+        (ROWS[4:6], ROWS[2:4]),
+        (ROWS[3:3], ROWS[3:3]),
+        (ROWS[3:3], torch.zeros(0, 8, 64)),
+    ],
+    ids=["before", "behind", "both empty", "empty"],
+)
+def test_an_output_beside_the_queries_is_accepted(out: torch.Tensor, q: torch.Tensor):
+    with pytest.raises(PlanError, match="nothing is planned"):
+        decode(q=q, out=out)
 
 
 @pytest.mark.parametrize(
