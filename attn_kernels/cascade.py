@@ -27,6 +27,7 @@ from attn_kernels.checks import (
     Integers,
     as_column,
     check_aligned,
+    check_at_least_one,
     check_page_ids,
     check_pages,
     check_within,
@@ -143,6 +144,10 @@ class CascadeAttention:
         num_programs: int | None = None,
     ) -> None:
         check_pages(pages)
+        check_at_least_one("max_requests", max_requests)
+        check_at_least_one("max_kv_tokens", max_kv_tokens)
+        if num_programs is not None:
+            check_at_least_one("num_programs", num_programs)
         # Segments of all tokens, and the splits of a few requests or of the ends of all.
         self.max_shared_slots = max_kv_tokens // rule.segment_len + max(
             max_requests * rule.splits_per_segment, 2048
@@ -335,11 +340,11 @@ class CascadeAttention:
         """
         if self.num_shared_items == 0:
             return self.flat.run(q, layer, kv_page_indices, out=out, lse=lse)
-        if out is None:
-            out = torch.empty_like(q)
         self.decode.check_run(q, layer, kv_page_indices, out, lse)
         if isinstance(self.tile, HopperSharedTile):
             check_aligned("q", q)
+        if out is None:
+            out = torch.empty_like(q)
         self._launch_shared(q, layer, kv_page_indices)
         self.decode.launch(q, layer, kv_page_indices, out, lse, overlaps=self.overlaps)
         return out

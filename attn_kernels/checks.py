@@ -39,7 +39,7 @@ def check_tensor(
     *,
     shape: Sequence[int | None],
     dtype: torch.dtype | Sequence[torch.dtype],
-    device: torch.device,
+    device: torch.device | None,
     contiguous_from: int = 0,
 ) -> None:
     """Check one argument.
@@ -49,18 +49,20 @@ def check_tensor(
         tensor: The tensor.
         shape: The size of each dimension; None allows any.
         dtype: The dtype, or those allowed.
-        device: The device of the launch.
+        device: The device of the launch; None for the tensor that chooses it.
         contiguous_from: First dimension of the part that must be contiguous; the dimensions
             before it may have any stride.
     """
     # Some twenty of these precede the launches of a layer, and it is the host that takes longest.
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{name} is of type {type(tensor).__name__}, must be a torch.Tensor")
     allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
     if tensor.dtype not in allowed:
         raise DtypeError(f"{name} is {tensor.dtype}, must be {' or '.join(map(str, allowed))}")
     if not _has_shape(tensor, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ShapeError(f"{name} has shape {list(tensor.shape)}, must be [{wanted}]")
-    if tensor.device != device:
+    if device is not None and tensor.device != device:
         raise DeviceError(f"{name} is on {tensor.device}, must be on {device}")
     if tensor.is_contiguous():
         return
@@ -116,6 +118,7 @@ def check_staging(staging: Tensor, device: torch.device) -> None:
 
 def check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """Check head counts; return the group size (query heads of one key-value head)."""
+    check_int("num_qo_heads", num_qo_heads)
     if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         raise ShapeError(
             f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}"
@@ -135,7 +138,7 @@ def check_pages(pages: Tensor) -> None:
         pages,
         shape=(None, None, 2, None, None, None),
         dtype=(*FLOAT_DTYPES, FP8_DTYPE),
-        device=pages.device,
+        device=None,
     )
     if pages.numel() == 0:
         raise ShapeError(f"pages has shape {list(pages.shape)}, must have no dimension of size 0")
@@ -186,8 +189,10 @@ def check_scores(scale: float, sliding_window: int | None, soft_cap: float | Non
     """Check what makes the scores of an attention kernel."""
     if not math.isfinite(scale):
         raise ShapeError(f"scale is {scale}, must be finite")
-    if sliding_window is not None and sliding_window < 1:
-        raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
+    if sliding_window is not None:
+        check_int("sliding_window", sliding_window, otherwise=" or None")
+        if sliding_window < 1:
+            raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ShapeError(f"soft_cap is {soft_cap}, must be positive and finite, or None")
 
@@ -206,18 +211,22 @@ def check_attention_inputs(
 
 
 def check_attention_outputs(
-    out: Tensor, lse: Tensor | None, q: Tensor, *, dtype: torch.dtype | Sequence[torch.dtype]
+    out: Tensor | None,
+    lse: Tensor | None,
+    q: Tensor,
+    *,
+    dtype: torch.dtype | Sequence[torch.dtype],
 ) -> None:
     """Check where a run of attention writes; `dtype` is what `out` may be."""
-    check_tensor("out", out, shape=q.shape, dtype=dtype, device=q.device)
+    if out is not None:
+        check_tensor("out", out, shape=q.shape, dtype=dtype, device=q.device)
     if lse is not None:
         check_tensor("lse", lse, shape=q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 def check_layer(layer: int, num_layers: int) -> None:
     """Check a layer index."""
-    if not isinstance(layer, int):
-        raise DtypeError(f"layer is {layer!r}, must be an int")
+    check_int("layer", layer)
     if not 0 <= layer < num_layers:
         raise ShapeError(f"layer is {layer}, must be 0 to {num_layers - 1}")
 
@@ -236,8 +245,21 @@ def check_entries(name: str, table: Tensor | npt.NDArray[np.integer], num_entrie
         )
 
 
+def check_int(name: str, value: int, *, otherwise: str = "") -> None:
+    """Check that a value is an int: to Triton a bool is of another type, an integer of numpy none.
+
+    Args:
+        name: How the message calls the value.
+        value: The value.
+        otherwise: What else is allowed, for the message; the caller has taken it out.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DtypeError(f"{name} is {value!r}, must be an int{otherwise}")
+
+
 def check_at_least_one(name: str, value: int) -> None:
     """Check a size that a launcher is made with."""
+    check_int(name, value)
     if value < 1:
         raise ShapeError(f"{name} is {value}, must be at least 1")
 

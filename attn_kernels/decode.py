@@ -159,6 +159,8 @@ class DecodeAttention:
         self.group = check_heads(num_qo_heads, num_kv_heads, head_dim)
         check_at_least_one("max_requests", max_requests)
         check_at_least_one("max_kv_tokens", max_kv_tokens)
+        if num_programs is not None:
+            check_at_least_one("num_programs", num_programs)
         self.tile = tile or decode_tile(pages)
         if isinstance(self.tile, HopperDecodeTile):
             refusal = _hopper_refusal(pages)
@@ -337,21 +339,27 @@ class DecodeAttention:
         Returns:
             The output, shaped as q.
         """
+        self.check_run(q, layer, kv_page_indices, out, lse)
         if out is None:
             out = torch.empty_like(q)
-        self.check_run(q, layer, kv_page_indices, out, lse)
         self.launch(q, layer, kv_page_indices, out, lse)
         return out
 
     def check_run(
-        self, q: Tensor, layer: int, kv_page_indices: Tensor, out: Tensor, lse: Tensor | None
+        self,
+        q: Tensor,
+        layer: int,
+        kv_page_indices: Tensor,
+        out: Tensor | None,
+        lse: Tensor | None,
     ) -> None:
         """Check the arguments of `run`."""
         check_attention_inputs(
             q, layer, kv_page_indices, pages=self.pages, num_qo_heads=self.num_qo_heads
         )
         check_attention_outputs(out, lse, q, dtype=FLOAT_DTYPES)
-        check_own_memory("out", out, "q", q)
+        if out is not None:
+            check_own_memory("out", out, "q", q)
         batch = self._batch
         if batch is None:
             raise PlanError("nothing is planned, plan must come before run")

@@ -24,9 +24,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
         The normed rows, newly allocated. Sums are float32; the normed row and the sum with the
         residual are rounded to x's dtype where a model in separate steps rounds them.
     """
-    device = x.device
-    check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, device=device, contiguous_from=1)
+    check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, device=None, contiguous_from=1)
     check_launchable("x", x)
+    device = x.device
     num_rows, size = x.shape
     check_tensor("weight", weight, shape=(size,), dtype=x.dtype, device=device)
     if residual is not None:
@@ -50,11 +50,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, [num_rows, size]; rows of the inputs may have any stride."""
-    device = gate.device
     check_tensor(
-        "gate", gate, shape=(None, None), dtype=FLOAT_DTYPES, device=device, contiguous_from=1
+        "gate", gate, shape=(None, None), dtype=FLOAT_DTYPES, device=None, contiguous_from=1
     )
     check_launchable("gate", gate)
+    device = gate.device
     num_rows, size = gate.shape
     check_tensor(
         "up", up, shape=(num_rows, size), dtype=gate.dtype, device=device, contiguous_from=1

@@ -82,9 +82,9 @@ def linear(
     Returns:
         [num_rows, num_out], newly allocated, rounded once from float32 sums.
     """
-    device, dtype = x.device, x.dtype
-    check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, device=device)
+    check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, device=None)
     check_launchable("x", x)
+    device, dtype = x.device, x.dtype
     num_rows, num_in = x.shape
     check_tensor("weight", weight, shape=(None, num_in), dtype=dtype, device=device)
     num_out = weight.shape[0]

@@ -29,7 +29,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         outs,
         shape=(None, None, None, None),
         dtype=FLOAT_DTYPES,
-        device=outs.device,
+        device=None,
         contiguous_from=1,
     )
     check_launchable("outs", outs)
@@ -67,8 +67,8 @@ def merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys; see `merge_states`."""
+    check_tensor("out_a", out_a, shape=(None, None, None), dtype=FLOAT_DTYPES, device=None)
     shape, device = out_a.shape, out_a.device
-    check_tensor("out_a", out_a, shape=(None, None, None), dtype=FLOAT_DTYPES, device=device)
     check_tensor("out_b", out_b, shape=shape, dtype=out_a.dtype, device=device)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         check_tensor(name, lse, shape=shape[:2], dtype=torch.float32, device=device)

@@ -2,6 +2,7 @@ import math
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from attn_kernels.errors import (
     ShapeError,
     StrideError,
 )
+from attn_kernels.linear import linear
 from attn_kernels.merge import merge_state, merge_states
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_hopper import HopperTile
@@ -91,6 +93,11 @@ CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
     ({"q": torch.zeros(2, 8, 64, device="meta")}, DeviceError, "q is on meta, must be on cpu"),
     ({"layer": 2}, ShapeError, "layer is 2, must be 0 to 1"),
     ({"layer": 0.5}, DtypeError, "layer is 0.5, must be an int"),
+    ({"layer": True}, DtypeError, "layer is True, must be an int"),
+    ({"q": None}, DtypeError, "q is of type NoneType, must be a torch.Tensor"),
+    ({"q": np.zeros((2, 8, 64))}, DtypeError, "q is of type ndarray, must be a torch.Tensor"),
+    ({"out": [0.0]}, DtypeError, "out is of type list, must be a torch.Tensor"),
+    ({"kv_page_indices": None}, DtypeError, "kv_page_indices is of type NoneType, must be a torch"),
     ({"kv_page_indices": torch.zeros(2)}, DtypeError, "kv_page_indices is torch.float32"),
     ({"lse": torch.zeros(2, 4)}, ShapeError, "lse has shape"),
     ({"num_qo_heads": 7}, ShapeError, "num_qo_heads 7 must be a multiple of num_kv_heads 2"),
@@ -161,6 +168,58 @@ def test_an_output_beside_the_queries_is_accepted(out: torch.Tensor, q: torch.Te
         decode(q=q, out=out)
 
 
+@pytest.mark.parametrize("value", [2.5, 8.0, True, "8", np.int64(8)], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "name", "otherwise"),
+    [
+        *[
+            (kind, name, "")
+            for kind in (DecodeAttention, CascadeAttention)
+            for name in ("num_qo_heads", "max_requests", "max_kv_tokens", "num_programs")
+        ],
+        (PrefillAttention, "num_qo_heads", ""),
+        (DecodeAttention, "sliding_window", " or None"),
+        (PrefillAttention, "sliding_window", " or None"),
+    ],
+)
+def test_what_counts_is_an_int(kind: type, name: str, otherwise: str, value: object):
+    message = f"{name} is {value!r}, must be an int{otherwise}"
+    with pytest.raises(DtypeError, match=f"^{re.escape(message)}$"):
+        fp8_attention(kind, torch.zeros(4, 2, 2, 2, 16, 64), **{name: value})
+
+
+@pytest.mark.parametrize("kind", [DecodeAttention, PrefillAttention, CascadeAttention, "append"])
+def test_a_pool_that_is_no_tensor_is_refused(kind: type | str):
+    with pytest.raises(DtypeError, match=r"pages is of type NoneType, must be a torch\.Tensor"):
+        fp8_append(None) if kind == "append" else fp8_attention(kind, None)
+
+
+@pytest.mark.parametrize("kind", [PrefillAttention, CascadeAttention])
+def test_queries_that_are_no_tensor_are_refused(kind: type):
+    attention = fp8_attention(kind, torch.zeros(4, 2, 2, 2, 16, 64))
+    tables = [torch.zeros(3, dtype=torch.int32)] * (2 if kind is PrefillAttention else 1)
+
+    with pytest.raises(DtypeError, match=r"q is of type NoneType, must be a torch\.Tensor"):
+        attention.run(None, 0, *tables)
+
+
+@pytest.mark.parametrize(
+    ("action", "name"),
+    [
+        (lambda: rms_norm(None, torch.zeros(8), 1e-5), "x"),
+        (lambda: rms_norm(torch.zeros(2, 8), None, 1e-5), "weight"),
+        (lambda: silu_mul(None, torch.zeros(2, 8)), "gate"),
+        (lambda: linear(None, torch.zeros(2, 8)), "x"),
+        (lambda: merge_states(None, torch.zeros(2, 3, 4)), "outs"),
+        (lambda: merge_state(*[None] * 4), "out_a"),
+    ],
+)
+def test_other_launchers_refuse_what_is_no_tensor(action: Callable[[], object], name: str):
+    message = rf"^{name} is of type NoneType, must be a torch\.Tensor$"
+    with pytest.raises(DtypeError, match=message):
+        action()
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
@@ -224,6 +283,7 @@ def test_a_pool_of_other_dimensions_is_refused(kind: type, shape: list[int]):
     [
         ({"max_requests": 0}, "max_requests is 0, must be at least 1"),
         ({"max_kv_tokens": 0}, "max_kv_tokens is 0, must be at least 1"),
+        ({"num_programs": 0}, "num_programs is 0, must be at least 1"),
     ],
 )
 def test_cascade_refuses_sizes_below_one(options: dict[str, object], message: str):
@@ -235,9 +295,11 @@ def test_cascade_refuses_sizes_below_one(options: dict[str, object], message: st
 
 
 @pytest.mark.parametrize("field", ["split_len", "splits_per_segment"])
-def test_a_split_rule_refuses_sizes_below_one(field: str):
+def test_a_split_rule_refuses_sizes_that_are_no_int_of_at_least_one(field: str):
     with pytest.raises(ShapeError, match=f"^{field} is 0, must be at least 1"):
         SplitRule(**{field: 0})
+    with pytest.raises(DtypeError, match=f"^{field} is 2.5, must be an int"):
+        SplitRule(**{field: 2.5})
 
 
 @pytest.mark.parametrize(
@@ -290,9 +352,10 @@ def fp8_append(pages: torch.Tensor, **scales: torch.Tensor | None) -> torch.Tens
 
 
 def fp8_attention(kind: type, pages: torch.Tensor, **options: object) -> object:
+    defaults: dict[str, object] = {"num_qo_heads": 8, "scale": 1.0}
     if kind is not PrefillAttention:
-        options |= {"max_requests": 4, "max_kv_tokens": 64}
-    return kind(pages, num_qo_heads=8, scale=1.0, **options)
+        defaults |= {"max_requests": 4, "max_kv_tokens": 64}
+    return kind(pages, **(defaults | options))
 
 
 @pytest.mark.parametrize("kind", [DecodeAttention, PrefillAttention, CascadeAttention, "append"])
