@@ -1,10 +1,13 @@
 """Operations between matrix products: norm with residual, gated activation."""
 
+import math
+
 import torch
 import triton
 from torch import Tensor
 
 from attn_kernels.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from attn_kernels.errors import ShapeError
 from attn_kernels.jit.elementwise import rms_norm_kernel, silu_mul_kernel
 from attn_kernels.tiles import padded
 
@@ -17,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
     Args:
         x: [num_rows, size], rows may have any stride.
         weight: [size], dtype of x.
-        eps: Added to the mean square.
+        eps: Added to the mean square; at least 0 and finite.
         residual: If given, [num_rows, size], contiguous: becomes x + residual, which is normed.
 
     Returns:
@@ -31,6 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
     check_tensor("weight", weight, shape=(size,), dtype=x.dtype, device=device)
     if residual is not None:
         check_tensor("residual", residual, shape=(num_rows, size), dtype=x.dtype, device=device)
+    if not 0 <= eps < math.inf:
+        raise ShapeError(f"eps is {eps}, must be at least 0 and finite")
     out = torch.empty((num_rows, size), dtype=x.dtype, device=device)
     if num_rows:
         rms_norm_kernel[(num_rows,)](

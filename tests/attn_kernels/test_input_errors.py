@@ -321,6 +321,12 @@ def test_hopper_kernels_of_decode_refuse_pools_that_they_are_not_written_for(
         fp8_attention(CascadeAttention, pages, tile=HopperSharedTile())
 
 
+@pytest.mark.parametrize("eps", [math.nan, math.inf, -1e-5])
+def test_rms_norm_refuses_what_is_no_epsilon(eps: float):
+    with pytest.raises(ShapeError, match=f"^eps is {eps}, must be at least 0 and finite$"):
+        rms_norm(torch.zeros(2, 8), torch.zeros(8), eps)
+
+
 def test_a_cpu_tensor_is_refused_outside_the_interpreter():
     import triton
 
