@@ -106,9 +106,11 @@ def check_own_memory(name: str, tensor: Tensor, other_name: str, other: Tensor) 
         raise KernelInputError(f"{name} lies in the memory of {other_name}, must have its own")
 
 
-def check_staging(staging: Tensor, device: torch.device) -> None:
-    """Check that a kernel can address staging: on its device, or in pinned host memory."""
+def check_staging(staging: Tensor, pages: Tensor) -> None:
+    """Check where staging is: beside the pool on its device, or in pinned host memory."""
+    device = pages.device
     if staging.device == device:
+        check_own_memory("staging", staging, "pages", pages)
         return
     is_on_host = staging.device.type == "cpu"
     if not (is_on_host and staging.is_pinned()):

@@ -30,18 +30,20 @@ def gather_pages(pages: Tensor, page_ids: Tensor, staging: Tensor) -> None:
         pages: [num_pages, ...], any dtype, contiguous; a page is a multiple of 4 bytes.
         page_ids: [n], int32 or int64, on the device of `pages` wherever staging lies.
         staging: At least n pages: [>= n, ...] with the page size of `pages` in bytes, contiguous,
-            any dtype, on the device of `pages` or in pinned host memory; the first n are written.
+            any dtype, on the device of `pages` but not in their memory, or in pinned host memory;
+            the first n are written.
 
     Raises:
         DeviceError: If staging is in host memory that is not pinned, or on another device.
+        KernelInputError: If staging and `pages` share memory.
     """
-    check_staging(staging, pages.device)
+    check_staging(staging, pages)
     _copy(pages, page_ids, staging, None)
 
 
 def scatter_pages(staging: Tensor, page_ids: Tensor, pages: Tensor) -> None:
     """Copy the first n pages of staging to the pages with the ids given; see `gather_pages`."""
-    check_staging(staging, pages.device)
+    check_staging(staging, pages)
     _copy(staging, None, pages, page_ids)
 
 

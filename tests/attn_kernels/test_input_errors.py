@@ -22,6 +22,7 @@ from attn_kernels.errors import (
 )
 from attn_kernels.linear import linear
 from attn_kernels.merge import merge_state, merge_states
+from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_hopper import HopperTile
 from tests.support.triton_interpreter import patched
@@ -218,6 +219,42 @@ def test_other_launchers_refuse_what_is_no_tensor(action: Callable[[], object], 
     message = rf"^{name} is of type NoneType, must be a torch\.Tensor$"
     with pytest.raises(DtypeError, match=message):
         action()
+
+
+PAGE_BUFFER = torch.zeros(8, 16)  # the pool is pages 2 to 5
+
+
+@pytest.mark.parametrize(
+    "staging",
+    [
+        PAGE_BUFFER[2:6],
+        PAGE_BUFFER[4:6],
+        PAGE_BUFFER[1:3],
+        PAGE_BUFFER[5:8],
+        PAGE_BUFFER[4:6].view(torch.uint8),
+    ],
+    ids=["the pool", "within", "first page", "last page", "bytes"],
+)
+def test_staging_in_the_memory_of_the_pool_is_refused(staging: torch.Tensor):
+    pages, ids = PAGE_BUFFER[2:6], torch.tensor([0, 1])
+    message = "staging lies in the memory of pages, must have its own"
+
+    with pytest.raises(KernelInputError, match=message):
+        gather_pages(pages, ids, staging)
+    with pytest.raises(KernelInputError, match=message):
+        scatter_pages(staging, ids, pages)
+
+
+@pytest.mark.parametrize("staging", [PAGE_BUFFER[:2], PAGE_BUFFER[6:]], ids=["before", "behind"])
+def test_staging_beside_the_pool_and_copies_within_it_are_launched(staging: torch.Tensor):
+    pages, ids = PAGE_BUFFER[2:6], torch.tensor([0, 1])
+
+    with pytest.raises(AssertionError, match="launched"):
+        gather_pages(pages, ids, staging)
+    with pytest.raises(AssertionError, match="launched"):
+        scatter_pages(staging, ids, pages)
+    with pytest.raises(AssertionError, match="launched"):
+        copy_pages(pages, ids, ids + 2)
 
 
 @pytest.mark.parametrize(
