@@ -99,6 +99,32 @@ def test_exactly_the_tokens_that_sorting_keeps_are_drawn(device: str, kind: str,
     assert likely <= set(drawn)
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_low", "row"),
+    [
+        ("normal", 0, Row(top_k=10)),
+        ("normal", 0, Row(top_p=0.3)),
+        ("ties", 0, Row(top_k=12, top_p=0.5)),
+        ("normal", 13, Row(top_k=25, top_p=0.5)),
+    ],
+    ids=str,
+)
+def test_exactly_the_tokens_that_sorting_keeps_are_drawn_from_a_crowded_row(
+    device: str, kind: str, num_low: int, row: Row
+):
+    """All tokens in one bin, or the k-th largest below all bins."""
+    logits = 2.0**-13 * logits_of_kind(kind, 1, 33).to(device)
+    logits[:, 33 - num_low :] -= 100.0
+    rows = [replace(row, position=position) for position in range(80)]
+    sampler = TokenSampler(vocab_size=33, max_rows=80, device=device, shape=TINY)
+
+    drawn = sampler.sample(logits.expand(80, -1), row_params(rows, device))
+
+    status, num_in_window = sampler._state[0, :2].tolist()
+    assert (status, num_in_window > TINY.capacity) in [(2, True), (3, False)]  # binned, crowded
+    assert set(drawn.tolist()) == kept_tokens(logits[0], row)
+
+
 def test_all_tokens_that_tie_with_the_last_kept_one_are_kept(device: str):
     logits = torch.tensor([[0.0, 3.0, 1.0, 1.0, 1.0, 3.0]], device=device)
 
