@@ -1,4 +1,4 @@
-"""Pools and states whose elements lie past 2**31, in the interpreter: offsets wrap as on a GPU.
+"""Tensors whose elements lie past 2**31, in the interpreter: offsets wrap as on a GPU.
 
 Memory is reserved, and only what a test touches is ever given to it. As much lies before a tensor
 as behind its beginning, so that an offset which wraps reads zeros rather than ends the process.
@@ -6,6 +6,7 @@ as behind its beginning, so that an offset which wraps reads zeros rather than e
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,15 @@ from torch import Tensor
 from attn_kernels.append import rotate_and_append
 from attn_kernels.cascade import CascadeAttention, SharedTile
 from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import SplitRule
+from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule, plan_decode
 from attn_kernels.elementwise import rms_norm, silu_mul
 from attn_kernels.merge import merge_states
+from attn_kernels.pages import gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
 from attn_kernels.prefill_triton import PrefillTile
-from attn_kernels.sampling import TokenSampler
+from attn_kernels.sampling import LogitEdits, TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized, shared_case
-from tests.attn_kernels.sampling_case import TINY, Row, draw
+from tests.attn_kernels.sampling_case import TINY, Row, draw, row_params
 from tests.attn_kernels.shared_tables import grow
 from tests.support.triton_interpreter import interpreted
 
@@ -31,6 +33,7 @@ PAGE_ELEMENTS = NUM_LAYERS * 2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
 FIRST_FAR_PAGE = 2**31 // PAGE_ELEMENTS
 DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
 RULE = SplitRule(split_len=16, splits_per_segment=2)
+TABLES = grow(3, [0], [2], [0] * 3, [1, 9, 0], page_size=PAGE_SIZE)  # two pages are shared
 
 
 @pytest.fixture(autouse=True)
@@ -99,14 +102,18 @@ def test_prefill(window: int | None):
     assert_close(out, case, window)
 
 
-def test_cascade():
-    tables = grow(3, [0], [2], [0] * 3, [1, 9, 0], page_size=PAGE_SIZE)
-    case = far_of(shared_case(tables, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM))
+def cascade_of(case: PagedCase) -> CascadeAttention:
     tile = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
     options = {"rule": RULE, "decode_tile": DECODE_TILE, "tile": tile}
     attention = CascadeAttention(case.pages, **case.options, **options)
     attention.model = attention.model.sharing_all()
-    attention.plan(case.kv_lens, case.kv_page_indptr[:-1].numpy(), np.asarray(case.kv_page_indices))
+    return attention
+
+
+def test_cascade():
+    case = far_of(shared_case(TABLES, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM))
+    attention = cascade_of(case)
+    attention.plan(case.kv_lens, TABLES.starts, np.asarray(case.kv_page_indices))
 
     out = attention.run(case.q, case.layer, case.kv_page_indices)
 
@@ -148,6 +155,42 @@ def test_rows_of_prefill():
     assert_close(out[rows], case)
 
 
+def test_rows_of_cascade():
+    case = shared_case(TABLES, dtype=torch.bfloat16)
+    q, rows = far_rows(case)
+    attention = cascade_of(case)
+    attention.plan(case.kv_lens, TABLES.starts, TABLES.indices, rows=rows)
+
+    out = attention.run(q, case.layer, case.kv_page_indices, out=reserved_like(q))
+
+    assert attention.num_shared_items > 0
+    assert_close(out[rows], case)
+
+
+def test_slots_of_cascade(monkeypatch: pytest.MonkeyPatch):
+    case = shared_case(TABLES)
+    first_slot = 2**31 // case.q[0].numel()
+
+    def plan_far(*args: Any, **options: Any) -> DecodeItems:
+        items = plan_decode(*args, **options)
+        items.table[:, [FIELDS.index("first_slot"), FIELDS.index("slot")]] += first_slot
+        return replace(items, first_slots=items.first_slots + first_slot)
+
+    monkeypatch.setattr("attn_kernels.decode.plan_decode", plan_far)
+    attention = cascade_of(case)
+    decode = attention.decode
+    num_slots = first_slot + len(decode.partial_acc)
+    decode.partial_acc = reserved(num_slots * case.q[0].numel(), torch.float32)
+    decode.partial_stats = torch.empty(num_slots, case.num_qo_heads, 3)
+    decode._arrivals = torch.zeros(num_slots, NUM_KV_HEADS, dtype=torch.int32)
+    attention.plan(case.kv_lens, TABLES.starts, TABLES.indices)
+
+    out = attention.run(case.q, case.layer, case.kv_page_indices)
+
+    assert attention.num_shared_items > 0
+    assert_close(out, case)
+
+
 def test_append():
     num_pages = FIRST_FAR_PAGE + 2
     shape = (num_pages, NUM_LAYERS, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
@@ -170,6 +213,31 @@ def test_append():
 
     assert (pages[page, layer, 0, :, offset].float() == 2.0).all()
     assert (pages[page, layer, 1, :, offset].float() == 3.0).all()
+
+
+def test_rows_of_append():
+    num_tokens, stride, size = 3, 2**30, NUM_KV_HEADS * HEAD_DIM
+    far = reserved((num_tokens - 1) * stride + 3 * size, torch.bfloat16).as_strided(
+        (num_tokens, 3, NUM_KV_HEADS, HEAD_DIM), (stride, size, HEAD_DIM, 1), 2**31
+    )
+    far.copy_(torch.arange(1, far.numel() + 1).view(far.shape))
+
+    def append(qkv: Tensor) -> tuple[Tensor, Tensor]:
+        pages = torch.zeros(1, 1, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM, dtype=torch.bfloat16)
+        q = rotate_and_append(
+            *qkv.unbind(1),
+            pages,
+            0,
+            cos=torch.ones(1, 4),
+            sin=torch.zeros(1, 4),
+            positions=torch.zeros(num_tokens, dtype=torch.int64),
+            append_page=torch.zeros(num_tokens, dtype=torch.int64),
+            append_offset=torch.arange(num_tokens),
+        )
+        return q, pages
+
+    for found, wanted in zip(append(far), append(far.clone()), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_rows():
@@ -219,3 +287,33 @@ def test_logits():
         strict=True,
     ):
         assert torch.equal(found, wanted)
+
+
+def test_edited_logits():
+    num_rows, vocab_size, stride = 3, 4, 2**30
+    far = reserved((num_rows - 1) * stride + vocab_size, torch.float32)
+    far = far.as_strided((num_rows, vocab_size), (stride, 1), far.storage_offset())
+    far.copy_(torch.tensor([2.0, 1.9, 0.0, 0.0]))
+    before = far.clone()
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    ones = torch.ones(num_rows)
+    edits = LogitEdits(rows=rows, tokens=rows * 0, repetition=2 * ones, subtract=0 * ones)
+    sampler = TokenSampler(vocab_size=vocab_size, max_rows=num_rows, device="cpu", shape=TINY)
+    params = row_params([Row(temperature=0.0)] * num_rows, "cpu")
+
+    assert sampler.sample(far, params, edits=edits).tolist() == [1, 1, 1]
+    assert torch.equal(far, before)
+
+
+def test_pages_of_a_pool():
+    page_words = 16
+    ids = torch.tensor([0, 2**27, 2**27 + 1], dtype=torch.int32)
+    pool = reserved((2**27 + 2) * page_words, torch.int32).view(-1, page_words)
+    staging = torch.arange(1, len(ids) * page_words + 1, dtype=torch.int32).view(-1, page_words)
+    gathered = torch.zeros_like(staging)
+
+    scatter_pages(staging, ids, pool)
+    gather_pages(pool, ids, gathered)
+
+    assert torch.equal(pool[ids.long()], staging)
+    assert torch.equal(gathered, staging)
