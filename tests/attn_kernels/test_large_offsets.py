@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
 
 from attn_kernels.append import rotate_and_append
 from attn_kernels.cascade import CascadeAttention, SharedTile
 from attn_kernels.decode import DecodeAttention, DecodeTile
 from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule, plan_decode
 from attn_kernels.elementwise import rms_norm, silu_mul
+from attn_kernels.linear import MANY, linear
 from attn_kernels.merge import merge_states
 from attn_kernels.pages import gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
@@ -26,7 +30,7 @@ from attn_kernels.sampling import LogitEdits, TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized, shared_case
 from tests.attn_kernels.sampling_case import TINY, Row, draw, row_params
 from tests.attn_kernels.shared_tables import grow
-from tests.support.triton_interpreter import interpreted
+from tests.support.triton_interpreter import interpreted, patched
 
 NUM_LAYERS, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM = 1 << 15, 2, 16, 16
 PAGE_ELEMENTS = NUM_LAYERS * 2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
@@ -317,3 +321,49 @@ def test_pages_of_a_pool():
 
     assert torch.equal(pool[ids.long()], staging)
     assert torch.equal(gathered, staging)
+
+
+@pytest.fixture
+def _only_last_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a launch only the last program runs: all would touch gigabytes."""
+    kernel: Any = JITFunction
+    run_all = kernel.run
+
+    def run_last(self: JITFunction, *args: Any, grid: Any, **options: Any) -> None:
+        last = TensorHandle(np.array([grid[0] - 1], dtype=np.int32), tl.int32)
+        monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", lambda *_: last)
+        run_all(self, *args, grid=(1,), **options)
+
+    with patched(run=run_last, call=kernel.__call__):
+        yield
+
+
+@pytest.mark.usefixtures("_only_last_program")
+def test_pages_of_staging():
+    page_words, num_pages = 1024, 2**21 + 1
+    pool = torch.arange(1, 2 * page_words + 1, dtype=torch.int32).view(2, page_words)
+    staging = reserved(num_pages * page_words, torch.int32).view(num_pages, page_words)
+    ids = torch.zeros(num_pages, dtype=torch.int32)
+    ids[-1] = 1
+
+    gather_pages(pool, ids, staging)
+    scatter_pages(staging, torch.zeros_like(ids), pool)
+
+    assert torch.equal(staging[-1], pool[1])
+    assert torch.equal(pool[0], pool[1])
+
+
+@pytest.mark.usefixtures("_only_last_program")
+@pytest.mark.parametrize(("num_rows", "num_out"), [(2**24 + 64, 128), (64, 2**24 + 64)], ids=str)
+def test_linear(monkeypatch: pytest.MonkeyPatch, num_rows: int, num_out: int):
+    tile, num_in = MANY[-1], 128
+    x, weight, out = (
+        reserved(rows * columns, torch.float16).view(rows, columns)
+        for rows, columns in ((num_rows, num_in), (num_out, num_in), (num_rows, num_out))
+    )
+    x[-tile.block_m :], weight[-tile.block_n :] = 1.0, 0.5
+    monkeypatch.setattr("attn_kernels.linear.torch.empty", lambda *_, **__: out)
+
+    linear(x, weight, tile=tile)
+
+    assert (out[-tile.block_m :, -tile.block_n :] == 64.0).all()
