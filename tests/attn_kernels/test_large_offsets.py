@@ -4,6 +4,7 @@ Memory is reserved, and only what a test touches is ever given to it. As much li
 as behind its beginning, so that an offset which wraps reads zeros rather than ends the process.
 """
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from typing import Any
@@ -32,6 +33,9 @@ from tests.attn_kernels.sampling_case import TINY, Row, draw, row_params
 from tests.attn_kernels.shared_tables import grow
 from tests.support.triton_interpreter import interpreted, patched
 
+MAP_NORESERVE = (
+    0x4000  # Linux: a host with less memory grants it too; Python 3.11 has no name for it
+)
 NUM_LAYERS, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM = 1 << 15, 2, 16, 16
 PAGE_ELEMENTS = NUM_LAYERS * 2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
 FIRST_FAR_PAGE = 2**31 // PAGE_ELEMENTS
@@ -48,7 +52,10 @@ def _interpreter() -> Iterator[None]:
 
 def reserved(num_elements: int, dtype: torch.dtype) -> Tensor:
     """Return so many elements past 2**31 others, which are never touched where all is right."""
-    return torch.empty(2**31 + num_elements, dtype=dtype)[2**31 :]
+    num_bytes = (2**31 + num_elements) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    return memory.view(dtype)[2**31 :]
 
 
 def reserved_like(tensor: Tensor) -> Tensor:
