@@ -192,9 +192,7 @@ def check_scores(scale: float, sliding_window: int | None, soft_cap: float | Non
     if not math.isfinite(scale):
         raise ShapeError(f"scale is {scale}, must be finite")
     if sliding_window is not None:
-        check_int("sliding_window", sliding_window, otherwise=" or None")
-        if sliding_window < 1:
-            raise ShapeError(f"sliding_window is {sliding_window}, must be at least 1 or None")
+        check_at_least_one("sliding_window", sliding_window, otherwise=" or None")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ShapeError(f"soft_cap is {soft_cap}, must be positive and finite, or None")
 
@@ -259,11 +257,11 @@ def check_int(name: str, value: int, *, otherwise: str = "") -> None:
         raise DtypeError(f"{name} is {value!r}, must be an int{otherwise}")
 
 
-def check_at_least_one(name: str, value: int) -> None:
-    """Check a size that a launcher is made with."""
-    check_int(name, value)
+def check_at_least_one(name: str, value: int, *, otherwise: str = "") -> None:
+    """Check a size that a launcher is made with; `otherwise` as of `check_int`."""
+    check_int(name, value, otherwise=otherwise)
     if value < 1:
-        raise ShapeError(f"{name} is {value}, must be at least 1")
+        raise ShapeError(f"{name} is {value}, must be at least 1{otherwise}")
 
 
 def as_column(

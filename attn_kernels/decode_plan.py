@@ -368,7 +368,7 @@ def _deal_with_pieces(
     begins = np.zeros(len(num_splits), dtype=np.int64)  # of the rest
     begins[owners] = ends[piece_ends - 1]
     num_tokens = _tokens(num_splits - begins, split_len)
-    num_tokens[owners[begins[owners] == num_splits[owners]]] = 0
+    num_tokens[owners[begins[owners] == num_splits[owners]]] = 0  # nothing is left of it
     border_owner, border_cut = _lane_borders(num_tokens, room, split_len)
     border_cut += begins[border_owner]
     cut_owner = np.concatenate((border_owner, owner))
