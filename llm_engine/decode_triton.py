@@ -87,10 +87,13 @@ def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
     """Tell whether decode takes cascade attention for a pool.
 
     It has the bits of flat decode only in half precision with Hopper's instructions
-    (docs/decisions/0007) or in Triton's interpreter. Models with a sliding window do without yet.
+    (docs/decisions/0007) or in Triton's interpreter. Within a sliding window that holds no more
+    than the least shared prefix no two rows could share.
     """
+    least_kv_len = least_shared_len(pages.shape[4]) + 1
+    may_share = sliding_window is None or sliding_window >= least_kv_len
     has_bits = not pages.is_cuda or on_hopper(pages)
-    return sliding_window is None and pages.element_size() <= 2 and has_bits
+    return may_share and pages.element_size() <= 2 and has_bits
 
 
 class TritonDecode:
@@ -205,5 +208,6 @@ class TritonDecode:
             scale=self._scale,
             max_requests=max_rows,
             max_kv_tokens=max_tokens,
+            sliding_window=self._sliding_window,
             tile=tile,
         )

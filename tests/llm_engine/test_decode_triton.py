@@ -55,7 +55,9 @@ def make_pages(device: torch.device) -> Tensor:
 
 
 def make_backend(
-    kind: type[TorchAttention] | type[TritonAttention], device: torch.device
+    kind: type[TorchAttention] | type[TritonAttention],
+    device: torch.device,
+    sliding_window: int | None = None,
 ) -> AttentionBackend:
     angles = torch.arange(600 * HEAD_DIM // 2, device=device).view(600, -1).float()
     return kind(
@@ -64,7 +66,7 @@ def make_backend(
         angles.sin(),
         num_qo_heads=NUM_QO_HEADS,
         scale=HEAD_DIM**-0.5,
-        sliding_window=None,
+        sliding_window=sliding_window,
     )
 
 
@@ -103,14 +105,19 @@ SLICES = [
 ]
 
 
+# Slice 4 is longer than the window, and reads its own.
+@pytest.mark.parametrize("window", [None, 290])
 def test_shared_pages_are_read_once_with_the_bits_of_reading_them_for_each_row(
-    device: torch.device, shared_items: list[int], monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    shared_items: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
 ) -> None:
-    cascade = attend(make_backend(TritonAttention, device), SLICES, device)
+    cascade = attend(make_backend(TritonAttention, device, window), SLICES, device)
     assert shared_items == [1]  # rows of slices 1, 3 and 4; one plan for all layers
     monkeypatch.setattr(decode_triton, "reads_prefixes_once", lambda pages, window: False)
-    flat = attend(make_backend(TritonAttention, device), SLICES, device)
-    expected = attend(make_backend(TorchAttention, device), SLICES, device)
+    flat = attend(make_backend(TritonAttention, device, window), SLICES, device)
+    expected = attend(make_backend(TorchAttention, device, window), SLICES, device)
 
     assert shared_items == [1]
     assert torch.equal(cascade, flat)
@@ -170,10 +177,11 @@ def test_rows_of_one_table_share_what_their_lengths_have_in_common() -> None:
         (torch.bfloat16, None, True),
         (torch.float16, None, True),
         (torch.float32, None, False),
-        (torch.bfloat16, 100, False),
+        (torch.bfloat16, 256, False),  # rows share 256 tokens at least, and each has one more
+        (torch.bfloat16, 257, True),
     ],
 )
-def test_only_half_precision_without_a_window_shares(
+def test_only_half_precision_and_a_window_of_some_length_share(
     dtype: torch.dtype, sliding_window: int | None, expected: bool
 ) -> None:
     pages = torch.zeros(4, 1, 2, 1, 16, 64, dtype=dtype)
@@ -190,6 +198,7 @@ def test_a_gpu_shares_where_its_instructions_are_known_to_give_the_bits(
 ) -> None:
     class CudaPages:
         is_cuda, device = True, torch.device("cuda", 0)
+        shape = (1, 1, 2, 1, 16, 64)
 
         def element_size(self) -> int:
             return 2
@@ -206,9 +215,11 @@ def test_kernels_are_loaded_by_a_launch_that_shares_and_changes_no_page(
     before = pages.clone()
 
     TritonDecode(pages, num_qo_heads=4, scale=1.0, sliding_window=None).load_kernels()
-    TritonDecode(pages, num_qo_heads=4, scale=1.0, sliding_window=9).load_kernels()
+    TritonDecode(pages, num_qo_heads=4, scale=1.0, sliding_window=256).load_kernels()
+    num_launched = len(shared_items)
+    TritonDecode(pages, num_qo_heads=4, scale=1.0, sliding_window=257).load_kernels()
 
-    assert len(shared_items) >= 1
+    assert len(shared_items) == 2 * num_launched > 0
     assert min(shared_items) > 0
     assert torch.equal(pages, before)
 
