@@ -123,7 +123,8 @@ def check_batch(
     signs = lens
     if table_starts is None:
         num_pages = -(-lens // page_size)
-        starts = accumulate(num_pages) - num_pages
+        ends = accumulate(num_pages)
+        starts = ends - num_pages
     else:
         starts = as_column("table_starts", table_starts, num_requests)
         signs = lens | starts
@@ -138,7 +139,11 @@ def check_batch(
     if num_tokens > max_kv_tokens:
         raise CapacityError(f"{num_tokens} tokens, at most {max_kv_tokens} are planned")
     num_rows = num_requests if rows is None else _num_rows(row_of)
-    return DecodeBatch(lens, row_of, starts, num_rows, _num_entries(starts, lens, page_size))
+    if table_starts is None:
+        num_entries = int(ends[-1]) if num_requests else 0
+    else:
+        num_entries = _num_entries(starts, lens, page_size)
+    return DecodeBatch(lens, row_of, starts, num_rows, num_entries)
 
 
 def _check_signs(kv_lens: Array, rows: Array, table_starts: Array) -> None:
@@ -205,26 +210,27 @@ def plan_decode(
     """
     lens = np.asarray(kv_lens, dtype=np.int64)
     split_len, per_segment = rule.split_len, rule.splits_per_segment
-    first_tokens = first_splits = np.zeros(len(lens), dtype=np.int64)
+    first_tokens: int | Array = 0
+    first_splits: Array | None = None  # all begin at their first token, as most batches do
     if sliding_window is not None:
         first_tokens = np.maximum(lens - sliding_window, 0)
         first_splits = first_tokens // split_len
     if first_private is not None:
         private = np.asarray(first_private, dtype=np.int64) // split_len
-        first_splits = np.maximum(first_splits, private)
+        first_splits = private if first_splits is None else np.maximum(first_splits, private)
     end_splits = (lens + (split_len - 1)) // split_len
 
-    phases = first_splits % per_segment
-    num_busy_lanes = num_busy_lanes or num_lanes
-    owner, cut, lane = _deal(end_splits - first_splits, phases, num_busy_lanes, rule)
+    num_splits = end_splits if first_splits is None else end_splits - first_splits
+    phases = None if first_splits is None else first_splits % per_segment
+    owner, cut, lane = _deal(num_splits, phases, num_busy_lanes or num_lanes, rule)
     is_cut = len(owner) > len(lens)  # large batches often are not, and a step waits for this
     num_items: int | Array = 1
     tails: slice | Array = slice(None)  # each request's last item
-    begin, end = first_splits, end_splits
+    begin = cut if first_splits is None else first_splits[owner] + cut
+    end = end_splits
     if is_cut:
         num_items = np.bincount(owner, minlength=len(lens))
         tails = accumulate(num_items) - 1
-        begin = first_splits[owner] + cut
         end = np.empty_like(begin)
         end[:-1] = begin[1:]
         end[tails] = end_splits
@@ -236,23 +242,23 @@ def plan_decode(
     request_ends = slot_ends[tails]
     num_slots = request_ends.copy()
     num_slots[1:] -= request_ends[:-1]
-    is_whole = np.equal(num_items if keeps_whole else num_slots, 1)
+    has_slots = np.not_equal(num_items if keeps_whole else num_slots, 1)
     if num_shared_slots is not None:
         shared = np.asarray(num_shared_slots, dtype=np.int64)
         num_slots += shared
-        is_whole = is_whole & (shared == 0)
-    num_slots = np.where(is_whole, 0, num_slots)
+        has_slots = has_slots | (shared > 0)
+    num_slots *= has_slots
     last_slots = accumulate(num_slots)
     first_slots = last_slots - num_slots
 
     table = np.zeros((num_lanes + len(owner), ITEM_FIELDS), dtype=np.int32)
     fields = table[num_lanes:]
-    requests = np.empty((len(lens), 6), dtype=np.int32) if is_cut else fields
+    requests = np.zeros((len(lens), ITEM_FIELDS), dtype=np.int32) if is_cut else fields
     columns = (rows, table_starts, first_tokens, first_slots, num_slots, num_items)
     for field, column in enumerate(columns):
         requests[:, field] = column
     if is_cut:
-        fields[:, :6] = requests.take(owner, axis=0)
+        requests.take(owner, axis=0, out=fields, mode="clip")  # "raise" would copy
     fields[:, 6] = begin * split_len
     fields[:, 7] = end * split_len
     fields[tails, 7] = lens
@@ -276,7 +282,7 @@ def plan_decode(
 def lane_excess(kv_lens: Array, *, num_lanes: int, rule: SplitRule) -> float:
     """Return the load of the busiest lane over the average, of one request or more."""
     num_splits = -(-kv_lens // rule.split_len)
-    owner, cut, lane = _deal(num_splits, np.zeros_like(num_splits), num_lanes, rule)
+    owner, cut, lane = _deal(num_splits, None, num_lanes, rule)
     item_ends = np.append(cut[1:], 0)
     tails = np.searchsorted(owner, np.arange(len(kv_lens)), side="right") - 1
     item_ends[tails] = num_splits
@@ -286,13 +292,13 @@ def lane_excess(kv_lens: Array, *, num_lanes: int, rule: SplitRule) -> float:
 
 
 def _deal(
-    num_splits: Array, phases: Array, num_lanes: int, rule: SplitRule
+    num_splits: Array, phases: Array | None, num_lanes: int, rule: SplitRule
 ) -> tuple[Array, Array, Array]:
     """Deal requests to lanes, as equally as cuts between splits allow.
 
     Args:
         num_splits: Splits of each request.
-        phases: Splits that each request's first segment lacks at its beginning.
+        phases: Splits that each request's first segment lacks at its beginning; None is 0.
         num_lanes: Lanes.
         rule: Where keys are cut.
 
@@ -328,10 +334,13 @@ def _deal(
     if piece > 0 and longest - ITEM_TOKENS > share:
         is_long = num_tokens > share + ITEM_TOKENS
         owners = is_long.nonzero()[0]  # few
-        num_pieces = (num_splits[owners] + phases[owners]) // piece  # 1 or more
+        num_pieces = num_splits[owners]
+        if phases is not None:
+            num_pieces += phases[owners]
+        num_pieces //= piece  # 1 or more
         if np.add.reduce(num_pieces) <= num_lanes:
             return _deal_with_pieces(
-                num_splits, phases, owners, num_pieces, piece, room, rule.split_len
+                num_splits, phases, num_tokens, owners, num_pieces, piece, room, rule.split_len
             )
     border_owner, border_cut = _lane_borders(num_tokens, room, rule.split_len)
     owner, cut, lane = _items(num_splits, border_owner, border_cut, num_borders=num_lanes - 1)
@@ -340,7 +349,8 @@ def _deal(
 
 def _deal_with_pieces(
     num_splits: Array,
-    phases: Array,
+    phases: Array | None,
+    num_tokens: Array,
     owners: Array,
     num_pieces: Array,
     piece: int,
@@ -351,7 +361,8 @@ def _deal_with_pieces(
 
     Args:
         num_splits: Splits of each request.
-        phases: Splits that each request's first segment, and so its first piece, lacks.
+        phases: Splits that each request's first segment, and so its first piece, lacks, or None.
+        num_tokens: What each request costs; what pieces take of it is subtracted.
         owners: The long requests, in order.
         num_pieces: Pieces of each of them, from its beginning; 1 or more.
         piece: Splits of a piece, whole segments.
@@ -362,13 +373,15 @@ def _deal_with_pieces(
     total = int(piece_ends[-1])
     owner = owners.repeat(num_pieces)
     ordinals = np.arange(total)
-    ends = (ordinals + 1 - (piece_ends - num_pieces).repeat(num_pieces)) * piece - phases[owner]
+    ends = (ordinals + 1 - (piece_ends - num_pieces).repeat(num_pieces)) * piece
+    if phases is not None:
+        ends -= phases[owner]
     room[:total] -= np.minimum(ends, piece) * split_len + ITEM_TOKENS
     np.maximum(room, 1.0, out=room)  # where pieces fill all lanes, the rest goes to all alike
     begins = np.zeros(len(num_splits), dtype=np.int64)  # of the rest
     begins[owners] = ends[piece_ends - 1]
-    num_tokens = _tokens(num_splits - begins, split_len)
-    num_tokens[owners[begins[owners] == num_splits[owners]]] = 0  # nothing is left of it
+    num_left = num_splits[owners] - begins[owners]
+    num_tokens[owners] = _tokens(num_left, split_len) * (num_left > 0)
     border_owner, border_cut = _lane_borders(num_tokens, room, split_len)
     border_cut += begins[border_owner]
     cut_owner = np.concatenate((border_owner, owner))
@@ -414,7 +427,8 @@ def _items(
     keys = np.concatenate((np.arange(0, (len(num_splits) + 1) * width, width), cut_keys))
     keys.sort()
     keys = keys[:-1][keys[1:] > keys[:-1]]  # each once, without the end of the last request
-    lane = cut_keys[:num_borders].searchsorted(keys, side="right")
+    border_items = keys.searchsorted(cut_keys[:num_borders])  # the last ones may be beyond all
+    lane = accumulate(np.bincount(border_items, minlength=len(keys)))[: len(keys)]
     owner = keys // width
     return owner, keys - owner * width, lane
 
