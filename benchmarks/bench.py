@@ -4,7 +4,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +106,16 @@ class Bench:
             us=statistics.median(times),
             max_us=times[-1],
             clean_us=clean_us,
+        )
+
+    def time_over(self, case: str, launches: Iterable[Callable[[], object]]) -> Timing:
+        """Time launches that differ in where their data lies, and return medians of medians."""
+        timings = [self.time(case, each, also_with_clean_l2=True) for each in launches]
+        return Timing(
+            case=case,
+            us=statistics.median(each.us for each in timings),
+            max_us=max(each.max_us for each in timings),
+            clean_us=statistics.median(each.clean_us or 0.0 for each in timings),
         )
 
     def host_us(self, call: Callable[[], object]) -> float:

@@ -5,6 +5,8 @@
 Method: Llama-3-8B's shape (32 query heads, 8 key-value heads, head_dim 128), bfloat16, one layer of
 a pool of all layers in random pages of random data; the launch in a CUDA graph; 256 MB are written
 between runs, so that the L2 cache is cold; time from events around the replay; median and longest.
+Decode, and what its reads alone take, is timed over five sets of random pages: the median of their
+medians, and the longest of all.
 "@compact" is the same on a pool of one layer. Where a case's tokens do not fit the pool in all 32
 layers, its pages have as many as fit (15 for 128x8192 in 64 GB). "tbps" counts the bytes of keys
 and values read, or of logits, each once, "tflops" the operations of the visible scores. plan() is
