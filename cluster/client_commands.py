@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
-from pagewire import Client, Completion, Delta, Message, PagewireError, SamplingOptions, Stream
+from pagewire import Client, Completion, Message, PagewireError, SamplingOptions, Stream
 from pagewire.arguments import check_sampling, refused
 
 DEFAULT_ADDRESS = "localhost:50051"
@@ -58,24 +58,12 @@ def generate(
         seed=seed,
         stop=stop,
     )
-    with (
-        Client(address) as client,
-        client.stream(text, model=model, timeout_s=timeout_s, **options) as stream,
-    ):
-        try:
-            for delta in stream:
-                if not as_json:
-                    _write(delta)
-        except PagewireError:
-            if stream.completion.text and not as_json:  # the error has a line of its own
-                sys.stdout.write("\n")
-                sys.stdout.flush()
-            raise
-    if as_json:
-        Console().print_json(data=_completion_fields(stream.completion))
-        return
-    sys.stdout.write("\n")
-    usage = stream.completion.usage
+    with Client(address) as client:
+        if as_json:
+            completion = client.generate(text, model=model, timeout_s=timeout_s, **options)
+            Console().print_json(data=_completion_fields(completion))
+            return
+        usage = _show(client.stream(text, model=model, timeout_s=timeout_s, **options)).usage
     if usage:
         sys.stderr.write(
             f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens} "
@@ -116,9 +104,9 @@ def chat(
                     if not sys.stdin.isatty():
                         raise
                     messages.pop()  # the conversation goes on without the question
-                    sys.stderr.write(f"\nerror: {error}\n")
+                    sys.stderr.write(f"error: {error}\n")
                     continue
-                messages.append(Message(role="assistant", content=answer))
+                messages.append(Message(role="assistant", content=answer.text))
     except KeyboardInterrupt:  # the client has cancelled the answer on its way here
         sys.stdout.write("\n")
         raise typer.Exit(INTERRUPTED) from None
@@ -168,17 +156,19 @@ def _completion_fields(completion: Completion) -> dict[str, Any]:
     return content
 
 
-def _show(stream: Stream) -> str:
+def _show(stream: Stream) -> Completion:
+    """Write an answer as it comes, and end its line also where it breaks off."""
     with stream:
-        for delta in stream:
-            _write(delta)
+        try:
+            for delta in stream:
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        except PagewireError:
+            if stream.completion.text:  # the error has a line of its own
+                sys.stdout.write("\n")
+            raise
     sys.stdout.write("\n")
-    return stream.completion.text
-
-
-def _write(delta: Delta) -> None:
-    sys.stdout.write(delta.text)
-    sys.stdout.flush()
+    return stream.completion
 
 
 def _ask() -> str:

@@ -55,6 +55,11 @@ async def refuse_two(request, context):
         yield each
 
 
+async def break_off(request, context):
+    yield response("half of", [1])
+    await abort(context, grpc.StatusCode.UNAVAILABLE, "no worker is left")
+
+
 def pagewire(*arguments, text="", stdout=subprocess.PIPE, **variables):
     return subprocess.run(
         [*PAGEWIRE, *arguments],
@@ -68,12 +73,12 @@ def pagewire(*arguments, text="", stdout=subprocess.PIPE, **variables):
 
 
 @contextmanager
-def running(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE):
+def running(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
     process = subprocess.Popen(
         [*PAGEWIRE, *arguments],
         stdin=stdin,
         stdout=stdout,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
     with process:
@@ -116,16 +121,30 @@ def test_a_prompt_that_is_not_utf8_is_refused_before_anything_is_sent():
     assert not service.requests
 
 
-def test_an_error_after_a_part_of_the_answer_has_a_line_of_its_own():
-    async def breaks(request, context):
-        yield response("half of", [1])
-        await abort(context, grpc.StatusCode.UNAVAILABLE, "no worker is left")
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [(("generate", "x"), "half of\n"), (("chat",), "half of\n"), (("generate", "x", "--json"), "")],
+)
+def test_an_error_after_a_part_of_the_answer_has_a_line_of_its_own(command, shown):
+    with serving_in_thread(break_off) as (address, _):
+        result = pagewire(*command, "--address", address, text="x\n")
 
-    with serving_in_thread(breaks) as (address, _):
-        result = pagewire("generate", "x", "--address", address)
+    assert (result.returncode, result.stdout) == (1, shown)
+    assert result.stderr == "error: no worker is left\n"
 
-    assert (result.returncode, result.stdout) == (1, "half of\n")
-    assert "error: no worker is left\n" in result.stderr
+
+def test_chat_on_a_terminal_has_an_error_on_a_line_of_its_own():
+    near, far = pty.openpty()
+    with (
+        serving_in_thread(break_off) as (address, _),
+        running("chat", "--address", address, stdin=far, stderr=subprocess.STDOUT) as process,
+    ):
+        os.write(near, b"one\n\n")
+        shown, _ = process.communicate(timeout=WAIT_S)
+    os.close(near)
+    os.close(far)
+
+    assert (process.returncode, shown) == (0, "> half of\nerror: no worker is left\n> ")
 
 
 def test_generate_prints_json_with_what_the_client_derives():
@@ -162,7 +181,7 @@ def test_chat_on_a_terminal_goes_on_after_an_error_without_its_question():
     os.close(near)
     os.close(far)
 
-    assert (process.returncode, stderr) == (0, "\nerror: no worker is left\n")
+    assert (process.returncode, stderr) == (0, "error: no worker is left\n")
     assert stdout == "> echo one\n> > echo three\n> "
     last = service.requests[-1].chat.messages
     assert [each.content for each in last] == ["one", "echo one", "three"]
