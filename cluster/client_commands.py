@@ -3,7 +3,10 @@
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
+from cluster.units import invalid_byte
 from pagewire import Client, Completion, Message, PagewireError, SamplingOptions, Stream
 from pagewire.arguments import check_sampling, refused
 
@@ -49,7 +53,7 @@ def generate(
     as_json: JsonFlag = False,
 ) -> None:
     """Continue a text, streaming; the account goes to standard error."""
-    text = _read_stdin() if prompt == "-" else prompt
+    text = _decoded(sys.stdin.buffer.read(), 0) if prompt == "-" else prompt
     options = SamplingOptions(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -94,8 +98,8 @@ def chat(
             # Before the first question: is anybody there, with this model and a chat template?
             probe = [*messages, Message(role="user", content="?")]
             client.tokenize_chat(probe, model=model, timeout_s=CONNECT_TIMEOUT_S)
-            while line := _ask():
-                messages.append(Message(role="user", content=line))
+            for question in takewhile(bool, _questions()):
+                messages.append(Message(role="user", content=question))
                 try:
                     answer = _show(
                         client.stream_chat(messages, model=model, timeout_s=timeout_s, **options)
@@ -138,13 +142,13 @@ def status(
                 live.update(status_table(client.status(), is_wide=wide), refresh=True)
 
 
-def _read_stdin() -> str:
-    content = sys.stdin.buffer.read()
+def _decoded(content: bytes, offset: int) -> str:
+    """Return the text of what standard input has at an offset."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        found = f"byte 0x{content[error.start]:02x} at offset {error.start} of standard input"
-        raise refused("prompt", found, "text in UTF-8") from None
+        found = invalid_byte(error, offset)
+        raise refused("standard input", found, "text in UTF-8") from None
 
 
 def _completion_fields(completion: Completion) -> dict[str, Any]:
@@ -171,14 +175,17 @@ def _show(stream: Stream) -> Completion:
     return stream.completion
 
 
-def _ask() -> str:
-    is_terminal = sys.stdin.isatty()
-    try:
-        return input("> " if is_terminal else "").strip()
-    except EOFError:
-        if is_terminal:
-            sys.stdout.write("\n")
-        return ""
+def _questions() -> Iterator[str]:
+    if sys.stdin.isatty():
+        with suppress(EOFError):
+            while True:
+                yield input("> ").strip()
+        sys.stdout.write("\n")
+        return
+    offset = 0
+    for line in sys.stdin.buffer:
+        yield _decoded(line, offset).strip()
+        offset += len(line)
 
 
 def _stop_event() -> threading.Event:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from cluster.config import ClusterConfig
 from cluster.config_options import SECTIONS, ConfigOption, config_options, qualified
 from cluster.errors import ConfigError
+from cluster.units import invalid_byte
 
 # Given what is set already, returns what a command sets otherwise, by option path.
 Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -84,8 +85,7 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        found = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        raise ConfigError(f"{path}: {found} is not UTF-8") from error
+        raise ConfigError(f"{path}: {invalid_byte(error)} is not UTF-8") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"

@@ -1,4 +1,4 @@
-"""Sizes and counts as people read them."""
+"""Sizes, counts and places of bytes as people read them."""
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -24,3 +24,13 @@ def format_count(count: int) -> str:
         if size < 999.5:
             return f"{size:.0f}{unit}"
     return f"{size / 1000:.0f}T"
+
+
+def invalid_byte(error: UnicodeDecodeError, offset: int = 0) -> str:
+    """Name the byte that UTF-8 does not have there: byte 0xe9 at offset 3.
+
+    Args:
+        error: Of the decoding.
+        offset: Of what was decoded.
+    """
+    return f"byte 0x{error.object[error.start]:02x} at offset {offset + error.start}"

@@ -105,20 +105,32 @@ def test_generate_prints_the_text_and_accounts_for_it_apart():
     assert not service.requests[0].sampling.HasField("temperature")
 
 
-def test_a_prompt_that_is_not_utf8_is_refused_before_anything_is_sent():
+@pytest.mark.parametrize(
+    ("command", "text", "offset", "answered"),
+    [
+        (("generate", "-"), b"caf\xe9", 3, b""),
+        (("chat",), b"caf\xe9\n", 3, b""),
+        (("chat",), "größe\n".encode() + b"caf\xe9\n", 11, "echo größe\n".encode()),
+    ],
+)
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as Python's locale has it
+def test_input_that_is_not_utf8_is_refused_before_it_is_sent(
+    command, text, offset, answered, errors
+):
     with serving_in_thread(answer) as (address, service):
         result = subprocess.run(
-            [*PAGEWIRE, "generate", "-", "--address", address],
-            input=b"caf\xe9",
+            [*PAGEWIRE, *command, "--address", address],
+            input=text,
             capture_output=True,
             timeout=WAIT_S,
+            env=os.environ | {"PYTHONIOENCODING": f"utf-8:{errors}"},
         )
 
-    assert result.returncode == 2
+    assert (result.returncode, result.stdout) == (2, answered)
     assert result.stderr.decode() == (
-        "error: prompt: found byte 0xe9 at offset 3 of standard input; allowed: text in UTF-8\n"
+        f"error: standard input: found byte 0xe9 at offset {offset}; allowed: text in UTF-8\n"
     )
-    assert not service.requests
+    assert "caf" not in str(service.requests)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,14 @@ def test_a_wrong_file_is_explained(tmp_path, text, words):
         assert word in str(caught.value)
 
 
+def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(b"model: caf\xe9\n")
+
+    with pytest.raises(ConfigError, match="yaml: byte 0xe9 at offset 10 is not UTF-8"):
+        load_config(path, {})
+
+
 def test_errors_say_where_the_value_came_from(tmp_path):
     path = write(tmp_path, "prefill: 0")
 
