@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
+from cluster.strict_command import told_by_flags
 from cluster.units import invalid_byte
 from pagewire import Client, Completion, Message, PagewireError, SamplingOptions, Stream
 from pagewire.arguments import check_sampling, refused
@@ -77,6 +78,7 @@ def generate(
 
 
 def chat(
+    context: typer.Context,
     address: AddressFlag = DEFAULT_ADDRESS,
     model: ModelFlag = "",
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
@@ -108,7 +110,7 @@ def chat(
                     if not sys.stdin.isatty():
                         raise
                     messages.pop()  # the conversation goes on without the question
-                    sys.stderr.write(f"error: {error}\n")
+                    sys.stderr.write(f"error: {told_by_flags(error, context.command.params)}\n")
                     continue
                 messages.append(Message(role="assistant", content=answer.text))
     except KeyboardInterrupt:  # the client has cancelled the answer on its way here

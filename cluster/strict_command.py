@@ -1,17 +1,22 @@
-"""A command that refuses options given twice, and tells what is allowed for one it cannot read."""
+"""A command whose errors speak of its options as they stand on the command line."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from cluster.config_options import config_options
-from pagewire import InvalidRequestError
+from pagewire import InvalidRequestError, PagewireError
 from pagewire.arguments import check_sampling, check_timeout_s
 
 
 class StrictCommand(TyperCommand):
-    """Of two values for one option the parser would take the last, in silence."""
+    """Refuses options given twice, tells what is allowed, and names flags for a request's fields.
+
+    Of two values for one option the parser would take the last, in silence.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as usual, with these two errors added; both end with exit code 2."""
@@ -30,6 +35,30 @@ class StrictCommand(TyperCommand):
             if (found := given.get(name)) is not None:  # None: it is missing
                 error.message = _explain(name, found)
             raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run as usual; a refused request is told by flags."""
+        try:
+            return super().invoke(ctx)
+        except PagewireError as error:
+            error.args = (told_by_flags(error, self.params),)
+            raise
+
+
+def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
+    """Return an error's lines, with --max-tokens for sampling.max_tokens where they begin with it.
+
+    Args:
+        error: Of the client or of the router, whose fields are named as in the request.
+        parameters: Of the command; fields that none of its options sets keep their names.
+    """
+    flags = {each.name: each.opts[0] for each in parameters if each.param_type_name == "option"}
+    return re.sub(
+        r"^(?:sampling\.)?(\w+)(?=\[|:)",
+        lambda field: flags.get(field[1], field[0]),
+        str(error),
+        flags=re.MULTILINE,
+    )
 
 
 def _explain(name: str, found: str) -> str:

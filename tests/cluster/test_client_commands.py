@@ -276,6 +276,44 @@ def test_a_wrong_request_ends_with_2_also_where_the_router_refuses_it(code, exit
     assert (result.returncode, result.stderr) == (exit_code, "error: not so\n")
 
 
+def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
+    lines = [
+        "sampling.top_k: found 9; allowed: 0 to 4, less than sampling.top_p",
+        "sampling.min_p: found 2; allowed: 0 to 1",
+        "model: found 'x'; allowed: 'tiny', or empty",
+        "input.text: found 9 characters; allowed: at most 8",
+    ]
+
+    async def refuse(request, context):
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "\n".join(lines))
+        yield
+
+    with serving_in_thread(refuse) as (address, _):
+        result = pagewire("generate", "x", "--address", address)
+
+    told = [
+        lines[0].replace("sampling.top_k", "--top-k"),
+        lines[1],  # has no flag
+        lines[2].replace("model", "--model"),
+        lines[3],
+    ]
+    assert result.stderr.splitlines() == [f"error: {each}" for each in told]
+
+
+def test_chat_on_a_terminal_names_flags_too():
+    near, far = pty.openpty()
+    with (
+        serving_in_thread(answer) as (address, _),
+        running("chat", "--address", address, "--timeout-s", "0", stdin=far) as process,
+    ):
+        os.write(near, b"one\n\n")
+        _, stderr = process.communicate(timeout=WAIT_S)
+    os.close(near)
+    os.close(far)
+
+    assert stderr.startswith("error: --timeout-s: found 0.0; allowed: seconds, above 0")
+
+
 @pytest.mark.parametrize("command", [("chat",), ("generate", "x", "--max-tokens", "9")])
 def test_an_interrupt_in_the_middle_of_an_answer_leaves_cleanly(command):
     with serving_in_thread(endless) as (address, service):
