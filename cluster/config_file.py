@@ -19,6 +19,17 @@ from cluster.units import invalid_byte
 Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 1e9 as a number, as YAML 1.2 does, not as a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
 def no_defaults(_: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return no defaults of a command's own."""
     return {}
@@ -53,10 +64,8 @@ def load_config(
     options = config_options()
     for name in [name for name in values if name not in options]:
         wrong.append(f"{origin[name]}: {_unknown(name, values.pop(name), options)}")
-    for name in [name for name in values if isinstance(values[name], bool)]:
-        if options[name].value_type in (int, float):
-            # Python, and with it pydantic, would take it for 0 or 1.
-            wrong.append(f"{origin[name]}: {_not_allowed(name, values.pop(name), options)}")
+    for name in [name for name in values if not _has_type(values[name], options[name].value_type)]:
+        wrong.append(f"{origin[name]}: {_not_allowed(name, values.pop(name), options)}")
     for name, value in defaults(values).items():
         values.setdefault(name, value)
         origin.setdefault(name, "default")
@@ -79,7 +88,7 @@ def load_config(
 def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return a file's mapping, and a line for each key that it has twice."""
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = _Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         content = None if node is None else loader.construct_document(node)
     except OSError as error:
@@ -127,6 +136,16 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
         section, _, name = path.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[name] = value
     return tree
+
+
+def _has_type(value: object, wanted: Any) -> bool:
+    """Judge numbers and switches, into which pydantic would turn "1", 1.0 and true without a word.
+
+    Its own strict mode would also refuse paths as texts, and mappings for sections.
+    """
+    if wanted is float:
+        return type(value) in (int, float)
+    return wanted not in (int, bool) or type(value) is wanted
 
 
 def _not_allowed(name: str, value: object, options: Mapping[str, ConfigOption]) -> str:

@@ -27,6 +27,15 @@ def test_file_overrides_defaults_and_flags_override_the_file(tmp_path):
     assert config.transfer.post_s == 1.5
 
 
+def test_numbers_of_a_file_may_be_integers_for_fractions_and_have_exponents(tmp_path):
+    text = "stop_grace_s: 3\ntransfer: {assumed_bytes_per_s: 1e9, post_s: .5e+1, ack_s: 2.E1}\n"
+
+    config = load_config(write(tmp_path, text), {})
+
+    assert (config.stop_grace_s, config.transfer.assumed_bytes_per_s) == (3, 1e9)
+    assert (config.transfer.post_s, config.transfer.ack_s) == (5, 20)
+
+
 def test_an_empty_file_changes_nothing(tmp_path):
     assert load_config(write(tmp_path, "# nothing\n"), {}) == ClusterConfig()
 
@@ -97,6 +106,19 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
                 "decode_worker.max_running_sequences, which is 4096"
             ],
         ),
+        ('prefill: "1"', ["prefill is '1'; it must be an integer, 1 to 1024"]),
+        ("prefill: 2.0", ["prefill is 2.0; it must be an integer, 1 to 1024"]),
+        ("deterministic: 1", ["deterministic is 1; it must be true or false"]),
+        ('deterministic: "no"', ["deterministic is 'no'; it must be true or false"]),
+        (
+            "router: {max_resumptions: '2'}",
+            ["router.max_resumptions is '2'; it must be an integer, 0 or more"],
+        ),
+        (
+            'transfer: {post_s: "3"}',
+            ["transfer.post_s is '3'; it must be a finite number, positive"],
+        ),
+        ("stop_grace_s: false", ["stop_grace_s is False; it must be a finite number, 0 or more"]),
         ("prefill: true", ["prefill is True; it must be an integer, 1 to 1024"]),
         ("start_timeout_s: .nan", ["start_timeout_s is nan; it must be a finite number above 0"]),
         ("model: 5", ["model is 5; it must be the path of a checkpoint folder"]),
