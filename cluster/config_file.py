@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,20 @@ from cluster.config_options import SECTIONS, ConfigOption, config_options, quali
 from cluster.errors import ConfigError
 from cluster.units import invalid_byte
 
+NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
+
 # Given what is set already, returns what a command sets otherwise, by option path.
 Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e9 as a number, as YAML 1.2 does, not as a text."""
+    """Reads 1e9 as a number, as YAML 1.2 does, not as a text; and keys as they are written."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)  # first: it knows the keys << by their tag
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                key.tag = self.DEFAULT_SCALAR_TAG  # of a text, which true, on and 1 are not
 
 
 _Loader.add_implicit_resolver(
@@ -121,9 +129,7 @@ def _duplicates(node: yaml.Node | None, prefix: str = "") -> Iterator[str]:
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        # YAML reads some bare words otherwise; they are named as they were written.
-        written = name if isinstance(name, str) else yaml.safe_dump(name).split("\n")[0]
-        path = f"{prefix}{written}"
+        path = f"{prefix}{name}"
         if isinstance(value, Mapping) and (value or path in SECTIONS):
             yield from _flatten(value, f"{path}.")
         else:
@@ -163,13 +169,19 @@ def _unknown(name: str, value: object, options: Mapping[str, ConfigOption]) -> s
             f"{name} is {_shown(value)}; {name} is a section: it must be a mapping of options such "
             f"as {example}"
         )
-    leaves = {option.path.rpartition(".")[2]: option.path for option in options.values()}
-    close = difflib.get_close_matches(name, options, n=1)
-    close = close or [
-        leaves[leaf] for leaf in difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
-    ]
-    hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all options"
+    near = _nearest(_leaf(name), {_leaf(path) for path in options}, NEAR)
+    # Of options of several sections by one name that of the likeliest section.
+    near = _nearest(name, [path for path in options if _leaf(path) in near], 0)
+    hint = f"did you mean {near[0]}?" if near else "see docs/configuration.md for all options"
     return f"unknown option {name}; {hint}"
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _nearest(name: str, names: Collection[str], cutoff: float) -> list[str]:
+    return difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
