@@ -120,9 +120,12 @@ def memory_shortage(
 
 
 def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory) -> str:
-    """Say what the workers need and what there is."""
+    """Say what the workers need, by which option for their pages, and what there is."""
+    option = "num_pages" if config.num_pages else "cpu_pages_mib"
+    pages = pages_of_worker(needs, config, None) * needs.page_bytes
     return (
         f"{config.prefill + config.decode} workers need about "
-        f"{format_bytes(host_bytes(needs, config))}, {format_bytes(memory.free_bytes)} of "
+        f"{format_bytes(host_bytes(needs, config))}, with {format_bytes(pages)} for pages each, as "
+        f"{option} is {getattr(config, option)}; {format_bytes(memory.free_bytes)} of "
         f"{format_bytes(memory.total_bytes)} are free"
     )

@@ -98,6 +98,23 @@ def test_workers_that_the_host_can_never_hold_are_refused_before_anything_starts
         start_on_a_host_with(monkeypatch, memory, prefill=40, decode=40)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cpu_pages_mib": 2**20}, "with 1.0 TiB for pages each, as cpu_pages_mib is 1048576"),
+        ({"num_pages": 2**22}, "with 1.0 TiB for pages each, as num_pages is 4194304"),
+    ],
+)
+def test_pages_that_the_host_can_never_hold_are_refused_by_their_option(
+    monkeypatch, options, words
+):
+    memory = HostMemory(total_bytes=8 * 2**30, free_bytes=7 * 2**30)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+
+    with pytest.raises(PlacementError, match=rf"{words}; 7.0 GiB of 8.0 GiB are free; try"):
+        start_on_a_host_with(monkeypatch, memory, **options)
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_more_workers_than_gpus_are_refused_without_a_look_at_torch(monkeypatch, device):
     monkeypatch.setattr(launch, "most_gpus", lambda: 2)
