@@ -122,7 +122,8 @@ class CascadeAttention:
         flat: Reads everything, where nothing is shared.
         model: What work costs, fitted; may be replaced between plans.
         num_early_lanes: Lanes of decode whose programs start beside those of a shared part that is
-            on every multiprocessor; as many requests or fewer take no others.
+            on every multiprocessor; as many requests or fewer take no others while it has one equal
+            item for each of its programs.
     """
 
     def __init__(
@@ -395,9 +396,11 @@ class CascadeAttention:
         """Plan what requests do not share."""
         if shared.num_items == 0:
             return self.flat.plan_batch(batch)
-        num_kv_heads = self.decode.pages.shape[3]
-        is_beside_all = (shared.num_items + 1) * num_kv_heads > self.num_programs
-        starts_early = is_beside_all and len(batch.rows) <= self.num_early_lanes
+        # Where its programs end one after the other, all lanes take the multiprocessors they leave.
+        item_lens = shared.fields[:, 3] - shared.fields[:, 2]  # longest first
+        has_equal_programs = shared.num_items == self.num_programs // self.decode.pages.shape[3]
+        has_equal_programs = has_equal_programs and item_lens[0] == item_lens[-1]
+        starts_early = has_equal_programs and len(batch.rows) <= self.num_early_lanes
         return self.decode.plan_batch(
             batch,
             num_busy_lanes=self.num_early_lanes if starts_early else None,

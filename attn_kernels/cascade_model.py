@@ -13,15 +13,26 @@ FloatArray = npt.NDArray[Any]
 FP8_FIT: dict[str, Any] = {
     "hbm_bytes_per_us": 2.05e6,
     "repeated_bytes_per_us": 2.3e6,
-    "flat_repeated_bytes_per_us": 2.75e6,
-    "repeat_norm": 1.05,
-    "excess_weight": 0.7,
-    "launch_us": 10.1,
     "own_us": 5.0,
-    "shared_launch_us": 2.5,
-    "shared_weight": 0.8,
-    "shared_read_weight": 0.1,
+    "read_bytes_per_us": 2.28e6,
+    "write_back_us_per_byte": 0.128e-6,
+    "launch_us": 8.4,
+    "flat_repeated_bytes_per_us": 2.35e6,
+    "repeat_norm": 1.02,
+    "excess_weight": 0.45,
+    "flat_turn_us": 0.7,
+    "flat_write_back_us": 4.9,
+    "shared_launch_us": 4.4,
+    "shared_bytes_per_us": 2.0e6,
+    "shared_weight": 0.78,
+    "long_shared_weight": 0.62,
+    "own_repeated_bytes_per_us": 2.0e6,
+    "own_turn_us": 1.2,
+    "late_us": 2.3,
+    "fold_us": 0.76,
+    "write_back_us": 10.4,
 }
+LONG_SHARED_US = 10.0  # what the shared part's busiest program takes beyond it shows less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,20 +52,33 @@ class CascadeModel:
     num_flat_lanes: int  # of flat decode
     tile_token_us: float  # a tile and a token of one key-value head, in a program of the former
 
-    hbm_bytes_per_us: float = 3.95e6  # what decode reads, while L2 writes back what it held
+    # To choose nodes, and to cut what they share
+    hbm_bytes_per_us: float = 3.95e6
     repeated_bytes_per_us: float = 8.0e6  # keys that another request reads at about this time
-    flat_repeated_bytes_per_us: float = 6.75e6  # the same, with one program on a multiprocessor
-    repeat_norm: float = 1.25  # of both times in flat decode: 1 where neither hides the other
-    excess_weight: float = 0.7  # how much of a busiest lane's excess over the others shows
-    launch_us: float = 10.3  # flat decode of few tokens
     item_us: float = 4.3  # filling a pipeline, storing the results
     store_us: float = 1.0  # storing one more slot, and filling the pipeline again
     own_us: float = 0.3  # a request's own keys, however few, in a program of decode
     slot_us: float = 0.25  # folding one more slot, in a program of decode
-    shared_launch_us: float = 6.2  # cascade of few tokens
-    shared_weight: float = 1.1  # how much of the shared part's items and of folds shows
-    shared_read_weight: float = 0.3  # how much of the read of shared keys shows
-    margin: float = 0.905  # cascade must be estimated faster than flat by this factor
+
+    # To compare the whole with flat decode
+    read_bytes_per_us: float = 4.41e6  # while L2 has nothing to write back
+    write_back_us_per_byte: float = 0.086e-6  # read meanwhile; at most, in all:
+    flat_write_back_us: float = 7.4
+    write_back_us: float = 11.3
+    launch_us: float = 7.7  # flat decode of few tokens
+    flat_repeated_bytes_per_us: float = 6.2e6  # keys that another request reads as well
+    repeat_norm: float = 1.25  # of both reads in flat decode: 1 where neither hides the other
+    excess_weight: float = 0.35  # how much of a busiest lane's excess over the others shows
+    flat_turn_us: float = 0.16  # each request of a lane
+    shared_launch_us: float = 4.6  # cascade of few tokens
+    shared_bytes_per_us: float = 3.83e6  # the read of shared keys
+    shared_weight: float = 0.94  # how much of the shared part's busiest program shows ...
+    long_shared_weight: float = 0.3  # ... beyond LONG_SHARED_US
+    own_repeated_bytes_per_us: float = 5.7e6
+    own_turn_us: float = 0.0  # each request of a lane of decode
+    late_us: float = 0.9  # if programs of decode must wait for those of the shared part to start
+    fold_us: float = 0.4  # a slot for each program of decode
+    margin: float = 0.9  # cascade must be estimated faster than flat by this factor
 
     def sharing_all(self) -> Self:
         """Return the model in which reading what others read never pays: for warm-up and tests."""
@@ -68,21 +92,33 @@ class CascadeModel:
         """Return the time that the decode kernel takes for tokens that others read as well."""
         return num_tokens * self.token_bytes / self.repeated_bytes_per_us
 
-    def flat_us(self, num_distinct: int, num_repeated: int, lane_excess: float) -> float:
+    def flat_us(
+        self, num_distinct: int, num_repeated: int, num_requests: int, lane_excess: float
+    ) -> float:
         """Return the time of flat decode.
 
         Args:
             num_distinct: Tokens, once.
             num_repeated: How many more times one is read.
+            num_requests: Requests.
             lane_excess: Load of the busiest lane over the average.
         """
+        read_us = self._read_us(num_distinct, num_distinct, self.flat_write_back_us)
         repeated_us = num_repeated * self.token_bytes / self.flat_repeated_bytes_per_us
         norm = self.repeat_norm
-        reads_us = float((self.read_us(num_distinct) ** norm + repeated_us**norm) ** (1 / norm))
-        return self.launch_us + reads_us * (1 + self.excess_weight * (lane_excess - 1))
+        reads_us = float((read_us**norm + repeated_us**norm) ** (1 / norm))
+        excess_us = reads_us * self.excess_weight * (lane_excess - 1)
+        turns = -(-num_requests // self.num_flat_lanes)
+        return self.launch_us + reads_us + excess_us + turns * self.flat_turn_us
 
     def cascade_us(
-        self, num_shared: int, num_own: int, num_repeated: int, ends_us: float, parts_us: float
+        self,
+        num_shared: int,
+        num_own: int,
+        num_repeated: int,
+        num_requests: int,
+        num_slots: int,
+        ends_us: float,
     ) -> float:
         """Return the time of both launches of cascade.
 
@@ -90,12 +126,27 @@ class CascadeModel:
             num_shared: Tokens that the shared part reads, once.
             num_own: Tokens left to the decode kernel, once.
             num_repeated: How many more times it reads one.
+            num_requests: Requests.
+            num_slots: Slots of the shared part, of all requests.
             ends_us: The busiest program of the shared part.
-            parts_us: `own_parts_us`.
         """
-        reads_us = self.shared_read_weight * self.read_us(num_shared) + self.read_us(num_own)
-        work_us = self.shared_weight * (ends_us + parts_us) + self.reread_us(num_repeated)
-        return self.shared_launch_us + reads_us + work_us
+        shared_us = num_shared * self.token_bytes / self.shared_bytes_per_us
+        shared_us += self.shared_weight * min(ends_us, LONG_SHARED_US)
+        shared_us += self.long_shared_weight * max(ends_us - LONG_SHARED_US, 0.0)
+        own_us = self._read_us(num_own, num_shared + num_own, self.write_back_us)
+        own_us += num_repeated * self.token_bytes / self.own_repeated_bytes_per_us
+        own_us += num_slots * self.num_kv_heads / self.num_decode_programs * self.fold_us
+        turns = -(-num_requests * self.num_kv_heads // self.num_decode_programs)
+        own_us += turns * self.own_turn_us
+        if 2 * num_requests * self.num_kv_heads > self.num_decode_programs:
+            own_us += self.late_us
+        return self.shared_launch_us + shared_us + own_us
+
+    def _read_us(self, num_tokens: int, num_read: int, most_us: float) -> float:
+        """Return the time to read tokens while L2, for all that are read, writes back."""
+        bytes_read = num_read * self.token_bytes
+        write_back_us = min(bytes_read * self.write_back_us_per_byte, most_us)
+        return num_tokens * self.token_bytes / self.read_bytes_per_us + write_back_us
 
     def run_us(self, num_members: int, num_tokens: int) -> float:
         """Return the device time that a shared run takes, the fold of its slots included."""

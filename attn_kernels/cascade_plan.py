@@ -161,7 +161,8 @@ def _flat_us(
 ) -> float:
     num_repeated = _num_repeated(nodes)
     excess = lane_excess(kv_lens, num_lanes=model.num_flat_lanes, rule=rule) if nodes else 1.0
-    return model.flat_us(int(kv_lens.sum()) - num_repeated, num_repeated, excess)
+    num_distinct = int(kv_lens.sum()) - num_repeated
+    return model.flat_us(num_distinct, num_repeated, len(kv_lens), excess)
 
 
 def _cascade_us(
@@ -177,8 +178,9 @@ def _cascade_us(
         num_shared,
         int(kv_lens.sum()) - num_repeated - num_shared,
         num_repeated - _num_repeated(runs),
+        len(kv_lens),
+        items.num_slots,
         items.ends_us,
-        model.own_parts_us(len(kv_lens), max(items.slots_up_to)),
     )
 
 

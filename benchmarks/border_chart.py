@@ -9,7 +9,7 @@ from benchmarks.svg import GRID, INK, figure, text
 TITLE = "Sharing a prefix on an H200, as a part of flat decode's time (lower is better)"
 NOTES = (
     "A point is a forest near the border between the two, timed both ways; in order of that part.",
-    "Blue: the planner shares its prefix. Orange: it decodes flat.",
+    "Blue: the planner shares its prefixes. Orange: it decodes flat.",
 )
 SHARED, FLAT = "#0072B2", "#E69F00"
 HEIGHT, LEFT, TOP, PANEL_WIDTH, PANEL_GAP, PANEL_HEIGHT = 420, 60, 110, 360, 50, 270  # px
@@ -37,11 +37,10 @@ def _panel(rows: Sequence[Row], dtype: str, left: float) -> Iterator[str]:
     for number, row in enumerate(ordered):
         x = left + PANEL_WIDTH * (number + 0.5) / len(ordered)
         y = _y(min(max(_part(row), LOWEST), HIGHEST))
-        sizes = f"{row.batch} requests share {row.shared} tokens, {row.own} of their own"
         times = f"{row.cascade_us:.1f} us, flat {row.flat_us:.1f} us"
         yield (
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{SHARED if row.is_shared else FLAT}">'
-            f"<title>{sizes}: {times}</title></circle>"
+            f"<title>{row.forest}, {row.num_requests} requests: {times}</title></circle>"
         )
 
 

@@ -7,6 +7,7 @@ are deeper.
 """
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,42 @@ class Forest:
         ]
         starts = np.cumsum([0, *(len(table) for table in tables)])[:-1]
         return starts, np.array([page for table in tables for page in table], dtype=np.int32)
+
+
+def random_forest(seed: int, page_size: int) -> Forest:
+    """Draw a forest of 1 to 64 nodes in up to four levels, and 2 to 256 requests anywhere in it."""
+    rng = random.Random(seed)  # noqa: S311 -- a workload, not a secret
+    depth, num_roots = rng.choice((1, 2, 2, 3, 3, 4)), rng.choice((1, 1, 2, 4, 8))
+    node_len, own_len = rng.choice((64, 256, 1024, 4096)), rng.choice((32, 128, 512, 2048, 8192))
+    nodes: list[tuple[int, int]] = []
+
+    def grow(parent: int) -> int:
+        num_pages = int(node_len * rng.lognormvariate(0, 1) / page_size)
+        nodes.append((parent, page_size * max(1, num_pages)))
+        return len(nodes) - 1
+
+    level = [grow(-1) for _ in range(num_roots)]
+    for _ in range(depth - 1):
+        below = []
+        for parent in level:
+            for _ in range(rng.choice((1, 2, 2, 4, 8))):
+                if len(nodes) < 64:
+                    below.append(grow(parent))
+        level = below or level
+    num_requests = rng.choice((2, 4, 8, 16, 32, 64, 128, 256))
+    where = rng.choice(("leaves", "nodes", "anywhere"))
+    is_uneven = rng.random() < 0.5
+    places = level if where == "leaves" else list(range(len(nodes)))
+    if where == "anywhere":
+        places = places + [-1] * max(1, len(nodes) // 2)
+    weights = [1 / (rank + 1) if is_uneven else 1.0 for rank in range(len(places))]
+    sigma = rng.choice((0.0, 0.5, 1.2))
+    requests = []
+    for _ in range(num_requests):
+        (place,) = rng.choices(places, weights)
+        own = int(own_len * rng.lognormvariate(0, sigma))
+        requests.append((place, max(1, min(32_768, own))))
+    return Forest(nodes=nodes, requests=requests)
 
 
 def cascade_cases() -> Iterator[tuple[str, Forest]]:

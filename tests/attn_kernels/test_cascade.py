@@ -400,12 +400,20 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
 
 
 @pytest.mark.parametrize(
-    ("num_early", "num_programs", "num_busy"), [(9, 3, 9), (8, 3, 15), (9, 200, 15)]
+    ("num_early", "prefix_pages", "num_free_programs", "num_busy"),
+    [(9, 8, 0, 9), (8, 8, 0, 14), (9, 8, 1, 14), (9, 10, 0, 14)],
+    ids=["beside all", "too many requests", "programs to spare", "unequal items"],
 )
 def test_few_requests_take_only_programs_that_start_beside_a_shared_part_that_fills_the_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, num_early: int, num_programs: int, num_busy: int
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    num_early: int,
+    prefix_pages: int,
+    num_free_programs: int,
+    num_busy: int,
 ):
-    case = shared_case(three_levels(), device=device)
+    tables = grow(9, [0], [prefix_pages], [0] * 9, [1, 20, 5, 40, 3, 9, 2, 33, 1], page_size=8)
+    case = shared_case(tables, device=device)
     planned = []
     plan_batch = DecodeAttention.plan_batch
 
@@ -413,15 +421,15 @@ def test_few_requests_take_only_programs_that_start_beside_a_shared_part_that_fi
         planned.append(plan_batch(self, *args, **options))
         return planned[-1]
 
-    num_lanes = 20
-    monkeypatch.setattr(
-        "attn_kernels.decode.programs_for", lambda *_: num_lanes * case.pages.shape[3]
-    )
+    num_lanes, num_kv_heads = 20, case.pages.shape[3]
+    monkeypatch.setattr("attn_kernels.decode.programs_for", lambda *_: num_lanes * num_kv_heads)
     monkeypatch.setattr(DecodeAttention, "plan_batch", spy)
     attention = make_attention(case)
     assert attention.num_early_lanes == num_lanes
     attention.num_early_lanes = num_early
-    attention.num_programs = num_programs
+    plan(attention, case)
+    attention.num_programs = (attention.num_shared_items + num_free_programs) * num_kv_heads
+    planned.clear()
 
     plan(attention, case)
 

@@ -333,7 +333,9 @@ def test_the_cost_model_knows_that_conversions_bound_what_decode_reads():
 
     assert fp8.token_bytes == half.token_bytes / 2
     # Measured, 128 requests of 8,192 tokens: 946 us in fp8, 960 in half precision.
-    assert fp8.flat_us(10**6, 0, 1.0) == pytest.approx(half.flat_us(10**6, 0, 1.0), rel=0.1)
+    assert fp8.flat_us(10**6, 0, 128, 1.0) == pytest.approx(
+        half.flat_us(10**6, 0, 128, 1.0), rel=0.1
+    )
     # 256 requests that share 8,192 tokens: 1,848 and 1,333; in the shared part 297 and 125.
-    assert fp8.flat_us(0, 10**6, 1.0) > 1.3 * half.flat_us(0, 10**6, 1.0)
+    assert fp8.flat_us(0, 10**6, 256, 1.0) > 1.3 * half.flat_us(0, 10**6, 256, 1.0)
     assert fp8.tile_token_us > 2 * half.tile_token_us

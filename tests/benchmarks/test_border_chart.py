@@ -6,7 +6,7 @@ from benchmarks.border_chart import FLAT, SHARED, TOP, draw
 from benchmarks.cascade_border import Row
 
 SVG = "{http://www.w3.org/2000/svg}"
-ROW = {"dtype": "bfloat16", "batch": 8, "shared": 512, "own": 64, "is_shared": True}
+ROW = {"dtype": "bfloat16", "forest": "random/7", "num_requests": 8, "is_shared": True}
 ROWS = [
     {**ROW, "cascade_us": 30.0, "flat_us": 20.0, "is_shared": False},
     {**ROW, "cascade_us": 16.0, "flat_us": 20.0},
@@ -24,4 +24,4 @@ def test_points_lie_higher_and_further_right_the_longer_sharing_takes():
     assert [each.attrib["fill"] for each in circles] == [SHARED, FLAT, SHARED]
     title = first.find(f"{SVG}title")
     assert title is not None
-    assert title.text == ("8 requests share 512 tokens, 64 of their own: 16.0 us, flat 20.0 us")
+    assert title.text == "random/7, 8 requests: 16.0 us, flat 20.0 us"

@@ -24,9 +24,8 @@ from benchmarks.svg import WIDTH
 FORESTS = [
     {
         "dtype": dtype,
-        "batch": 8,
-        "shared": 512,
-        "own": 64,
+        "forest": "random/7",
+        "num_requests": 8,
         "cascade_us": 16.0,
         "flat_us": 20.0,
         "is_shared": True,
