@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_kernels.cascade_items import ITEM_FIELDS
+from attn_kernels.cascade_items import FIELDS, ITEM_FIELDS
 from attn_kernels.cascade_model import FP8_FIT, CascadeModel
 from attn_kernels.cascade_plan import CascadeEstimate, CascadePlan, plan_cascade
 from attn_kernels.checks import (
@@ -198,6 +198,7 @@ class CascadeAttention:
         if is_fp8:
             self.model = replace(self.model, **FP8_FIT)
         elif self.flat is self.decode:
+            # With two programs on a multiprocessor flat decode, too, gains more from reading again.
             rate = self.model.repeated_bytes_per_us
             self.model = replace(self.model, flat_repeated_bytes_per_us=rate)
         self._pages_desc = None
@@ -396,11 +397,13 @@ class CascadeAttention:
         """Plan what requests do not share."""
         if shared.num_items == 0:
             return self.flat.plan_batch(batch)
-        # Where its programs end one after the other, all lanes take the multiprocessors they leave.
-        item_lens = shared.fields[:, 3] - shared.fields[:, 2]  # longest first
-        has_equal_programs = shared.num_items == self.num_programs // self.decode.pages.shape[3]
-        has_equal_programs = has_equal_programs and item_lens[0] == item_lens[-1]
-        starts_early = has_equal_programs and len(batch.rows) <= self.num_early_lanes
+        # One item for each program, all equal: they end together. Where they end one after the
+        # other, all lanes take the multiprocessors that they leave.
+        begin, end = shared.fields[:, FIELDS.index("begin")], shared.fields[:, FIELDS.index("end")]
+        item_lens = end - begin  # longest first
+        num_items = self.num_programs // self.model.num_kv_heads
+        end_together = shared.num_items == num_items and item_lens[0] == item_lens[-1]
+        starts_early = end_together and len(batch.rows) <= self.num_early_lanes
         return self.decode.plan_batch(
             batch,
             num_busy_lanes=self.num_early_lanes if starts_early else None,

@@ -21,7 +21,7 @@ FP8_FIT: dict[str, Any] = {
     "repeat_norm": 1.02,
     "excess_weight": 0.45,
     "flat_turn_us": 0.7,
-    "flat_write_back_us": 4.9,
+    "max_flat_write_back_us": 4.9,
     "shared_launch_us": 4.4,
     "shared_bytes_per_us": 2.0e6,
     "shared_weight": 0.78,
@@ -30,7 +30,7 @@ FP8_FIT: dict[str, Any] = {
     "own_turn_us": 1.2,
     "late_us": 2.3,
     "fold_us": 0.76,
-    "write_back_us": 10.4,
+    "max_write_back_us": 10.4,
 }
 LONG_SHARED_US = 10.0  # what the shared part's busiest program takes beyond it shows less
 
@@ -62,21 +62,21 @@ class CascadeModel:
 
     # To compare the whole with flat decode
     read_bytes_per_us: float = 4.41e6  # while L2 has nothing to write back
-    write_back_us_per_byte: float = 0.086e-6  # read meanwhile; at most, in all:
-    flat_write_back_us: float = 7.4
-    write_back_us: float = 11.3
+    write_back_us_per_byte: float = 0.086e-6  # of all that is read, for what L2 held ...
+    max_flat_write_back_us: float = 7.4  # ... at most, in flat decode
+    max_write_back_us: float = 11.3  # ... and in cascade; both as fitted, not what L2 holds
     launch_us: float = 7.7  # flat decode of few tokens
     flat_repeated_bytes_per_us: float = 6.2e6  # keys that another request reads as well
     repeat_norm: float = 1.25  # of both reads in flat decode: 1 where neither hides the other
     excess_weight: float = 0.35  # how much of a busiest lane's excess over the others shows
     flat_turn_us: float = 0.16  # each request of a lane
-    shared_launch_us: float = 4.6  # cascade of few tokens
+    shared_launch_us: float = 4.6  # both launches of cascade, before any item
     shared_bytes_per_us: float = 3.83e6  # the read of shared keys
     shared_weight: float = 0.94  # how much of the shared part's busiest program shows ...
     long_shared_weight: float = 0.3  # ... beyond LONG_SHARED_US
     own_repeated_bytes_per_us: float = 5.7e6
-    own_turn_us: float = 0.0  # each request of a lane of decode
-    late_us: float = 0.9  # if programs of decode must wait for those of the shared part to start
+    own_turn_us: float = 0.0  # each request of a lane of decode; shows only in fp8
+    late_us: float = 0.9  # more requests than half of decode's lanes
     fold_us: float = 0.4  # a slot for each program of decode
     margin: float = 0.9  # cascade must be estimated faster than flat by this factor
 
@@ -89,7 +89,7 @@ class CascadeModel:
         return num_tokens * self.token_bytes / self.hbm_bytes_per_us
 
     def reread_us(self, num_tokens: int) -> float:
-        """Return the time that the decode kernel takes for tokens that others read as well."""
+        """Return what tokens that others read as well count where nodes are chosen."""
         return num_tokens * self.token_bytes / self.repeated_bytes_per_us
 
     def flat_us(
@@ -103,7 +103,8 @@ class CascadeModel:
             num_requests: Requests.
             lane_excess: Load of the busiest lane over the average.
         """
-        read_us = self._read_us(num_distinct, num_distinct, self.flat_write_back_us)
+        max_us = self.max_flat_write_back_us
+        read_us = self._read_and_write_back_us(num_distinct, num_distinct, max_us)
         repeated_us = num_repeated * self.token_bytes / self.flat_repeated_bytes_per_us
         norm = self.repeat_norm
         reads_us = float((read_us**norm + repeated_us**norm) ** (1 / norm))
@@ -133,7 +134,8 @@ class CascadeModel:
         shared_us = num_shared * self.token_bytes / self.shared_bytes_per_us
         shared_us += self.shared_weight * min(ends_us, LONG_SHARED_US)
         shared_us += self.long_shared_weight * max(ends_us - LONG_SHARED_US, 0.0)
-        own_us = self._read_us(num_own, num_shared + num_own, self.write_back_us)
+        num_read = num_shared + num_own
+        own_us = self._read_and_write_back_us(num_own, num_read, self.max_write_back_us)
         own_us += num_repeated * self.token_bytes / self.own_repeated_bytes_per_us
         own_us += num_slots * self.num_kv_heads / self.num_decode_programs * self.fold_us
         turns = -(-num_requests * self.num_kv_heads // self.num_decode_programs)
@@ -142,10 +144,10 @@ class CascadeModel:
             own_us += self.late_us
         return self.shared_launch_us + shared_us + own_us
 
-    def _read_us(self, num_tokens: int, num_read: int, most_us: float) -> float:
-        """Return the time to read tokens while L2, for all that are read, writes back."""
+    def _read_and_write_back_us(self, num_tokens: int, num_read: int, max_us: float) -> float:
+        """Return the time to read tokens, and for L2 to write back while `num_read` are read."""
         bytes_read = num_read * self.token_bytes
-        write_back_us = min(bytes_read * self.write_back_us_per_byte, most_us)
+        write_back_us = min(bytes_read * self.write_back_us_per_byte, max_us)
         return num_tokens * self.token_bytes / self.read_bytes_per_us + write_back_us
 
     def run_us(self, num_members: int, num_tokens: int) -> float:

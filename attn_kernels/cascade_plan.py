@@ -160,6 +160,7 @@ def _flat_us(
     nodes: Sequence[PrefixNode], kv_lens: IntArray, model: CascadeModel, rule: SplitRule
 ) -> float:
     num_repeated = _num_repeated(nodes)
+    # Without a tree nothing is compared, and lanes need not be dealt twice.
     excess = lane_excess(kv_lens, num_lanes=model.num_flat_lanes, rule=rule) if nodes else 1.0
     num_distinct = int(kv_lens.sum()) - num_repeated
     return model.flat_us(num_distinct, num_repeated, len(kv_lens), excess)
@@ -185,7 +186,7 @@ def _cascade_us(
 
 
 def _num_repeated(parts: Sequence[PrefixNode] | Sequence[SharedRun]) -> int:
-    """Count the tokens that flat decode reads again, after a first request has read them."""
+    """Count the tokens that members would read again, after a first one has read them."""
     return sum((len(part.members) - 1) * (part.end - part.begin) for part in parts)
 
 

@@ -362,7 +362,7 @@ def _deal_with_pieces(
     Args:
         num_splits: Splits of each request.
         phases: Splits that each request's first segment, and so its first piece, lacks, or None.
-        num_tokens: What each request costs; what pieces take of it is subtracted.
+        num_tokens: What each request costs; overwritten for the long ones by what is left of them.
         owners: The long requests, in order.
         num_pieces: Pieces of each of them, from its beginning; 1 or more.
         piece: Splits of a piece, whole segments.

@@ -1,4 +1,4 @@
-"""Cases of cascade attention for benchmarks.kernels: forests of requests that share prefixes.
+"""Forests of requests that share prefixes, for benchmarks.kernels and benchmarks.cascade_border.
 
 "cascade/B,S,U" is B requests with S tokens in common and U of their own; in "cascade/edge/B,S,U"
 sharing hardly pays, or not at all (for many more of these see benchmarks.cascade_border).
@@ -53,7 +53,7 @@ class Forest:
         return [(ends[node] if node >= 0 else 0) + own for node, own in self.requests]
 
     def num_distinct_tokens(self) -> int:
-        """Count tokens once that several requests share."""
+        """Count tokens once that several requests share; nodes that none passes count as well."""
         return sum(count for _, count in self.nodes) + sum(own for _, own in self.requests)
 
     def page_tables(
@@ -77,7 +77,7 @@ class Forest:
 
 
 def random_forest(seed: int, page_size: int) -> Forest:
-    """Draw a forest of 1 to 64 nodes in up to four levels, and 2 to 256 requests anywhere in it."""
+    """Draw a forest of 1 to 64 nodes in up to four levels, and 2 to 256 requests below nodes."""
     rng = random.Random(seed)  # noqa: S311 -- a workload, not a secret
     depth, num_roots = rng.choice((1, 2, 2, 3, 3, 4)), rng.choice((1, 1, 2, 4, 8))
     node_len, own_len = rng.choice((64, 256, 1024, 4096)), rng.choice((32, 128, 512, 2048, 8192))
