@@ -44,6 +44,8 @@ from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for
 
 # Of the shared part's tiles, per us and multiprocessor, measured on one H200
 TRITON_FLOPS, TRITON_FP8_FLOPS, HOPPER_FLOPS = 3.0e6, 1.3e6, 3.8e6
+# Query rows of a key-value head, at most, for which narrow tiles are chosen
+MAX_NARROW_ROWS = 128
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_PAGE_SIZES = (16, 32, 64, 128)
 
@@ -83,7 +85,7 @@ def shared_tile(
     if is_hopper is None:
         is_hopper = on_hopper(pages)
     is_taken = pages.dtype in HALF_DTYPES and _hopper_refusal(pages) is None
-    if is_hopper and is_taken and max_rows > 128:
+    if is_hopper and is_taken and max_rows > MAX_NARROW_ROWS:
         return HopperSharedTile()
     if head_dim > 128:  # two states of 256 columns fill the registers of eight warps
         return SharedTile(block_m=64, num_warps=8, num_stages=2, programs_per_sm=1)

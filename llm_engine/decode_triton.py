@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
+from attn_kernels.cascade import (
+    MAX_NARROW_ROWS,
+    CascadeAttention,
+    HopperSharedTile,
+    SharedTile,
+    shared_tile,
+)
 from attn_kernels.decode import DEFAULT_RULE, DecodeAttention
 from attn_kernels.tiles import on_hopper
 from kv_cache.layout import num_pages_for
@@ -25,8 +31,6 @@ MIN_DECODE_ROWS = 256
 MIN_DECODE_TOKENS = 1024 * 1024
 MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
-# Launches of so few rows have buffers of their own, for which cascade chooses narrow tiles.
-FEW_ROWS = 16
 
 Attention = DecodeAttention | CascadeAttention
 
@@ -83,6 +87,18 @@ def least_shared_len(page_size: int) -> int:
     return math.lcm(DEFAULT_RULE.split_len, page_size)
 
 
+def few_rows(group: int) -> int:
+    """Return for how many rows, at most, launches have buffers of their own.
+
+    Cascade chooses narrow tiles for these. A power of two, as sizes of recordings are.
+
+    Args:
+        group: Query heads for each key-value head.
+    """
+    num_rows = max(MAX_NARROW_ROWS // group, 1)
+    return 1 << (num_rows.bit_length() - 1)
+
+
 def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
     """Tell whether decode takes cascade attention for a pool.
 
@@ -107,6 +123,7 @@ class TritonDecode:
         self._num_qo_heads = num_qo_heads
         self._scale = scale
         self._sliding_window = sliding_window
+        self._few_rows = few_rows(num_qo_heads // pages.shape[3])
         self._max_rows = MIN_DECODE_ROWS
         self._max_tokens = MIN_DECODE_TOKENS
         self._attentions = self._make_attentions(self._max_rows, self._max_tokens)
@@ -138,7 +155,7 @@ class TritonDecode:
         rows = [each.row for each in launch]
         table_starts = batch.table_starts[[each.slice_index for each in launch]]
         self._grow_for(len(launch), sum(kv_lens))
-        attention = self._attentions[0 if len(launch) <= FEW_ROWS else -1]
+        attention = self._attentions[0 if len(launch) <= self._few_rows else -1]
         if isinstance(attention, CascadeAttention):
             attention.plan(kv_lens, table_starts, batch.page_table, rows=rows)
         else:
@@ -186,7 +203,7 @@ class TritonDecode:
         """Return what takes launches of few rows, and what takes all others; may be the same."""
         if reads_prefixes_once(self._pages, self._sliding_window):
             return (
-                self._make_cascade(max_rows=FEW_ROWS, max_tokens=max_tokens),
+                self._make_cascade(max_rows=self._few_rows, max_tokens=max_tokens),
                 self._make_cascade(max_rows=max_rows, max_tokens=max_tokens),
             )
         flat = DecodeAttention(

@@ -15,7 +15,6 @@ from attn_kernels.cascade import CascadeAttention
 from attn_kernels.cascade_plan import CascadeEstimate
 from llm_engine import (
     decode_graphs,
-    decode_triton,
     operations_triton,  # noqa: F401  # else it stays interpreted
 )
 from llm_engine.decode_graphs import GraphedDecoder, Work
@@ -224,7 +223,9 @@ def test_passes_that_read_prefixes_once_have_recordings_of_their_own(
 def test_passes_of_few_rows_have_buffers_and_recordings_of_their_own(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_triton, "FEW_ROWS", 2)
+    decode = engine.decoder._attention._decode  # type: ignore[attr-defined]
+    monkeypatch.setattr(decode, "_few_rows", 2)
+    monkeypatch.setattr(decode, "_attentions", decode._make_attentions(256, 1 << 20))
     monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4,))
     sizes = []
     plan = CascadeAttention.plan
@@ -241,7 +242,7 @@ def test_passes_of_few_rows_have_buffers_and_recordings_of_their_own(
     found = results_of(with_recordings(engine), sequences)
 
     assert_equal(found, expected)
-    assert sizes == [256] * 3 + [16] * 3
+    assert sizes == [256] * 3 + [2] * 3
     (recorder,) = recorders
     assert (recorder.num_recorded, recorder.num_repeated) == (2, 4)
 

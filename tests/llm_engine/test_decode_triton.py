@@ -15,7 +15,8 @@ from llm_engine import decode_triton, operations_triton  # noqa: F401  # else it
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_torch import TorchAttention
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.decode_triton import TritonDecode, reads_prefixes_once
+from llm_engine.decode_graphs import NUM_ROWS
+from llm_engine.decode_triton import TritonDecode, few_rows, reads_prefixes_once
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
@@ -253,11 +254,21 @@ def test_tiles_of_small_and_of_large_buffers_are_loaded(
 
     few, many, *loaded = made
     assert few is many is None
-    assert sizes[:2] == [16, 256]
+    assert sizes[:2] == [128, 256]
     assert set(loaded) == {hopper_tile(pages, 1), hopper_tile(pages, 1024)}
     assert len(loaded) == (2 if page_size == 16 else 1)
     assert len(launched) == len(loaded)
     assert min(launched) > 0
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_few_rows_are_all_for_which_cascade_chooses_narrow_tiles(group: int) -> None:
+    pages = torch.zeros(1, 1, 2, 1, 16, 64, dtype=torch.bfloat16)
+    num_rows = few_rows(group)
+
+    assert isinstance(shared_tile(pages, num_rows * group, is_hopper=True), SharedTile)
+    assert isinstance(shared_tile(pages, 2 * num_rows * group, is_hopper=True), HopperSharedTile)
+    assert num_rows in NUM_ROWS, "no size of a recording has both"
 
 
 def test_sequences_that_share_pages_draw_the_tokens_they_draw_alone(

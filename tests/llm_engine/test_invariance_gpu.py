@@ -18,7 +18,7 @@ from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
 from kv_cache.layout import num_pages_for
 from llm_engine import sampler
 from llm_engine.decode_graphs import NUM_ROWS, GraphedDecoder
-from llm_engine.decode_triton import FEW_ROWS
+from llm_engine.decode_triton import few_rows
 from llm_engine.engine import Engine
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.load_engine import load_engine
@@ -282,6 +282,7 @@ def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
 
     monkeypatch.setattr(CascadeAttention, "plan", share_all)
     has_cascade = engine.config.sliding_window != NARROW_WINDOW
+    group = engine.config.num_qo_heads // engine.config.num_kv_heads
     decoder = engine.decoder
     assert isinstance(decoder, GraphedDecoder)
     generator = torch.Generator("cuda").manual_seed(3)
@@ -294,7 +295,7 @@ def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
                 torch.ones(1 << 20, device="cuda").sum().item()
 
     # 300 rows are more than the first buffers of attention hold: the others are recorded once more.
-    passes = [(1, 0), (3, 0), (17, 0), (24, 200), (24, 0), (300, 200), (3, 0), (17, 200)]
+    passes = [(1, 0), (3, 0), (17, 0), (24, 200), (24, 0), (40, 200), (300, 200), (3, 0), (17, 200)]
     thread = Thread(target=use_the_device)
     thread.start()
     try:
@@ -310,7 +311,7 @@ def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
                     assert torch.equal(engine.storage.pages, expected_pages)
             num_padded = min(each for each in NUM_ROWS if each >= num_rows)
             assert decoder._recordings is not None
-            is_few = num_rows <= FEW_ROWS or not has_cascade
+            is_few = num_rows <= few_rows(group) or not has_cascade
             kind = (num_padded, is_few, has_cascade and num_shared_pages > 0)
             assert decoder._recordings._repeats[kind] is not None
     finally:
