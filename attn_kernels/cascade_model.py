@@ -78,6 +78,8 @@ class CascadeModel:
     own_turn_us: float = 0.0  # each request of a lane of decode; shows only in fp8
     late_us: float = 0.9  # more requests than half of decode's lanes
     fold_us: float = 0.4  # a slot for each program of decode
+    fold_weight: float = 1.0  # query heads and their elements of a program, over those of the fit
+    fold_path_us: float = 0.1  # a slot of the request that has most, for what they exceed the fit
     margin: float = 0.9  # cascade must be estimated faster than flat by this factor
 
     def sharing_all(self) -> Self:
@@ -119,6 +121,7 @@ class CascadeModel:
         num_repeated: int,
         num_requests: int,
         num_slots: int,
+        max_slots: int,
         ends_us: float,
     ) -> float:
         """Return the time of both launches of cascade.
@@ -129,6 +132,7 @@ class CascadeModel:
             num_repeated: How many more times it reads one.
             num_requests: Requests.
             num_slots: Slots of the shared part, of all requests.
+            max_slots: Those of the request that has most.
             ends_us: The busiest program of the shared part.
         """
         shared_us = num_shared * self.token_bytes / self.shared_bytes_per_us
@@ -137,7 +141,9 @@ class CascadeModel:
         num_read = num_shared + num_own
         own_us = self._read_and_write_back_us(num_own, num_read, self.max_write_back_us)
         own_us += num_repeated * self.token_bytes / self.own_repeated_bytes_per_us
-        own_us += num_slots * self.num_kv_heads / self.num_decode_programs * self.fold_us
+        slots_per_program = num_slots * self.num_kv_heads / self.num_decode_programs
+        own_us += slots_per_program * self.fold_us * self.fold_weight
+        own_us += max_slots * self.fold_path_us * (self.fold_weight - 1)
         turns = -(-num_requests * self.num_kv_heads // self.num_decode_programs)
         own_us += turns * self.own_turn_us
         if 2 * num_requests * self.num_kv_heads > self.num_decode_programs:

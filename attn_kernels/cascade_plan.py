@@ -181,6 +181,7 @@ def _cascade_us(
         num_repeated - _num_repeated(runs),
         len(kv_lens),
         items.num_slots,
+        max(items.slots_up_to),
         items.ends_us,
     )
 
