@@ -95,11 +95,13 @@ def attention_cases() -> Iterator[tuple[str, Run]]:
         yield case, partial(run_cascade, case, forest)
         yield f"{case}@fp8", partial(run_cascade, f"{case}@fp8", forest, dtype=FP8)
         if case in TARGET_CASCADES:
-            inexact = f"{case}@inexact"
+            compact, inexact = f"{case}@compact", f"{case}@inexact"
+            yield compact, partial(run_cascade, compact, forest, is_compact=True)
             yield inexact, partial(run_cascade, inexact, forest, is_exact=False)
     for case, lens in PREFILL_CASES.items():
-        sustained = f"{case}@sustained"
+        compact, sustained = f"{case}@compact", f"{case}@sustained"
         yield case, partial(run_prefill, case, lens)
+        yield compact, partial(run_prefill, compact, lens, is_compact=True)
         yield sustained, partial(run_prefill, sustained, lens, rest_s=0.0)
         yield f"{case}@fp8", partial(run_prefill, f"{case}@fp8", lens, dtype=FP8)
 
@@ -160,6 +162,7 @@ def run_cascade(
     bench: Bench,
     page_size: int,
     *,
+    is_compact: bool = False,
     dtype: torch.dtype = BF16,
     is_exact: bool = True,
 ) -> list[Timing]:
@@ -169,7 +172,9 @@ def run_cascade(
     """
     kv_lens = forest.kv_lens()
     num_tokens = forest.num_distinct_tokens()
-    pages = bench.pool(num_tokens + page_size * len(kv_lens), page_size, dtype=dtype)
+    pages = bench.pool(
+        num_tokens + page_size * len(kv_lens), page_size, is_compact=is_compact, dtype=dtype
+    )
     page_ids = torch.randperm(pages.shape[0], generator=torch.Generator().manual_seed(0))
     starts, indices = forest.page_tables(page_ids.tolist(), page_size)
     scale = kv_scale(pages)
@@ -223,11 +228,13 @@ def run_prefill(
     page_size: int,
     *,
     rest_s: float = REST_S,
+    is_compact: bool = False,
     dtype: torch.dtype = BF16,
 ) -> list[Timing]:
     """Time prefill attention after the GPU has rested for some seconds."""
     qo_lens, kv_lens = [qo for qo, _ in lens], [kv for _, kv in lens]
-    pages = bench.pool(sum(kv_lens) + page_size * len(kv_lens), page_size, dtype=dtype)
+    num_tokens = sum(kv_lens) + page_size * len(kv_lens)
+    pages = bench.pool(num_tokens, page_size, is_compact=is_compact, dtype=dtype)
     scale = kv_scale(pages)
     attention = PrefillAttention(
         pages, num_qo_heads=NUM_QO_HEADS, scale=SCALE, k_scale=scale, v_scale=scale
@@ -250,9 +257,15 @@ def kv_scale(pages: Tensor) -> Tensor | None:
     return torch.full((pages.shape[1], pages.shape[3]), FP8_SCALE, device=pages.device)
 
 
-def queries(num_rows: int, device: torch.device) -> Tensor:
+def queries(
+    num_rows: int,
+    device: torch.device,
+    *,
+    num_qo_heads: int = NUM_QO_HEADS,
+    head_dim: int = HEAD_DIM,
+) -> Tensor:
     """Return random queries."""
-    return torch.randn(num_rows, NUM_QO_HEADS, HEAD_DIM, dtype=BF16, device=device)
+    return torch.randn(num_rows, num_qo_heads, head_dim, dtype=BF16, device=device)
 
 
 def _token_bytes(pages: Tensor) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 # Llama-3-8B
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 32
 FLUSH_BYTES = 256 << 20
-WARM_UP_CALLS, HOST_CALLS, HOST_CORES = 5, 20, 8
+WARM_UP_CALLS, HOST_CALLS, HOST_CORES = 5, 20, 16
 FP8_SCALE = 1 / 32  # normal values stay far below 448, and few are too small for e4m3
 CHUNK = 1 << 30  # elements that are filled or converted at once
 
@@ -71,15 +71,17 @@ class Bench:
         *,
         is_compact: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        num_kv_heads: int = NUM_KV_HEADS,
+        head_dim: int = HEAD_DIM,
     ) -> Tensor:
         """View the memory as the largest pool of at most 32 layers that holds the tokens."""
         memory = self.fp8_memory if dtype == torch.float8_e4m3fn else self.memory
         num_pages = -(-num_tokens // page_size) + 1
-        page_elements = 2 * NUM_KV_HEADS * page_size * HEAD_DIM
+        page_elements = 2 * num_kv_heads * page_size * head_dim
         layers = 1 if is_compact else min(NUM_LAYERS, memory.numel() // page_elements // num_pages)
         if not is_compact:
             num_pages = memory.numel() // (page_elements * layers)
-        shape = (num_pages, layers, 2, NUM_KV_HEADS, page_size, HEAD_DIM)
+        shape = (num_pages, layers, 2, num_kv_heads, page_size, head_dim)
         used = num_pages * layers * page_elements
         return memory[:used].view(shape)
 

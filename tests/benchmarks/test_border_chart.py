@@ -6,7 +6,13 @@ from benchmarks.border_chart import FLAT, SHARED, TOP, draw
 from benchmarks.cascade_border import Row
 
 SVG = "{http://www.w3.org/2000/svg}"
-ROW = {"dtype": "bfloat16", "forest": "random/7", "num_requests": 8, "is_shared": True}
+ROW = {
+    "dtype": "bfloat16",
+    "shape": "32,8,128,64",
+    "forest": "random/7",
+    "num_requests": 8,
+    "is_shared": True,
+}
 ROWS = [
     {**ROW, "cascade_us": 30.0, "flat_us": 20.0, "is_shared": False},
     {**ROW, "cascade_us": 16.0, "flat_us": 20.0},

@@ -11,12 +11,23 @@ from attn_kernels import cascade, decode
 from attn_kernels.cascade import CascadeAttention
 from attn_kernels.cascade_model import CascadeModel
 from benchmarks import cascade_border
-from benchmarks.bench import FP8_SCALE, HEAD_DIM, NUM_KV_HEADS, NUM_QO_HEADS
-from benchmarks.cascade_border import DTYPES, PAGE_SIZE, Row, forest_of, plan_forest
+from benchmarks.bench import FP8_SCALE
+from benchmarks.cascade_border import (
+    DTYPES,
+    FITTED,
+    Row,
+    Shape,
+    buffer_rows,
+    forest_of,
+    plan_forest,
+    shape_of,
+)
 from tests.benchmarks.test_kernels import Rehearsal
 from tests.support.triton_interpreter import interpreted
 
-RESULTS = Path(cascade_border.__file__).parent / "results" / "cascade-border-h200.json"
+RESULTS = Path(cascade_border.__file__).parent / "results"
+FITTED_RESULTS = RESULTS / "cascade-border-h200.json"
+SHAPES_RESULTS = RESULTS / "cascade-border-shapes-h200.json"
 H200_MULTIPROCESSORS = 132
 
 
@@ -36,13 +47,14 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @lru_cache
-def model_of(dtype: str, max_requests: int) -> CascadeModel:
-    pages = torch.zeros((2, 1, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype=DTYPES[dtype])
-    scale = torch.full((1, NUM_KV_HEADS), FP8_SCALE) if pages.element_size() == 1 else None
+def model_of(dtype: str, shape: Shape, max_requests: int) -> CascadeModel:
+    _, num_kv_heads, head_dim, page_size = shape
+    pages = torch.zeros((2, 1, 2, num_kv_heads, page_size, head_dim), dtype=DTYPES[dtype])
+    scale = torch.full((1, num_kv_heads), FP8_SCALE) if pages.element_size() == 1 else None
     with interpreted():
         return CascadeAttention(
             pages,
-            num_qo_heads=NUM_QO_HEADS,
+            num_qo_heads=shape.num_qo_heads,
             scale=1.0,
             max_requests=max_requests,
             max_kv_tokens=1 << 20,
@@ -51,14 +63,17 @@ def model_of(dtype: str, max_requests: int) -> CascadeModel:
         ).model
 
 
+def is_shared_now(row: Row) -> bool:
+    shape = shape_of(row.shape)
+    model = model_of(row.dtype, shape, buffer_rows(row.num_requests, shape.group))
+    return plan_forest(forest_of(row.forest, shape.page_size), shape.page_size, model).num_items > 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("on_h200")
 def test_no_forest_is_shared_that_takes_longer_so_and_few_are_not_that_gain(dtype: str):
-    rows = [Row(**row) for row in json.loads(RESULTS.read_text()) if row["dtype"] == dtype]
-    chosen = [
-        plan_forest(forest_of(row.forest), model_of(dtype, row.num_requests)).num_items > 0
-        for row in rows
-    ]
+    rows = [Row(**row) for row in json.loads(FITTED_RESULTS.read_text()) if row["dtype"] == dtype]
+    chosen = [is_shared_now(row) for row in rows]
 
     ratios = [row.cascade_us / row.flat_us for row in rows]
     assert max(ratio for ratio, is_shared in zip(ratios, chosen, strict=True) if is_shared) < 1.03
@@ -72,6 +87,16 @@ def test_no_forest_is_shared_that_takes_longer_so_and_few_are_not_that_gain(dtyp
         assert sum(gaining) > least * len(gaining)
 
 
+@pytest.mark.usefixtures("on_h200")
+def test_nor_is_one_shared_that_takes_longer_so_with_other_heads_and_pages():
+    rows = [Row(**row) for row in json.loads(SHAPES_RESULTS.read_text())]
+    shared = [row for row in rows if is_shared_now(row)]
+
+    assert max(row.cascade_us / row.flat_us for row in shared) < 1.03
+    for shape in {row.shape for row in rows}:
+        assert sum(row.shape == shape for row in shared) > 20
+
+
 def test_a_forest_near_the_border_is_run_both_ways_and_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -79,7 +104,7 @@ def test_a_forest_near_the_border_is_run_both_ways_and_gives_the_same(
     monkeypatch.setattr(cascade_border, "NEAR", (0.0, 1e9))
 
     with interpreted():
-        row = cascade_border.time_one(bench, "bfloat16", "prefix/4,256,64")
+        row = cascade_border.time_one(bench, "bfloat16", FITTED, "prefix/4,256,64")
 
     assert row is not None
     assert (row.forest, row.num_requests) == ("prefix/4,256,64", 4)
@@ -90,4 +115,4 @@ def test_a_forest_near_the_border_is_run_both_ways_and_gives_the_same(
 
 def test_a_forest_far_from_the_border_is_not_timed():
     with interpreted():
-        assert cascade_border.time_one(Rehearsal(), "bfloat16", "prefix/2,256,256") is None
+        assert cascade_border.time_one(Rehearsal(), "bfloat16", FITTED, "prefix/2,256,256") is None

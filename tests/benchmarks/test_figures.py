@@ -24,6 +24,7 @@ from benchmarks.svg import WIDTH
 FORESTS = [
     {
         "dtype": dtype,
+        "shape": "32,8,128,64",
         "forest": "random/7",
         "num_requests": 8,
         "cascade_us": 16.0,

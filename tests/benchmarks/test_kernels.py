@@ -108,6 +108,7 @@ def test_cases_are_chosen_by_several_prefixes():
         "cascade/edge/4,512,4096",
         "cascade/edge/4,512,4096@fp8",
         "prefill/8x512@4096",
+        "prefill/8x512@4096@compact",
         "prefill/8x512@4096@sustained",
         "prefill/8x512@4096@fp8",
     ]
