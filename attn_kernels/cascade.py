@@ -44,8 +44,8 @@ from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for
 
 # Of the shared part's tiles, per us and multiprocessor, measured on one H200
 TRITON_FLOPS, TRITON_FP8_FLOPS, HOPPER_FLOPS = 3.0e6, 1.3e6, 3.8e6
-# Elements of the query heads of one key-value head, of the shape that the model is fitted to
-FITTED_GROUP_ELEMENTS = 4 * 128
+# The shape that the model is fitted to; smaller ones are not faster for it.
+FITTED_GROUP, FITTED_HEAD_DIM = 4, 128
 # Query rows of a key-value head, at most, for which narrow tiles are chosen
 MAX_NARROW_ROWS = 128
 HOPPER_HEAD_DIMS = (64, 128)
@@ -198,7 +198,7 @@ class CascadeAttention:
             num_decode_programs=self.decode.num_programs,
             num_flat_lanes=self.flat.num_lanes,
             tile_token_us=flops_per_token / (TRITON_FP8_FLOPS if is_fp8 else flops),
-            fold_weight=max(group * head_dim / FITTED_GROUP_ELEMENTS, 1.0),
+            fold_weight=max(group / FITTED_GROUP * max(head_dim / FITTED_HEAD_DIM, 1.0), 1.0),
         )
         if is_fp8:
             self.model = replace(self.model, **FP8_FIT)

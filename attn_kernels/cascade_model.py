@@ -78,7 +78,7 @@ class CascadeModel:
     own_turn_us: float = 0.0  # each request of a lane of decode; shows only in fp8
     late_us: float = 0.9  # more requests than half of decode's lanes
     fold_us: float = 0.4  # a slot for each program of decode
-    fold_weight: float = 1.0  # query heads and their elements of a program, over those of the fit
+    fold_weight: float = 1.0  # query heads of a slot and their size, over those of the fit
     fold_path_us: float = 0.1  # a slot of the request that has most, for what they exceed the fit
     margin: float = 0.9  # cascade must be estimated faster than flat by this factor
 
