@@ -46,14 +46,14 @@ class PlanBuffer:
         pinned = device.type == "cuda"
         self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._host_buffer = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._host_array: NDArray[np.int32] = self._host_buffer.numpy()
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def host(self) -> NDArray[np.int32]:
         """Return what `send` copies, to be written; waits until the last copy has left it."""
         if self._copied is not None:
             self._copied.synchronize()
-        array: NDArray[np.int32] = self._host_buffer.numpy()
-        return array
+        return self._host_array
 
     def send(self, used: int) -> None:
         """Copy the first `used` integers on the current stream."""
