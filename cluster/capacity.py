@@ -16,7 +16,6 @@ from llm_engine.model_config import read_model_config
 PROCESS_BYTES = 400 * 2**20  # of a worker beside weights and pages: Python, torch, activations
 CLUSTER_BYTES = 800 * 2**20  # Ray, controller and router
 HIGH_GPU_FRACTION = 0.95  # leaves room for activations
-MEMORY_REMEDY = "--prefill 1 --decode 1 --dtype bfloat16 --cpu-pages-mib 64"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +116,12 @@ def memory_shortage(
         return None
     is_hopeless = needed > memory.total_bytes
     return MemoryShortage(found=memory_account(needs, config, memory), is_hopeless=is_hopeless)
+
+
+def memory_remedy(config: ClusterConfig) -> str:
+    """Return the options of a cluster that takes little of a host without GPUs."""
+    by_memory = "--num-pages 0 " if config.num_pages else ""
+    return f"--prefill 1 --decode 1 --dtype bfloat16 {by_memory}--cpu-pages-mib 64"
 
 
 def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory) -> str:

@@ -17,7 +17,7 @@ from cluster.status import WIDE_COLUMNS, status_json, status_table
 from cluster.strict_command import told_by_flags
 from cluster.units import invalid_byte
 from pagewire import Client, Completion, Message, PagewireError, SamplingOptions, Stream
-from pagewire.arguments import check_sampling, refused
+from pagewire.arguments import check_sampling, check_timeout_s, refused
 
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
@@ -94,6 +94,7 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     check_sampling(options)  # not only with the first question
+    check_timeout_s("timeout_s", timeout_s)
     messages = [Message(role="system", content=system)] if system else []
     try:
         with Client(address) as client:

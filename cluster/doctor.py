@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.capacity import (
-    MEMORY_REMEDY,
     ModelNeeds,
     context_remedy,
     memory_account,
+    memory_remedy,
     memory_shortage,
     pages_of_worker,
     read_model_needs,
@@ -232,7 +232,7 @@ def check_memory(facts: HostFacts, config: ClusterConfig, needs: ModelNeeds) -> 
         check="memory",
         level="fail" if shortage.is_hopeless else "warn",
         found=shortage.found,
-        remedy=f"pagewire serve {MEMORY_REMEDY}",
+        remedy=f"pagewire serve {memory_remedy(config)}",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.capacity import MEMORY_REMEDY, memory_shortage, read_model_needs
+from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
 from cluster.config import ClusterConfig
 from cluster.controller import ControllerActor
 from cluster.devices import (
@@ -164,9 +164,9 @@ def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
     needs = read_model_needs(config.model, config, "cpu")
     shortage = memory_shortage(needs, config, read_host_memory())
     if shortage and shortage.is_hopeless:
-        raise PlacementError(f"{shortage.found}; try {MEMORY_REMEDY}")
+        raise PlacementError(f"{shortage.found}; try {memory_remedy(config)}")
     if shortage:
-        say(f"warning: {shortage.found}; if workers die, try {MEMORY_REMEDY}")
+        say(f"warning: {shortage.found}; if workers die, try {memory_remedy(config)}")
 
 
 def _attach_ray(config: ClusterConfig, shows_worker_logs: bool) -> None:

@@ -301,17 +301,29 @@ def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
 
 
 def test_chat_on_a_terminal_names_flags_too():
+    async def refuse(request, context):
+        told = "sampling.top_k: found 9; allowed: 0 to 4"
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, told)
+        yield
+
     near, far = pty.openpty()
     with (
-        serving_in_thread(answer) as (address, _),
-        running("chat", "--address", address, "--timeout-s", "0", stdin=far) as process,
+        serving_in_thread(refuse) as (address, _),
+        running("chat", "--address", address, stdin=far) as process,
     ):
         os.write(near, b"one\n\n")
         _, stderr = process.communicate(timeout=WAIT_S)
     os.close(near)
     os.close(far)
 
-    assert stderr.startswith("error: --timeout-s: found 0.0; allowed: seconds, above 0")
+    assert stderr.startswith("error: --top-k: found 9; allowed: 0 to 4")
+
+
+def test_chat_refuses_a_time_limit_before_the_first_question():
+    result = pagewire("chat", "--timeout-s", "0")
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --timeout-s: found 0.0; allowed: seconds, above 0")
 
 
 @pytest.mark.parametrize("command", [("chat",), ("generate", "x", "--max-tokens", "9")])

@@ -201,6 +201,10 @@ def test_workers_that_do_not_fit_into_memory_are_found(model_dir):
     assert "8 workers need about" in many.found
     assert "3.0 GiB of 16.0 GiB are free" in many.found
     assert "--prefill 1 --decode 1" in many.remedy
+    assert "--num-pages" not in many.remedy
+    fixed = findings(small, model=model_dir, prefill=4, decode=4, num_pages=100)["memory"]
+    assert "as num_pages is 100" in fixed.found
+    assert "--num-pages 0 --cpu-pages-mib 64" in fixed.remedy
     assert "memory" not in findings(GPU_HOST, model=model_dir)
     assert findings(small, model=model_dir, prefill=40, decode=40)["memory"].level == "fail"
 
