@@ -16,6 +16,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
+from tests.support.interpreter_types import remembered_types
+
 
 @contextmanager
 def interpreted() -> Iterator[None]:
@@ -46,7 +48,7 @@ def interpreted() -> Iterator[None]:
         builder.create_dot = _dot
         builder.create_fp_to_fp, builder.create_fp_trunc = _fp_to_fp, _fp_trunc
         # Overflow to infinity is as normal in a kernel as on a device.
-        with patched(run=run, call=call), np.errstate(all="ignore"):
+        with patched(run=run, call=call), remembered_types(), np.errstate(all="ignore"):
             yield
     finally:
         builder.create_dot, builder.create_fp_to_fp, builder.create_fp_trunc = saved
