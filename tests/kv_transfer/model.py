@@ -68,6 +68,7 @@ class Rules:
     # Steps are pure, so each is computed once.
     states: dict[Any, Interned] = field(default_factory=dict)
     steps: dict[Any, tuple[Interned, tuple[Any, ...]]] = field(default_factory=dict)
+    deliveries: dict[Any, tuple[tuple[str, Interned], ...]] = field(default_factory=dict)
 
     def intern(self, state: Any) -> Interned:
         # Texts and kinds of failures would only multiply equal states.
@@ -86,6 +87,30 @@ class Rules:
             state, actions = step(machine.state, plain)
             self.steps[key] = self.intern(state), actions
         return self.steps[key]
+
+    def deliverable(
+        self,
+        step: Callable[..., Any],
+        machine: Interned,
+        network: frozenset[Interned],
+        ticket: Ticket,
+        kind: Any,
+    ) -> tuple[tuple[str, Interned], ...]:
+        """Return names and messages of a kind, those that a machine would not ignore."""
+        key = (machine, network, ticket)
+        if key not in self.deliveries:
+            found = []
+            for message in network:
+                if not isinstance(message.state, kind):
+                    continue
+                addressed = message
+                if not self.has_ticket_fence:
+                    addressed = self.intern(replace(message.state, ticket=ticket))
+                following, actions = self.apply(step, machine, addressed)
+                if following is not machine or actions:
+                    found.append((type(message.state).__name__, addressed))
+            self.deliveries[key] = tuple(found)
+        return self.deliveries[key]
 
 
 class Attempt(NamedTuple):
@@ -240,12 +265,10 @@ def _receiver_steps(
     def event(world: World, event: object) -> World:
         return _receive_event(rules, world, index, event)
 
-    for message in world.network:
-        if isinstance(message.state, SenderMessage):
-            addressed = message
-            if not rules.has_ticket_fence:
-                addressed = rules.intern(replace(message.state, ticket=each.ticket))
-            yield f"deliver {type(message.state).__name__} to receiver ", event(world, addressed)
+    for name, message in rules.deliverable(
+        rules.receiver_step, each.receiver, world.network, each.ticket, SenderMessage
+    ):
+        yield f"deliver {name} to receiver ", event(world, message)
     for job in each.receiver_jobs:
         done = _update(world, index, receiver_jobs=each.receiver_jobs - {job})
         if job == "slot":
@@ -273,12 +296,10 @@ def _sender_steps(
         return _send_event(rules, world, index, event)
 
     assert each.sender is not None
-    for message in world.network:
-        if isinstance(message.state, ReceiverMessage):
-            addressed = message
-            if not rules.has_ticket_fence:
-                addressed = rules.intern(replace(message.state, ticket=each.ticket))
-            yield f"deliver {type(message.state).__name__} to sender ", event(world, addressed)
+    for name, message in rules.deliverable(
+        rules.sender_step, each.sender, world.network, each.ticket, ReceiverMessage
+    ):
+        yield f"deliver {name} to sender ", event(world, message)
     sender, receiver = each.sender.state, each.receiver.state
     # Chunks are counted from 0, pages from the first that the attempt wants.
     next_page = receiver.next_page - receiver.next_chunk + sender.num_chunks
