@@ -10,6 +10,7 @@ SIGKILL does: no cleanup of theirs runs. Pausing it holds them as SIGSTOP does, 
 
 import asyncio
 import contextvars
+import heapq
 import random
 import selectors
 import threading
@@ -43,10 +44,7 @@ class Process:
         self.name = name
         self.state = "running"
         self._frozen: set[asyncio.Task[Any]] = set()
-        # (handle, callback, args, context) of what became due while not running, in order
-        self._held: list[
-            tuple[asyncio.Handle, Callable[..., object], tuple[Any, ...], contextvars.Context]
-        ] = []
+        self._held: list[asyncio.Handle] = []  # what became due while not running, in order
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -78,25 +76,42 @@ class Process:
     def _run_held(self) -> None:
         self.state = "running"
         held, self._held = self._held, []
-        loop = asyncio.get_running_loop()
-        for handle, callback, args, context in held:
-            # Through the loop, so that one may still cancel another.
-            loop.call_soon(_unless_cancelled, handle, callback, args, context=context)
+        # Through the loop, so that one may still cancel another.
+        asyncio.get_running_loop()._ready.extend(held)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         return f"<Process {self.name} {self.state}>"
 
 
-def _unless_cancelled(
-    handle: asyncio.Handle, callback: Callable[..., object], args: tuple[Any, ...]
-) -> None:
-    if not handle.cancelled():
-        callback(*args)
-
-
 current_process: contextvars.ContextVar[Process | None] = contextvars.ContextVar(
     "current_process", default=None
 )
+
+
+class _Handle(asyncio.Handle):
+    """Runs only while its process does; else the process holds it."""
+
+    __slots__ = ("process",)
+    process: Process
+
+    def _run(self) -> None:
+        if self.process.state == "running":
+            super()._run()  # type: ignore[misc]
+        else:
+            self.process._held.append(self)
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    """As _Handle."""
+
+    __slots__ = ("process",)
+    process: Process
+
+    def _run(self) -> None:
+        if self.process.state == "running":
+            super()._run()  # type: ignore[misc]
+        else:
+            self.process._held.append(self)
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -158,11 +173,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         process = context.get(current_process)
         if process is None:
             return super().call_soon(callback, *args, context=context)
-        cell: list[asyncio.Handle] = []
-        handle = super().call_soon(
-            self._enter, process, cell, callback, args, context, context=context
-        )
-        cell.append(handle)
+        handle = _Handle(callback, args, self, context)
+        handle.process = process
+        self._ready.append(handle)  # type: ignore[attr-defined]
         return handle
 
     def call_at(
@@ -176,25 +189,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         process = context.get(current_process)
         if process is None:
             return super().call_at(when, callback, *args, context=context)
-        cell: list[asyncio.Handle] = []
-        handle = super().call_at(
-            when, self._enter, process, cell, callback, args, context, context=context
-        )
-        cell.append(handle)
-        return handle
-
-    def _enter(
-        self,
-        process: Process,
-        cell: list[asyncio.Handle],
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        context: contextvars.Context,
-    ) -> None:
-        if process.state == "running":
-            callback(*args)
-        else:
-            process._held.append((cell[0], callback, args, context))
+        timer = _TimerHandle(when, callback, args, self, context)
+        timer.process = process
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
     def _make_task(
         self,
