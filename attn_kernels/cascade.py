@@ -204,9 +204,11 @@ class CascadeAttention:
             self.model = replace(self.model, **FP8_FIT)
         elif self.flat is self.decode:
             # With two programs on a multiprocessor flat decode, too, gains more from reading again.
-            # The fit is that of the Hopper kernel, so that estimates must differ more.
             rate = self.model.repeated_bytes_per_us
-            self.model = replace(self.model, flat_repeated_bytes_per_us=rate, margin=0.84)
+            self.model = replace(self.model, flat_repeated_bytes_per_us=rate)
+        if not is_fp8 and isinstance(own_tile, DecodeTile):
+            # The fit is that of the Hopper kernel: estimates must differ more.
+            self.model = replace(self.model, margin=0.84)
         self._pages_desc = None
         if isinstance(self.tile, HopperSharedTile):
             if pages.dtype not in HALF_DTYPES:
