@@ -208,7 +208,7 @@ class CascadeAttention:
             self.model = replace(self.model, flat_repeated_bytes_per_us=rate)
         if not is_fp8 and isinstance(own_tile, DecodeTile):
             # The fit is that of the Hopper kernel: estimates must differ more.
-            self.model = replace(self.model, margin=0.84)
+            self.model = replace(self.model, margin=0.85)
         self._pages_desc = None
         if isinstance(self.tile, HopperSharedTile):
             if pages.dtype not in HALF_DTYPES:
