@@ -70,10 +70,16 @@ def generate(
             return
         usage = _show(client.stream(text, model=model, timeout_s=timeout_s, **options)).usage
     if usage:
+        faults = {
+            "preemptions": usage.preemptions,
+            "prefill_retries": usage.prefill_retries,
+            "resumptions": usage.resumptions,
+        }
         sys.stderr.write(
             f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens} "
             f"completion_tokens={usage.completion_tokens} pages_moved={usage.pages_moved} "
-            f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}\n"
+            f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}"
+            f"{''.join(f' {name}={count}' for name, count in faults.items() if count)}\n"
         )
 
 

@@ -14,8 +14,8 @@ Every option can stand in a YAML file (`pagewire serve --config cluster.yaml`) a
 `serve` and `demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags override
 the file, the file overrides the defaults, some of which differ in `demo` and on CPUs: `--help`
 shows what the command really uses. Unknown options, options given twice, and values that are not
-allowed end the command with exit code 2 and a line for each, which names the file, the option, the
-value found and what is allowed.
+allowed end the command with exit code 2 and a line for each, which names the file or the flag, the
+option and, of a value, what was found and what is allowed.
 
 ```yaml
 model: /models/llama-3-8b

@@ -73,7 +73,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a call cost and where; sums over all attempts, so work repeated after a fault shows."""
+    """What a call cost and where; sums over all attempts, so work repeated after a fault shows.
+
+    What a worker had computed that died before it told is missing.
+    """
 
     prompt_tokens: int
     completion_tokens: int  # of all choices
@@ -93,9 +96,11 @@ class Usage:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that nobody had to compute for this call."""
+        """Prompt tokens that were found, not computed, for this call; after a fault at least."""
         computed = self.prefill_computed_tokens + self.decode_computed_tokens
-        return max(self.prompt_tokens - computed, 0)
+        # A prefill worker that died took its count with it: not computed does not mean found.
+        found = max(self.prefill_cached_tokens, self.decode_cached_tokens)
+        return min(max(self.prompt_tokens - computed, 0), found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -171,6 +171,22 @@ def test_generate_prints_json_with_what_the_client_derives():
     assert counts.items() <= content["usage"].items()
 
 
+def test_the_account_tells_of_faults_only_where_there_were_some():
+    async def after_faults(request, context):
+        account = usage()
+        account.stats.prefill_retries, account.stats.resumptions = 1, 2
+        stop = common_pb2.FINISH_REASON_STOP
+        yield response("echo", [1], finish_reason=stop, usage=account)
+
+    with serving_in_thread(answer) as (address, _):
+        smooth = pagewire("generate", "hello", "--address", address)
+    with serving_in_thread(after_faults) as (address, _):
+        broken = pagewire("generate", "hello", "--address", address)
+
+    assert smooth.stderr.endswith(" tpot_ms=0.0\n")
+    assert broken.stderr.endswith(" tpot_ms=0.0 prefill_retries=1 resumptions=2\n")
+
+
 def test_chat_remembers_what_was_said_and_ends_with_its_input():
     with serving_in_thread(answer) as (address, service):
         result = pagewire("chat", "--address", address, "--system", "brief", text="one\ntwo\n")
