@@ -88,30 +88,25 @@ current_process: contextvars.ContextVar[Process | None] = contextvars.ContextVar
 )
 
 
-class _Handle(asyncio.Handle):
-    """Runs only while its process does; else the process holds it."""
+class _OfProcess:
+    """A handle that runs only while its process does; else the process holds it."""
 
-    __slots__ = ("process",)
+    __slots__ = ()
     process: Process
 
     def _run(self) -> None:
         if self.process.state == "running":
             super()._run()  # type: ignore[misc]
         else:
-            self.process._held.append(self)
+            self.process._held.append(self)  # type: ignore[arg-type]
 
 
-class _TimerHandle(asyncio.TimerHandle):
-    """As _Handle."""
-
+class _Handle(_OfProcess, asyncio.Handle):
     __slots__ = ("process",)
-    process: Process
 
-    def _run(self) -> None:
-        if self.process.state == "running":
-            super()._run()  # type: ignore[misc]
-        else:
-            self.process._held.append(self)
+
+class _TimerHandle(_OfProcess, asyncio.TimerHandle):
+    __slots__ = ("process",)
 
 
 class _JumpingSelector(selectors.SelectSelector):
