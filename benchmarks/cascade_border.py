@@ -9,7 +9,7 @@ timed of whose two estimates (attn_kernels.cascade_model) neither is 1.5 times t
 whichever is estimated faster, and flat, by the method of benchmarks.kernels. A row says which of
 the two the planner takes. tests/benchmarks/test_cascade_border.py holds the planner to the
 committed rows. The estimates were fitted to the grid and to random forests of other seeds, with the
-first shape; buffers are as large as the engine's (llm_engine.decode_triton).
+first shape; buffers are for as many rows as the engine's (llm_engine.decode_triton).
 """
 
 import argparse

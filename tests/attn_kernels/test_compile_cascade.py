@@ -123,9 +123,6 @@ SHARED_OPTION_SHAPES = [
     (32, 8, 128, 1, FP8, Options(q_dtype=FP16, soft_cap=30.0)),
     (10, 2, 64, 128, FP8, Options(q_dtype=FP16, sliding_window=1000)),
     (16, 8, 256, 64, FP8, Options(q_dtype=FP16, soft_cap=30.0, has_lse=True)),
-    (14, 1, 256, 128, BF16, Options(sliding_window=1000)),
-    (24, 2, 96, 1, BF16, Options(sliding_window=1000)),
-    (12, 1, 128, 128, FP8, Options(soft_cap=30.0)),
 ]
 
 
@@ -140,8 +137,34 @@ def test_both_launches_with_options(shape: tuple[int, int, int, int, torch.dtype
 
     check_shared_part(compile_launch(shared), attention.tile, head_dim, dtype)
     beside = compile_launch(decode)
-    check_decode(beside, attention.decode.group, head_dim, page_size, dtype)
+    check_decode(beside, head_dim, page_size, dtype)
     assert beside.ptx.count("griddepcontrol.wait") == 2
+
+
+# Groups of 9 to 16; bytes of spills of decode beside the shared part
+WIDE_GROUP_SHAPES = [
+    ((14, 1, 256, 128, BF16, Options(sliding_window=1000)), 1016),
+    ((24, 2, 96, 1, BF16, Options(sliding_window=1000)), 136),
+    ((12, 1, 128, 128, FP8, Options(soft_cap=30.0)), 136),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "spill_bytes"), WIDE_GROUP_SHAPES, ids=[id_of(each) for each, _ in WIDE_GROUP_SHAPES]
+)
+def test_both_launches_of_wide_groups(
+    shape: tuple[int, int, int, int, torch.dtype, Options], spill_bytes: int
+):
+    *heads_and_pages, dtype, options = shape
+    _, _, head_dim, page_size = heads_and_pages
+
+    attention, shared, decode = both_launches(
+        *heads_and_pages, dtype, max_requests=8, options=options
+    )
+
+    check_shared_part(compile_launch(shared), attention.tile, head_dim, dtype)
+    beside = compile_launch(decode)
+    check_decode(beside, head_dim, page_size, dtype, max_spill_bytes=spill_bytes)
 
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "inexact"])
@@ -171,5 +194,5 @@ def test_decode_waits_for_the_shared_part_before_it_folds_and_before_it_ends():
 
     compiled = compile_launch(decode)
 
-    check_decode(compiled, 4, 128, 64, BF16)
+    check_decode(compiled, 128, 64, BF16)
     assert compiled.ptx.count("griddepcontrol.wait") == 2

@@ -50,11 +50,9 @@ IDS = [
 # head_dim 256, a shape that works but is not tuned, many of them are spilled. Otherwise it is a few
 # bytes a thread, in some shapes, under one of the versions of Triton or the other.
 FEW_SPILLS = 56
-WIDE_GROUP_SPILLS = 136  # of decode for groups above 8, whose tiles have twice the columns
-LARGE_SPILLS = {False: 1016, True: 528}  # of decode with head_dim 256; is fp8 |-> bytes
+FP8_DECODE_SPILLS = {256: 528}  # head_dim |-> bytes
 FP8_CASCADE_SPILLS = {256: 272}
-# Of prefill within a window, with head_dim 256; is fp8 |-> bytes. Of any other: none
-LARGE_WINDOWED_PREFILL_SPILLS = {False: 16, True: 128}
+FP8_WINDOWED_PREFILL_SPILLS = {256: 112}  # without a window, and of any other shape: none
 
 
 def check(compiled: Compiled, *, max_spill_bytes: int = 0) -> None:
@@ -135,13 +133,17 @@ def compile_decode(
 
 
 def check_decode(
-    compiled: Compiled, group: int, head_dim: int, page_size: int, dtype: torch.dtype
+    compiled: Compiled,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    *,
+    max_spill_bytes: int = FEW_SPILLS,
 ) -> None:
     """What any launch of the Triton kernel must be, also one beside a shared part."""
     is_fp8 = dtype == torch.float8_e4m3fn
-    max_spill_bytes = FEW_SPILLS if group <= 8 else WIDE_GROUP_SPILLS
-    if head_dim == 256 and (is_fp8 or group > 4):
-        max_spill_bytes = LARGE_SPILLS[is_fp8]
+    if is_fp8:
+        max_spill_bytes = FP8_DECODE_SPILLS.get(head_dim, max_spill_bytes)
     check(compiled, max_spill_bytes=max_spill_bytes)
     tile = decode_tile(empty(1, 1, 2, 1, page_size, head_dim, dtype=dtype), is_hopper=False)
     programs = tile.programs_per_sm
@@ -163,7 +165,7 @@ def test_decode(
 ):
     compiled = compile_decode(num_qo_heads, num_kv_heads, head_dim, page_size, dtype)
 
-    check_decode(compiled, num_qo_heads // num_kv_heads, head_dim, page_size, dtype)
+    check_decode(compiled, head_dim, page_size, dtype)
 
 
 # Each option, pages of one token and queries in float16 over fp8, with each head size and kind of
@@ -188,27 +190,38 @@ def id_of(shape: tuple[int, int, int, int, torch.dtype, Options]) -> str:
     return f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}-{options}"
 
 
-# Groups of 9 to 16, the widest tiles of decode, with each head size
+@pytest.mark.parametrize("shape", OPTION_SHAPES, ids=id_of)
+def test_decode_with_options(shape: tuple[int, int, int, int, torch.dtype, Options]):
+    _, _, head_dim, page_size, dtype, _ = shape
+
+    check_decode(compile_decode(*shape), head_dim, page_size, dtype)
+
+
+# Groups of 9 to 16, whose tiles have twice the columns, with each head size; bytes of spills
 WIDE_GROUP_SHAPES = [
-    (16, 1, 64, 1, BF16, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)),
-    (28, 2, 96, 16, FP16, Options(soft_cap=30.0)),
-    (18, 2, 128, 16, FP16, Options(soft_cap=30.0)),
-    (16, 1, 128, 1, BF16, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)),
-    (11, 1, 256, 16, BF16, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)),
-    (16, 1, 64, 32, FP8, Options(soft_cap=30.0)),
-    (48, 4, 96, 1, FP8, Options(q_dtype=FP16, soft_cap=30.0)),
-    (15, 1, 128, 16, FP8, Options(q_dtype=FP16, soft_cap=30.0)),
-    (16, 1, 256, 64, FP8, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)),
+    ((16, 1, 64, 1, BF16, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)), 0),
+    ((28, 2, 96, 16, FP16, Options(soft_cap=30.0)), 136),
+    ((18, 2, 128, 16, FP16, Options(soft_cap=30.0)), 136),
+    ((16, 1, 128, 1, BF16, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)), 136),
+    ((11, 1, 256, 16, BF16, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)), 1016),
+    ((16, 1, 64, 32, FP8, Options(soft_cap=30.0)), 0),
+    ((48, 4, 96, 1, FP8, Options(q_dtype=FP16, soft_cap=30.0)), 136),
+    ((15, 1, 128, 16, FP8, Options(q_dtype=FP16, soft_cap=30.0)), 136),
+    ((16, 1, 256, 64, FP8, Options(sliding_window=4096, soft_cap=30.0, has_lse=True)), 528),
 ]
 
 
-@pytest.mark.parametrize("shape", [*OPTION_SHAPES, *WIDE_GROUP_SHAPES], ids=id_of)
-def test_decode_with_options(shape: tuple[int, int, int, int, torch.dtype, Options]):
-    num_qo_heads, num_kv_heads, head_dim, page_size, dtype, _ = shape
+@pytest.mark.parametrize(
+    ("shape", "spill_bytes"), WIDE_GROUP_SHAPES, ids=[id_of(each) for each, _ in WIDE_GROUP_SHAPES]
+)
+def test_decode_of_wide_groups(
+    shape: tuple[int, int, int, int, torch.dtype, Options], spill_bytes: int
+):
+    _, _, head_dim, page_size, dtype, _ = shape
 
     compiled = compile_decode(*shape)
 
-    check_decode(compiled, num_qo_heads // num_kv_heads, head_dim, page_size, dtype)
+    check_decode(compiled, head_dim, page_size, dtype, max_spill_bytes=spill_bytes)
 
 
 def compile_prefill(
@@ -270,21 +283,32 @@ def test_prefill(
     check_prefill(compiled, dtype)
 
 
-# Heads of 256 within a window, the most registers of prefill
-LARGE_WINDOWED_SHAPES = [
-    (2, 1, 256, 32, BF16, Options(sliding_window=4096, has_lse=True)),
-    (56, 4, 256, 128, FP8, Options(sliding_window=4096)),
-]
-
-
-@pytest.mark.parametrize("shape", [*OPTION_SHAPES, *LARGE_WINDOWED_SHAPES], ids=id_of)
+@pytest.mark.parametrize("shape", OPTION_SHAPES, ids=id_of)
 def test_prefill_with_options(shape: tuple[int, int, int, int, torch.dtype, Options]):
     _, _, head_dim, _, dtype, options = shape
     max_spill_bytes = 0
-    if head_dim == 256 and options.sliding_window is not None:
-        max_spill_bytes = LARGE_WINDOWED_PREFILL_SPILLS[dtype == FP8]
+    if dtype == FP8 and options.sliding_window is not None:
+        max_spill_bytes = FP8_WINDOWED_PREFILL_SPILLS.get(head_dim, 0)
 
     check_prefill(compile_prefill(*shape), dtype, max_spill_bytes=max_spill_bytes)
+
+
+# The most registers of prefill; bytes of spills
+LARGE_WINDOWED_SHAPES = [
+    ((2, 1, 256, 32, BF16, Options(sliding_window=4096, has_lse=True)), 16),
+    ((56, 4, 256, 128, FP8, Options(sliding_window=4096)), 128),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "spill_bytes"),
+    LARGE_WINDOWED_SHAPES,
+    ids=[id_of(each) for each, _ in LARGE_WINDOWED_SHAPES],
+)
+def test_prefill_of_large_heads_within_a_window(
+    shape: tuple[int, int, int, int, torch.dtype, Options], spill_bytes: int
+):
+    check_prefill(compile_prefill(*shape), shape[4], max_spill_bytes=spill_bytes)
 
 
 def small_launches() -> dict[str, Callable[[], object]]:
