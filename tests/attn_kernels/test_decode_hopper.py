@@ -8,24 +8,38 @@ from attn_kernels.decode import DecodeAttention, DecodeTile, HopperDecodeTile, d
 from attn_kernels.decode_plan import SplitRule
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized
 from tests.attn_kernels.sm90 import compile_launch, launches_of
+from tests.attn_kernels.sm90_shapes import BF16, CAP, FP8, FP16, WINDOW, Shape
 
 MAX_SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 1024  # of a program, for the system
 TWIN = DecodeTile(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
 
 SHAPES = [
-    # num_qo_heads, num_kv_heads, head_dim, page_size, dtype
-    (32, 8, 128, 64, torch.bfloat16),
-    (28, 4, 128, 128, torch.bfloat16),
-    (16, 1, 128, 64, torch.float16),
-    (4, 4, 128, 64, torch.bfloat16),
-    (32, 8, 64, 64, torch.bfloat16),
-    (10, 2, 64, 128, torch.float16),
-    (64, 8, 128, 64, torch.bfloat16),
-    (32, 8, 128, 64, torch.float8_e4m3fn),
-    (10, 2, 64, 128, torch.float8_e4m3fn),
+    Shape(32, 8, 128, 64, BF16),
+    Shape(28, 4, 128, 128, BF16),
+    Shape(16, 1, 128, 64, FP16),
+    Shape(4, 4, 128, 64, BF16),
+    Shape(32, 8, 64, 64, BF16),
+    Shape(10, 2, 64, 128, FP16),
+    Shape(64, 8, 128, 64, BF16),
+    Shape(32, 8, 128, 64, FP8),
+    Shape(10, 2, 64, 128, FP8),
 ]
-IDS = [f"{qo}of{kv}-d{dim}-p{page}-{str(dtype)[6:]}" for qo, kv, dim, page, dtype in SHAPES]
+# With the rest of the pairs of head size, page size, dtypes, kind of group, options and tile
+COMPILED_SHAPES = [
+    *SHAPES,
+    Shape(16, 1, 64, 128, FP8, WINDOW, CAP, has_lse=True, over_fp8=FP16, overlaps=True),
+    Shape(32, 8, 128, 64, FP16, WINDOW, CAP, has_lse=True, overlaps=True),
+    Shape(28, 4, 128, 64, FP8, has_lse=True, over_fp8=FP16, overlaps=True),
+    Shape(8, 8, 128, 128, FP8, WINDOW, CAP, overlaps=True),
+    Shape(28, 4, 128, 128, BF16, WINDOW, CAP, has_lse=True),
+    Shape(24, 2, 128, 128, BF16, overlaps=True),
+    Shape(4, 4, 64, 64, FP8, None, CAP, has_lse=True, over_fp8=FP16),
+    Shape(16, 8, 64, 128, FP8, WINDOW, over_fp8=FP16),
+    Shape(48, 4, 128, 128, FP8, WINDOW, CAP, has_lse=True),
+    Shape(32, 32, 128, 64, FP16, WINDOW, CAP, overlaps=True),
+    Shape(6, 1, 128, 64, BF16, None, CAP, has_lse=True, overlaps=True),
+]
 # One token, borders of tiles, splits and segments and their neighbours, none, and many at once.
 KV_LENS = [1, 64, 63, 0, 65, 256, 257, 255, 2048, 2049, 5000, 700, 1, 3000, 12_345, 130]
 
@@ -64,54 +78,41 @@ def states(
     return out, lse
 
 
-def cuda_case(kv_lens: list[int], shape: tuple[int, int, int, int, torch.dtype]) -> PagedCase:
-    num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
-    is_fp8 = dtype == torch.float8_e4m3fn
+def cuda_case(kv_lens: list[int], shape: Shape) -> PagedCase:
     case = make_case(
         [1] * len(kv_lens),
         kv_lens,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=torch.bfloat16 if is_fp8 else dtype,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=shape.page_size,
+        dtype=shape.q_dtype,
         device="cuda",
     )
-    return quantized(case, torch.bfloat16) if is_fp8 else case
+    return quantized(case, shape.q_dtype) if shape.dtype == FP8 else case
 
 
-def check_launch(
-    shape: tuple[int, int, int, int, torch.dtype],
-    *,
-    is_windowed: bool,
-    overlaps: bool,
-    fp8_q_dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """Compile what is launched: it fits, spills nothing and uses the units that make it fast."""
-    num_qo_heads, num_kv_heads, head_dim, page_size, dtype = shape
-    pages = torch.empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
-    tile = decode_tile(pages, is_hopper=True, beside_shared=overlaps)
-    is_fp8 = dtype == torch.float8_e4m3fn
-    scales = torch.ones(2, num_kv_heads) if is_fp8 else None
+@pytest.mark.parametrize("shape", COMPILED_SHAPES, ids=str)
+def test_programs_fit_a_multiprocessor_and_nothing_spills(shape: Shape):
+    pages = shape.pages()
+    tile = decode_tile(pages, is_hopper=True, beside_shared=shape.overlaps)
 
     def launch() -> None:
         attention = DecodeAttention(
             pages,
-            num_qo_heads=num_qo_heads,
+            num_qo_heads=shape.num_qo_heads,
             scale=0.1,
             max_requests=1,
             max_kv_tokens=64,
-            k_scale=scales,
-            v_scale=scales,
             tile=tile,
-            sliding_window=100 if is_windowed else None,
-            soft_cap=30.0 if is_windowed else None,
+            sliding_window=shape.sliding_window,
+            soft_cap=shape.soft_cap,
+            **shape.scales(),
         )
-        q_dtype = fp8_q_dtype if is_fp8 else dtype
-        q = torch.empty(1, num_qo_heads, head_dim, dtype=q_dtype)
-        lse = torch.empty(1, num_qo_heads) if overlaps else None
+        q = torch.empty(1, shape.num_qo_heads, shape.head_dim, dtype=shape.q_dtype)
+        lse = torch.empty(1, shape.num_qo_heads) if shape.has_lse else None
         table = torch.empty(1, dtype=torch.int32)
-        attention.launch(q, 0, table, torch.empty_like(q), lse, overlaps=overlaps)
+        attention.launch(q, 0, table, torch.empty_like(q), lse, overlaps=shape.overlaps)
 
     (launched,) = launches_of(launch)
     compiled = compile_launch(launched)
@@ -122,38 +123,19 @@ def check_launch(
         MAX_SHARED_BYTES + RESERVED_BYTES
     )
     assert "wgmma.mma_async" in compiled.ptx
-    assert ("griddepcontrol.wait" in compiled.ptx) == overlaps
+    assert ("griddepcontrol.wait" in compiled.ptx) == shape.overlaps
     assert "mma.sync" not in compiled.ptx
     assert "cp.async.bulk.tensor.4d" in compiled.ptx
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "overlaps"])
-@pytest.mark.parametrize("is_windowed", [False, True], ids=["all", "window"])
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_programs_fit_a_multiprocessor_and_nothing_spills(
-    shape: tuple[int, int, int, int, torch.dtype], is_windowed: bool, overlaps: bool
-):
-    check_launch(shape, is_windowed=is_windowed, overlaps=overlaps)
-
-
-@pytest.mark.parametrize("overlaps", [False, True], ids=["alone", "overlaps"])
-@pytest.mark.parametrize("shape", SHAPES[-2:], ids=IDS[-2:])
-def test_queries_in_float16_over_fp8_pages(
-    shape: tuple[int, int, int, int, torch.dtype], overlaps: bool
-):
-    check_launch(shape, is_windowed=overlaps, overlaps=overlaps, fp8_q_dtype=torch.float16)
-
-
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_bits_are_the_twins_and_results_the_references(
-    shape: tuple[int, int, int, int, torch.dtype],
-):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_are_the_twins_and_results_the_references(shape: Shape):
     case = cuda_case(KV_LENS, shape)
 
     is_twin_of(case)
-    is_twin_of(case, num_programs=shape[1] * 3)  # few lanes of many items
+    is_twin_of(case, num_programs=shape.num_kv_heads * 3)  # few lanes of many items
 
     out, lse = states(case, decode_tile(case.pages), None)
     assert_close(out, case, lse=lse)

@@ -12,6 +12,7 @@ from attn_kernels.prefill_hopper import HopperTile
 from attn_kernels.prefill_triton import PrefillTile
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
+from tests.attn_kernels.sm90_shapes import BF16, FP16, WINDOW, Shape
 
 MAX_SHARED_BYTES = 227 * 1024
 MAX_SPILL_BYTES = 16  # a scalar or two of the start: warps begin with few registers
@@ -19,18 +20,29 @@ NUM_WARPS = 12  # two warpgroups that multiply, and one of which a warp copies
 MMA_SHAPES = {64: "m64n64k16", 128: "m64n128k16"}
 
 SHAPES = [
-    # num_qo_heads, num_kv_heads, head_dim, page_size, dtype, sliding_window
-    (32, 8, 128, 64, torch.bfloat16, None),
-    (32, 8, 128, 64, torch.bfloat16, 4096),
-    (28, 4, 128, 16, torch.bfloat16, None),
-    (5, 1, 128, 32, torch.float16, 100),
-    (4, 4, 128, 128, torch.bfloat16, None),
-    (32, 8, 64, 64, torch.bfloat16, None),
-    (8, 1, 64, 16, torch.float16, 100),
+    Shape(32, 8, 128, 64, BF16, has_lse=True),
+    Shape(32, 8, 128, 64, BF16, WINDOW),
+    Shape(28, 4, 128, 16, BF16, has_lse=True),
+    Shape(5, 1, 128, 32, FP16, 100),
+    Shape(4, 4, 128, 128, BF16, has_lse=True),
+    Shape(32, 8, 64, 64, BF16, has_lse=True),
+    Shape(8, 1, 64, 16, FP16, 100),
 ]
-IDS = [
-    f"{qo}of{kv}-d{dim}-p{page}-{str(dtype).removeprefix('torch.')}-w{window}"
-    for qo, kv, dim, page, dtype, window in SHAPES
+# With the rest of the pairs of head size, page size, dtype, kind of group and options
+COMPILED_SHAPES = [
+    Shape(32, 8, 128, 64, BF16),
+    *SHAPES,
+    Shape(16, 1, 64, 32, BF16),
+    Shape(28, 4, 64, 64, BF16, WINDOW, has_lse=True),
+    Shape(10, 2, 64, 128, BF16),
+    Shape(8, 8, 128, 16, BF16, has_lse=True),
+    Shape(4, 4, 64, 32, FP16, WINDOW, has_lse=True),
+    Shape(32, 8, 64, 32, FP16, has_lse=True),
+    Shape(32, 32, 64, 64, FP16),
+    Shape(24, 2, 64, 64, FP16, WINDOW, has_lse=True),
+    Shape(11, 1, 64, 128, FP16, WINDOW, has_lse=True),
+    Shape(16, 8, 64, 128, FP16, WINDOW),
+    Shape(16, 1, 128, 16, FP16, WINDOW),
 ]
 # Chunks whose tiles of rows see one, two, three and more tiles of keys, and that end within a tile,
 # and one without new tokens.
@@ -43,23 +55,17 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-def compiled(
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: torch.dtype,
-    window: int | None,
-    *,
-    has_lse: bool = False,
-) -> Compiled:
-    pages = torch.empty(2, 2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
-    q = torch.empty(5, num_qo_heads, head_dim, dtype=dtype)
-    lse = torch.empty(5, num_qo_heads) if has_lse else None
+def compiled(shape: Shape) -> Compiled:
+    q = torch.empty(5, shape.num_qo_heads, shape.head_dim, dtype=shape.dtype)
+    lse = torch.empty(5, shape.num_qo_heads) if shape.has_lse else None
 
     def launch() -> None:
         attention = PrefillAttention(
-            pages, num_qo_heads=num_qo_heads, scale=0.1, sliding_window=window, tile=HopperTile()
+            shape.pages(),
+            num_qo_heads=shape.num_qo_heads,
+            scale=0.1,
+            sliding_window=shape.sliding_window,
+            tile=HopperTile(),
         )
         attention.plan([5], [5])
         table = torch.zeros(2, dtype=torch.int32)
@@ -69,14 +75,14 @@ def compiled(
     return compile_launch(only)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: tuple):
-    result = compiled(*shape, has_lse=shape[5] is None)
+@pytest.mark.parametrize("shape", COMPILED_SHAPES, ids=str)
+def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: Shape):
+    result = compiled(shape)
 
     assert result.shared_bytes <= MAX_SHARED_BYTES
     assert result.spill_bytes <= MAX_SPILL_BYTES, f"{result.spill_bytes} bytes of local memory"
     assert result.registers * NUM_WARPS * 32 <= 65_536
-    assert f"wgmma.mma_async.sync.aligned.{MMA_SHAPES[shape[2]]}" in result.ptx
+    assert f"wgmma.mma_async.sync.aligned.{MMA_SHAPES[shape.head_dim]}" in result.ptx
     assert "cp.async.bulk.tensor.2d" in result.ptx
     assert "setmaxnreg.inc.sync.aligned.u32 \t240" in result.ptx
     assert "ex2.approx.ftz.f32" in result.ptx
@@ -84,7 +90,7 @@ def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: tuple):
 
 
 def test_the_next_keys_are_multiplied_before_the_softmax_of_the_present_ones():
-    ptx = compiled(*SHAPES[0]).ptx
+    ptx = compiled(COMPILED_SHAPES[0]).ptx
 
     turns = re.findall(r"bar\.sync 8.*?bar\.arrive 9.*?\n", ptx, re.DOTALL)
     loop = max(turns, key=lambda turn: turn.count("wgmma.mma_async"))
@@ -126,16 +132,15 @@ def test_queries_at_an_odd_address_are_refused(device: str):
         attention.run(q, 0, table, table)
 
 
-def case_of(qo_lens: list[int], kv_lens: list[int], shape: tuple) -> PagedCase:
-    num_qo_heads, num_kv_heads, head_dim, page_size, dtype, _ = shape
+def case_of(qo_lens: list[int], kv_lens: list[int], shape: Shape) -> PagedCase:
     return make_case(
         qo_lens,
         kv_lens,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=dtype,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=shape.page_size,
+        dtype=shape.dtype,
         device="cuda",
     )
 
@@ -170,14 +175,14 @@ def prefill(
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_as_accurate_as_eager_attention(shape: tuple):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_accurate_as_eager_attention(shape: Shape):
     case = case_of(QO_LENS, KV_LENS, shape)
     lse = torch.empty(case.q.shape[:2], device="cuda")
 
-    out = run(planned(case, shape[5]), case, lse=lse)
+    out = run(planned(case, shape.sliding_window), case, lse=lse)
 
-    assert_close(out, case, shape[5], lse=lse)
+    assert_close(out, case, shape.sliding_window, lse=lse)
 
 
 @pytest.mark.gpu
@@ -198,10 +203,10 @@ def test_the_same_bits_by_any_number_of_programs_and_stages(
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6]], ids=[IDS[0], IDS[6]])
-def test_the_same_bits_in_any_run(shape: tuple):
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6]], ids=str)
+def test_the_same_bits_in_any_run(shape: Shape):
     case = case_of(QO_LENS, KV_LENS, shape)
-    attention = planned(case, shape[5])
+    attention = planned(case, shape.sliding_window)
     lse = torch.empty(case.q.shape[:2], device="cuda")
     together = run(attention, case, lse=lse)
     lse_together = lse.clone()

@@ -1,0 +1,169 @@
+"""What attention is compiled for Hopper with, and which pairs of its parts that leaves out."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+HEAD_DIMS = (64, 96, 128, 256)
+PAGE_SIZES = (1, 16, 32, 64, 128)
+DTYPES = ((BF16, BF16), (FP16, FP16), (FP8, BF16), (FP8, FP16))  # of pages and of queries
+WINDOW, CAP = 4096, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A pool, and what attention over it is made and run with."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype  # of pages
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_lse: bool = False
+    over_fp8: torch.dtype = BF16  # of queries over pages in fp8; over others it is the pages'
+    is_exact: bool = True  # cascade only
+    overlaps: bool = False  # decode only
+
+    @property
+    def group(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        return self.over_fp8 if self.dtype == FP8 else self.dtype
+
+    def pages(self) -> torch.Tensor:
+        return torch.empty(
+            2, 2, 2, self.num_kv_heads, self.page_size, self.head_dim, dtype=self.dtype
+        )
+
+    def scales(self) -> dict[str, torch.Tensor]:
+        if self.dtype != FP8:
+            return {}
+        scale = torch.empty(2, self.num_kv_heads)
+        return {"k_scale": scale, "v_scale": scale}
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.num_qo_heads}of{self.num_kv_heads}-d{self.head_dim}-p{self.page_size}",
+            str(self.dtype).removeprefix("torch."),
+            f"q-{self.q_dtype}".replace("torch.", "") if self.q_dtype != self.dtype else "",
+            "window" if self.sliding_window else "",
+            "cap" if self.soft_cap else "",
+            "lse" if self.has_lse else "",
+            "" if self.is_exact else "inexact",
+            "overlaps" if self.overlaps else "",
+        ]
+        return "-".join(filter(None, parts))
+
+
+# Llama-3-8B's shape first, then each head size, page size, group and dtype that ships.
+PLAIN_SHAPES = [
+    Shape(32, 8, 128, 64, BF16),
+    Shape(32, 8, 128, 16, FP16),
+    Shape(32, 8, 64, 32, BF16),
+    Shape(40, 8, 96, 64, BF16),
+    Shape(28, 4, 128, 128, BF16),
+    Shape(16, 1, 128, 64, BF16),
+    Shape(4, 4, 128, 64, BF16),
+    Shape(16, 8, 256, 64, BF16),
+    Shape(16, 8, 256, 16, BF16),
+    Shape(32, 8, 128, 64, torch.float32),
+    Shape(32, 8, 128, 64, FP8),
+    Shape(32, 8, 128, 16, FP8),
+    Shape(32, 8, 64, 32, FP8),
+    Shape(40, 8, 96, 64, FP8),
+    Shape(16, 8, 256, 64, FP8),
+    Shape(16, 8, 256, 16, FP8),
+    Shape(64, 8, 128, 64, BF16),
+]
+# With those above, each pair of head size, page size, dtypes, kind of group, options and
+# tile (test_compile_coverage), rather than all combinations: each takes a second or two.
+OPTION_SHAPES = [
+    Shape(32, 8, 128, 1, BF16, WINDOW, CAP, has_lse=True, is_exact=False),
+    Shape(5, 1, 64, 16, FP16, WINDOW, is_exact=False),
+    Shape(6, 2, 96, 1, BF16, None, CAP, is_exact=False),
+    Shape(16, 8, 256, 1, FP16, has_lse=True, is_exact=False),
+    Shape(16, 8, 256, 32, BF16, WINDOW, CAP, is_exact=False),
+    Shape(32, 8, 128, 1, FP8, WINDOW, over_fp8=FP16, is_exact=False),
+    Shape(10, 2, 64, 128, FP8, None, CAP, has_lse=True, is_exact=False),
+    Shape(40, 8, 96, 16, FP8, None, CAP, over_fp8=FP16, is_exact=False),
+    Shape(16, 8, 256, 64, FP8, WINDOW, CAP, has_lse=True, over_fp8=FP16, is_exact=False),
+    Shape(32, 32, 256, 1, FP8, WINDOW, CAP, is_exact=False),
+    Shape(28, 2, 96, 128, FP16, WINDOW, CAP, has_lse=True, overlaps=True),
+    Shape(16, 1, 256, 32, FP8, has_lse=True, over_fp8=FP16, overlaps=True),
+    Shape(4, 4, 96, 32, FP16, WINDOW, has_lse=True, is_exact=False, overlaps=True),
+    Shape(
+        56,
+        8,
+        256,
+        128,
+        FP8,
+        WINDOW,
+        CAP,
+        has_lse=True,
+        over_fp8=FP16,
+        is_exact=False,
+        overlaps=True,
+    ),
+    Shape(8, 8, 64, 16, FP8, has_lse=True, over_fp8=FP16, overlaps=True),
+    Shape(48, 4, 64, 1, FP8, WINDOW, overlaps=True),
+    Shape(32, 32, 256, 128, BF16, WINDOW, CAP, has_lse=True, overlaps=True),
+    Shape(15, 1, 64, 64, FP16, WINDOW, CAP, is_exact=False, overlaps=True),
+    Shape(32, 8, 96, 128, FP8, WINDOW, over_fp8=FP16, is_exact=False, overlaps=True),
+    Shape(28, 4, 128, 32, FP8, None, CAP, is_exact=False, overlaps=True),
+    Shape(11, 1, 256, 16, BF16, is_exact=False, overlaps=True),
+    Shape(6, 1, 256, 16, FP16, has_lse=True, overlaps=True),
+]
+SHAPES = PLAIN_SHAPES + OPTION_SHAPES
+
+Factors = dict[str, object]
+
+
+def factors_of(shape: Shape, names: Iterable[str], tile: object) -> Factors:
+    """Return the parts of a shape that a kernel depends on, the tile among them."""
+    group = shape.group
+    kind = (
+        "one"
+        if group == 1
+        else "more than eight"
+        if group > 8
+        else "a power of two"
+        if group in (2, 4, 8)
+        else "not a power of two"
+    )
+    parts: Factors = {
+        "head_dim": shape.head_dim,
+        "page_size": shape.page_size,
+        "dtypes": (shape.dtype, shape.q_dtype),
+        "group": kind,
+        "window": shape.sliding_window is not None,
+        "cap": shape.soft_cap is not None,
+        "lse": shape.has_lse,
+        "exact": shape.is_exact,
+        "overlaps": shape.overlaps,
+    }
+    return {name: parts[name] for name in names} | {"tile": tile}
+
+
+def missing_pairs(
+    shapes: Iterable[Shape],
+    all_shapes: Iterable[Shape],
+    names: Iterable[str],
+    tile_of: Callable[[Shape], object],
+) -> set[object]:
+    """Return the pairs of parts that some shape has and none of the compiled shapes."""
+    names = tuple(names)
+
+    def pairs(chosen: Iterable[Shape]) -> set[object]:
+        found: set[object] = set()
+        for shape in chosen:
+            found.update(combinations(factors_of(shape, names, tile_of(shape)).items(), 2))
+        return found
+
+    return pairs(all_shapes) - pairs(shapes)
