@@ -54,12 +54,19 @@ def load_config(
         defaults: A command's own, given what file and command line set.
 
     Raises:
-        ConfigError: Has a line for each wrong option: the file, the option's path, the value found
-            and what is allowed.
+        ConfigError: Has a line for each wrong option: the file and the option's path, or its flag,
+            the value found and what is allowed.
     """
     values: dict[str, Any] = {}
-    origin: dict[str, str] = {}  # option path |-> where its value is from
+    origin: dict[str, str] = {}  # option path |-> where its value is from, unless a flag gave it
+    options = config_options()
+    flags = {name: option.flag for name, option in options.items() if name in overrides}
     wrong = []
+
+    def refuse(name: str, message: str) -> None:
+        told = _with_flags(message, flags)  # a flag is place enough
+        wrong.append(told if name in overrides else f"{origin[name]}: {told}")
+
     if path is not None:
         content, duplicates = _read_yaml(path)
         wrong += [f"{path}: {each}" for each in duplicates]
@@ -67,13 +74,11 @@ def load_config(
             if name in values:
                 wrong.append(f"{path}: {name} is given twice; give it once")
             values[name], origin[name] = value, str(path)
-    for name, value in overrides.items():
-        values[name], origin[name] = value, "command line"
-    options = config_options()
+    values |= overrides
     for name in [name for name in values if name not in options]:
-        wrong.append(f"{origin[name]}: {_unknown(name, values.pop(name), options)}")
+        refuse(name, _unknown(name, values.pop(name), options))
     for name in [name for name in values if not _has_type(values[name], options[name].value_type)]:
-        wrong.append(f"{origin[name]}: {_not_allowed(name, values.pop(name), options)}")
+        refuse(name, _not_allowed(name, values.pop(name), options))
     for name, value in defaults(values).items():
         values.setdefault(name, value)
         origin.setdefault(name, "default")
@@ -85,7 +90,7 @@ def load_config(
             # A section's rules are looked at only when the types of its options are right, so the
             # rest is checked again without what was wrong.
             for problem in _explain(error, values, options):
-                wrong.append(f"{origin[problem.paths[0]]}: {problem.message}")
+                refuse(problem.paths[0], problem.message)
                 for name in problem.paths:
                     values.pop(name, None)
     if wrong:
@@ -142,6 +147,21 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
         section, _, name = path.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[name] = value
     return tree
+
+
+def _with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Return a message with flags for the paths of options that the command line gave.
+
+    Args:
+        message: Begins with an option's path. Further ones are told from words, such as host, by
+            their dots and underscores, and from a part of a value by blanks.
+        flags: Option path |-> flag.
+    """
+    return re.sub(
+        r"^[\w.]+|(?<= )[a-z]+[._][\w.]+(?=[ ,]|$)",
+        lambda path: flags.get(path[0], path[0]),
+        message,
+    )
 
 
 def _has_type(value: object, wanted: Any) -> bool:

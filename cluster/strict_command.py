@@ -1,4 +1,4 @@
-"""A command whose errors speak of its options as they stand on the command line."""
+"""A command whose errors speak of its parameters as they stand on the command line."""
 
 import re
 from collections.abc import Iterable
@@ -48,14 +48,16 @@ class StrictCommand(TyperCommand):
 def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     """Return an error's lines, with --max-tokens for sampling.max_tokens where they begin with it.
 
+    The same for `--stop` and `sampling.stop[0]`, and for the argument `prompt` and `prompt.text`.
+
     Args:
         error: Of the client or of the router, whose fields are named as in the request.
-        parameters: Of the command; fields that none of its options sets keep their names.
+        parameters: Of the command; fields that none of them sets keep their names.
     """
-    flags = {each.name: each.opts[0] for each in parameters if each.param_type_name == "option"}
+    spellings = {each.name: each.opts[0] for each in parameters}
     return re.sub(
-        r"^(?:sampling\.)?(\w+)(?=\[|:)",
-        lambda field: flags.get(field[1], field[0]),
+        r"^(?:sampling\.)?(\w+)(?:\.text|\[\d+\])?(?=:)",
+        lambda field: spellings.get(field[1], field[0]),
         str(error),
         flags=re.MULTILINE,
     )

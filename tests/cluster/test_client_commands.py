@@ -298,6 +298,9 @@ def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
         "sampling.min_p: found 2; allowed: 0 to 1",
         "model: found 'x'; allowed: 'tiny', or empty",
         "input.text: found 9 characters; allowed: at most 8",
+        "prompt.text: found 9 characters; allowed: at most 8",
+        "sampling.stop[1]: found 0 characters; allowed: 1 to 8",
+        "sampling.stop_token_ids[1]: found 9; allowed: 0 to 8",
     ]
 
     async def refuse(request, context):
@@ -312,6 +315,9 @@ def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
         lines[1],  # has no flag
         lines[2].replace("model", "--model"),
         lines[3],
+        lines[4].replace("prompt.text", "prompt"),
+        lines[5].replace("sampling.stop[1]", "--stop"),
+        lines[6],
     ]
     assert result.stderr.splitlines() == [f"error: {each}" for each in told]
 

@@ -182,7 +182,7 @@ def test_errors_say_where_the_value_came_from(tmp_path):
         load_config(path, {"decode": 0})
 
     assert f"{path}: prefill is 0" in str(caught.value)
-    assert "command line: decode is 0" in str(caught.value)
+    assert "\n--decode is 0" in str(caught.value)
 
 
 def test_all_errors_are_told_at_once(tmp_path):
@@ -202,8 +202,8 @@ def test_all_errors_are_told_at_once(tmp_path):
             f"{path}: router.dead_after_s is 0.0",
             f"{path}: router.max_index_pages is 'many'",
             f"{path}: router.max_resumptions is -1",
-            "command line: decode_worker.max_step_tokens is 9",
-            "command line: transfer.ack_s is -1.0",
+            "--decode-worker-max-step-tokens is 9",
+            "--transfer-ack-s is -1.0",
         ]
     )
 
@@ -220,19 +220,61 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
         f"{path}: router.dead_after_s is given twice, in lines 4 and 4",
         f"{path}: transfer.ack_s is given twice",
         f"{path}: unknown option zebra",
-        "command line: decode is 0",
+        "--decode is 0",
         f"{path}: router.dead_after_s is 0.0",
     ]
 
 
 @pytest.mark.parametrize(
-    "options", [{"router.dead_after_s": 0.9}, {"decode_worker.heartbeat_s": 1.5}]
+    ("options", "words"),
+    [
+        (
+            {"router.dead_after_s": 0.9},
+            "--router-dead-after-s is 0.9; it must be at least twice prefill_worker.heartbeat_s",
+        ),
+        (
+            {"decode_worker.heartbeat_s": 1.5},
+            "router.dead_after_s is 2.0; it must be at least twice --decode-worker-heartbeat-s",
+        ),
+    ],
 )
-def test_workers_are_not_dead_between_two_heartbeats(options):
-    with pytest.raises(
-        ConfigError, match=r"command line: router.dead_after_s is .* at least twice"
-    ):
+def test_workers_are_not_dead_between_two_heartbeats(options, words):
+    with pytest.raises(ConfigError) as caught:
         load_config(None, options)
+
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "line"),
+    [
+        ("", {"host": ""}, "--host is ''; it must be a host name or an address, without a port"),
+        ("", {"host": "a:1", "port": 1}, "--host is 'a:1'; it must be a host name or an address"),
+        ("", {"dtype": "page_size x", "page_size": 16}, "--dtype is 'page_size x'; it must be"),
+        (
+            "ray_address: auto",
+            {"workers_per_gpu": 2},
+            "--workers-per-gpu is 2; it must be 1 with ray_address, where",
+        ),
+        (
+            "workers_per_gpu: 2",
+            {"ray_address": "auto"},
+            "workers_per_gpu is 2; it must be 1 with --ray-address, where",
+        ),
+        (
+            "",
+            {"decode_worker.max_running_sequences": 4096},
+            "decode_worker.max_step_tokens is 2048; it must exceed "
+            "--decode-worker-max-running-sequences, which is 4096",
+        ),
+    ],
+)
+def test_options_of_the_command_line_are_named_as_they_stand_there(tmp_path, text, options, line):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), options)
+
+    assert line in str(caught.value)
+    assert not str(caught.value).startswith("command line")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "gpu-7.example.org", "::1"])
