@@ -7,7 +7,7 @@ PagewireError
 │   ├── AuthenticationError     the caller is unknown or not allowed
 │   └── OverloadedError         the cluster is full; try again after `retry_after_s`
 ├── TransportError              the answer did not arrive; the request itself may be fine
-│   ├── ConnectionFailedError   nobody answers at the address, or the connection broke
+│   ├── ConnectionFailedError   no router answers at the address, or the connection broke
 │   ├── UnavailableError        the router answers, but no worker can serve the request now
 │   ├── TimeoutError            `timeout_s` passed
 │   └── CancelledError          the call was cancelled by the other side
@@ -79,7 +79,7 @@ class TransportError(PagewireError):
 
 
 class ConnectionFailedError(TransportError):
-    """Nobody answers at the address, or the connection broke."""
+    """No router answers at the address, or the connection broke."""
 
 
 class UnavailableError(TransportError):

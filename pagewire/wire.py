@@ -34,6 +34,7 @@ from protos import common_pb2, inference_pb2
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # of an answer; a router may take less, and says so
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_NO_GRPC = "Failed parsing HTTP/2"  # as gRPC says it of HTTP/1.1, SSH and others
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as gRPC says it
 
 Prompt = str | Sequence[int]
@@ -168,10 +169,12 @@ def error_from(
             )
         case grpc.StatusCode.UNAVAILABLE if _is_from_server(failure):
             return errors.UnavailableError(message, code=code.name)
-        case grpc.StatusCode.UNAVAILABLE:
-            return errors.ConnectionFailedError(
-                f"no connection to {address}: {message}", code=code.name
-            )
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.UNIMPLEMENTED:
+            # A router has all methods; what lacks one is a worker, or no part of Pagewire at all.
+            is_other = code is grpc.StatusCode.UNIMPLEMENTED or _NO_GRPC in message
+            other = f"something answers at {address}, but it is not a Pagewire router"
+            told = other if is_other else f"no connection to {address}"
+            return errors.ConnectionFailedError(f"{told}: {message}", code=code.name)
         case grpc.StatusCode.ABORTED | grpc.StatusCode.FAILED_PRECONDITION:
             return errors.UnavailableError(message, code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -2,6 +2,7 @@ import asyncio
 import gc
 import re
 import struct
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -244,6 +245,39 @@ def test_nobody_at_the_address_is_a_failed_connection():
 
     with pytest.raises(pagewire.ConnectionFailedError, match=r"127\.0\.0\.1"):
         asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def other_grpc_server():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def http_server():
+    async def refuse(reader, writer):
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize("other_server", [other_grpc_server, http_server])
+def test_what_answers_and_is_no_router_is_told_from_nobody(other_server):
+    async def scenario():
+        async with other_server() as port, AsyncClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(pagewire.ConnectionFailedError) as caught:
+                await client.status()
+            told = f"something answers at {client.address}, but it is not a Pagewire router: "
+            assert caught.value.message.startswith(told)
+
+    asyncio.run(scenario())
 
 
 def test_timeout_ends_the_call_and_the_work_behind_it():
