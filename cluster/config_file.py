@@ -68,12 +68,15 @@ def load_config(
         wrong.append(told if name in overrides else f"{origin[name]}: {told}")
 
     if path is not None:
-        content, duplicates = _read_yaml(path)
-        wrong += [f"{path}: {each}" for each in duplicates]
+        content, keys = _read_yaml(path)
+        lines: dict[str, int] = {}  # path of an option or section |-> line of its last use
+        for name, line in keys:
+            if name in lines:
+                both = f"lines {lines[name]} and {line}"
+                wrong.append(f"{path}: {name} is given twice, in {both}; give it once")
+            lines[name] = line
         for name, value in _flatten(content):
-            if name in values:
-                wrong.append(f"{path}: {name} is given twice; give it once")
-            values[name], origin[name] = value, str(path)
+            values[name], origin[name] = value, f"{path}, line {lines[name]}"
     values |= overrides
     for name in [name for name in values if name not in options]:
         refuse(name, _unknown(name, values.pop(name), options))
@@ -98,8 +101,8 @@ def load_config(
     return config
 
 
-def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """Return a file's mapping, and a line for each key that it has twice."""
+def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
+    """Return a file's mapping, and of each key in it, repeated ones too, the path and the line."""
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -118,18 +121,14 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: holds {type(content).__name__}, must be a mapping of options")
-    return content, list(_duplicates(node))
+    return content, list(_keys(node))
 
 
-def _duplicates(node: yaml.Node | None, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each key that a mapping has twice; its last value stays."""
-    lines: dict[str, int] = {}  # key |-> line of its last use
+def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        path, line = f"{prefix}{key.value}", key.start_mark.line + 1
-        if path in lines:
-            yield f"{path} is given twice, in lines {lines[path]} and {line}; give it once"
-        lines[path] = line
-        yield from _duplicates(value, f"{path}.")
+        path = f"{prefix}{key.value}"
+        yield path, key.start_mark.line + 1
+        yield from _keys(value, f"{path}.")
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -89,20 +89,20 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             "decode_worker: {max_step_tokens: x}",
             ["is 'x'; it must be an integer, and must exceed decode_worker.max_running_sequences"],
         ),
-        ("prefill: 0", ["cluster.yaml: prefill is 0; it must be an integer, 1 to 1024"]),
+        ("prefill: 0", ["cluster.yaml, line 1: prefill is 0; it must be an integer, 1 to 1024"]),
         ("prefill: many", ["prefill is 'many'; it must be an integer, 1 to 1024"]),
         ("page_size: 24", ["page_size is 24", "16, 32, 64 or 128"]),
         ("device: tpu", ["device is 'tpu'", "'auto', 'cpu' or 'cuda'"]),
         ("port: 70000", ["port is 70000; it must be an integer, 0 to 65535"]),
         ("router: {max_active_requests: 0}", ["router.max_active_requests is 0"]),
         ("router: {dead_after_s: .nan}", ["router.dead_after_s is nan"]),
-        ("transfer: {post_s: -1}", ["cluster.yaml: transfer.post_s is -1", "positive"]),
+        ("transfer: {post_s: -1}", ["cluster.yaml, line 1: transfer.post_s is -1", "positive"]),
         ("decode_worker: {heartbeat_s: .inf}", ["decode_worker.heartbeat_s is inf", "finite"]),
         ("prefill_worker: {max_overtakes: -2}", ["prefill_worker.max_overtakes is -2", "0 or"]),
         (
             "decode_worker: {max_running_sequences: 4096}",
             [
-                "cluster.yaml: decode_worker.max_step_tokens is 2048; it must exceed "
+                "cluster.yaml, line 1: decode_worker.max_step_tokens is 2048; it must exceed "
                 "decode_worker.max_running_sequences, which is 4096"
             ],
         ),
@@ -122,7 +122,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("prefill: true", ["prefill is True; it must be an integer, 1 to 1024"]),
         ("start_timeout_s: .nan", ["start_timeout_s is nan; it must be a finite number above 0"]),
         ("model: 5", ["model is 5; it must be the path of a checkpoint folder"]),
-        ('model: ""', ["cluster.yaml: model is ''; it must be the path of a checkpoint folder"]),
+        (
+            'model: ""',
+            ["cluster.yaml, line 1: model is ''; it must be the path of a checkpoint folder"],
+        ),
         ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
         ("host: ''", ["host is ''", "must be a host name or an address"]),
         (
@@ -137,7 +140,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             ["prefill is given twice, in lines 1 and 3; give it once"],
         ),
         ("router: {dead_after_s: 1, dead_after_s: 2}", [": router.dead_after_s is given twice"]),
-        ("router: {dead_after_s: 1}\nrouter.dead_after_s: 2", ["router.dead_after_s is given"]),
+        ("router: {dead_after_s: 1}\nrouter.dead_after_s: 2", ["given twice, in lines 1 and 2;"]),
         ("true: 1", ["unknown option true; see docs"]),
         ("router: {true: 3}", ["unknown option router.true; see docs"]),
         ("router: {on: 3}", ["unknown option router.on; see docs"]),
@@ -181,13 +184,13 @@ def test_errors_say_where_the_value_came_from(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(path, {"decode": 0})
 
-    assert f"{path}: prefill is 0" in str(caught.value)
+    assert f"{path}, line 1: prefill is 0" in str(caught.value)
     assert "\n--decode is 0" in str(caught.value)
 
 
 def test_all_errors_are_told_at_once(tmp_path):
     lines = "prefil: 2\nport: -1\nzebra: 1\n"
-    sections = "router: {dead_after_s: 0, max_index_pages: many, max_resumptions: -1}\n"
+    sections = "router: {dead_after_s: 0,\n  max_index_pages: many,\n  max_resumptions: -1}\n"
     path = write(tmp_path, lines + sections)
 
     with pytest.raises(ConfigError) as caught:
@@ -196,16 +199,36 @@ def test_all_errors_are_told_at_once(tmp_path):
     named = [line.split("; ")[0] for line in str(caught.value).splitlines()]
     assert sorted(named) == sorted(
         [
-            f"{path}: unknown option prefil",
-            f"{path}: unknown option zebra",
-            f"{path}: port is -1",
-            f"{path}: router.dead_after_s is 0.0",
-            f"{path}: router.max_index_pages is 'many'",
-            f"{path}: router.max_resumptions is -1",
+            f"{path}, line 1: unknown option prefil",
+            f"{path}, line 3: unknown option zebra",
+            f"{path}, line 2: port is -1",
+            f"{path}, line 4: router.dead_after_s is 0.0",
+            f"{path}, line 5: router.max_index_pages is 'many'",
+            f"{path}, line 6: router.max_resumptions is -1",
             "--decode-worker-max-step-tokens is 9",
             "--transfer-ack-s is -1.0",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "decode: 1\nrouter:\n  # of wrong type\n  max_resumptions: x",
+        "decode: 1\nrouter:\n  # out of range\n  max_resumptions:\n    -1",
+        "decode: 1\nrouter:\n  # unknown\n  max_resumption: 1",
+        "decode: 1\n\n\nrouter.max_resumptions: -1",
+        "decode: 1\nrouter:\n  <<:\n    max_resumptions: -1",
+        "decode: 1\n# a rule of two\nray_address: auto\nworkers_per_gpu: 2",
+    ],
+)
+def test_errors_say_in_which_line_of_the_file_the_option_is(tmp_path, text):
+    path = write(tmp_path, text)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+
+    assert str(caught.value).startswith(f"{path}, line 4: ")
 
 
 def test_keys_given_twice_hide_no_other_error(tmp_path):
@@ -218,10 +241,10 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
     assert [line.split("; ")[0] for line in str(caught.value).splitlines()] == [
         f"{path}: prefill is given twice, in lines 1 and 2",
         f"{path}: router.dead_after_s is given twice, in lines 4 and 4",
-        f"{path}: transfer.ack_s is given twice",
-        f"{path}: unknown option zebra",
+        f"{path}: transfer.ack_s is given twice, in lines 5 and 6",
+        f"{path}, line 3: unknown option zebra",
         "--decode is 0",
-        f"{path}: router.dead_after_s is 0.0",
+        f"{path}, line 4: router.dead_after_s is 0.0",
     ]
 
 
