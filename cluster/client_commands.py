@@ -68,8 +68,8 @@ def generate(
             completion = client.generate(text, model=model, timeout_s=timeout_s, **options)
             Console().print_json(data=_completion_fields(completion))
             return
-        usage = _show(client.stream(text, model=model, timeout_s=timeout_s, **options)).usage
-    if usage:
+        answer = _show(client.stream(text, model=model, timeout_s=timeout_s, **options))
+    if usage := answer.usage:
         faults = {
             "preemptions": usage.preemptions,
             "prefill_retries": usage.prefill_retries,
@@ -81,6 +81,13 @@ def generate(
             f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}"
             f"{''.join(f' {name}={count}' for name, count in faults.items() if count)}\n"
         )
+        # The router cuts max_tokens to what the context holds.
+        if answer.finish_reason == "length" and usage.completion_tokens < max_tokens:
+            context_tokens = usage.prompt_tokens + usage.completion_tokens
+            sys.stderr.write(
+                f"note: the context of {context_tokens} tokens, prompt included, was full before "
+                f"--max-tokens {max_tokens}\n"
+            )
 
 
 def chat(

@@ -187,6 +187,22 @@ def test_the_account_tells_of_faults_only_where_there_were_some():
     assert broken.stderr.endswith(" tpot_ms=0.0 prefill_retries=1 resumptions=2\n")
 
 
+def test_a_full_context_is_noted_where_it_ended_the_answer():
+    async def until_full(request, context):
+        length = common_pb2.FINISH_REASON_LENGTH
+        yield response("echo", [1, 2], finish_reason=length, usage=usage())
+
+    with serving_in_thread(until_full) as (address, _):
+        cut, whole = (
+            pagewire("generate", "hello", "--address", address, "--max-tokens", limit)
+            for limit in ("3", "2")
+        )
+
+    said = "note: the context of 42 tokens, prompt included, was full before --max-tokens 3\n"
+    assert cut.stderr.endswith(f" tpot_ms=0.0\n{said}")
+    assert whole.stderr.endswith(" tpot_ms=0.0\n")
+
+
 def test_chat_remembers_what_was_said_and_ends_with_its_input():
     with serving_in_thread(answer) as (address, service):
         result = pagewire("chat", "--address", address, "--system", "brief", text="one\ntwo\n")
