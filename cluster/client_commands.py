@@ -3,15 +3,17 @@
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from cluster.status import WIDE_COLUMNS, status_json, status_table
 from cluster.strict_command import told_by_flags
@@ -22,6 +24,7 @@ from pagewire.arguments import check_sampling, check_timeout_s, refused
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
 STATUS_PERIOD_S = 0.5
+LONG_WAIT_S = 2.0  # for a first token; only longer waits are shown
 INTERRUPTED = 128 + signal.SIGINT  # an exit code, as shells know it
 
 AddressFlag = Annotated[str, typer.Option("--address", help="Where the router is, host:port.")]
@@ -180,7 +183,9 @@ def _show(stream: Stream) -> Completion:
     """Write an answer as it comes, and end its line also where it breaks off."""
     with stream:
         try:
-            for delta in stream:
+            with _long_wait_shown():
+                first = list(islice(stream, 1))
+            for delta in chain(first, stream):
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
         except PagewireError:
@@ -189,6 +194,39 @@ def _show(stream: Stream) -> Completion:
             raise
     sys.stdout.write("\n")
     return stream.completion
+
+
+@contextmanager
+def _long_wait_shown() -> Iterator[None]:
+    """Tell a terminal how long the first token is waited for, and clear the line when it comes."""
+    # None: it is closed. A Console would take FORCE_COLOR for a terminal.
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    out = Console(stderr=True)
+    started_at = time.monotonic()
+    line = Live(
+        get_renderable=lambda: Text(
+            f"waiting for the first token, {time.monotonic() - started_at:.0f} s"
+        ),
+        console=out,
+        refresh_per_second=2,
+        transient=True,
+    )
+
+    def show() -> None:
+        line.start(refresh=True)
+        out.show_cursor()  # which Live hides; a stop by Ctrl-Z would leave it so
+
+    timer = threading.Timer(LONG_WAIT_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        line.stop()
 
 
 def _questions() -> Iterator[str]:

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -32,6 +33,7 @@ COMMANDS = [
 ]
 PAGEWIRE = [sys.executable, "-m", "cluster"]
 WAIT_S = 30
+ERASED_LINE = "\x1b[1A\x1b[2K"  # that above, by rich at the end of what it showed there
 
 
 async def answer(request, context):
@@ -355,6 +357,78 @@ def test_chat_on_a_terminal_names_flags_too():
     os.close(far)
 
     assert stderr.startswith("error: --top-k: found 9; allowed: 0 to 4")
+
+
+def shown_until(terminal, words):
+    """Return what a terminal shows; raises OSError if its process ends without these words."""
+    shown = b""
+    while words not in shown:
+        shown += os.read(terminal, 1000)
+    return shown.decode()
+
+
+def test_a_long_wait_for_the_first_token_is_shown_to_a_terminal_alone(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes no terminal of a pipe
+    is_shown = threading.Event()
+
+    async def answer_late(request, context):
+        deadline = time.monotonic() + 10
+        while not is_shown.is_set() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        async for each in answer(request, context):
+            yield each
+
+    near, far = pty.openpty()
+    with serving_in_thread(answer_late) as (address, service):
+        command = ("generate", "hello", "--address", address)
+        with running(*command) as piped:
+            until(lambda: service.requests)
+            with running(*command, stderr=far) as watched:
+                os.close(far)
+                wait = shown_until(near, b"waiting for the first token, 3 s")
+                is_shown.set()
+                end = shown_until(near, b"ttft_ms")
+                answers = [process.stdout.read() for process in (piped, watched)]
+            account = piped.stderr.read()
+    os.close(near)
+
+    assert wait.index("first token, ") == wait.index("first token, 2 s")
+    assert ERASED_LINE in end[: end.index("prompt_tokens")]
+    assert answers == ["echo hello\n"] * 2
+    assert account.startswith("prompt_tokens")
+
+
+def test_an_interrupt_of_a_long_wait_clears_its_line(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
+    async def never_answer(request, context):
+        await asyncio.sleep(10)
+        yield response()
+
+    near, far = pty.openpty()
+    with (
+        serving_in_thread(never_answer) as (address, _),
+        running("generate", "hello", "--address", address, stderr=far) as process,
+    ):
+        os.close(far)
+        shown_until(near, b"waiting for the first token, 2 s")
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(WAIT_S) == 130
+        assert process.stdout.read() == ""
+        shown_until(near, ERASED_LINE.encode())
+    os.close(near)
+
+
+def test_chat_needs_no_standard_error():
+    with serving_in_thread(answer) as (address, _):
+        closed = ["sh", "-c", 'exec "$@" 2>&-', "sh", *PAGEWIRE, "chat", "--address", address]
+        result = subprocess.run(
+            closed, input="hello\n", stdout=subprocess.PIPE, text=True, timeout=WAIT_S
+        )
+
+    assert (result.returncode, result.stdout) == (0, "echo hello\n")
 
 
 def test_chat_refuses_a_time_limit_before_the_first_question():
