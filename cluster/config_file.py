@@ -121,7 +121,10 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
         return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: holds {type(content).__name__}, must be a mapping of options")
-    return content, list(_keys(node))
+    try:
+        return content, list(_keys(node))
+    except RecursionError as error:
+        raise ConfigError(f"{path}: has a mapping that holds itself, by an anchor") from error
 
 
 def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
