@@ -98,11 +98,14 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]
 
 
 @pytest.fixture
-def engine(tmp_path: Path, recorders: list[LaunchRecorder]) -> Engine:
+def engine(
+    tmp_path: Path, recorders: list[LaunchRecorder], request: pytest.FixtureRequest
+) -> Engine:
+    """An engine of one layer; a test's parameter says how many it has instead."""
     write_checkpoint(
         tmp_path,
         "llama",
-        num_hidden_layers=2,
+        num_hidden_layers=getattr(request, "param", 1),
         hidden_size=32,
         dtype=torch.bfloat16,
         num_attention_heads=2,
@@ -159,6 +162,7 @@ def assert_equal(
         assert torch.equal(kv, expected_kv)
 
 
+@pytest.mark.parametrize("engine", [2], indirect=True, ids=["two-layers"])
 def test_each_number_of_rows_is_recorded_when_it_comes_a_second_time(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
