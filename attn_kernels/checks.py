@@ -5,6 +5,7 @@ What only the device knows is checked in a debug mode, by debug_checks.py.
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 import numpy.typing as npt
@@ -189,12 +190,15 @@ def hopper_refusal(
 
 def check_scores(scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
     """Check what makes the scores of an attention kernel."""
+    check_number("scale", scale)
     if not math.isfinite(scale):
         raise ShapeError(f"scale is {scale}, must be finite")
     if sliding_window is not None:
         check_at_least_one("sliding_window", sliding_window, otherwise=" or None")
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ShapeError(f"soft_cap is {soft_cap}, must be positive and finite, or None")
+    if soft_cap is not None:
+        check_number("soft_cap", soft_cap, otherwise=" or None")
+        if not 0 < soft_cap < math.inf:
+            raise ShapeError(f"soft_cap is {soft_cap}, must be positive and finite, or None")
 
 
 def check_attention_inputs(
@@ -255,6 +259,12 @@ def check_int(name: str, value: int, *, otherwise: str = "") -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise DtypeError(f"{name} is {value!r}, must be an int{otherwise}")
+
+
+def check_number(name: str, value: float, *, otherwise: str = "") -> None:
+    """Check that a value is a number; arguments as of `check_int`."""
+    if not isinstance(value, Real):
+        raise DtypeError(f"{name} is {value!r}, must be a number{otherwise}")
 
 
 def check_at_least_one(name: str, value: int, *, otherwise: str = "") -> None:

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_kernels.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from attn_kernels.checks import FLOAT_DTYPES, check_launchable, check_number, check_tensor
 from attn_kernels.errors import ShapeError
 from attn_kernels.jit.elementwise import rms_norm_kernel, silu_mul_kernel
 from attn_kernels.tiles import padded
@@ -34,6 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
     check_tensor("weight", weight, shape=(size,), dtype=x.dtype, device=device)
     if residual is not None:
         check_tensor("residual", residual, shape=(num_rows, size), dtype=x.dtype, device=device)
+    check_number("eps", eps)
     if not 0 <= eps < math.inf:
         raise ShapeError(f"eps is {eps}, must be at least 0 and finite")
     out = torch.empty((num_rows, size), dtype=x.dtype, device=device)

@@ -34,7 +34,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_kernels.checks import check_launchable, check_tensor
+from attn_kernels.checks import check_int, check_launchable, check_tensor
 from attn_kernels.debug_checks import check_edits, check_values, debug
 from attn_kernels.errors import CapacityError, DtypeError, ShapeError
 from attn_kernels.jit.edit_logits import edit_logits_kernel
@@ -131,6 +131,8 @@ class TokenSampler:
         device: torch.device | str,
         shape: SamplingShape | None = None,
     ) -> None:
+        check_int("vocab_size", vocab_size)
+        check_int("max_rows", max_rows)
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ShapeError(f"vocab_size is {vocab_size}, must be 1 to {MAX_VOCAB_SIZE}")
         if not 1 <= max_rows <= MAX_ROWS:
@@ -221,6 +223,7 @@ class TokenSampler:
         """
         num_rows = self._check_logits(logits)
         self._check("tokens", tokens, (num_rows,), torch.int32)
+        check_int("num_top", num_top)
         if not 0 <= num_top <= MAX_TOP_LOGPROBS:
             raise ShapeError(f"num_top is {num_top}, must be 0 to {MAX_TOP_LOGPROBS}")
         if debug.is_on:

@@ -10,7 +10,7 @@ medians, and the longest of all.
 "@compact" is the same on a pool of one layer. Where a case's tokens do not fit the pool in all 32
 layers, its pages have as many as fit (15 for 128x8192 in 64 GB). "tbps" counts the bytes of keys
 and values read, or of logits, each once, "tflops" the operations of the visible scores. plan() is
-host time, the least of medians on eight cores, and no part of "us". Matrix products draw so much
+host time, the least of medians on 16 cores, and no part of "us". Matrix products draw so much
 power that the clocks fall within a second: a prefill case starts after a rest, "@sustained" follows
 at once.
 

@@ -91,9 +91,7 @@ def compile_launch(launch: Launch) -> Compiled:
                 attrs[(index,)] = [["tt.divisibility", 16]]
     source_of = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
     source = source_of(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    options = {
-        name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options
-    }
+    options = {name: value for name, value in launch.options.items() if name not in names}
     key = (source.hash(), *sorted(options.items()))
     if key not in _compiled:  # launchers choose the same for many a shape
         _compiled[key] = _compile(source, options)

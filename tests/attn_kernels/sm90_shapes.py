@@ -119,6 +119,10 @@ OPTION_SHAPES = [
     Shape(28, 4, 128, 32, FP8, None, CAP, is_exact=False, overlaps=True),
     Shape(11, 1, 256, 16, BF16, is_exact=False, overlaps=True),
     Shape(6, 1, 256, 16, FP16, has_lse=True, overlaps=True),
+    # The rest of the groups
+    Shape(9, 1, 128, 16, BF16),
+    Shape(10, 1, 128, 16, BF16, is_exact=False),
+    Shape(13, 1, 128, 32, FP16, WINDOW, CAP, has_lse=True),
 ]
 SHAPES = PLAIN_SHAPES + OPTION_SHAPES
 

@@ -111,6 +111,10 @@ def test_each_pair_is_compiled(name: str) -> None:
     assert missing == set()
 
 
+def test_each_group_is_compiled() -> None:
+    assert {shape.group for shape in SHAPES} == set(range(1, 17))
+
+
 def test_a_shape_left_out_is_missed() -> None:
     kernel = KERNELS["decode"]
     without = [shape for shape in kernel.compiled if shape.head_dim != 96]

@@ -14,7 +14,7 @@ from attn_kernels.merge import merge_states
 from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
-from tests.attn_kernels.sm90_shapes import BF16, FP8, FP16, SHAPES, Shape
+from tests.attn_kernels.sm90_shapes import BF16, FP8, FP16, HEAD_DIMS, SHAPES, Shape
 
 MAX_SHARED_BYTES = 227 * 1024
 INT32 = torch.int32
@@ -28,6 +28,9 @@ FP8_CASCADE_SPILLS = {256: 272}
 # What else spills more, in bytes: tiles of groups above eight have twice the columns, and heads of
 # 256 twice those of 128.
 DECODE_SPILLS = {
+    "9of1-d128-p16-bfloat16": 64,
+    "10of1-d128-p16-bfloat16-inexact": 96,
+    "13of1-d128-p32-float16-window-cap-lse": 112,
     "28of2-d96-p128-float16-window-cap-lse-overlaps": 80,
     "6of1-d256-p16-float16-lse-overlaps": 232,
     "11of1-d256-p16-bfloat16-inexact-overlaps": 616,
@@ -121,58 +124,81 @@ def test_prefill(shape: Shape):
         assert "mma.sync" not in compiled.ptx
 
 
+def append(
+    head_dim: int = 128,
+    q_dtype: torch.dtype = BF16,
+    dtype: torch.dtype | None = None,
+    *,
+    num_qo_heads: int = 32,
+    num_kv_heads: int = 8,
+    num_angles: int | None = None,
+) -> torch.Tensor:
+    """Rotate and append; `dtype` is of the pages, None the queries'."""
+    ids = empty(4, dtype=torch.int64)
+    angles = empty(9, head_dim // 2 if num_angles is None else num_angles, dtype=torch.float32)
+    scale = empty(2, num_kv_heads, dtype=torch.float32)
+    return rotate_and_append(
+        empty(4, num_qo_heads, head_dim, dtype=q_dtype),
+        empty(4, num_kv_heads, head_dim, dtype=q_dtype),
+        empty(4, num_kv_heads, head_dim, dtype=q_dtype),
+        empty(4, 2, 2, num_kv_heads, 64, head_dim, dtype=dtype or q_dtype),
+        0,
+        cos=angles,
+        sin=angles,
+        positions=ids,
+        append_page=ids,
+        append_offset=ids,
+        **({"k_scale": scale, "v_scale": scale} if dtype == FP8 else {}),
+    )
+
+
+def merge(head_dim: int, dtype: torch.dtype) -> object:
+    lses = empty(3, 4, 32, dtype=torch.float32)
+    return merge_states(empty(3, 4, 32, head_dim, dtype=dtype), lses)
+
+
+def norm(dtype: torch.dtype) -> object:
+    weight = empty(4096, dtype=dtype)
+    return rms_norm(empty(4, 4096, dtype=dtype), weight, 1e-5, residual=empty(4, 4096, dtype=dtype))
+
+
+def gate(dtype: torch.dtype) -> object:
+    return silu_mul(empty(4, 14336, dtype=dtype), empty(4, 14336, dtype=dtype))
+
+
 def small_launches() -> dict[str, Callable[[], object]]:
     ids = empty(4, dtype=torch.int64)
     pages = empty(4, 32, 2, 8, 64, 128)
     words = empty(4, 1 << 16, dtype=INT32)
-
-    def append(
-        num_angles: int, pages: torch.Tensor = pages, dtype: torch.dtype = BF16
-    ) -> torch.Tensor:
-        head_dim = pages.shape[5]
-        scale = empty(32, 8, dtype=torch.float32)
-        scales = {"k_scale": scale, "v_scale": scale} if pages.dtype == FP8 else {}
-        return rotate_and_append(
-            empty(4, 32, head_dim, dtype=dtype),
-            empty(4, 8, head_dim, dtype=dtype),
-            empty(4, 8, head_dim, dtype=dtype),
-            pages,
-            0,
-            cos=empty(9, num_angles, dtype=torch.float32),
-            sin=empty(9, num_angles, dtype=torch.float32),
-            positions=ids,
-            append_page=ids,
-            append_offset=ids,
-            **scales,
-        )
-
-    def merge(head_dim: int, dtype: torch.dtype = BF16) -> object:
-        lses = empty(3, 4, 32, dtype=torch.float32)
-        return merge_states(empty(3, 4, 32, head_dim, dtype=dtype), lses)
-
+    dtypes = {"bfloat16": BF16, "float16": FP16, "float32": torch.float32}
+    of_dtype = {
+        f"{name}_{dtype_name}": partial(launch, dtype)
+        for dtype_name, dtype in dtypes.items()
+        for name, launch in (("rms_norm", norm), ("silu_mul", gate))
+    }
     of_head_dim = {
-        f"{name}_d{head_dim}": partial(launch, head_dim)
-        for head_dim in (64, 96, 256)
-        for name, launch in (
-            ("merge", merge),
-            ("rotate_and_append", lambda size: append(size // 2, empty(4, 2, 2, 8, 64, size))),
+        f"{name}_d{head_dim}_{dtype_name}": partial(launch, head_dim, dtype)
+        for head_dim in HEAD_DIMS
+        for dtype_name, dtype in dtypes.items()
+        for name, launch in (("merge", merge), ("rotate_and_append", append))
+    }
+    to_fp8 = {
+        f"rotate_and_append_d{head_dim}_{q_dtype}_to_fp8": partial(
+            append, head_dim, dtypes[q_dtype], FP8
         )
+        for head_dim in HEAD_DIMS
+        for q_dtype in ("bfloat16", "float16")
     }
     return {
+        **of_dtype,
         **of_head_dim,
-        "merge": lambda: merge(128),
-        "merge_float16": lambda: merge(128, FP16),
-        "merge_float32": lambda: merge(128, torch.float32),
-        "rotate_and_append_float16": lambda: append(64, pages.to(FP16), FP16),
-        "rotate_and_append_float32": lambda: append(64, pages.float(), torch.float32),
-        "rotate_and_append": lambda: append(64),
-        "rotate_and_append_partial": lambda: append(16),
-        "rotate_and_append_fp8": lambda: append(64, pages.to(FP8)),
-        "rotate_and_append_partial_fp8": lambda: append(16, pages.to(FP8)),
-        "rotate_and_append_float16_to_fp8": lambda: append(64, pages.to(FP8), FP16),
-        "rms_norm": lambda: rms_norm(empty(4, 4096), empty(4096), 1e-5, residual=empty(4, 4096)),
+        **to_fp8,
+        "rotate_and_append_partial": lambda: append(num_angles=16),
+        "rotate_and_append_partial_to_fp8": lambda: append(dtype=FP8, num_angles=16),
+        "rotate_and_append_group_1": lambda: append(num_qo_heads=8),
+        "rotate_and_append_group_7": lambda: append(num_qo_heads=28, num_kv_heads=4),
+        "rotate_and_append_group_16": lambda: append(num_qo_heads=16, num_kv_heads=1),
         "rms_norm_wide": lambda: rms_norm(empty(4, 8192), empty(8192), 1e-5),
-        "silu_mul": lambda: silu_mul(empty(4, 14336), empty(4, 14336)),
         "gather_pages": lambda: gather_pages(pages, ids, empty(4, 1 << 22)),
         "scatter_pages": lambda: scatter_pages(empty(4, 1 << 22), ids, pages),
         "copy_pages": lambda: copy_pages(pages, ids, ids),

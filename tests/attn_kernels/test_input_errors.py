@@ -110,7 +110,9 @@ CASES: list[tuple[dict[str, object], type[KernelInputError], str]] = [
     ({"sliding_window": 0}, ShapeError, "sliding_window is 0"),
     ({"soft_cap": -1.0}, ShapeError, "soft_cap is -1.0, must be positive"),
     ({"soft_cap": math.inf}, ShapeError, "soft_cap is inf, must be positive and finite"),
+    ({"soft_cap": "x"}, DtypeError, "soft_cap is 'x', must be a number or None"),
     ({"scale": math.nan}, ShapeError, "scale is nan, must be finite"),
+    ({"scale": None}, DtypeError, "scale is None, must be a number"),
     ({"pages": odd(4, 2, 2, 2, 16, 64)}, StrideError, r"pages begins at .*, must be a multiple"),
     ({"max_requests": 0}, ShapeError, "max_requests is 0, must be at least 1"),
     ({"max_kv_tokens": 0}, ShapeError, "max_kv_tokens is 0, must be at least 1"),
@@ -362,6 +364,11 @@ def test_hopper_kernels_of_decode_refuse_pools_that_they_are_not_written_for(
 def test_rms_norm_refuses_what_is_no_epsilon(eps: float):
     with pytest.raises(ShapeError, match=f"^eps is {eps}, must be at least 0 and finite$"):
         rms_norm(torch.zeros(2, 8), torch.zeros(8), eps)
+
+
+def test_rms_norm_refuses_what_is_no_number():
+    with pytest.raises(DtypeError, match=r"^eps is 'x', must be a number$"):
+        rms_norm(torch.zeros(2, 8), torch.zeros(8), "x")
 
 
 def test_a_cpu_tensor_is_refused_outside_the_interpreter():

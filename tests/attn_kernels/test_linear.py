@@ -81,14 +81,17 @@ def test_what_does_not_fit_is_named(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_in", [4096, 80], ids=["whole", "tail"])
+@pytest.mark.parametrize(
+    ("num_in", "has_bias"), [(4096, False), (80, True)], ids=["whole", "tail-bias"]
+)
 @pytest.mark.parametrize("tile", HALF_TILES, ids=str)
 def test_every_tile_compiles_to_the_one_instruction(
-    tile: LinearTile, num_in: int, dtype: torch.dtype
+    tile: LinearTile, num_in: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
     x, weight = (torch.empty(rows, num_in, dtype=dtype) for rows in (5, 4096))
+    bias = torch.empty(4096, dtype=dtype) if has_bias else None
 
-    (launch,) = launches_of(lambda: linear(x, weight, weight[:, 0].contiguous(), tile=tile))
+    (launch,) = launches_of(lambda: linear(x, weight, bias, tile=tile))
     compiled = compile_launch(launch)
 
     assert compiled.shared_bytes <= MAX_SHARED_BYTES

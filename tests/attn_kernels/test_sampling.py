@@ -312,8 +312,15 @@ class TestBadInput:
             sampler.sample(logits, params, out=torch.zeros(2, dtype=torch.int64))
         with pytest.raises(ShapeError, match="num_top is 65, must be 0 to 64"):
             sampler.logprobs(logits, int32[:2], 65)
+        with pytest.raises(DtypeError, match=r"num_top is 2\.5, must be an int"):
+            sampler.logprobs(logits, int32[:2], 2.5)
 
     @pytest.mark.parametrize("sizes", [{"vocab_size": 0, "max_rows": 1}, {"vocab_size": 2**20 + 1}])
     def test_sizes(self, sizes: dict[str, int]):
         with pytest.raises(ShapeError, match="vocab_size is"):
             TokenSampler(**{"max_rows": 1, **sizes}, device="cpu")
+
+    @pytest.mark.parametrize(("name", "size"), [("vocab_size", "100"), ("max_rows", 2.5)])
+    def test_sizes_that_are_no_ints(self, name: str, size: object):
+        with pytest.raises(DtypeError, match=f"{name} is {size!r}, must be an int"):
+            TokenSampler(**{"vocab_size": 100, "max_rows": 1, name: size}, device="cpu")

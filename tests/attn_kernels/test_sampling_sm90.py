@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attn_kernels.sampling import LogitEdits, TokenSampler
+from attn_kernels.sampling import MAX_VOCAB_SIZE, LogitEdits, TokenSampler
 from tests.attn_kernels.sampling_case import Row, row_params
 from tests.attn_kernels.sm90 import compile_launch, launches_of
 
@@ -21,13 +21,20 @@ KERNELS = [
 ]
 
 
+# Room for 16 warps on a multiprocessor, and for 11, two rows of which one program has eight.
+FEW_REGISTERS, MANY_REGISTERS = 128, 176
+
+
 @pytest.mark.parametrize(
     ("vocab_size", "dtype", "has_mask"),
     [
         (128_256, torch.float32, False),
+        (128_256, torch.float32, True),
         (128_256, torch.bfloat16, True),
         (50_257, torch.float16, False),
+        (151_936, torch.float16, True),
         (262_208, torch.bfloat16, False),
+        (MAX_VOCAB_SIZE, torch.bfloat16, False),
     ],
     ids=str,
 )
@@ -58,4 +65,5 @@ def test_kernels_compile_for_hopper_and_keep_tiles_in_registers(
         # `choose` may park a few scalars of a row while it searches.
         assert compiled.spill_bytes <= 32, each.kernel.fn.__name__
         assert compiled.shared_bytes <= 48 * 1024
-        assert compiled.registers <= 128, "a multiprocessor has room for 16 warps"
+        max_registers = FEW_REGISTERS if vocab_size <= 1 << 17 else MANY_REGISTERS
+        assert compiled.registers <= max_registers, each.kernel.fn.__name__
