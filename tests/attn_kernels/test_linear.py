@@ -82,7 +82,9 @@ def test_what_does_not_fit_is_named(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("num_in", "has_bias"), [(4096, False), (80, True)], ids=["whole", "tail-bias"]
+    ("num_in", "has_bias"),
+    [(4096, True), (80, True), (4096, False)],
+    ids=["whole", "tail", "no-bias"],
 )
 @pytest.mark.parametrize("tile", HALF_TILES, ids=str)
 def test_every_tile_compiles_to_the_one_instruction(
