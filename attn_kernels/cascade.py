@@ -39,7 +39,7 @@ from attn_kernels.decode_plan import DecodeBatch, DecodeItems, SplitRule
 from attn_kernels.errors import DtypeError, PlanError, ShapeError
 from attn_kernels.jit.cascade import shared_prefix_kernel
 from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
-from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree
+from attn_kernels.prefix_tree import PrefixNode, aligned_tree, prefix_tree, within_window
 from attn_kernels.tiles import PlanBuffer, on_hopper, padded, programs_for
 
 # Of the shared part's tiles, per us and multiprocessor, measured on one H200
@@ -269,11 +269,7 @@ class CascadeAttention:
             num_entries=batch.num_entries,
             page_size=self.decode.pages.shape[4],
         )
-        visible = shareable = lens
-        window = self.decode.sliding_window
-        if window is not None:
-            visible = np.minimum(lens, window)
-            shareable = np.where(lens <= window, lens, 0)
+        visible, shareable = within_window(lens, self.decode.sliding_window)
         if nodes is None:
             nodes = prefix_tree(
                 starts,

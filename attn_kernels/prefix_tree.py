@@ -24,6 +24,16 @@ class PrefixNode:
     parent: int | None  # index of the node that ends at `begin`, with these members and others
 
 
+def within_window(kv_lens: IntArray, sliding_window: int | None) -> tuple[IntArray, IntArray]:
+    """Return the tokens that each request reads, and those of which it may share a prefix.
+
+    A request longer than the window sees only the end of its tokens, and shares nothing.
+    """
+    if sliding_window is None:
+        return kv_lens, kv_lens
+    return np.minimum(kv_lens, sliding_window), np.where(kv_lens <= sliding_window, kv_lens, 0)
+
+
 def prefix_tree(
     page_indptr: npt.NDArray[np.integer],
     page_indices: npt.NDArray[np.integer],

@@ -263,9 +263,10 @@ def queries(
     *,
     num_qo_heads: int = NUM_QO_HEADS,
     head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = BF16,
 ) -> Tensor:
     """Return random queries."""
-    return torch.randn(num_rows, num_qo_heads, head_dim, dtype=BF16, device=device)
+    return torch.randn(num_rows, num_qo_heads, head_dim, dtype=dtype, device=device)
 
 
 def _token_bytes(pages: Tensor) -> int:

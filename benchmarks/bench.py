@@ -39,8 +39,8 @@ class Bench:
     """Random normal contents for pools, and the method of timing.
 
     Args:
-        pool_bytes: Size of the memory of bfloat16; the one of fp8, made when first asked for, has
-            as many elements.
+        pool_bytes: Size of the memory of bfloat16; those of float16 and of fp8, made when first
+            asked for, have as many elements.
         repetitions: Timed runs of a launch.
         device: Where pools lie; only a CUDA device has a clock.
     """
@@ -64,6 +64,10 @@ class Bench:
             fp8_part.copy_(part / FP8_SCALE)
         return fp8_memory
 
+    @functools.cached_property
+    def float16_memory(self) -> Tensor:
+        return self.memory.to(torch.float16)
+
     def pool(
         self,
         num_tokens: int,
@@ -75,7 +79,11 @@ class Bench:
         head_dim: int = HEAD_DIM,
     ) -> Tensor:
         """View the memory as the largest pool of at most 32 layers that holds the tokens."""
-        memory = self.fp8_memory if dtype == torch.float8_e4m3fn else self.memory
+        memory = self.memory
+        if dtype == torch.float8_e4m3fn:
+            memory = self.fp8_memory
+        elif dtype == torch.float16:
+            memory = self.float16_memory
         num_pages = -(-num_tokens // page_size) + 1
         page_elements = 2 * num_kv_heads * page_size * head_dim
         layers = 1 if is_compact else min(NUM_LAYERS, memory.numel() // page_elements // num_pages)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.cascade_border --out benchmarks/results/cascade-border-h200.json
     python -m benchmarks.cascade_border --shape 32,32,128,64 --every 3 --seeds 3000:3200 --out ...
+    python -m benchmarks.cascade_border --shape 32,8,128,64,4096,30 --dtype float16 --out ...
 
 Forests are of two kinds: "prefix/8,2048,1024", 8 requests that share 2,048 tokens and have 1,024
 of their own, from a grid, and "random/1500", of several levels, drawn with that seed. Those are
@@ -29,7 +30,7 @@ from attn_kernels.cascade import CascadeAttention
 from attn_kernels.cascade_model import CascadeModel
 from attn_kernels.cascade_plan import CascadePlan, plan_cascade
 from attn_kernels.decode import DEFAULT_RULE
-from attn_kernels.prefix_tree import prefix_tree
+from attn_kernels.prefix_tree import prefix_tree, within_window
 from benchmarks.attention_cases import kv_scale, queries
 from benchmarks.bench import Bench
 from benchmarks.cascade_cases import Forest, random_forest
@@ -40,26 +41,33 @@ SHARED = (256, 512, 1024, 2048, 4096, 8192, 16_384)
 OWN = (64, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 MAX_DISTINCT, MAX_TOKENS = 500_000, 4_000_000
 NEAR = (1 / 1.5, 1.5)  # estimates of cascade over flat
-DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 class Shape(NamedTuple):
-    """Heads, and pages of the pool."""
+    """Heads, pages of the pool, and what attention over it is made with."""
 
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 64  # tokens
+    sliding_window: int = 0  # tokens; 0: none
+    soft_cap: float = 0.0  # 0: none
 
     @property
     def group(self) -> int:
         return self.num_qo_heads // self.num_kv_heads
 
     def __str__(self) -> str:
-        return ",".join(map(str, self))
+        last = 6 if self.soft_cap else 5 if self.sliding_window else 4
+        return ",".join(f"{part:g}" for part in self[:last])
 
 
-FITTED = Shape()
+FITTED, FITTED_DTYPES = Shape(), ("bfloat16", "float8_e4m3fn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +92,18 @@ def forest_of(name: str, page_size: int) -> Forest:
     return Forest(nodes=[(-1, shared)], requests=[(0, own)] * batch)
 
 
-def plan_forest(forest: Forest, page_size: int, model: CascadeModel) -> CascadePlan:
+def plan_forest(forest: Forest, shape: Shape, model: CascadeModel) -> CascadePlan:
     """Plan a forest as `CascadeAttention` does, from page tables, with slots enough for all."""
     kv_lens = np.array(forest.kv_lens())
+    page_size = shape.page_size
     num_pages = forest.num_distinct_tokens() // page_size + len(kv_lens)
     starts, indices = forest.page_tables(range(num_pages), page_size)
     unit_len = math.lcm(DEFAULT_RULE.split_len, page_size)
-    nodes = prefix_tree(starts, indices, kv_lens, page_size=page_size, unit_len=unit_len)
+    visible, shareable = within_window(kv_lens, shape.sliding_window or None)
+    nodes = prefix_tree(starts, indices, shareable, page_size=page_size, unit_len=unit_len)
     return plan_cascade(
         nodes,
-        kv_lens,
+        visible,
         table_starts=starts,
         rule=DEFAULT_RULE,
         model=model,
@@ -137,10 +147,12 @@ def time_one(bench: Bench, dtype: str, shape: Shape, name: str) -> Row | None:
         scale=shape.head_dim**-0.5,
         max_requests=buffer_rows(len(kv_lens), shape.group),
         max_kv_tokens=sum(kv_lens),
+        sliding_window=shape.sliding_window or None,
+        soft_cap=shape.soft_cap or None,
         k_scale=scale,
         v_scale=scale,
     )
-    is_shared = plan_forest(forest, page_size, attention.model).num_items > 0
+    is_shared = plan_forest(forest, shape, attention.model).num_items > 0
     page_ids = torch.randperm(pages.shape[0], generator=torch.Generator().manual_seed(0))
     starts, indices = forest.page_tables(page_ids[: num_tokens // page_size].tolist(), page_size)
     attention.model = replace(attention.model, margin=math.inf)
@@ -150,7 +162,11 @@ def time_one(bench: Bench, dtype: str, shape: Shape, name: str) -> Row | None:
         return None
     on_device = torch.from_numpy(indices).to(bench.device)
     q = queries(
-        len(kv_lens), bench.device, num_qo_heads=shape.num_qo_heads, head_dim=shape.head_dim
+        len(kv_lens),
+        bench.device,
+        num_qo_heads=shape.num_qo_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.float16 if dtype == "float16" else torch.bfloat16,
     )
     out = torch.empty_like(q)
     layer = pages.shape[1] // 2
@@ -170,7 +186,8 @@ def time_one(bench: Bench, dtype: str, shape: Shape, name: str) -> Row | None:
 
 def shape_of(text: str) -> Shape:
     """Read a shape from the command line."""
-    return Shape(*map(int, text.split(",")))
+    parts = text.split(",")
+    return Shape(*map(int, parts[:5]), *map(float, parts[5:]))
 
 
 def seeds_of(text: str) -> range:
@@ -179,7 +196,7 @@ def seeds_of(text: str) -> range:
 
 
 def main() -> None:
-    """Run all forests for both kinds of pools, and write JSON."""
+    """Run all forests for all shapes and pools, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--pool-gib", type=int, default=40, help="size of the pool of bfloat16")
@@ -189,8 +206,16 @@ def main() -> None:
         type=shape_of,
         action="append",
         dest="shapes",
-        metavar="QO,KV,DIM,PAGE",
-        help=f"query heads, key-value heads, head_dim, page size; repeatable, else {FITTED}",
+        metavar="QO,KV,DIM,PAGE[,WINDOW[,CAP]]",
+        help="query heads, key-value heads, head_dim, page size, sliding window and soft cap, "
+        f"0 for none; repeatable, else {FITTED}",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        action="append",
+        dest="dtypes",
+        help=f"of pages; repeatable, else {' and '.join(FITTED_DTYPES)}",
     )
     parser.add_argument("--every", type=int, default=1, help="one forest of so many of the grid")
     parser.add_argument("--seeds", type=seeds_of, default=range(1500, 2000), metavar="FIRST:END")
@@ -199,7 +224,7 @@ def main() -> None:
     bench = Bench(pool_bytes=arguments.pool_gib << 30, repetitions=arguments.repetitions)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     rows = []
-    for shape, dtype in product(arguments.shapes or [FITTED], DTYPES):
+    for shape, dtype in product(arguments.shapes or [FITTED], arguments.dtypes or FITTED_DTYPES):
         chosen = list(names(shape.page_size, arguments.every, arguments.seeds))
         for name in track(chosen, description=f"{dtype} {shape}"):
             row = time_one(bench, dtype, shape, name)
