@@ -16,7 +16,6 @@ from cluster import client_commands
 from cluster.capacity import context_remedy, read_model_needs
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
-from cluster.demo_model import demo_model_dir
 from cluster.devices import count_gpus, most_gpus
 from cluster.early_interrupts import interrupts_end_at_once
 from cluster.environment import prepare_local_ray
@@ -120,6 +119,8 @@ def demo(config: ClusterConfig) -> None:
 
     Without --model it serves a small one with random weights.
     """
+    from cluster.demo_model import demo_model_dir  # imports numpy, which only this command needs
+
     prepare_local_ray()
     configure_logging(config.log_level, config.log_format)
     is_embedded = config.model is None
