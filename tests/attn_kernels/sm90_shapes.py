@@ -6,6 +6,12 @@ from itertools import combinations
 
 import torch
 
+from attn_kernels import prefill_hopper
+from attn_kernels.cascade import HopperSharedTile, shared_tile
+from attn_kernels.checks import HALF_DTYPES
+from attn_kernels.decode import HopperDecodeTile, decode_tile
+from attn_kernels.prefill_triton import prefill_tile
+
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (1, 16, 32, 64, 128)
@@ -83,7 +89,7 @@ PLAIN_SHAPES = [
     Shape(64, 8, 128, 64, BF16),
 ]
 # With those above, each pair of head size, page size, dtypes, kind of group, options and
-# tile (test_compile_coverage), rather than all combinations: each takes a second or two.
+# tile (test_compile_coverage), rather than all combinations: each takes some seconds.
 OPTION_SHAPES = [
     Shape(32, 8, 128, 1, BF16, WINDOW, CAP, has_lse=True, is_exact=False),
     Shape(5, 1, 64, 16, FP16, WINDOW, is_exact=False),
@@ -126,48 +132,102 @@ OPTION_SHAPES = [
 ]
 SHAPES = PLAIN_SHAPES + OPTION_SHAPES
 
-Factors = dict[str, object]
+POOL = ("head_dim", "page_size", "dtypes", "group")
+FEW, MANY = 8, 1024  # query rows
 
 
-def factors_of(shape: Shape, names: Iterable[str], tile: object) -> Factors:
-    """Return the parts of a shape that a kernel depends on, the tile among them."""
-    group = shape.group
-    kind = (
-        "one"
-        if group == 1
-        else "more than eight"
-        if group > 8
-        else "a power of two"
-        if group in (2, 4, 8)
-        else "not a power of two"
-    )
-    parts: Factors = {
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One of the kernels of attention."""
+
+    parts: tuple[str, ...]  # what it depends on, beside the tile
+    tile_of: Callable[[Shape], object]
+    takes: Callable[[Shape], bool] = lambda shape: True
+
+    def pairs(self, shapes: Iterable[Shape]) -> set[object]:
+        """Return the pairs of parts, the tile among them, that some of the shapes have."""
+        found: set[object] = set()
+        for shape in shapes:
+            all_parts = parts_of(shape)
+            parts = [(name, all_parts[name]) for name in self.parts]
+            found.update(combinations([*parts, ("tile", self.tile_of(shape))], 2))
+        return found
+
+    def covering(self, shapes: list[Shape]) -> list[Shape]:
+        """Return some of the shapes, the first among them, that have all pairs and groups."""
+        has = {shape: self.pairs([shape]) | {shape.group} for shape in shapes}
+        chosen = {shapes[0]}
+        missing = set().union(*has.values()) - has[shapes[0]]
+        while missing:
+            best = max(shapes, key=lambda shape: len(has[shape] & missing))
+            chosen.add(best)
+            missing -= has[best]
+        return [shape for shape in shapes if shape in chosen]
+
+
+def kind_of_group(group: int) -> str:
+    """Say which way a kernel takes a group."""
+    if group == 1:
+        return "one"
+    if group > 8:
+        return "more than eight"
+    return "a power of two" if group in (2, 4, 8) else "not a power of two"
+
+
+def parts_of(shape: Shape) -> dict[str, object]:
+    """Return the parts of a shape by name."""
+    return {
         "head_dim": shape.head_dim,
         "page_size": shape.page_size,
         "dtypes": (shape.dtype, shape.q_dtype),
-        "group": kind,
+        "group": kind_of_group(shape.group),
         "window": shape.sliding_window is not None,
         "cap": shape.soft_cap is not None,
         "lse": shape.has_lse,
         "exact": shape.is_exact,
         "overlaps": shape.overlaps,
     }
-    return {name: parts[name] for name in names} | {"tile": tile}
 
 
-def missing_pairs(
-    shapes: Iterable[Shape],
-    all_shapes: Iterable[Shape],
-    names: Iterable[str],
-    tile_of: Callable[[Shape], object],
-) -> set[object]:
-    """Return the pairs of parts that some shape has and none of the compiled shapes."""
-    names = tuple(names)
+def _decode_tile_on_hopper(shape: Shape) -> object:
+    return decode_tile(shape.pages(), is_hopper=True, beside_shared=shape.overlaps)
 
-    def pairs(chosen: Iterable[Shape]) -> set[object]:
-        found: set[object] = set()
-        for shape in chosen:
-            found.update(combinations(factors_of(shape, names, tile_of(shape)).items(), 2))
-        return found
 
-    return pairs(all_shapes) - pairs(shapes)
+def _shared_tile_of_many(shape: Shape) -> object:
+    return shared_tile(shape.pages(), MANY, is_hopper=True)
+
+
+KERNELS = {
+    "decode": Kernel(
+        parts=(*POOL, "window", "cap", "lse", "overlaps"),
+        tile_of=lambda shape: decode_tile(shape.pages(), is_hopper=False),
+    ),
+    "decode on Hopper": Kernel(
+        parts=(*POOL, "window", "cap", "lse", "overlaps"),
+        tile_of=_decode_tile_on_hopper,
+        takes=lambda shape: isinstance(_decode_tile_on_hopper(shape), HopperDecodeTile),
+    ),
+    "prefill": Kernel(
+        parts=(*POOL, "window", "cap", "lse"),
+        tile_of=lambda shape: prefill_tile(shape.head_dim, shape.dtype.itemsize),
+    ),
+    "prefill on Hopper": Kernel(
+        parts=(*POOL, "window", "lse"),
+        tile_of=lambda shape: prefill_hopper.HopperTile(),
+        takes=lambda shape: (
+            shape.head_dim in prefill_hopper.HEAD_DIMS
+            and shape.page_size in prefill_hopper.PAGE_SIZES
+            and shape.dtype in HALF_DTYPES
+            and shape.soft_cap is None
+        ),
+    ),
+    "shared part": Kernel(
+        parts=(*POOL, "cap", "exact"),
+        tile_of=lambda shape: shared_tile(shape.pages(), FEW, is_hopper=True),
+    ),
+    "shared part on Hopper": Kernel(
+        parts=(*POOL, "cap", "exact"),
+        tile_of=_shared_tile_of_many,
+        takes=lambda shape: isinstance(_shared_tile_of_many(shape), HopperSharedTile),
+    ),
+}

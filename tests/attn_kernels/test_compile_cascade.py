@@ -18,11 +18,13 @@ from tests.attn_kernels.sm90_shapes import (
     CAP,
     FP8,
     FP16,
+    KERNELS,
     PLAIN_SHAPES,
     SHAPES,
     Shape,
 )
 from tests.attn_kernels.test_compile_sm90 import (
+    DECODE_SHAPES,
     FEW_SPILLS,
     FP8_CASCADE_SPILLS,
     MAX_SHARED_BYTES,
@@ -31,7 +33,8 @@ from tests.attn_kernels.test_compile_sm90 import (
     empty,
 )
 
-# By the kernel for Hopper; fewer rows are by Triton's.
+FEW_ROWS_SHAPES = KERNELS["shared part"].covering(SHAPES)  # by Triton's kernel
+# By the kernel for Hopper
 MANY_ROWS_SHAPES = [
     *(
         shape
@@ -102,7 +105,7 @@ def check_shared_part(
             assert "cp.async.cg.shared.global" in compiled.ptx
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", FEW_ROWS_SHAPES, ids=str)
 def test_shared_part_of_few_rows(shape: Shape):
     attention, shared, decode = both_launches(shape, max_requests=8)
 
@@ -111,7 +114,9 @@ def test_shared_part_of_few_rows(shape: Shape):
 
 
 # What test_compile_sm90 leaves to this one, and what is served
-@pytest.mark.parametrize("shape", [SHAPES[0], *(each for each in SHAPES if each.overlaps)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], *(each for each in DECODE_SHAPES if each.overlaps)], ids=str
+)
 def test_decode_waits_for_the_shared_part_before_it_folds_and_before_it_ends(shape: Shape):
     _, _, decode = both_launches(shape, max_requests=8)
 

@@ -14,10 +14,12 @@ from attn_kernels.merge import merge_states
 from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill import PrefillAttention
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
-from tests.attn_kernels.sm90_shapes import BF16, FP8, FP16, HEAD_DIMS, SHAPES, Shape
+from tests.attn_kernels.sm90_shapes import BF16, FP8, FP16, HEAD_DIMS, KERNELS, SHAPES, Shape
 
 MAX_SHARED_BYTES = 227 * 1024
 INT32 = torch.int32
+DECODE_SHAPES = KERNELS["decode"].covering(SHAPES)
+PREFILL_SHAPES = KERNELS["prefill"].covering(SHAPES)
 
 # Tiles converted from fp8 lie in registers, beside the states of a split and of its segment; with
 # head_dim 256, a shape that works but is not tuned, many of them are spilled. Otherwise it is a few
@@ -91,7 +93,7 @@ def check_decode(compiled: Compiled, shape: Shape) -> None:
 
 
 # Those that overlap are compiled beside a shared part (test_compile_cascade).
-@pytest.mark.parametrize("shape", [each for each in SHAPES if not each.overlaps], ids=str)
+@pytest.mark.parametrize("shape", [each for each in DECODE_SHAPES if not each.overlaps], ids=str)
 def test_decode(shape: Shape):
     check_decode(compile_decode(shape), shape)
 
@@ -114,7 +116,7 @@ def compile_prefill(shape: Shape) -> Compiled:
     return only_launch(launch)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_prefill(shape: Shape):
     compiled = compile_prefill(shape)
 

@@ -12,7 +12,7 @@ from attn_kernels.prefill_hopper import HopperTile
 from attn_kernels.prefill_triton import PrefillTile
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
-from tests.attn_kernels.sm90_shapes import BF16, FP16, WINDOW, Shape
+from tests.attn_kernels.sm90_shapes import BF16, FP16, KERNELS, WINDOW, Shape
 
 MAX_SHARED_BYTES = 227 * 1024
 MAX_SPILL_BYTES = 16  # a scalar or two of the start: warps begin with few registers
@@ -29,21 +29,23 @@ SHAPES = [
     Shape(8, 1, 64, 16, FP16, 100),
 ]
 # With the rest of the pairs of head size, page size, dtype, kind of group and options
-COMPILED_SHAPES = [
-    Shape(32, 8, 128, 64, BF16),
-    *SHAPES,
-    Shape(16, 1, 64, 32, BF16),
-    Shape(28, 4, 64, 64, BF16, WINDOW, has_lse=True),
-    Shape(10, 2, 64, 128, BF16),
-    Shape(8, 8, 128, 16, BF16, has_lse=True),
-    Shape(4, 4, 64, 32, FP16, WINDOW, has_lse=True),
-    Shape(32, 8, 64, 32, FP16, has_lse=True),
-    Shape(32, 32, 64, 64, FP16),
-    Shape(24, 2, 64, 64, FP16, WINDOW, has_lse=True),
-    Shape(11, 1, 64, 128, FP16, WINDOW, has_lse=True),
-    Shape(16, 8, 64, 128, FP16, WINDOW),
-    Shape(16, 1, 128, 16, FP16, WINDOW),
-]
+COMPILED_SHAPES = KERNELS["prefill on Hopper"].covering(
+    [
+        Shape(32, 8, 128, 64, BF16),
+        *SHAPES,
+        Shape(16, 1, 64, 32, BF16),
+        Shape(28, 4, 64, 64, BF16, WINDOW, has_lse=True),
+        Shape(10, 2, 64, 128, BF16),
+        Shape(8, 8, 128, 16, BF16, has_lse=True),
+        Shape(4, 4, 64, 32, FP16, WINDOW, has_lse=True),
+        Shape(32, 8, 64, 32, FP16, has_lse=True),
+        Shape(32, 32, 64, 64, FP16),
+        Shape(24, 2, 64, 64, FP16, WINDOW, has_lse=True),
+        Shape(11, 1, 64, 128, FP16, WINDOW, has_lse=True),
+        Shape(16, 8, 64, 128, FP16, WINDOW),
+        Shape(16, 1, 128, 16, FP16, WINDOW),
+    ]
+)
 # Chunks whose tiles of rows see one, two, three and more tiles of keys, and that end within a tile,
 # and one without new tokens.
 QO_LENS = [1, 15, 130, 200, 0, 7, 257, 129, 300, 33]
