@@ -66,8 +66,8 @@ def make_scenario(
         num_prefill=rng.randint(1, 3),
         num_decode=rng.choice((1, 1, 2)) if tiny_pools else rng.randint(1, 3),
         num_routers=rng.choice((1, 1, 2)),
-        prefill_pages=rng.randint(24, 32) if tiny_pools else 256,
-        decode_pages=rng.randint(24, 32) if tiny_pools else 256,
+        prefill_pages=rng.randint(22, 28) if tiny_pools else 256,
+        decode_pages=rng.randint(22, 28) if tiny_pools else 256,
         local_prefill_max_tokens=rng.choice((0, 0, 8)),
         chunk_pages=rng.randint(1, 4),
         max_step_tokens=rng.choice((40, 64, 256)),
@@ -81,9 +81,7 @@ def make_scenario(
     return Scenario(
         seed=seed,
         shape=shape,
-        requests=_draw_requests(
-            rng, shape, rng.randint(6, 14) if tiny_pools else rng.randint(3, 9)
-        ),
+        requests=_draw_requests(rng, shape, rng.randint(3, 7) if tiny_pools else rng.randint(2, 4)),
         faults=_draw_faults(rng, shape, fault_kinds),
     )
 
@@ -99,7 +97,7 @@ def _draw_requests(
         params = SamplingParams(
             temperature=temperature,
             seed=rng.randrange(2**32),
-            max_tokens=rng.randint(1, 36 if shape.decode_pages < 64 else 24),
+            max_tokens=rng.randint(1, 28 if shape.decode_pages < 64 else 14),
             min_tokens=rng.choice((0, 0, 1)),
             frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
             stop_token_ids=rng.choice(((), (1, 2, 3))),
