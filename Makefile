@@ -30,7 +30,7 @@ serve: $(READY) ## make serve MODEL=DIR ARGS="--prefill 1 --decode 1"
 	$(CLUSTER_ENV) $(PY) -m cluster serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(DEV_READY) ## the suite for hosts without GPUs
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu and not cluster" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu" $(ARGS)
 
 test-gpu: $(DEV_READY) ## the suite for hosts with GPUs

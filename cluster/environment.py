@@ -19,6 +19,8 @@ def prepare_local_ray() -> None:
     # gRPC tells of each connection that a stopping server ends, as if something were wrong. Its
     # errors still come; it reads this where it is imported, so processes must start with it.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Ray's workers give way to every other process of the host, but ours have deadlines.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # The router gets no GPU and never asks for one; 0 says that hiding them is not needed.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 

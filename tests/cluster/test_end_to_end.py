@@ -6,11 +6,8 @@ On the CPU in float32; where there are GPUs also on them, in float32 and in bflo
 import asyncio
 import os
 import random
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -459,52 +456,3 @@ def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster
     before, after = run(cluster, work)
 
     assert before.token_ids == after.token_ids
-
-
-def test_demo_shows_a_disaggregated_cluster():
-    result = subprocess.run(
-        [sys.executable, "-m", "cluster", "demo", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-
-    assert result.returncode == 0, result.stderr
-    moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
-    assert int(moved[1]) > int(moved[2])
-    assert "stopped" in result.stdout
-
-
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly(model_dir, signal_number):
-    command = [sys.executable, "-m", "cluster", "serve", "--model", str(model_dir)]
-    # Pages for 512 tokens, while the model's context is 8192.
-    command += ["--port", "0", "--device", "cpu", "--stop-grace-s", "1", "--cpu-pages-mib", "2"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        lines = []
-        while not lines or not lines[-1].startswith("ready"):
-            lines.append(server.stdout.readline())
-            assert lines[-1], server.communicate(timeout=30)[1]
-        address = re.search(r"127\.0\.0\.1:\d+", lines[-1])[0]
-        with pagewire.Client(address, default_timeout_s=30) as direct:
-            [model] = direct.list_models()
-            fitting = direct.generate([5] * 500, max_tokens=12, ignore_eos=True)
-            with pytest.raises(pagewire.InvalidRequestError, match="512"):
-                direct.generate([5] * 600)
-        client = [sys.executable, "-m", "cluster", "generate", "The pages", "--address"]
-        answer = subprocess.run(
-            [*client, address, "--max-tokens", "5"], capture_output=True, text=True, timeout=30
-        )
-    finally:
-        server.send_signal(signal_number)
-        output, errors = server.communicate(timeout=30)
-
-    assert answer.returncode == 0, answer.stderr
-    assert "completion_tokens=5" in answer.stderr
-    assert model.max_context_tokens == 512
-    assert len(fitting.token_ids) == 12
-    assert fitting.usage.bytes_moved > 0
-    assert server.returncode == 0, errors
-    assert "a request may have 512 tokens, the model could serve 8192" in lines[-2]
-    assert output.splitlines()[-1] == "stopped"

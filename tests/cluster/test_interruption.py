@@ -23,6 +23,8 @@ from cluster.stop_signals import STOP_SIGNALS, StopSignals
 from pagewire import Client
 from tests.support.processes import kill_session, processes_of_session, until
 
+in_turn = pytest.mark.xdist_group("ray")
+
 
 @contextmanager
 def serving(*options, **streams):
@@ -66,17 +68,17 @@ def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(module):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-@pytest.mark.cluster
+@in_turn
 @pytest.mark.parametrize(
     ("number", "after_s"),
-    [(signal.SIGINT, 1.0), (signal.SIGTERM, 2.0), (signal.SIGINT, 4.0), (signal.SIGTERM, 4.0)],
+    [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0), (signal.SIGINT, 3.0), (signal.SIGTERM, 3.0)],
     ids=str,
 )
 def test_a_signal_during_the_start_leaves_nothing(number, after_s):
     # More workers than can start within the longest delay.
     with serving("--prefill", "4", "--decode", "4") as server:
+        assert server.stdout.readline().startswith("starting")
         time.sleep(after_s)
-        assert processes_of_session(server.pid)
         server.send_signal(number)
         output, errors = server.communicate(timeout=30)
         left = processes_of_session(server.pid)
@@ -106,7 +108,7 @@ def test_a_start_that_fails_since_a_signal_ended_ray_was_interrupted(monkeypatch
             pass
 
 
-@pytest.mark.cluster
+@in_turn
 def test_a_start_that_takes_too_long_is_explained_and_leaves_nothing():
     with serving("--prefill", "4", "--decode", "4", "--start-timeout-s", "3") as server:
         output, errors = server.communicate(timeout=60)
@@ -119,7 +121,7 @@ def test_a_start_that_takes_too_long_is_explained_and_leaves_nothing():
     assert left == {}
 
 
-@pytest.mark.cluster
+@in_turn
 @pytest.mark.parametrize("is_ready", [False, True], ids=["starting", "ready"])
 def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
     num_workers = "1" if is_ready else "4"
@@ -141,7 +143,7 @@ def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
     assert left == {}
 
 
-@pytest.mark.cluster
+@in_turn
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_the_end_of_a_process_of_ray_ends_it_with_a_reason_and_leaves_nothing(name):
     with serving("--prefill", "1", "--decode", "1") as server:
@@ -159,7 +161,7 @@ def test_the_end_of_a_process_of_ray_ends_it_with_a_reason_and_leaves_nothing(na
     assert left == {}
 
 
-@pytest.mark.cluster
+@in_turn
 def test_a_terminal_that_closes_ends_it_after_running_requests():
     near, far = pty.openpty()
 

@@ -1,0 +1,66 @@
+"""What the README starts, as processes: serve and demo on the CPU."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+import pagewire
+from cluster.demo_model import demo_model_dir
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+def test_demo_shows_a_disaggregated_cluster():
+    result = subprocess.run(
+        [sys.executable, "-m", "cluster", "demo", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+    assert result.returncode == 0, result.stderr
+    moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
+    assert int(moved[1]) > int(moved[2])
+    assert "stopped" in result.stdout
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly(signal_number):
+    command = [sys.executable, "-m", "cluster", "serve", "--model", str(demo_model_dir())]
+    # Pages for 512 tokens, while the model's context is 8192.
+    command += ["--port", "0", "--device", "cpu", "--stop-grace-s", "1", "--cpu-pages-mib", "2"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith("ready"):
+            lines.append(server.stdout.readline())
+            assert lines[-1], server.communicate(timeout=30)[1]
+        address = re.search(r"127\.0\.0\.1:\d+", lines[-1])[0]
+        with pagewire.Client(address, default_timeout_s=30) as direct:
+            [model] = direct.list_models()
+            processes = psutil.Process(server.pid).children(recursive=True)
+            priorities = {each.nice() for each in processes if each.name().startswith("ray::")}
+            fitting = direct.generate([5] * 500, max_tokens=12, ignore_eos=True)
+            with pytest.raises(pagewire.InvalidRequestError, match="512"):
+                direct.generate([5] * 600)
+        client = [sys.executable, "-m", "cluster", "generate", "The pages", "--address"]
+        answer = subprocess.run(
+            [*client, address, "--max-tokens", "5"], capture_output=True, text=True, timeout=30
+        )
+    finally:
+        server.send_signal(signal_number)
+        output, errors = server.communicate(timeout=30)
+
+    assert priorities == {psutil.Process().nice()}, "workers do not give way to others"
+    assert answer.returncode == 0, answer.stderr
+    assert "completion_tokens=5" in answer.stderr
+    assert model.max_context_tokens == 512
+    assert len(fitting.token_ids) == 12
+    assert fitting.usage.bytes_moved > 0
+    assert server.returncode == 0, errors
+    assert "a request may have 512 tokens, the model could serve 8192" in lines[-2]
+    assert output.splitlines()[-1] == "stopped"
