@@ -441,12 +441,16 @@ class TokenSampler:
         return num_rows
 
     def _check_params(self, params: RowParams, num_rows: int) -> None:
+        if not isinstance(params, RowParams):
+            raise DtypeError(f"params is {params!r}, must be RowParams")
         for name in ("temperature", "top_p", "min_p"):
             self._check(name, getattr(params, name), (num_rows,), torch.float64)
         for name in ("top_k", "seeds", "positions"):
             self._check(name, getattr(params, name), (num_rows,), torch.int64)
 
     def _check_edits(self, edits: LogitEdits, logits: Tensor) -> None:
+        if not isinstance(edits, LogitEdits):
+            raise DtypeError(f"edits is {edits!r}, must be LogitEdits or None")
         if logits.dtype != torch.float32:
             raise DtypeError(f"logits are {logits.dtype}, must be torch.float32 to be edited")
         self._check("edits.rows", edits.rows, (None,), torch.int32)

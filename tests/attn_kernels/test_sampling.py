@@ -298,6 +298,10 @@ class TestBadInput:
         edits = LogitEdits(rows=int32, tokens=int32, repetition=int32, subtract=torch.zeros(3))
         wrong = replace(params, top_k=params.top_k.int())
 
+        with pytest.raises(DtypeError, match="params is None, must be RowParams"):
+            sampler.sample(logits, None)
+        with pytest.raises(DtypeError, match="edits is 3, must be LogitEdits or None"):
+            sampler.sample(logits, params, edits=3)
         with pytest.raises(DtypeError, match=r"top_k is torch\.int32, must be torch\.int64"):
             sampler.sample(logits, wrong)
         with pytest.raises(ShapeError, match=r"seeds has shape \[3\], must be \[2\]"):
