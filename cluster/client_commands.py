@@ -5,17 +5,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, islice, takewhile
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
-from cluster.status import WIDE_COLUMNS, status_json, status_table
+from cluster.early_interrupts import interrupts_end_at_once
 from cluster.strict_command import told_by_flags
 from cluster.units import invalid_byte
 from pagewire import Client, Completion, Message, PagewireError, SamplingOptions, Stream
@@ -24,6 +21,7 @@ from pagewire.arguments import check_sampling, check_timeout_s, refused
 DEFAULT_ADDRESS = "localhost:50051"
 CONNECT_TIMEOUT_S = 5.0
 STATUS_PERIOD_S = 0.5
+WIDE_COLUMNS = 165  # that the wide table of workers takes
 LONG_WAIT_S = 2.0  # for a first token; only longer waits are shown
 INTERRUPTED = 128 + signal.SIGINT  # an exit code, as shells know it
 
@@ -68,6 +66,8 @@ def generate(
     )
     with Client(address) as client:
         if as_json:
+            from rich.console import Console  # takes time, and a text needs none
+
             completion = client.generate(text, model=model, timeout_s=timeout_s, **options)
             Console().print_json(data=_completion_fields(completion))
             return
@@ -144,6 +144,12 @@ def status(
     as_json: JsonFlag = False,
 ) -> None:
     """Show workers, pages and hit rates, live until Ctrl-C; one table where nobody watches."""
+    with interrupts_end_at_once():
+        from rich.console import Console
+        from rich.live import Live
+
+        from cluster.status import status_json, status_table
+
     with Client(address, default_timeout_s=CONNECT_TIMEOUT_S) as client:
         if as_json:
             sys.stdout.write(status_json(client.status()) + "\n")
@@ -203,18 +209,24 @@ def _long_wait_shown() -> Iterator[None]:
     if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
-    out = Console(stderr=True)
     started_at = time.monotonic()
-    line = Live(
-        get_renderable=lambda: Text(
-            f"waiting for the first token, {time.monotonic() - started_at:.0f} s"
-        ),
-        console=out,
-        refresh_per_second=2,
-        transient=True,
-    )
+    shown = ExitStack()
 
     def show() -> None:
+        from rich.console import Console  # not earlier: few waits are long
+        from rich.live import Live
+        from rich.text import Text
+
+        out = Console(stderr=True)
+        line = Live(
+            get_renderable=lambda: Text(
+                f"waiting for the first token, {time.monotonic() - started_at:.0f} s"
+            ),
+            console=out,
+            refresh_per_second=2,
+            transient=True,
+        )
+        shown.callback(line.stop)
         line.start(refresh=True)
         out.show_cursor()  # which Live hides; a stop by Ctrl-Z would leave it so
 
@@ -226,7 +238,7 @@ def _long_wait_shown() -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        line.stop()
+        shown.close()
 
 
 def _questions() -> Iterator[str]:

@@ -15,11 +15,10 @@ from pagewire import ClusterStatus, WorkerStatus
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
 LIVING_STATES = {"ready", "draining"}
-WIDE_COLUMNS = 165
 
 
 def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableType:
-    """Draw what a router knows: what matters most in 80 columns, or all of it in WIDE_COLUMNS.
+    """Draw what a router knows: what matters most in 80 columns, or all of it in about 165.
 
     Of a worker that does not live the numbers are unknown: its last ones say nothing any more.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from cluster.config_options import config_options
+from cluster.early_interrupts import interrupts_end_at_once
 from pagewire import InvalidRequestError, PagewireError
 from pagewire.arguments import check_sampling, check_timeout_s
 
@@ -70,6 +70,9 @@ def _explain(name: str, found: str) -> str:
         name: Of the parameter: `port`, `router__dead_after_s`, `temperature`.
         found: What stands on the command line.
     """
+    with interrupts_end_at_once():
+        from cluster.config_options import config_options  # takes time, for errors alone
+
     if option := config_options().get(name.replace("__", ".")):
         return f"found {found!r}; allowed: {option.allowed}"
     try:

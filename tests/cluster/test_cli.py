@@ -6,7 +6,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cluster import cli
+from cluster import cli, serving_commands
 from cluster.config_file import load_config
 from cluster.config_options import config_options
 from cluster.demo_model import demo_model_dir
@@ -31,7 +31,8 @@ FLAGS = {
 
 def flags_of(command):
     group = get_command(cli.app)
-    parameters = group.commands[command].get_params(group.make_context("pagewire", ["version"]))
+    context = group.make_context("pagewire", ["version"])
+    parameters = group.get_command(context, command).get_params(context)
     return sorted(each for one in parameters for each in one.opts if each.startswith("--"))
 
 
@@ -41,7 +42,10 @@ def pagewire(*arguments):
 
 
 def test_commands_are_a_decision():
-    assert sorted(get_command(cli.app).commands) == sorted([*FLAGS, "demo", "serve"])
+    group = get_command(cli.app)
+    names = group.list_commands(group.make_context("pagewire", ["version"]))
+
+    assert sorted(names) == sorted([*FLAGS, "demo", "serve"])
 
 
 @pytest.mark.parametrize("command", sorted(FLAGS))
@@ -69,7 +73,7 @@ def test_every_option_is_a_flag(command):
 )
 def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, command, num_gpus, shown):
     for name in ("count_gpus", "most_gpus"):
-        monkeypatch.setattr(cli, name, lambda: num_gpus)
+        monkeypatch.setattr(serving_commands, name, lambda: num_gpus)
 
     result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
 
@@ -112,7 +116,7 @@ def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, comman
     ],
 )
 def test_what_cannot_work_is_refused_with_words(arguments, exit_code, words):
-    if "cuda" in arguments and cli.count_gpus():
+    if "cuda" in arguments and serving_commands.count_gpus():
         pytest.skip("this host has GPUs")
 
     result = pagewire(*arguments)
@@ -135,9 +139,10 @@ def test_help_tells_the_exit_codes():
 
 
 def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
-    assert cli._where("10.0.0.1:5") == "10.0.0.1:5"
+    assert serving_commands._where("10.0.0.1:5") == "10.0.0.1:5"
     for host in ("0.0.0.0", "[::]"):
-        assert cli._where(f"{host}:5").startswith(f"{host}:5, for clients localhost:5 or ")
+        address = serving_commands._where(f"{host}:5")
+        assert address.startswith(f"{host}:5, for clients localhost:5 or ")
 
 
 @pytest.mark.parametrize(
@@ -153,19 +158,19 @@ def test_a_context_that_the_pages_do_not_hold_is_noted_with_what_helps(device, o
     # 8192 tokens of context; a page of 64 tokens takes 256 KiB in float32.
     config = load_config(None, {"model": demo_model_dir(), "dtype": "float32"} | options)
 
-    note = cli._context_note(config, device, 576)
+    note = serving_commands._context_note(config, device, 576)
 
     said = "note: a request may have 576 tokens, the model could serve 8192; more with "
     assert note.startswith(said + remedy)
-    assert cli._context_note(config, device, 8192) == ""
+    assert serving_commands._context_note(config, device, 8192) == ""
 
 
 def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):
     short = {"prefill_worker.max_step_tokens": 256, "decode_worker.max_step_tokens": 512}
 
     def steps(most_gpus, **given):
-        monkeypatch.setattr(cli, "most_gpus", lambda: most_gpus)
-        return cli.serve_defaults(given)
+        monkeypatch.setattr(serving_commands, "most_gpus", lambda: most_gpus)
+        return serving_commands.serve_defaults(given)
 
     assert steps(0) == steps(4, device="cpu") == short
     for other in (steps(4), steps(None), steps(0, device="cuda"), steps(0, ray_address="auto")):
@@ -177,8 +182,8 @@ def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):
 
 def test_demo_uses_the_gpus_there_are(monkeypatch):
     def workers(num_gpus, **given):
-        monkeypatch.setattr(cli, "count_gpus", lambda: num_gpus)
-        defaults = cli.demo_defaults(given)
+        monkeypatch.setattr(serving_commands, "count_gpus", lambda: num_gpus)
+        defaults = serving_commands.demo_defaults(given)
         assert (defaults["prefill"], defaults["decode"]) == (2, 2)
         return defaults["device"], defaults["workers_per_gpu"]
 

@@ -53,16 +53,26 @@ class Interrupter(importlib.abc.MetaPathFinder):
         if name == module:
             os.kill(os.getpid(), signal.SIGINT)
 
-module, sys.argv[1:] = sys.argv[1], ["doctor"]
+module = sys.argv.pop()
 sys.meta_path.insert(0, Interrupter())
 main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "pydantic", "cluster.client_commands", "torch"])
-def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(module):
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("doctor", "typer"),
+        ("doctor", "cluster.client_commands"),
+        ("doctor", "pydantic"),
+        ("doctor", "torch"),
+        ("serve", "cluster.serving_commands"),
+        ("status", "cluster.status"),
+    ],
+)
+def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(command, module):
     result = subprocess.run(
-        [sys.executable, "-c", IMPORT, module], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORT, command, module], capture_output=True, text=True, timeout=60
     )
 
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

@@ -4,7 +4,8 @@ import json
 import pytest
 from rich.console import Console
 
-from cluster.status import WIDE_COLUMNS, status_json, status_table
+from cluster.client_commands import WIDE_COLUMNS
+from cluster.status import status_json, status_table
 from pagewire import ClusterStatus, PageCounts, WorkerStatus
 
 PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, quarantine=0)

@@ -40,8 +40,8 @@ def check_command(words):
     """Parse the words of a pagewire command as the command line would, without running it."""
     assert Path(words[0]).name == "pagewire"
     group = get_command(cli.app)
-    command = group.commands[words[1]]
-    command.make_context(words[1], words[2:], parent=group.make_context("pagewire", ["version"]))
+    parent = group.make_context("pagewire", ["version"])
+    group.get_command(parent, words[1]).make_context(words[1], words[2:], parent=parent)
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
