@@ -61,26 +61,33 @@ MISTAKES = [
     ("model=None", '"model"'),
 ]
 
+WRONG_PROMPTS = ["generate(5)", 'chat("hello")', "chat([5])", "tokenize([1])"]
 
-def check(tmp_path, *paths):
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory):
+    """Return what mypy says of programs; the runs share what it knows of libraries."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary"]
-    command += ["--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
-    result = subprocess.run(
-        [*command, *map(str, paths)], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    return result.stdout.splitlines()
+    command += ["--follow-imports=silent", "--cache-dir", str(tmp_path_factory.mktemp("cache"))]
+
+    def run(*paths):
+        result = subprocess.run(
+            [*command, *map(str, paths)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        )
+        return result.stdout.splitlines()
+
+    return run
 
 
-def test_correct_programs_pass(tmp_path):
+def test_correct_programs_pass(tmp_path, check):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
-    for path in (program, *(ROOT / "examples").glob("*.py")):
-        assert check(tmp_path, path) == []
+    assert check(program, *(ROOT / "examples").glob("*.py")) == []
 
 
-def test_mistakes_are_found(tmp_path):
-    program = tmp_path / "program.py"
+def test_mistakes_are_found(tmp_path, check):
+    program = tmp_path / "mistakes.py"
     calls = [
         f"client.{method}({given}, {mistake})"
         for mistake, _ in MISTAKES
@@ -88,7 +95,7 @@ def test_mistakes_are_found(tmp_path):
     ]
     program.write_text("\n".join(["from pagewire import Client", "client = Client()", *calls]))
 
-    errors = [line for line in check(tmp_path, program) if ": error: " in line]
+    errors = [line for line in check(program) if ": error: " in line]
 
     found = {int(line.split(":")[1]) for line in errors}
     assert found == set(range(3, 3 + len(calls)))
@@ -96,9 +103,11 @@ def test_mistakes_are_found(tmp_path):
         assert name in next(line for line in errors if f":{3 + 3 * number}:" in line)
 
 
-@pytest.mark.parametrize("call", ["generate(5)", 'chat("hello")', "chat([5])", "tokenize([1])"])
-def test_wrong_prompts_are_found(tmp_path, call):
-    program = tmp_path / "program.py"
-    program.write_text(f"from pagewire import Client\nClient().{call}\n")
+def test_wrong_prompts_are_found(tmp_path, check):
+    program = tmp_path / "prompts.py"
+    calls = [f"Client().{call}" for call in WRONG_PROMPTS]
+    program.write_text("\n".join(["from pagewire import Client", *calls]))
 
-    assert any("arg-type" in line or "list-item" in line for line in check(tmp_path, program))
+    errors = [line for line in check(program) if "arg-type" in line or "list-item" in line]
+
+    assert {int(line.split(":")[1]) for line in errors} == set(range(2, 2 + len(calls)))
