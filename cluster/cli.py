@@ -78,9 +78,10 @@ def doctor(
         from cluster.doctor import examine
         from cluster.host_facts import collect_facts
 
+        merged = load_config(config, overrides)  # first: the facts take seconds
         facts = collect_facts()
     out = Console()
-    findings = examine(facts, load_config(config, overrides))
+    findings = examine(facts, merged)
     if as_json:
         out.print_json(data=[asdict(each) for each in findings])
     else:
