@@ -11,6 +11,7 @@ from cluster.config_file import load_config
 from cluster.config_options import config_options
 from cluster.demo_model import demo_model_dir
 from decode_worker.config import DecodeConfig
+from tests.support.command_line import run_main
 
 SERVE_FLAGS = """
     --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
@@ -87,19 +88,38 @@ def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, comman
     [
         (["serve"], 2, "model is not set"),
         (["serve", "--model", "/nowhere"], 2, "model is '/nowhere'; it must be an existing folder"),
+        (["serve", "--page-size", "3"], 2, "error: --page-size is 3; it must be 16, 32"),
+        (["serve", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
+        (["generate", "x", "--top-p", "2", "--top-k", "-1"], 2, "error: --top-k: found -1; all"),
+        (["demo", "--host", "no.invalid"], 2, "host is 'no.invalid'; it must be a name or"),
+        (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
+        (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+    ],
+)
+def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words):
+    if "cuda" in arguments and serving_commands.count_gpus():
+        pytest.skip("this host has GPUs")
+
+    result = pagewire(*arguments)
+
+    assert result.returncode == exit_code
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
         (["serve", "--model="], 2, "error: --model is ''; it must be the path of"),
         (["demo", "--model="], 2, "error: --model is ''; it must be the path of"),
         (["doctor", "--model="], 2, "error: --model is ''; it must be the path of"),
-        (["serve", "--page-size", "3"], 2, "error: --page-size is 3; it must be 16, 32"),
         (["serve", "--prefil", "3"], 2, "--prefill"),
-        (["serve", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
         (["doctor", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
         (["demo", "--transfer-post-s", "x"], 2, "found 'x'; allowed: a finite"),
         (["generate", "x", "--top-k", "y"], 2, "found 'y' (str); allowed: an integer"),
         (["chat", "--top-p", "y"], 2, "found 'y' (str); allowed: a number, above 0"),
         (["chat", "--timeout-s", "y"], 2, "found 'y' (str); allowed: seconds, above"),
         (["generate", "x", "--timeout-s", "0"], 2, "error: --timeout-s: found 0.0; allowed: sec"),
-        (["generate", "x", "--top-p", "2", "--top-k", "-1"], 2, "error: --top-k: found -1; all"),
         (["generate", "x", "--stop", ""], 2, "error: --stop: found 0 characters; allowed: 1"),
         (["generate", ""], 2, "error: prompt: found an empty text; allowed: at least one"),
         (["generate"], 2, "Missing argument 'prompt'.   "),
@@ -109,17 +129,11 @@ def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, comman
         (["chat", "--max-tokens", "0"], 2, "error: --max-tokens: found 0; allowed: 1 to"),
         (["chat", "--address", "nonsense"], 2, "error: --address: found 'nonsense'"),
         (["status", "--address", "nonsense"], 2, "error: --address: found 'nonsense'"),
-        (["demo", "--host", "no.invalid"], 2, "host is 'no.invalid'; it must be a name or"),
-        (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
-        (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
         (["status", "--once", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
     ],
 )
 def test_what_cannot_work_is_refused_with_words(arguments, exit_code, words):
-    if "cuda" in arguments and serving_commands.count_gpus():
-        pytest.skip("this host has GPUs")
-
-    result = pagewire(*arguments)
+    result = run_main(*arguments)
 
     assert result.returncode == exit_code
     assert words in result.stderr

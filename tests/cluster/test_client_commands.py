@@ -1,4 +1,4 @@
-"""The commands as a user meets them: processes against a scripted router."""
+"""The commands as a user meets them, against a scripted router: processes, where that matters."""
 
 import asyncio
 import json
@@ -23,6 +23,7 @@ from tests.pagewire.scripted_service import (
     usage,
     violation,
 )
+from tests.support.command_line import run_main
 
 COMMANDS = [
     ("generate", "x"),
@@ -141,7 +142,7 @@ def test_input_that_is_not_utf8_is_refused_before_it_is_sent(
 )
 def test_an_error_after_a_part_of_the_answer_has_a_line_of_its_own(command, shown):
     with serving_in_thread(break_off) as (address, _):
-        result = pagewire(*command, "--address", address, text="x\n")
+        result = run_main(*command, "--address", address, text="x\n")
 
     assert (result.returncode, result.stdout) == (1, shown)
     assert result.stderr == "error: no worker is left\n"
@@ -163,7 +164,7 @@ def test_chat_on_a_terminal_has_an_error_on_a_line_of_its_own():
 
 def test_generate_prints_json_with_what_the_client_derives():
     with serving_in_thread(answer) as (address, _):
-        result = pagewire("generate", "hello", "--address", address, "--json")
+        result = run_main("generate", "hello", "--address", address, "--json")
 
     assert (result.returncode, result.stderr) == (0, "")
     content = json.loads(result.stdout)
@@ -181,9 +182,9 @@ def test_the_account_tells_of_faults_only_where_there_were_some():
         yield response("echo", [1], finish_reason=stop, usage=account)
 
     with serving_in_thread(answer) as (address, _):
-        smooth = pagewire("generate", "hello", "--address", address)
+        smooth = run_main("generate", "hello", "--address", address)
     with serving_in_thread(after_faults) as (address, _):
-        broken = pagewire("generate", "hello", "--address", address)
+        broken = run_main("generate", "hello", "--address", address)
 
     assert smooth.stderr.endswith(" tpot_ms=0.0\n")
     assert broken.stderr.endswith(" tpot_ms=0.0 prefill_retries=1 resumptions=2\n")
@@ -196,7 +197,7 @@ def test_a_full_context_is_noted_where_it_ended_the_answer():
 
     with serving_in_thread(until_full) as (address, _):
         cut, whole = (
-            pagewire("generate", "hello", "--address", address, "--max-tokens", limit)
+            run_main("generate", "hello", "--address", address, "--max-tokens", limit)
             for limit in ("3", "2")
         )
 
@@ -207,7 +208,7 @@ def test_a_full_context_is_noted_where_it_ended_the_answer():
 
 def test_chat_remembers_what_was_said_and_ends_with_its_input():
     with serving_in_thread(answer) as (address, service):
-        result = pagewire("chat", "--address", address, "--system", "brief", text="one\ntwo\n")
+        result = run_main("chat", "--address", address, "--system", "brief", text="one\ntwo\n")
 
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "echo one\necho two\n"
@@ -235,7 +236,7 @@ def test_chat_on_a_terminal_goes_on_after_an_error_without_its_question():
 
 def test_an_error_ends_a_chat_whose_questions_come_from_a_pipe():
     with serving_in_thread(refuse_two) as (address, _):
-        result = pagewire("chat", "--address", address, text="one\ntwo\nthree\n")
+        result = run_main("chat", "--address", address, text="one\ntwo\nthree\n")
 
     assert (result.returncode, result.stdout) == (1, "echo one\n")
     assert result.stderr == "error: no worker is left\n"
@@ -284,7 +285,7 @@ def test_chat_tells_before_the_first_question_that_the_model_cannot_chat(monkeyp
 
     monkeypatch.setattr(ScriptedService, "Tokenize", refuse)
     with serving_in_thread(answer) as (address, _):
-        result = pagewire("chat", "--address", address, text="hello\n")
+        result = run_main("chat", "--address", address, text="hello\n")
 
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: no chat template\n"
@@ -305,7 +306,7 @@ def test_a_wrong_request_ends_with_2_also_where_the_router_refuses_it(code, exit
         yield
 
     with serving_in_thread(refuse) as (address, _):
-        result = pagewire("generate", "x", "--address", address)
+        result = run_main("generate", "x", "--address", address)
 
     assert (result.returncode, result.stderr) == (exit_code, "error: not so\n")
 
@@ -326,7 +327,7 @@ def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
         yield
 
     with serving_in_thread(refuse) as (address, _):
-        result = pagewire("generate", "x", "--address", address)
+        result = run_main("generate", "x", "--address", address)
 
     told = [
         lines[0].replace("sampling.top_k", "--top-k"),
@@ -432,7 +433,7 @@ def test_chat_needs_no_standard_error():
 
 
 def test_chat_refuses_a_time_limit_before_the_first_question():
-    result = pagewire("chat", "--timeout-s", "0")
+    result = run_main("chat", "--timeout-s", "0")
 
     assert result.returncode == 2
     assert result.stderr.startswith("error: --timeout-s: found 0.0; allowed: seconds, above 0")
@@ -527,7 +528,7 @@ def test_a_closed_output_is_told_before_anything_is_asked():
 )
 def test_status_prints_one_table(flags, words):
     with serving_in_thread(answer) as (address, _):
-        result = pagewire("status", *flags, "--address", address)
+        result = run_main("status", *flags, "--address", address)
 
     row = next(line for line in result.stdout.splitlines() if "decode-0" in line)
     assert set(words) <= set(row.split())

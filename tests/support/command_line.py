@@ -1,0 +1,32 @@
+"""The command line without a process of its own, where only words and exit codes matter."""
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from unittest.mock import patch
+
+import pytest
+
+from cluster import cli
+
+
+def run_main(*arguments, text=""):
+    """Run a command in this process as one of its own would, whose streams are no terminals."""
+    stderr = io.StringIO()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
+        with (
+            patch.object(sys, "argv", ["pagewire", *arguments]),
+            patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()))),
+            patch.dict(os.environ, COLUMNS="80"),
+            redirect_stdout(stdout),
+            redirect_stderr(stderr),
+            pytest.raises(SystemExit) as end,
+        ):
+            cli.main()
+        stdout.seek(0)
+        return subprocess.CompletedProcess(
+            arguments, end.value.code, stdout.read(), stderr.getvalue()
+        )
