@@ -7,6 +7,7 @@ whole process; here only the launches inside the context are interpreted.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
+from attn_kernels.jit.gumbel import mix
 from tests.support.interpreter_types import remembered_types
 
 
@@ -30,16 +32,10 @@ def interpreted() -> Iterator[None]:
         return made[jit_function.fn]
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        # Any library function: it names the module that kernels themselves do not.
-        library = interpreter._patch_lang(tl.max.fn)
-        try:
-            return twin(self).run(*args, grid=grid, warmup=warmup, **options)
-        finally:
-            library.restore()
+        return twin(self).run(*args, grid=grid, warmup=warmup, **options)
 
     def call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
-        # The launch has patched the language. Patching it again, as the interpreter does for each
-        # call, is slow and is never undone: later compilations in the process would fail.
+        # Without patching the language, as the interpreter does for each call and never undoes.
         return twin(self).rewrite()(*args, **kwargs)
 
     builder: Any = InterpreterBuilder
@@ -48,7 +44,12 @@ def interpreted() -> Iterator[None]:
         builder.create_dot = _dot
         builder.create_fp_to_fp, builder.create_fp_trunc = _fp_to_fp, _fp_trunc
         # Overflow to infinity is as normal in a kernel as on a device.
-        with patched(run=run, call=call), remembered_types(), np.errstate(all="ignore"):
+        with (
+            patched(run=run, call=call),
+            remembered_types(),
+            patched_language(),
+            np.errstate(all="ignore"),
+        ):
             yield
     finally:
         builder.create_dot, builder.create_fp_to_fp, builder.create_fp_trunc = saved
@@ -65,6 +66,19 @@ def patched(*, run: Callable[..., Any], call: Callable[..., Any]) -> Iterator[No
         yield
     finally:
         jit_function.run, jit_function.__call__, triton.knobs.runtime.interpret = saved
+
+
+@contextmanager
+def patched_language() -> Iterator[None]:
+    """Interpret Triton's language throughout, where the interpreter patches it for each launch."""
+    # A library function and a kernel: each names a module that the other does not.
+    scopes = [interpreter._patch_lang(fn) for fn in (tl.max.fn, mix.fn)]
+    try:
+        with patch.object(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope()):
+            yield
+    finally:
+        for scope in reversed(scopes):
+            scope.restore()
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> TensorHandle:
