@@ -1,7 +1,7 @@
 """Rows of logits with parameters, and what sampling them must keep, by sorting in float64."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from attn_kernels.sampling import (
     SamplingShape,
     TokenSampler,
 )
+from llm_engine.gumbel import draw_base, gumbel_noise
 from llm_engine.sampler import sample
 from llm_engine.sampling import Draw, SamplingParams
 
@@ -154,6 +155,18 @@ def kept_tokens(logits: Tensor, row: Row) -> set[int]:
     is_in[0] = True
     is_kept = (scaled >= ranked[is_in][-1]) & (scaled >= log_min_p) & (scaled > -np.inf)
     return set(np.flatnonzero(is_kept).tolist())
+
+
+def rows_of_each_token(logits: Tensor, row: Row, num_positions: int = 4096) -> list[Row]:
+    """Return the row at positions of which each draws another token when nothing is filtered out.
+
+    Of these, a filter that keeps a token too many or too few is sure to change one.
+    """
+    bases = torch.tensor([draw_base(row.seed, position) for position in range(num_positions)])
+    noise = gumbel_noise(bases, len(logits))
+    drawn = (logits.double().cpu() / row.temperature + noise).argmax(1).tolist()
+    positions = {token: position for position, token in enumerate(drawn)}
+    return [replace(row, position=position) for position in positions.values()]
 
 
 def random_rows(count: int, vocab_size: int, seed: int) -> list[Row]:
