@@ -69,6 +69,8 @@ class Rules:
     states: dict[Any, Interned] = field(default_factory=dict)
     steps: dict[Any, tuple[Interned, tuple[Any, ...]]] = field(default_factory=dict)
     deliveries: dict[Any, tuple[tuple[str, Interned], ...]] = field(default_factory=dict)
+    steps_alone: dict["World", tuple[tuple[str, "World"], ...]] = field(default_factory=dict)
+    checked: set[Any] = field(default_factory=set)  # what of an attempt broke no invariant
 
     def intern(self, state: Any) -> Interned:
         # Texts and kinds of failures would only multiply equal states.
@@ -203,6 +205,9 @@ def check(rules: Rules, world: World) -> None:
         if count and world.pages[page] != GOOD:
             raise Violation(f"T2 page {page} is committed and wrong")
     for each in world.attempts:
+        parts = each.receiver, each.sender, each.posted_receive is None, not each.posted_sends
+        if parts in rules.checked:
+            continue
         receiver = each.receiver.state
         sender = each.sender.state if each.sender else None
         if receiver.is_quiescent and each.posted_receive is not None:
@@ -217,24 +222,38 @@ def check(rules: Rules, world: World) -> None:
                 raise Violation("T3 the sender calls itself quiescent while a send is posted")
             if not (sender.is_finished or sender.is_stuck) and rules.sender_wait(sender) is None:
                 raise Violation("T6 the sender waits without a deadline")
+        rules.checked.add(parts)
 
 
 def steps(rules: Rules, world: World) -> Iterator[tuple[str, World]]:
     """Yield everything that can happen next."""
     for index, each in enumerate(world.attempts):
-        for name, following in _receiver_steps(rules, world, index, each):
-            yield f"{name}{index}", following
-        if each.sender is not None:
-            for name, following in _sender_steps(rules, world, index, each):
-                yield f"{name}{index}", following
-        if each.posted_receive is not None and each.is_on_wire:
-            for name, following in _landings(rules, world, index, each):
-                yield f"{name}{index}", following
+        # What an attempt can do depends neither on the other one nor on how many faults are left.
+        alone = world._replace(attempts=(each,), faults=min(world.faults, 1))
+        following = rules.steps_alone.get(alone)
+        if following is None:
+            following = rules.steps_alone[alone] = tuple(_attempt_steps(rules, alone))
+        before, behind = world.attempts[:index], world.attempts[index + 1 :]
+        other_faults = world.faults - alone.faults
+        for name, then in following:
+            attempts = (*before, *then.attempts, *behind)
+            faults = then.faults + other_faults
+            yield f"{name}{index}", World(attempts, then.network, then.pages, then.commits, faults)
     last = world.attempts[-1].receiver.state
     may_reuse = last.is_quiescent or not rules.has_quarantine
     has_failed = last.failure is not None and sum(world.commits) < rules.num_pages
     if len(world.attempts) == 1 and has_failed and may_reuse:
         yield "retry", _begin_attempt(rules, world)
+
+
+def _attempt_steps(rules: Rules, world: World) -> Iterator[tuple[str, World]]:
+    """Yield what the only attempt of a world can do."""
+    (each,) = world.attempts
+    yield from _receiver_steps(rules, world, 0, each)
+    if each.sender is not None:
+        yield from _sender_steps(rules, world, 0, each)
+    if each.posted_receive is not None and each.is_on_wire:
+        yield from _landings(rules, world, 0, each)
 
 
 def _begin_attempt(rules: Rules, world: World) -> World:
@@ -334,11 +353,10 @@ def _landings(rules: Rules, world: World, index: int, each: Attempt) -> Iterator
         pages = list(world.pages)
         pages[post.first_page] = content
         landed = world._replace(pages=tuple(pages), faults=world.faults - (content is BAD))
-        landed = _update(landed, index, posted_receive=None, is_on_wire=False)
         sent = each.sender_jobs
         if post.chunk in each.posted_sends:
             sent = sent | {sending.SendDone(post.chunk)}
-        landed = _update(landed, index, sender_jobs=sent)
+        landed = _update(landed, index, posted_receive=None, is_on_wire=False, sender_jobs=sent)
         landed = _receive_event(rules, landed, index, receiving.ReceiveDone(post.chunk))
         yield f"{content.decode()} write landed ", landed
 
@@ -347,28 +365,27 @@ def _receive_event(rules: Rules, world: World, index: int, event: object) -> Wor
     each = world.attempts[index]
     machine, actions = rules.apply(rules.receiver_step, each.receiver, event)
     if machine is not each.receiver:
-        world = _update(world, index, receiver=machine)
+        each = each._replace(receiver=machine)
     for action in actions:
-        each = world.attempts[index]
         match action:
             case Send(message=message):
                 world = world._replace(network=world.network | {rules.intern(message)})
             case receiving.TakeSlot():
-                world = _update(world, index, receiver_jobs=each.receiver_jobs | {"slot"})
+                each = each._replace(receiver_jobs=each.receiver_jobs | {"slot"})
             case receiving.LeaveSlot():
-                world = _update(world, index, receiver_jobs=each.receiver_jobs - {"slot"})
+                each = each._replace(receiver_jobs=each.receiver_jobs - {"slot"})
             case receiving.PostReceive():
                 is_on_wire = action.chunk in each.posted_sends
-                world = _update(world, index, posted_receive=action, is_on_wire=is_on_wire)
+                each = each._replace(posted_receive=action, is_on_wire=is_on_wire)
             case DigestPages():
-                world = _update(world, index, receiver_jobs=each.receiver_jobs | {action})
+                each = each._replace(receiver_jobs=each.receiver_jobs | {action})
             case AbortConnection():
-                world = _update(world, index, receiver_jobs=each.receiver_jobs | {"abort"})
+                each = each._replace(receiver_jobs=each.receiver_jobs | {"abort"})
             case receiving.Commit(num_pages=num_pages):
                 commits = list(world.commits)
                 commits[num_pages - 1] += 1
                 world = world._replace(commits=tuple(commits))
-    return world
+    return _with_attempt(world, index, each)
 
 
 def _send_event(rules: Rules, world: World, index: int, event: object) -> World:
@@ -376,30 +393,28 @@ def _send_event(rules: Rules, world: World, index: int, event: object) -> World:
     assert each.sender is not None
     machine, actions = rules.apply(rules.sender_step, each.sender, event)
     if machine is not each.sender:
-        world = _update(world, index, sender=machine)
+        each = each._replace(sender=machine)
     for action in actions:
-        each = world.attempts[index]
         match action:
             case Send(message=message):
                 world = world._replace(network=world.network | {rules.intern(message)})
             case sending.PostSend(chunk=chunk):
                 post = each.posted_receive
                 is_on_wire = each.is_on_wire or (post is not None and post.chunk == chunk)
-                world = _update(
-                    world,
-                    index,
-                    posted_sends=(*each.posted_sends, chunk),
-                    is_on_wire=is_on_wire,
+                each = each._replace(
+                    posted_sends=(*each.posted_sends, chunk), is_on_wire=is_on_wire
                 )
             case DigestPages(chunk=chunk):
                 # At once: a slow digest is a slow message, which the network has already.
+                world = _with_attempt(world, index, each)
                 world = _send_event(rules, world, index, PagesDigested(chunk, (GOOD,)))
+                each = world.attempts[index]
             case AbortConnection():
-                world = _update(world, index, sender_jobs=each.sender_jobs | {"abort"})
+                each = each._replace(sender_jobs=each.sender_jobs | {"abort"})
             case sending.ReleasePages(first_page=page):
                 if not world.commits[page]:
                     raise Violation(f"the lease of page {page} ended before it was committed")
-    return world
+    return _with_attempt(world, index, each)
 
 
 def _sent(world: World, index: int, chunk: int) -> World:
@@ -408,9 +423,14 @@ def _sent(world: World, index: int, chunk: int) -> World:
 
 
 def _update(world: World, index: int, **changes: Any) -> World:
-    attempts = list(world.attempts)
-    attempts[index] = attempts[index]._replace(**changes)
-    return world._replace(attempts=tuple(attempts))
+    return _with_attempt(world, index, world.attempts[index]._replace(**changes))
+
+
+def _with_attempt(world: World, index: int, each: Attempt) -> World:
+    attempts = world.attempts
+    if each is attempts[index]:
+        return world
+    return World((*attempts[:index], each, *attempts[index + 1 :]), *world[1:])
 
 
 def _trace(before: dict[World, tuple[World | None, str]], world: World) -> list[str]:
