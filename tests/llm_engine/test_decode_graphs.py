@@ -34,11 +34,11 @@ class LaunchRecorder:
     Same kernels, same arguments; of tensors the same addresses, unless the pass made them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: list[Tensor]) -> None:
         self.num_recorded = 0
         self.num_repeated = 0
         self._launches: list[tuple[object, ...]] | None = None
-        self._outside: list[Tensor] = []  # kept, so that no address is given out again
+        self._known = known  # kept, so that no address is given out again
         self._addresses: set[int] = set()
 
     def __call__(self, work: Work) -> Work:
@@ -60,8 +60,8 @@ class LaunchRecorder:
             self._launches.append((kernel.__name__, tuple(options), *values))
 
     def _run(self, work: Work) -> tuple[list[tuple[object, ...]], Tensor]:
-        self._outside += [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-        self._addresses = {each.untyped_storage().data_ptr() for each in self._outside}
+        self._known += unseen_tensors()
+        self._addresses = {each.untyped_storage().data_ptr() for each in self._known}
         self._launches = launches = []
         result = work()
         self._launches = None
@@ -75,13 +75,21 @@ class LaunchRecorder:
         return value.dtype, value.shape, value.stride(), address
 
 
+def unseen_tensors() -> list[Tensor]:
+    """Return the tensors that exist, but for those of earlier calls."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    gc.freeze()  # the next call need not look at hundreds of thousands of objects again
+    return found
+
+
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]:
     """Kernels are interpreted; the list gets the recorders that decoders make."""
     made: list[LaunchRecorder] = []
+    known: list[Tensor] = []
 
     def make_recorder() -> LaunchRecorder:
-        made.append(LaunchRecorder())
+        made.append(LaunchRecorder(known))
         return made[-1]
 
     with interpreted():
@@ -95,6 +103,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]
         monkeypatch.setattr(JITFunction, "run", noted)
         monkeypatch.setattr(decode_graphs, "CudaGraphRecorder", make_recorder)
         yield made
+    gc.unfreeze()
 
 
 @pytest.fixture
