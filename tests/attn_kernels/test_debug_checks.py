@@ -1,8 +1,6 @@
 """The debug mode: what launchers refuse after they have waited for the device."""
 
-import os
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from attn_kernels import debug_checks
 from attn_kernels.append import rotate_and_append
 from attn_kernels.cascade import CascadeAttention
 from attn_kernels.debug_checks import debug
@@ -283,14 +282,13 @@ def test_nothing_is_read_while_a_graph_is_captured(
 
 
 @pytest.mark.parametrize(("value", "is_on"), [(None, False), ("0", False), ("1", True)])
-def test_the_environment_turns_the_debug_mode_on(value: str | None, is_on: bool):
-    environment = {name: each for name, each in os.environ.items() if "KERNEL_CHECKS" not in name}
+def test_the_environment_turns_the_debug_mode_on(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, is_on: bool
+):
+    monkeypatch.delenv("PAGEWIRE_KERNEL_CHECKS", raising=False)
     if value is not None:
-        environment["PAGEWIRE_KERNEL_CHECKS"] = value
-    code = "from attn_kernels.debug_checks import debug; print(debug.is_on)"
+        monkeypatch.setenv("PAGEWIRE_KERNEL_CHECKS", value)
 
-    printed = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    imported = runpy.run_path(debug_checks.__file__)
 
-    assert printed.stdout.strip() == str(is_on)
+    assert imported["debug"].is_on is is_on
