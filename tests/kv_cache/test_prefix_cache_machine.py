@@ -25,7 +25,7 @@ SETTINGS = settings(
 
 
 def test_cache_agrees_with_the_oracle() -> None:
-    run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=600))
+    run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=450))
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
