@@ -132,7 +132,7 @@ OPTION_SHAPES = [
 ]
 SHAPES = PLAIN_SHAPES + OPTION_SHAPES
 
-POOL = ("head_dim", "page_size", "dtypes", "group")
+POOL = ("head_dim", "page_size", "dtypes")
 FEW, MANY = 8, 1024  # query rows
 
 
@@ -154,8 +154,13 @@ class Kernel:
         return found
 
     def covering(self, shapes: list[Shape]) -> list[Shape]:
-        """Return some of the shapes, the first among them, that have all pairs and groups."""
-        has = {shape: self.pairs([shape]) | {shape.group} for shape in shapes}
+        """Return some of the shapes, the first among them, that have all pairs.
+
+        All groups, too, if the kernel pads them.
+        """
+        has = {shape: self.pairs([shape]) for shape in shapes}
+        if "group" in self.parts:
+            has = {shape: pairs | {shape.group} for shape, pairs in has.items()}
         chosen = {shapes[0]}
         missing = set().union(*has.values()) - has[shapes[0]]
         while missing:
@@ -165,13 +170,11 @@ class Kernel:
         return [shape for shape in shapes if shape in chosen]
 
 
-def kind_of_group(group: int) -> str:
-    """Say which way a kernel takes a group."""
+def division_by(group: int) -> str:
+    """Say what becomes of a division by a group."""
     if group == 1:
-        return "one"
-    if group > 8:
-        return "more than eight"
-    return "a power of two" if group in (2, 4, 8) else "not a power of two"
+        return "none"
+    return "shift" if group in (2, 4, 8, 16) else "multiplication"
 
 
 def parts_of(shape: Shape) -> dict[str, object]:
@@ -180,7 +183,9 @@ def parts_of(shape: Shape) -> dict[str, object]:
         "head_dim": shape.head_dim,
         "page_size": shape.page_size,
         "dtypes": (shape.dtype, shape.q_dtype),
-        "group": kind_of_group(shape.group),
+        # Decode pads the group, prefill divides by it, and to the shared part it is a mere factor.
+        "group": "more than eight" if shape.group > 8 else division_by(shape.group),
+        "division": division_by(shape.group),
         "window": shape.sliding_window is not None,
         "cap": shape.soft_cap is not None,
         "lse": shape.has_lse,
@@ -199,20 +204,20 @@ def _shared_tile_of_many(shape: Shape) -> object:
 
 KERNELS = {
     "decode": Kernel(
-        parts=(*POOL, "window", "cap", "lse", "overlaps"),
+        parts=(*POOL, "group", "window", "cap", "lse", "overlaps"),
         tile_of=lambda shape: decode_tile(shape.pages(), is_hopper=False),
     ),
     "decode on Hopper": Kernel(
-        parts=(*POOL, "window", "cap", "lse", "overlaps"),
+        parts=(*POOL, "group", "window", "cap", "lse", "overlaps"),
         tile_of=_decode_tile_on_hopper,
         takes=lambda shape: isinstance(_decode_tile_on_hopper(shape), HopperDecodeTile),
     ),
     "prefill": Kernel(
-        parts=(*POOL, "window", "cap", "lse"),
+        parts=(*POOL, "division", "window", "cap", "lse"),
         tile_of=lambda shape: prefill_tile(shape.head_dim, shape.dtype.itemsize),
     ),
     "prefill on Hopper": Kernel(
-        parts=(*POOL, "window", "lse"),
+        parts=(*POOL, "division", "window", "lse"),
         tile_of=lambda shape: prefill_hopper.HopperTile(),
         takes=lambda shape: (
             shape.head_dim in prefill_hopper.HEAD_DIMS

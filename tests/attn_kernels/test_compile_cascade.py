@@ -35,23 +35,25 @@ from tests.attn_kernels.test_compile_sm90 import (
 
 FEW_ROWS_SHAPES = KERNELS["shared part"].covering(SHAPES)  # by Triton's kernel
 # By the kernel for Hopper
-MANY_ROWS_SHAPES = [
-    *(
-        shape
-        for shape in PLAIN_SHAPES
-        if shape.dtype in HALF_DTYPES and shape.head_dim in HOPPER_HEAD_DIMS
-    ),
-    Shape(16, 1, 64, 16, BF16, None, CAP, is_exact=False),
-    Shape(28, 4, 64, 16, BF16),
-    Shape(4, 4, 64, 16, FP16, None, CAP),
-    Shape(10, 2, 64, 32, FP16, is_exact=False),
-    Shape(28, 4, 64, 64, FP16, None, CAP, is_exact=False),
-    Shape(32, 8, 64, 128, FP16, None, CAP, is_exact=False),
-    Shape(8, 8, 64, 128, FP16),
-    Shape(24, 2, 64, 128, FP16),
-    Shape(4, 4, 128, 32, FP16, None, CAP, is_exact=False),
-    Shape(15, 1, 128, 32, FP16, is_exact=False),
-]
+MANY_ROWS_SHAPES = KERNELS["shared part on Hopper"].covering(
+    [
+        *(
+            shape
+            for shape in PLAIN_SHAPES
+            if shape.dtype in HALF_DTYPES and shape.head_dim in HOPPER_HEAD_DIMS
+        ),
+        Shape(16, 1, 64, 16, BF16, None, CAP, is_exact=False),
+        Shape(28, 4, 64, 16, BF16),
+        Shape(4, 4, 64, 16, FP16, None, CAP),
+        Shape(10, 2, 64, 32, FP16, is_exact=False),
+        Shape(28, 4, 64, 64, FP16, None, CAP, is_exact=False),
+        Shape(32, 8, 64, 128, FP16, None, CAP, is_exact=False),
+        Shape(8, 8, 64, 128, FP16),
+        Shape(24, 2, 64, 128, FP16),
+        Shape(4, 4, 128, 32, FP16, None, CAP, is_exact=False),
+        Shape(15, 1, 128, 32, FP16, is_exact=False),
+    ]
+)
 KV_LEN = 600  # of two requests with the same pages
 
 

@@ -52,9 +52,8 @@ def test_each_pair_is_compiled(name: str) -> None:
     assert taken <= kernel.pairs(COMPILED[name])
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "shared part"])
-def test_each_group_is_compiled(name: str) -> None:
-    assert {shape.group for shape in COMPILED[name]} == set(range(1, 17))
+def test_decode_is_compiled_for_each_group() -> None:
+    assert {shape.group for shape in COMPILED["decode"]} == set(range(1, 17))
 
 
 def test_what_is_served_is_compiled_for_each_kernel() -> None:

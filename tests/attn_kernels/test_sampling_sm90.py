@@ -30,11 +30,10 @@ MORE_REGISTERS = {151_936: 176, MAX_VOCAB_SIZE: 176}  # vocabulary |-> registers
     [
         (128_256, torch.float32, False),
         (128_256, torch.float32, True),
-        (128_256, torch.bfloat16, True),
         (50_257, torch.float16, False),
         (151_936, torch.float16, True),
         (262_208, torch.bfloat16, False),
-        (MAX_VOCAB_SIZE, torch.bfloat16, False),
+        (MAX_VOCAB_SIZE, torch.bfloat16, True),
     ],
     ids=str,
 )
