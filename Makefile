@@ -9,7 +9,10 @@ JOBS ?= 2
 # EXTRA=cuda12, for drivers of CUDA 12, brings an older torch than the constraints name.
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda)
 CONSTRAINTS = $(if $(filter cuda12,$(EXTRA)),,-c constraints.txt)
-# Of torch and Ray most modules are never imported: Python compiles the others when they are.
+# Of torch and Ray most modules are never imported: Python compiles the others when they are, and
+# keeps what it compiled, also where a container's environment forbids it, or each process would
+# compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
