@@ -21,6 +21,8 @@ def prepare_local_ray() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Ray's workers give way to every other process of the host, but ours have deadlines.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Or it would start a process for each core at once, and no task ever comes that would use one.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # The router gets no GPU and never asks for one; 0 says that hiding them is not needed.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 

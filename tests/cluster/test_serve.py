@@ -42,7 +42,9 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
         with pagewire.Client(address, default_timeout_s=30) as direct:
             [model] = direct.list_models()
             processes = psutil.Process(server.pid).children(recursive=True)
-            priorities = {each.nice() for each in processes if each.name().startswith("ray::")}
+            actors = [each for each in processes if each.name().startswith("ray::")]
+            names = {each.name() for each in actors}
+            priorities = {each.nice() for each in actors}
             fitting = direct.generate([5] * 500, max_tokens=12, ignore_eos=True)
             with pytest.raises(pagewire.InvalidRequestError, match="512"):
                 direct.generate([5] * 600)
@@ -55,6 +57,8 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
         output, errors = server.communicate(timeout=30)
 
     assert priorities == {psutil.Process().nice()}, "workers do not give way to others"
+    assert "ray::PrefillActor" in names
+    assert "ray::IDLE" not in names, "nothing runs that has nothing to do"
     assert answer.returncode == 0, answer.stderr
     assert "completion_tokens=5" in answer.stderr
     assert model.max_context_tokens == 512
