@@ -51,6 +51,9 @@ def generate(
     top_k: TopKFlag = None,
     seed: SeedFlag = None,
     stop: StopFlag = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on beyond the model's end tokens.")
+    ] = False,
     timeout_s: TimeoutFlag = 600.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -63,6 +66,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         stop=stop,
+        ignore_eos=ignore_eos,
     )
     with Client(address) as client:
         if as_json:

@@ -42,8 +42,12 @@ def running_cluster(
         starting = thread.submit(
             start_cluster, config, shows_worker_logs=shows_worker_logs, say=say, check=signals.check
         )
+        is_told = False
         while not wait([starting], timeout=REINSTALL_PERIOD_S).done:
             signals.install()
+            if signals.stopped.is_set() and not is_told:
+                is_told = True
+                say("stopping what has started; a second signal ends all at once")
         signals.install()
         try:
             cluster = starting.result()

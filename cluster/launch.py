@@ -129,7 +129,7 @@ def start_cluster(
             device = _choose_device(config, int(_cluster_resources().get("GPU", 0)))
             say(_starting(config, device))
         check()
-        cluster = _start_actors(config, device, deadline, check)
+        cluster = _start_actors(config, device, deadline, say, check)
         context_tokens = _wait_until_served(cluster, deadline, check)
     except BaseException:
         ray.shutdown()
@@ -203,7 +203,11 @@ def _starting(config: ClusterConfig, device: str) -> str:
 
 
 def _start_actors(
-    config: ClusterConfig, device: str, deadline: float, check: Callable[[], None]
+    config: ClusterConfig,
+    device: str,
+    deadline: float,
+    say: Callable[[str], None],
+    check: Callable[[], None],
 ) -> RunningCluster:
     assert config.model is not None
     controller = _place(ControllerActor, CONTROLLER_NAME, {}, config.log_level, config.log_format)
@@ -243,7 +247,8 @@ def _start_actors(
         CONTROLLER_NAME,
     )
     actors = {ROUTER_NAME: router, **workers}
-    addresses = _wait_ready(actors, deadline, config.start_timeout_s, check)
+    say(f"Ray runs; waiting for {len(actors)} processes to load and connect")
+    addresses = _wait_ready(actors, deadline, config.start_timeout_s, say, check)
     return RunningCluster(
         address=addresses[ROUTER_NAME],
         device=device,
@@ -316,9 +321,13 @@ def _place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) 
 
 
 def _wait_ready(
-    actors: Mapping[str, Any], deadline: float, timeout_s: float, check: Callable[[], None]
+    actors: Mapping[str, Any],
+    deadline: float,
+    timeout_s: float,
+    say: Callable[[str], None],
+    check: Callable[[], None],
 ) -> dict[str, str]:
-    """Wait for each actor's address; the first failure ends the wait."""
+    """Wait for each actor's address and tell of it; the first failure ends the wait."""
     names = {actor.wait_ready.remote(): name for name, actor in actors.items()}
     addresses: dict[str, str] = {}
     while waiting := [call for call, name in names.items() if name not in addresses]:
@@ -334,6 +343,7 @@ def _wait_ready(
             addresses[name] = ray.get(done[0])
         except ray.exceptions.RayError as error:
             raise StartError(f"{name} did not start: {_last_line(error)}") from error
+        say(f"{name} is ready, {len(addresses)} of {len(names)}")
     return addresses
 
 

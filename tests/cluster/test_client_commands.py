@@ -100,11 +100,13 @@ def until(condition):
 
 def test_generate_prints_the_text_and_accounts_for_it_apart():
     with serving_in_thread(answer) as (address, service):
-        result = pagewire("generate", "-", "--address", address, "--stop", "x", text="hello")
+        options = ["--address", address, "--stop", "x", "--ignore-eos"]
+        result = pagewire("generate", "-", *options, text="hello")
 
     assert (result.returncode, result.stdout) == (0, "echo hello\n")
     assert "pages_moved=3" in result.stderr
     assert list(service.requests[0].sampling.stop) == ["x"]
+    assert service.requests[0].sampling.ignore_eos
     assert not service.requests[0].sampling.HasField("temperature")
 
 

@@ -67,7 +67,8 @@ def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(monkeypatch):
     monkeypatch.setattr(launch, "_wait_ready", lambda *_: {launch.ROUTER_NAME: "h:1"})
     monkeypatch.setenv("GRPC_VERBOSITY", "ERROR")
 
-    launch._start_actors(load_config(None, {"model": "/models/tiny"}), "cpu", 0.0, lambda: None)
+    config = load_config(None, {"model": "/models/tiny"})
+    launch._start_actors(config, "cpu", 0.0, lambda line: None, lambda: None)
 
     for name in ("prefill-0", "decode-0", launch.ROUTER_NAME):
         assert placed[name]["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
@@ -180,9 +181,11 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
     monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0} if resources else {})
     actors = {"router-0": FakeActor("h:1"), "prefill-0": FakeActor(), "decode-0": FakeActor()}
 
+    said = []
     with pytest.raises(StartError) as caught:
-        launch._wait_ready(actors, time.monotonic() + 0.1, 90.0, lambda: None)
+        launch._wait_ready(actors, time.monotonic() + 0.1, 90.0, said.append, lambda: None)
 
+    assert said == ["router-0 is ready, 1 of 3"]
     assert str(caught.value) == (
         f"prefill-0, decode-0 not ready after 90 s;{gpus} see the logs of the Ray session "
         "(/tmp/ray/session_latest/logs on each host), or raise --start-timeout-s"
