@@ -20,8 +20,8 @@ SERVE_FLAGS = """
     --workers-per-gpu
 """
 FLAGS = {
-    "generate": """--address --help --json --max-tokens --model --seed --stop --temperature
-        --timeout-s --top-k --top-p""",
+    "generate": """--address --help --ignore-eos --json --max-tokens --model --seed --stop
+        --temperature --timeout-s --top-k --top-p""",
     "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
         --top-k --top-p""",
     "status": "--address --help --json --once --wide",
