@@ -80,13 +80,16 @@ def test_what_does_not_fit_is_named(device: str) -> None:
         linear(torch.ones(16, 2, device=device).T, weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+# Each tile with both dtypes and all kinds of arguments, and these with both dtypes.
 @pytest.mark.parametrize(
-    ("num_in", "has_bias"),
-    [(4096, True), (80, True), (4096, False)],
-    ids=["whole", "tail", "no-bias"],
+    ("tile", "num_in", "has_bias", "dtype"),
+    [
+        (tile, num_in, has_bias, (torch.bfloat16, torch.float16)[(index + kind) % 2])
+        for index, tile in enumerate(HALF_TILES)
+        for kind, (num_in, has_bias) in enumerate([(4096, True), (80, True), (4096, False)])
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("tile", HALF_TILES, ids=str)
 def test_every_tile_compiles_to_the_one_instruction(
     tile: LinearTile, num_in: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
