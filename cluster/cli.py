@@ -53,6 +53,7 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long flags, its boxes are unlike all other errors
     add_completion=False,
 )
 
@@ -67,7 +68,10 @@ def doctor(
     port: Annotated[int | None, typer.Option("--port", help="Port for the router.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check this host: Python, torch, CUDA, NCCL wheels, Triton, Ray, memory, port, model."""
+    """Check this host: torch, CUDA, NCCL, Triton, Ray, memory, model.
+
+    Also Python, the port, and whether NCCL's wheels are mixed.
+    """
     given = {"model": model, "host": host, "port": port}
     overrides = {name: value for name, value in given.items() if value is not None}
     with interrupts_end_at_once():

@@ -147,7 +147,10 @@ def status(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show workers, pages and hit rates, live until Ctrl-C; one table where nobody watches."""
+    """Show workers, pages and hit rates, live until Ctrl-C.
+
+    Where nobody watches, one table.
+    """
     with interrupts_end_at_once():
         from rich.console import Console
         from rich.live import Live

@@ -57,6 +57,18 @@ def config_command(defaults: Defaults) -> type[StrictCommand]:
                 each.help = shown.get(each.name, each.help)
             super().format_help(ctx, formatter)
 
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            """List the options by section."""
+            rows: dict[str, list[Any]] = {}
+            each: Any
+            for each in self.get_params(ctx):
+                rows.setdefault(each.rich_help_panel or "Options", []).append(
+                    each.get_help_record(ctx)
+                )
+            for section, records in rows.items():
+                with formatter.section(section):
+                    formatter.write_dl(records)
+
     return ConfigCommand
 
 

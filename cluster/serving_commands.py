@@ -39,7 +39,7 @@ def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(config: ClusterConfig) -> None:
-    """Serve a checkpoint in the foreground until Ctrl-C, SIGTERM or its terminal closes."""
+    """Serve a checkpoint until Ctrl-C, SIGTERM or its terminal closes."""
     prepare_local_ray()
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
@@ -84,9 +84,9 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def demo(config: ClusterConfig) -> None:
-    """Start a cluster on this host, answer prompts that share a prefix, and account for them.
+    """Answer prompts that share a prefix, and account for each page.
 
-    Without --model it serves a small one with random weights.
+    Starts a cluster on this host; without --model it serves a small one with random weights.
     """
     from cluster.demo_model import demo_model_dir  # imports numpy, which only this command needs
 
@@ -130,6 +130,6 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode=None)
 app.command("serve", cls=config_command(serve_defaults))(with_config_flags(serve, serve_defaults))
 app.command("demo", cls=config_command(demo_defaults))(with_config_flags(demo, demo_defaults))

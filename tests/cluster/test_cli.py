@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -76,11 +77,20 @@ def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, comman
     for name in ("count_gpus", "most_gpus"):
         monkeypatch.setattr(serving_commands, name, lambda: num_gpus)
 
-    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+    words = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.split())
 
-    rows = {words[1]: line for line in result.output.splitlines() if len(words := line.split()) > 1}
     for flag, default in shown.items():
-        assert f"(default: {default})" in rows[flag]
+        assert re.search(rf" {flag} <.*?\(default: (.*?)\)", words)[1] == str(default)
+
+
+def test_help_shows_all_flags_whole_in_80_columns_by_section():
+    shown = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "80"}).output
+
+    options = config_options().values()
+    for option in options:
+        assert re.search(rf"^  {option.flag}( |$|/)", shown, re.M), option.flag
+    headings = [line[:-1] for line in shown.splitlines() if re.match(r"\w+:$", line)]
+    assert headings == ["Options", *dict.fromkeys(each.section for each in options if each.section)]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +132,7 @@ def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words)
         (["generate", "x", "--timeout-s", "0"], 2, "error: --timeout-s: found 0.0; allowed: sec"),
         (["generate", "x", "--stop", ""], 2, "error: --stop: found 0 characters; allowed: 1"),
         (["generate", ""], 2, "error: prompt: found an empty text; allowed: at least one"),
-        (["generate"], 2, "Missing argument 'prompt'.   "),
+        (["generate"], 2, "Missing argument 'prompt'.\n"),
         (["serve", "--port", "1", "--prefill", "2", "--port", "3"], 2, "given twice"),
         (["serve", "--deterministic", "--no-deterministic"], 2, "given twice"),
         (["generate", "x", "--temperature", "nan"], 2, "error: --temperature: found nan"),
