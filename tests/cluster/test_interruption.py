@@ -100,7 +100,8 @@ def test_a_signal_during_the_start_leaves_nothing(number, line, after_s):
     assert "Traceback" not in errors
     assert f"stopped by {number.name} before it was done" in errors.splitlines()[-1]
     assert "ready:" not in output
-    assert "stopping what has started" in output
+    if line == "Ray runs":  # before, it may end too soon for a word
+        assert "stopping what has started" in output
     assert left == {}
 
 
