@@ -5,7 +5,7 @@ RequestError
 ├── Overloaded           too many requests wait already
 ├── Draining             the worker is going away; another one can take over
 ├── RequestTimeout       the request's own deadline passed
-├── EngineFailed         the pass that computed for it failed
+├── EngineFailed         the pass that computed for it failed, or drew no token
 ├── StaleIncarnation     the router means another start of this worker
 └── SlowRouter           the router does not read what was made for it
 
@@ -37,7 +37,7 @@ class RequestTimeout(RequestError):
 
 
 class EngineFailed(RequestError):
-    """The pass that computed for the request failed."""
+    """The pass that computed for the request failed, or drew no token for it."""
 
 
 class StaleIncarnation(RequestError):

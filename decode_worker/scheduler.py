@@ -1,9 +1,9 @@
 """Decides on a decode worker who gets pages, who is prefilled where, and what each step computes.
 
 Pure: no clock, no task, no engine. The step loop calls `next_step`, runs the plan, and reports with
-`complete_step` or `fail_step`; between the two the scheduler hands out and takes back no page that
-the plan touches. Transfers report with `receive_*` at any time. See request.py for the life of a
-choice.
+`complete_step`, after `end_undrawn`, or with `fail_step`; between the two the scheduler hands out
+and takes back no page that the plan touches. Transfers report with `receive_*` at any time. See
+request.py for the life of a choice.
 
 Who goes first: the older request, in everything. When pages run out, the youngest gives its own
 back and is prefilled again later (mostly from the cache, since its full pages stay in the tree); so
@@ -31,7 +31,7 @@ from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import finish_reason
-from llm_engine.sampling import SampledToken
+from llm_engine.sampling import Drawn, SampledToken
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from llm_engine.worker_load import WorkerTotals
 
@@ -152,30 +152,29 @@ class Scheduler:
         for choice in [choice for choice in self._running if choice.is_ended]:
             self._stop_running(choice)
 
-    def complete_step(
-        self, plan: StepPlan, drawn: Sequence[tuple[SampledToken, ...]]
-    ) -> list[TokenDelta]:
-        """Apply what a plan's pass drew, one tuple per slice."""
+    def complete_step(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[TokenDelta]:
+        """Apply what a plan's pass drew after each slice."""
         deltas = []
         num_decodes = len(plan.decodes)
         for choice, tokens in zip(plan.decodes, drawn[:num_decodes], strict=True):
-            if not choice.is_ended:
+            if tokens is not None and not choice.is_ended:
                 deltas.append(self._advance(choice, tokens[0]))
         for chunk, tokens in zip(plan.chunks, drawn[num_decodes:], strict=True):
-            deltas += self._complete_chunk(chunk, tokens)
+            if tokens is not None:
+                deltas += self._complete_chunk(chunk, tokens)
         return deltas
+
+    def end_undrawn(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[Request]:
+        """End the requests for which no token could be drawn, and return them.
+
+        What their slices computed is not committed, so that nobody finds it in the cache.
+        """
+        owners = zip(plan.computed_for, drawn, strict=True)
+        return self._end_all(request for request, tokens in owners if tokens is None)
 
     def fail_step(self, plan: StepPlan) -> list[Request]:
         """End all requests that took part in a pass that failed, and return them."""
-        requests = [
-            *(choice.request for choice in plan.decodes),
-            *(chunk.group.request for chunk in plan.chunks),
-            *(copy.choice.request for copy in plan.copies),
-        ]
-        failed = [request for request in dict.fromkeys(requests) if not request.is_ended]
-        for request in failed:
-            self.end(request)
-        return failed
+        return self._end_all([*plan.computed_for, *(copy.choice.request for copy in plan.copies)])
 
     def receive_committed(self, group: PrefillGroup, num_pages: int) -> None:
         """Note that the first `num_pages` pages of the group have arrived and are verified."""
@@ -416,6 +415,12 @@ class Scheduler:
             chunks.append(PromptChunk(group=group, num_tokens=num_tokens))
             budget -= num_tokens
         return chunks
+
+    def _end_all(self, requests: Iterable[Request]) -> list[Request]:
+        ended = [request for request in dict.fromkeys(requests) if not request.is_ended]
+        for request in ended:
+            self.end(request)
+        return ended
 
     def _complete_chunk(
         self, chunk: PromptChunk, tokens: tuple[SampledToken, ...]

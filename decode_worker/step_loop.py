@@ -8,7 +8,7 @@ from decode_worker.errors import EngineFailed, RequestError
 from decode_worker.request import PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
-from llm_engine.engine_api import EngineExecutor
+from llm_engine.engine_api import UNDRAWN, EngineExecutor
 from observability.logs import fields
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class StepLoop:
 
     Args:
         on_deltas: Takes the tokens of a step.
-        on_failure: Takes each request of a pass that failed.
+        on_failure: Takes each request of a pass that failed or drew no token for it.
         start_receive: Begins to ask prefill workers for a group, without waiting.
         before_step: Called when the scheduler may have changed the cache.
     """
@@ -76,5 +76,8 @@ class StepLoop:
             for request in self._scheduler.fail_step(plan):
                 self._on_failure(request, EngineFailed("the pass that computed for it failed"))
         else:
+            for request in self._scheduler.end_undrawn(plan, drawn):
+                logger.error("no_token_drawn", extra=fields(request_id=request.request_id))
+                self._on_failure(request, EngineFailed(UNDRAWN))
             self._on_deltas(self._scheduler.complete_step(plan, drawn))
         self.num_steps += 1

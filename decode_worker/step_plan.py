@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from decode_worker.request import Choice, PrefillGroup
+from decode_worker.request import Choice, PrefillGroup, Request
 from llm_engine.drawing import next_draw
 from llm_engine.sampling import SequenceSlice
 
@@ -46,6 +46,14 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the pass computes."""
         return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def computed_for(self) -> list[Request]:
+        """The request of each slice."""
+        return [
+            *(choice.request for choice in self.decodes),
+            *(chunk.group.request for chunk in self.chunks),
+        ]
 
     def slices(self, eos_token_ids: tuple[int, ...]) -> list[SequenceSlice]:
         """Return the pass: first the decodes, then the chunks.

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
+from llm_engine.errors import InvalidLogits
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.model_config import ModelConfig
 from llm_engine.sampler import sample
-from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
+from llm_engine.sampling import Draw, Drawn, SampledToken, SamplingParams, SequenceSlice
 from llm_engine.transformer import Decoder
 
 
@@ -25,7 +26,7 @@ class Engine:
         config: ModelConfig,
         storage: TorchPageStorage,
         decoder: Decoder,
-        draw_tokens: Callable[[Tensor, Sequence[Draw]], list[SampledToken]] = sample,
+        draw_tokens: Callable[[Tensor, Sequence[Draw]], list[SampledToken | None]] = sample,
     ) -> None:
         self._config = config
         self._storage = storage
@@ -51,7 +52,7 @@ class Engine:
     def storage(self) -> TorchPageStorage:
         return self._storage
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]:
+    def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         if not slices:
             return []
         for each in slices:
@@ -60,10 +61,13 @@ class Engine:
             drawn = self._run(slices)
             self._synchronize()
         tokens = iter(drawn)
-        return [tuple(next(tokens) for _ in each.draws) for each in slices]
+        return [_all_or_none([next(tokens) for _ in each.draws]) for each in slices]
 
     def warm_up(self) -> None:
         """Load every kernel of a pass, before traffic and before transfers; overwrites page 0.
+
+        Raises:
+            InvalidLogits: No token can be drawn, so that every request would fail.
 
         A kernel that is first loaded while a transfer waits for its peer can wait for it in turn.
         Kernels that only larger or sharing batches take, load_engine has launched before.
@@ -84,14 +88,18 @@ class Engine:
             token_ids=[0], start=2, page_ids=page_ids, num_prompt_tokens=2, draws=draws[:3]
         )
         self.forward([prompt])
-        self.forward([drawn])
+        if self.forward([drawn]) == [None]:
+            raise InvalidLogits(
+                "no token can be drawn after tokens 0, 0, 0 of this model: the largest "
+                "logit is NaN or infinite"
+            )
         # Penalties edit logits in float32, whatever the model's type: other kernels.
         self.forward([replace(drawn, draws=draws)])
         self._storage.import_pages([0], self._storage.export_pages([0]))
         self._storage.digest_pages([0])
         self._storage.copy_page(0, 0)
 
-    def _run(self, slices: Sequence[SequenceSlice]) -> list[SampledToken]:
+    def _run(self, slices: Sequence[SequenceSlice]) -> list[SampledToken | None]:
         device = self._storage.device
         batch = build_forward_batch(slices, self.layout.page_size, device)
         hidden_TD = self._decoder.hidden_states(batch)
@@ -126,3 +134,8 @@ class Engine:
         """Wait until the pages are final; the drawn tokens alone do not prove it."""
         if self._storage.device.type == "cuda":
             torch.cuda.current_stream(self._storage.device).synchronize()
+
+
+def _all_or_none(tokens: Sequence[SampledToken | None]) -> Drawn:
+    drawn = tuple(token for token in tokens if token is not None)
+    return drawn if len(drawn) == len(tokens) else None

@@ -5,7 +5,10 @@ from typing import Protocol
 
 from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageStorage
-from llm_engine.sampling import SampledToken, SequenceSlice
+from llm_engine.sampling import Drawn, SequenceSlice
+
+# Why a request fails for which nothing was drawn
+UNDRAWN = "no token can be drawn for it: the model's largest logit is NaN or infinite"
 
 
 class EngineLike(Protocol):
@@ -17,11 +20,11 @@ class EngineLike(Protocol):
     @property
     def storage(self) -> PageStorage: ...
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]:
+    def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         """Compute the slices in one pass and draw; blocks until pages and tokens are final.
 
-        Returns one tuple per slice, in order, with one token per draw. A slice may read pages
-        that another slice of the same batch shares, but no two slices write the same page.
+        Returns what was drawn after each slice, in order. A slice may read pages that another slice
+        of the same batch shares, but no two slices write the same page.
         """
         ...
 
@@ -32,7 +35,7 @@ class EngineExecutor(Protocol):
     @property
     def engine(self) -> EngineLike: ...
 
-    async def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]: ...
+    async def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]: ...
 
     async def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages (source, target) in order."""

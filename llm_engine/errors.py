@@ -6,7 +6,7 @@ EngineError
 │   ├── CheckpointCorrupt        a file is there but cannot be read
 │   └── CheckpointMismatch       a tensor's shape or type contradicts config.json
 ├── UnsupportedModel         config.json asks for something that is not implemented
-├── InvalidLogits            a pass computed logits from which no token can be drawn
+├── InvalidLogits            the model computes logits from which no token can be drawn
 ├── NotEnoughMemory          the device cannot hold the weights and one page
 └── EngineClosed             a call after close()
 """
@@ -37,7 +37,7 @@ class UnsupportedModel(EngineError):
 
 
 class InvalidLogits(EngineError):
-    """A pass computed logits from which no token can be drawn: NaN, inf, or only -inf."""
+    """The model computes logits from which no token can be drawn: NaN, inf, or only -inf."""
 
 
 class NotEnoughMemory(EngineError):

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from llm_engine.engine_api import EngineLike
 from llm_engine.errors import EngineClosed
-from llm_engine.sampling import SampledToken, SequenceSlice
+from llm_engine.sampling import Drawn, SequenceSlice
 
 Result = TypeVar("Result")
 
@@ -28,7 +28,7 @@ class ThreadExecutor:
     def engine(self) -> EngineLike:
         return self._engine
 
-    async def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]:
+    async def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         return await self._run(lambda: self._engine.forward(slices))
 
     async def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -17,6 +17,7 @@ from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.page_storage import PageBytes
 from llm_engine.sampling import (
     Draw,
+    Drawn,
     SampledToken,
     SamplingParams,
     SequenceSlice,
@@ -188,7 +189,7 @@ class FakeEngine:
     def storage(self) -> FakePageStorage:
         return self._storage
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]:
+    def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         for each in slices:
             each.check(self._layout.page_size)
         _assert_no_page_written_twice(slices, self._layout.page_size)

@@ -198,7 +198,7 @@ def _graphed_decoder() -> Callable[..., Decoder]:
     return GraphedDecoder
 
 
-def _triton_sampler() -> Callable[[Tensor, Sequence[Draw]], list[SampledToken]]:
+def _triton_sampler() -> Callable[[Tensor, Sequence[Draw]], list[SampledToken | None]]:
     from llm_engine.sampler_triton import TritonSampler
 
     return TritonSampler()

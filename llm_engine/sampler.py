@@ -11,14 +11,13 @@ id. Nothing depends on other rows. `sampler_triton` draws the same tokens on GPU
 Legend: R rows (one per draw), V vocabulary, E edited logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llm_engine.errors import InvalidLogits
 from llm_engine.gumbel import draw_base, gumbel_noise
 from llm_engine.logit_edits import logit_entries
 from llm_engine.sampling import Draw, SampledToken
@@ -28,15 +27,15 @@ CHUNK_ELEMENTS = 1 << 22
 MASS_UNIT = 2.0**40
 
 
-def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
+def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
     """Draw one token per row; blocks until the tokens are on the host.
 
     Args:
         logits_RV: Any float dtype; not modified.
         draws: What to draw from each row.
 
-    Raises:
-        InvalidLogits: If the largest logit of a row is NaN, inf, or -inf.
+    Returns:
+        None for a row whose largest logit is NaN, inf, or -inf.
     """
     logits = logits_RV.float()
     edited = _edit(logits, draws)
@@ -48,27 +47,22 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
         index = torch.tensor(rows, device=logits.device)
         tokens[index] = _draw_randomly(edited[index], [draws[row] for row in rows])
     tokens[~edited.amax(dim=-1).isfinite()] = -1
-    return sampled_tokens(tokens.tolist(), draws, lambda: logprobs_of(logits, draws, tokens))
+    return sampled_tokens(tokens.tolist(), logprobs_of(logits, draws, tokens))
 
 
 def sampled_tokens(
-    token_ids: Sequence[int],
-    draws: Sequence[Draw],
-    logprobs: Callable[[], dict[int, SampledToken]],
-) -> list[SampledToken]:
-    """Return results; `logprobs` gives those of the rows that want them, once tokens are valid.
+    token_ids: Sequence[int], logprobs: Mapping[int, SampledToken]
+) -> list[SampledToken | None]:
+    """Return results, None for rows without a token (-1).
 
-    Raises:
-        InvalidLogits: If a row has no token (-1).
+    Args:
+        token_ids: One per row.
+        logprobs: Complete results of the rows that want log-probabilities: row |-> token.
     """
-    for token_id, draw in zip(token_ids, draws, strict=True):
-        if token_id < 0:
-            raise InvalidLogits(
-                f"no token can be drawn at position {draw.position}: the largest logit that may "
-                "be drawn is NaN or infinite"
-            )
-    complete = logprobs()
-    return [complete.get(row) or SampledToken(token_id=id_) for row, id_ in enumerate(token_ids)]
+    return [
+        (logprobs.get(row) or SampledToken(token_id=token_id)) if token_id >= 0 else None
+        for row, token_id in enumerate(token_ids)
+    ]
 
 
 def filter_logits(
@@ -116,14 +110,14 @@ def logprobs_of(
     Args:
         logits_RV: float32, without edits.
         draws: Say which rows.
-        tokens_R: What was drawn, int64.
+        tokens_R: What was drawn, int64; what a row without a token (-1) gets has no meaning.
     """
     wanted = logprobs_wanted(draws)
     if not wanted:
         return {}
     index = torch.tensor(list(wanted), device=logits_RV.device)
     all_logprobs = logits_RV[index].log_softmax(dim=-1)
-    own = all_logprobs.gather(1, tokens_R[index].unsqueeze(1)).squeeze(1).tolist()
+    own = all_logprobs.gather(1, tokens_R[index].clamp(min=0).unsqueeze(1)).squeeze(1).tolist()
     top = all_logprobs.topk(min(max(wanted.values()), logits_RV.shape[1]), dim=-1)
     results = {}
     for row, token, logprob, top_ids, top_logprobs in zip(

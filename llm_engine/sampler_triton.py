@@ -25,24 +25,22 @@ class TritonSampler:
     def __init__(self) -> None:
         self._kernels: TokenSampler | None = None
 
-    def __call__(self, logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
+    def __call__(self, logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
         """Draw one token per row; blocks until the tokens are on the host.
 
         Args:
             logits_RV: Any float dtype; not modified.
             draws: What to draw from each row.
 
-        Raises:
-            InvalidLogits: If the largest logit of a row is NaN, inf, or -inf.
+        Returns:
+            None for a row whose largest logit is NaN, inf, or -inf.
         """
         device = logits_RV.device
         kernels = self._kernels_for(logits_RV)
         edits = _upload_edits(draws, device)
         logits = logits_RV if edits is None else logits_RV.float()
         tokens_R = kernels.sample(logits, _upload_params(draws, device), edits=edits)
-        return sampled_tokens(
-            tokens_R.tolist(), draws, lambda: _logprobs(kernels, logits_RV, draws, tokens_R)
-        )
+        return sampled_tokens(tokens_R.tolist(), _logprobs(kernels, logits_RV, draws, tokens_R))
 
     def _kernels_for(self, logits_RV: Tensor) -> TokenSampler:
         num_rows, vocab_size = logits_RV.shape

@@ -8,6 +8,7 @@ another worker with the same tokens.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kv_cache.layout import num_pages_for
 
@@ -66,6 +67,11 @@ class SampledToken:
     token_id: int
     logprob: float | None = None  # natural log, unmodified distribution; None if not asked for
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+# What was drawn after a slice, one token per draw. None: no token can be drawn, since the largest
+# logit that may be drawn is NaN or infinite.
+Drawn: TypeAlias = tuple[SampledToken, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """Decides on a prefill worker which prompts get pages, and what each step computes.
 
 Pure: no clock, no task, no engine. The step loop calls `next_step`, runs the plan, and reports with
-`complete_step` or `fail_step`; between the two no page that the plan touches is given back.
+`complete_step`, after `end_undrawn`, or with `fail_step`; between the two no page that the plan
+touches is given back.
 
 Who goes first: the prompt with the longest cached prefix, because it costs least and its pages may
 be evicted if it waits; but a prompt is passed over at most `max_overtakes` times while it could
@@ -11,13 +12,13 @@ prompts wait for each other.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
 from kv_cache.prefix_cache import Lease, PrefixCache
-from llm_engine.sampling import SampledToken
+from llm_engine.sampling import Drawn
 from llm_engine.worker_load import WorkerTotals
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import (
@@ -116,12 +117,12 @@ class Scheduler:
         for prompt in [prompt for prompt in self._computing if prompt.is_ended]:
             self._stop_computing(prompt)
 
-    def complete_step(
-        self, plan: StepPlan, drawn: Sequence[tuple[SampledToken, ...]]
-    ) -> list[Progress]:
-        """Apply what a plan's pass computed and drew, one tuple per chunk."""
+    def complete_step(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[Progress]:
+        """Apply what a plan's pass computed, and drew after each chunk."""
         progress: list[Progress] = []
         for chunk, tokens in zip(plan.chunks, drawn, strict=True):
+            if tokens is None:
+                continue
             prompt = chunk.prompt
             assert prompt.pages is not None
             is_last = chunk.is_last
@@ -138,12 +139,17 @@ class Scheduler:
                 progress.append(FinishedPrompt(prompt=prompt, tokens=tokens))
         return progress
 
+    def end_undrawn(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[Prompt]:
+        """End the prompts for which no token could be drawn, and return them.
+
+        What their chunks computed is not committed, so that nobody finds it in the cache.
+        """
+        computed = zip(plan.chunks, drawn, strict=True)
+        return self._end_all(chunk for chunk, tokens in computed if tokens is None)
+
     def fail_step(self, plan: StepPlan) -> list[Prompt]:
         """End all prompts that took part in a pass that failed, and return them."""
-        failed = [chunk.prompt for chunk in plan.chunks if not chunk.prompt.is_ended]
-        for prompt in failed:
-            self.end(prompt)
-        return failed
+        return self._end_all(plan.chunks)
 
     def check_integrity(self) -> None:
         """Assert the invariants of the class."""
@@ -157,6 +163,12 @@ class Scheduler:
         for prompt in self._computing:
             assert prompt.state is PromptState.COMPUTING, "in the wrong queue"
             assert prompt.pages is not None, "a computing prompt without pages"
+
+    def _end_all(self, chunks: Iterable[PromptChunk]) -> list[Prompt]:
+        ended = [chunk.prompt for chunk in chunks if not chunk.prompt.is_ended]
+        for prompt in ended:
+            self.end(prompt)
+        return ended
 
     def _admit(self) -> list[Prompt]:
         admitted: list[Prompt] = []

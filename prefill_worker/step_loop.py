@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from llm_engine.engine_api import EngineExecutor
+from llm_engine.engine_api import UNDRAWN, EngineExecutor
 from observability.logs import fields
 from prefill_worker.request import Progress, Prompt
 from prefill_worker.scheduler import Scheduler
@@ -18,7 +18,7 @@ class StepLoop:
 
     Args:
         on_progress: Takes finished pages and first tokens, in order.
-        on_failure: Takes each prompt of a pass that failed.
+        on_failure: Takes each prompt of a pass that failed or drew no token for it, and why.
         before_step: Called when the scheduler may have changed the cache.
     """
 
@@ -29,7 +29,7 @@ class StepLoop:
         executor: EngineExecutor,
         eos_token_ids: tuple[int, ...],
         on_progress: Callable[[Progress], None],
-        on_failure: Callable[[Prompt], None],
+        on_failure: Callable[[Prompt, str], None],
         before_step: Callable[[], None],
     ) -> None:
         self.num_steps = 0
@@ -65,8 +65,11 @@ class StepLoop:
             # One bad pass ends the prompts that were in it, not the worker.
             logger.exception("step_failed", extra=fields(tokens=plan.num_tokens))
             for prompt in self._scheduler.fail_step(plan):
-                self._on_failure(prompt)
+                self._on_failure(prompt, "the pass that computed for it failed")
         else:
+            for prompt in self._scheduler.end_undrawn(plan, drawn):
+                logger.error("no_token_drawn", extra=fields(request_id=prompt.request_id))
+                self._on_failure(prompt, UNDRAWN)
             for progress in self._scheduler.complete_step(plan, drawn):
                 self._on_progress(progress)
         self.num_steps += 1

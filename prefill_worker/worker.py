@@ -236,8 +236,8 @@ class PrefillWorker:
     def _progressed(self, progress: Progress) -> None:
         self._attempts[progress.prompt].progressed(progress)
 
-    def _failed(self, prompt: Prompt) -> None:
-        self._hold(self._attempts[prompt].cancel("the pass that computed for it failed"))
+    def _failed(self, prompt: Prompt, reason: str) -> None:
+        self._hold(self._attempts[prompt].cancel(reason))
 
     def _load(self) -> WorkerLoad:
         return WorkerLoad(

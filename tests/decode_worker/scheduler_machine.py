@@ -139,8 +139,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine.storage.copy_page(copy.source, copy.target)
 
     @precondition(lambda self: self.plan is not None)
-    @rule(fails=st.sampled_from([False] * 9 + [True]))
-    def end_step(self, fails: bool) -> None:
+    @rule(
+        fails=st.sampled_from([False] * 9 + [True]),
+        undrawn=st.sampled_from([None] * 9 + [0, 1, 2]),
+    )
+    def end_step(self, fails: bool, undrawn: int | None = None) -> None:
         assert self.plan is not None
         plan, self.plan = self.plan, None
         if fails:
@@ -148,6 +151,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         slices = plan.slices(MODEL.eos_token_ids)
         drawn = self.engine.forward(slices) if slices else []
+        if undrawn is not None and undrawn < len(drawn):
+            drawn[undrawn] = None
+        self.finished.update(self.scheduler.end_undrawn(plan, drawn))
         self.take(self.scheduler.complete_step(plan, drawn))
 
     @precondition(lambda self: self.transfers)

@@ -490,6 +490,34 @@ def test_a_pass_that_fails_ends_its_requests_and_nothing_else() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_for_which_nothing_can_be_drawn_fails_and_others_go_on(n: int) -> None:
+    poison = 999
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        workers = [cluster.decode, *cluster.prefills]
+        good = await router.submit(prompt_of(50), max_tokens=60)
+        victim = await router.submit((*prompt_of(50), poison), n=n, max_tokens=60)
+        await good.has_tokens.wait()
+        await victim.has_tokens.wait()
+        for worker in workers:
+            worker.executor.poison = poison
+        await victim.ended.wait()
+        late = await router.submit((*prompt_of(51), poison), n=n)  # fails where it is prefilled
+        await late.ended.wait()
+        await router.finish(good)
+
+        for each in (victim, late):
+            assert each.failure.code == grpc.StatusCode.INTERNAL.value[0]
+            assert "no token can be drawn" in each.failure.message
+        for worker in workers:
+            worker.executor.poison = None
+        again = await router.submit((*prompt_of(51), poison), n=n)
+        await router.finish(again)
+
+    run(scenario)
+
+
 def test_a_failed_pass_of_a_prefill_worker_is_made_again_elsewhere() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         cluster.prefills[0].executor.num_failing_passes = 1

@@ -10,7 +10,7 @@ import torch
 
 from llm_engine.checkpoint import TensorEntry
 from llm_engine.engine import Engine
-from llm_engine.errors import NotEnoughMemory
+from llm_engine.errors import InvalidLogits, NotEnoughMemory
 from llm_engine.executor import ThreadExecutor
 from llm_engine.load_engine import load_engine
 from llm_engine.load_progress import BAR_CHARS, show_progress
@@ -95,6 +95,33 @@ def test_slices_can_share_pages_that_one_of_them_fills(engine: Engine) -> None:
     run(engine, [first, second])
 
     assert [first.tokens, second.tokens] == generate(engine, [[*prefix, 5], [*prefix, 9]])
+
+
+def test_a_sequence_without_finite_logits_draws_nothing_and_others_draw_theirs(
+    engine: Engine,
+) -> None:
+    sequences = make_sequences(engine, make_prompts(3), PARAMS)
+    slices = [each.next_slice(1000) for each in sequences]
+    engine.forward(slices)
+    decodes = [
+        replace(each, token_ids=each.token_ids[-1:], start=each.start + len(each.token_ids) - 1)
+        for each in slices
+    ]
+    first, _, last = engine.forward(decodes)
+
+    engine.storage.pages[slices[1].page_ids[0]] = torch.nan
+
+    assert engine.forward(decodes) == [first, None, last]
+
+
+def test_a_model_without_finite_logits_is_refused_before_it_serves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits_of = engine.decoder.logits
+    monkeypatch.setattr(engine.decoder, "logits", lambda hidden: logits_of(hidden) * torch.nan)
+
+    with pytest.raises(InvalidLogits, match="no token can be drawn after tokens 0, 0, 0 of this"):
+        engine.warm_up()
 
 
 def test_several_draws_of_one_slice_equal_single_ones(engine: Engine) -> None:

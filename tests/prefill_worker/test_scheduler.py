@@ -129,8 +129,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["cached"] += sum(p.num_cached > 0 for p in waiting)
 
     @precondition(lambda self: self.plan is not None)
-    @rule(fails=st.sampled_from([False] * 9 + [True]))
-    def end_step(self, fails: bool) -> None:
+    @rule(
+        fails=st.sampled_from([False] * 9 + [True]),
+        undrawn=st.sampled_from([None] * 9 + [0, 1, 2]),
+    )
+    def end_step(self, fails: bool, undrawn: int | None = None) -> None:
         assert self.plan is not None
         plan, self.plan = self.plan, None
         if fails:
@@ -138,6 +141,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         # The engine refuses a page that two prompts of a pass write.
         drawn = self.engine.forward(plan.slices(())) if plan.chunks else []
+        if undrawn is not None and undrawn < len(drawn):
+            drawn[undrawn] = None
+        self.done.update(self.scheduler.end_undrawn(plan, drawn))
         self.take(self.scheduler.complete_step(plan, drawn))
 
     @precondition(lambda self: self.leases)

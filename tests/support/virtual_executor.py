@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from llm_engine.fake_engine import FakeEngine, FakePageStorage
-from llm_engine.sampling import SampledToken, SequenceSlice
+from llm_engine.sampling import Drawn, SequenceSlice
 
 Result = TypeVar("Result")
 
@@ -15,6 +15,7 @@ class VirtualExecutor:
 
     A pass reads and writes its pages at its end, so pages that are given away or overwritten while
     it runs change the tokens. `num_failing_passes` makes that many of the next passes raise.
+    Nothing can be drawn for a prompt that holds `poison`, as where activations overflow.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class VirtualExecutor:
         self._token_s = token_s
         self._turn = asyncio.Lock()
         self.num_failing_passes = 0
+        self.poison: int | None = None  # a token id
         self.slowdown = 1.0
         self.passes: list[int] = []  # tokens of each pass
 
@@ -36,15 +38,19 @@ class VirtualExecutor:
     def storage(self) -> FakePageStorage:
         return self.fake_engine.storage
 
-    async def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]:
+    async def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         num_tokens = sum(len(each.token_ids) for each in slices)
         self.passes.append(num_tokens)
 
-        def compute() -> list[tuple[SampledToken, ...]]:
+        def compute() -> list[Drawn]:
             if self.num_failing_passes:
                 self.num_failing_passes -= 1
                 raise RuntimeError("injected failure of a pass")
-            return self.fake_engine.forward(slices)
+            drawn = self.fake_engine.forward(slices)
+            return [
+                None if any(self.poison in draw.prompt_token_ids for draw in each.draws) else tokens
+                for each, tokens in zip(slices, drawn, strict=True)
+            ]
 
         return await self._run(compute, self._pass_s + num_tokens * self._token_s)
 
