@@ -4,7 +4,6 @@ No weights and no config.json: what the model can do comes from the workers.
 """
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from router.chat_template import ChatTemplate
 from router.errors import ChatTemplateError, ModelFolderError
 from router.request import SamplingDefaults
 from router.tokenizer import Tokenizer
+from router.validation import RANGES, Range
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -23,6 +23,13 @@ _SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+# What generation_config.json may hold of it
+_DEFAULTS = {
+    **{name: RANGES[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
+    "top_k": Range(
+        lambda value: isinstance(value, int) and -1 <= value < 2**32, "an integer, -1 or 0 for off"
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,20 +116,14 @@ def _read_chat_template(
 
 def _read_defaults(path: Path) -> SamplingDefaults:
     config = _read_json(path)
-    asked = {
-        name: config[name]
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        if config.get(name) is not None
-    }
+    asked = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
     if config.get("do_sample") is False:
         asked["temperature"] = 0.0  # the model's authors mean greedy
     for name, value in asked.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise ModelFolderError(f"{name} in {path} is {value!r}, must be a finite number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not _DEFAULTS[name].holds(value):
+            allowed = _DEFAULTS[name].allowed
+            raise ModelFolderError(f"{name} in {path} is {value!r}; allowed: {allowed}")
     if "top_k" in asked:
-        asked["top_k"] = max(0, int(asked["top_k"]))  # -1 is another way to say off
+        asked["top_k"] = max(0, asked["top_k"])
     return SamplingDefaults(**asked)

@@ -5,6 +5,7 @@ sampling parameters it names all fields that are wrong.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
@@ -18,8 +19,29 @@ MAX_STOP_TOKENS = 256
 MAX_SEED = 2**64 - 1
 MAX_MESSAGES = 10_000
 # Divisors of logits: beyond these float32 overflows, and the draw would be of NaN.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+MIN_DIVISOR, MAX_DIVISOR = 1e-3, 1e3
+DIVISORS = f"{MIN_DIVISOR:g} to {MAX_DIVISOR:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a sampling parameter may have, also as a model's default."""
+
+    holds: Callable[[float], bool]  # False for NaN
+    allowed: str
+
+
+RANGES = {
+    "temperature": Range(
+        lambda value: value == 0 or MIN_DIVISOR <= value <= MAX_DIVISOR,
+        f"0 for greedy, or {DIVISORS}",
+    ),
+    "top_p": Range(lambda value: 0 < value <= 1, "above 0, up to 1"),
+    "min_p": Range(lambda value: 0 <= value <= 1, "0 to 1"),
+    "repetition_penalty": Range(lambda value: MIN_DIVISOR <= value <= MAX_DIVISOR, DIVISORS),
+    "presence_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
+    "frequency_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
+}
 
 
 def check_model(name: str, model: ServedModel) -> None:
@@ -84,7 +106,7 @@ def complete_sampling(
 
     Args:
         asked: What the client gave.
-        defaults: What the model folder gives.
+        defaults: What the model folder gives, checked when it was read.
         model: Limits.
         prompt_len: Of an already checked prompt, tokens.
         has_tokenizer: Whether stop strings can be found.
@@ -105,29 +127,18 @@ def complete_sampling(
             f"at most {min(max_tokens, room)}: max_tokens, or what the context holds",
         )
     top_k = integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
-    temperature = defaults.temperature if asked.temperature is None else asked.temperature
-    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        allowed = f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        refusals.add("temperature", repr(temperature), allowed)
-    top_p = defaults.top_p if asked.top_p is None else asked.top_p
-    if not 0 < top_p <= 1:
-        refusals.add("top_p", repr(top_p), "above 0, up to 1")
     _check_stop_strings(asked.stop, refusals, has_tokenizer=has_tokenizer)
     _check_stop_tokens(asked, model, refusals)
     sampling = Sampling(
-        temperature=temperature,
-        top_p=top_p,
+        temperature=number("temperature", asked.temperature, defaults.temperature),
+        top_p=number("top_p", asked.top_p, defaults.top_p),
         top_k=0 if top_k >= model.vocab_size else top_k,
-        min_p=number("min_p", asked.min_p, defaults.min_p, 0, 1),
+        min_p=number("min_p", asked.min_p, defaults.min_p),
         repetition_penalty=number(
-            "repetition_penalty",
-            asked.repetition_penalty,
-            defaults.repetition_penalty,
-            MIN_REPETITION_PENALTY,
-            MAX_REPETITION_PENALTY,
+            "repetition_penalty", asked.repetition_penalty, defaults.repetition_penalty
         ),
-        presence_penalty=number("presence_penalty", asked.presence_penalty, 0.0, -2, 2),
-        frequency_penalty=number("frequency_penalty", asked.frequency_penalty, 0.0, -2, 2),
+        presence_penalty=number("presence_penalty", asked.presence_penalty, 0.0),
+        frequency_penalty=number("frequency_penalty", asked.frequency_penalty, 0.0),
         seed=draw_seed() if asked.seed is None else integer("seed", asked.seed, 0, 0, MAX_SEED),
         max_tokens=min(max_tokens, room),
         min_tokens=min_tokens,
@@ -161,14 +172,12 @@ class _Refusals:
         """Note a wrong field; one note for each keeps a status small enough for gRPC."""
         self._errors.append(InvalidRequest(f"sampling.{name}", found, allowed))
 
-    def number(
-        self, name: str, value: float | None, default: float, low: float, high: float
-    ) -> float:
+    def number(self, name: str, value: float | None, default: float) -> float:
         """Return the value, or the default where there is none or a wrong one."""
         if value is None:
             return default
-        if not low <= value <= high:  # neither is NaN
-            self.add(name, repr(value), f"{low:g} to {high:g}")
+        if not RANGES[name].holds(value):
+            self.add(name, repr(value), RANGES[name].allowed)
             return default
         return value
 

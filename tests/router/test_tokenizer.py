@@ -138,6 +138,12 @@ def test_a_model_that_says_do_not_sample_is_greedy(tmp_path: Path) -> None:
         ("chat_template.jinja", "{{ unclosed"),
         ("generation_config.json", '{"temperature": "hot"}'),
         ("generation_config.json", '{"top_p": NaN}'),
+        ("generation_config.json", '{"temperature": 0.0005}'),
+        ("generation_config.json", '{"top_p": 0}'),
+        ("generation_config.json", '{"top_k": -2}'),
+        ("generation_config.json", '{"top_k": 1.5}'),
+        ("generation_config.json", '{"min_p": true}'),
+        ("generation_config.json", '{"repetition_penalty": 0.0}'),
     ],
 )
 def test_a_broken_folder_is_refused_with_the_name_of_the_file(
