@@ -19,10 +19,9 @@ def check_request(
     """
     if not request.prompt:
         raise InvalidRequest("prompt_token_ids is empty; at least one token is needed")
-    max_choices = min(config.max_request_choices, config.max_running_sequences)
-    if not 1 <= len(request.emitted) <= max_choices:
+    if not 1 <= len(request.emitted) <= config.max_choices:
         raise InvalidRequest(
-            f"choices has {len(request.emitted)} entries, allowed are 1 to {max_choices}"
+            f"choices has {len(request.emitted)} entries, allowed are 1 to {config.max_choices}"
         )
     _check_tokens("prompt_token_ids", request.prompt, model)
     params = request.params

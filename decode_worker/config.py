@@ -37,6 +37,11 @@ class DecodeConfig:
     heartbeat_s: float = 0.5  # between two heartbeats to a router
     hash_key: bytes = b""  # of the page hashes; the same in the whole cluster
 
+    @property
+    def max_choices(self) -> int:
+        """The largest n that a batch has room for, too."""
+        return min(self.max_request_choices, self.max_running_sequences)
+
     def __post_init__(self) -> None:
         """Raise ValueError with one line for each wrong option, beginning with its name."""
         wrong = [

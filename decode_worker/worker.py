@@ -136,6 +136,7 @@ class DecodeWorker:
             model=self._model,
             layout=self._layout,
             transports=[transport.name for transport in self._transports],
+            max_choices=self._config.max_choices,
             pages=self.cache.pool,
             feed=self._feed,
             load=self._load,

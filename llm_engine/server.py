@@ -26,6 +26,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         transports: Names, best first.
         load: Returns the load of this moment.
         totals: Counters, read at each heartbeat.
+        max_choices: Of one request; 0 for prefill workers, which do not limit them.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load: Callable[[], WorkerLoad],
         totals: WorkerTotals,
         heartbeat_s: float,
+        max_choices: int = 0,
     ) -> None:
         self._identity = identity
         self._pool = POOLS[pool]
@@ -52,6 +54,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._load = load
         self._totals = totals
         self._heartbeat_s = heartbeat_s
+        self._max_choices = max_choices
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -64,7 +67,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 max_context_tokens=self._model.max_context_tokens,
                 vocab_size=self._model.vocab_size,
                 page_size=self._layout.page_size,
-                has_chat_template=self._model.has_chat_template,
+                max_choices=self._max_choices,
             ),
             model_fingerprint=self._model.fingerprint,
             eos_token_ids=self._model.eos_token_ids,

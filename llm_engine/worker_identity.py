@@ -22,7 +22,6 @@ class ModelInfo:
     vocab_size: int  # token ids are below it
     max_context_tokens: int  # longest prompt plus output; see `within`
     eos_token_ids: tuple[int, ...]
-    has_chat_template: bool = False
 
     def within(self, num_slots: int) -> "ModelInfo":
         """Return the model as a pool of `num_slots` token slots can serve it.

@@ -5,7 +5,6 @@ way to announce. Nothing here knows Ray.
 """
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -208,12 +207,4 @@ def _model_info(settings: WorkerSettings, executor: ThreadExecutor) -> ModelInfo
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_context_tokens,
         eos_token_ids=config.eos_token_ids,
-        has_chat_template=_has_chat_template(settings.model_dir),
     )
-
-
-def _has_chat_template(model_dir: Path) -> bool:
-    if (model_dir / "chat_template.jinja").exists():
-        return True
-    path = model_dir / "tokenizer_config.json"
-    return path.exists() and "chat_template" in json.loads(path.read_text(encoding="utf-8"))

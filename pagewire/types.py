@@ -149,6 +149,7 @@ class Model:
     vocab_size: int
     page_size: int  # token slots in a page
     has_chat_template: bool
+    max_choices: int  # largest n of a request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,6 +130,7 @@ def model_from(model: inference_pb2.Model) -> Model:
         vocab_size=model.vocab_size,
         page_size=model.page_size,
         has_chat_template=model.has_chat_template,
+        max_choices=model.max_choices,
     )
 
 

@@ -47,6 +47,10 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._folder.chat_template is not None
+
     @contextmanager
     def slot(self) -> Iterator[None]:
         """Hold a place among the active requests.

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, fields
 
+MAX_CHOICES = 64  # n of any request
+
+_CAPACITIES = ("max_context_tokens", "max_choices")  # in which workers may differ
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """The model that the workers serve: the same on all workers of a router, but for its capacity.
+    """The model that the workers serve: the same on all workers of a router, but for capacities.
 
     A worker whose pages hold less than the model's context reports what they hold.
     """
@@ -13,17 +17,17 @@ class ServedModel:
     name: str
     fingerprint: str  # identity of weights and configuration
     vocab_size: int  # token ids are below it
-    max_context_tokens: int  # longest prompt plus output; a capacity, so workers may differ in it
+    max_context_tokens: int  # longest prompt plus output
     page_size: int  # token slots in a page
     eos_token_ids: tuple[int, ...] = ()
-    has_chat_template: bool = False
+    max_choices: int = MAX_CHOICES  # of one request
 
     def differences(self, other: "ServedModel") -> str:
-        """Name the fields in which two models differ, capacity aside; empty: they are the same."""
+        """Name the fields in which two models differ, capacities aside; empty: the same."""
         return ", ".join(
             f"{field.name} is {getattr(self, field.name)!r}, theirs {getattr(other, field.name)!r}"
             for field in fields(self)
-            if field.name != "max_context_tokens"
+            if field.name not in _CAPACITIES
             and getattr(self, field.name) != getattr(other, field.name)
         )
 

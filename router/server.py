@@ -106,8 +106,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
         served = self._registry.model
-        models = [] if served is None else [wire.model(served)]
-        return inference_pb2.ListModelsResponse(models=models)
+        if served is None:
+            return inference_pb2.ListModelsResponse()
+        model = wire.model(served, has_chat_template=self._admission.has_chat_template)
+        return inference_pb2.ListModelsResponse(models=[model])
 
     async def GetClusterStatus(
         self, request: inference_pb2.GetClusterStatusRequest, context: grpc.aio.ServicerContext

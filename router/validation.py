@@ -11,7 +11,6 @@ from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
 from router.token_ids import unpack_token_ids
 
-MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -145,7 +144,7 @@ def complete_sampling(
         stop=asked.stop,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
-        n=integer("n", asked.n, 1, 1, MAX_CHOICES),
+        n=integer("n", asked.n, 1, 1, model.max_choices),
         logprobs=(
             None
             if asked.logprobs is None

@@ -9,7 +9,7 @@ from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from router.generation import Delta, Failure, Finish, Output, WorkerStats
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
-from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.request import MAX_CHOICES, AskedSampling, GenerationRequest, ServedModel
 from router.token_ids import pack_token_ids, unpack_token_ids
 from router.worker_report import WorkerHeartbeat, WorkerInfo
 
@@ -61,7 +61,7 @@ async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
             max_context_tokens=info.model.max_context_tokens,
             page_size=info.model.page_size,
             eos_token_ids=tuple(info.eos_token_ids),
-            has_chat_template=info.model.has_chat_template,
+            max_choices=min(info.model.max_choices or MAX_CHOICES, MAX_CHOICES),
         ),
     )
 
@@ -228,14 +228,15 @@ def request_stats(stats: WorkerStats) -> common_pb2.RequestStats:
     return common_pb2.RequestStats(**{name: getattr(stats, name) for name in _STATS})
 
 
-def model(served: ServedModel) -> inference_pb2.Model:
+def model(served: ServedModel, *, has_chat_template: bool) -> inference_pb2.Model:
     """Convert the served model."""
     return inference_pb2.Model(
         name=served.name,
         max_context_tokens=served.max_context_tokens,
         vocab_size=served.vocab_size,
         page_size=served.page_size,
-        has_chat_template=served.has_chat_template,
+        has_chat_template=has_chat_template,
+        max_choices=served.max_choices,
     )
 
 

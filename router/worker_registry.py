@@ -115,7 +115,7 @@ class WorkerRegistry:
         self._departed: dict[tuple[str, int], tuple[Worker, float]] = {}  # |-> (worker, left_at)
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        # As all workers can serve it: with the shortest context of any.
+        # As all workers can serve it: with the least capacities of any.
         self.model: ServedModel | None = None
 
     def set_members(self, members: Iterable[WorkerMember]) -> None:
@@ -281,12 +281,16 @@ class WorkerRegistry:
                 worker.misfit = f"not the model of {other.member.worker_id}: {differences}"
                 raise WorkerGone(worker.misfit)
         worker.model, worker.misfit = model, ""
-        contexts = [
-            each.model.max_context_tokens
+        models = [
+            each.model
             for each in (worker, *others)
             if each.model is not None and not model.differences(each.model)
         ]
-        self.model = replace(model, max_context_tokens=min(contexts))
+        self.model = replace(
+            model,
+            max_context_tokens=min(each.max_context_tokens for each in models),
+            max_choices=min(each.max_choices for each in models),
+        )
 
     async def _watch(self, worker: Worker, call: Any) -> None:
         loop = asyncio.get_running_loop()

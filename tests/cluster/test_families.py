@@ -6,12 +6,10 @@ import random
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
-    ProtoReflectionDescriptorDatabase,
-)
 
 from tests.cluster.in_process import one_plus_one
 from tests.support.checkpoints import LLAMA3_ROPE, reference_greedy, write_checkpoint
+from tests.support.reflection import services_of
 
 NUM_TOKENS = 64
 FAMILIES = {
@@ -48,7 +46,7 @@ def test_greedy_tokens_equal_those_of_transformers(name, tmp_path):
         assert completion.usage.decode_computed_tokens == 0
 
 
-def test_every_server_has_health_and_reflection(tmp_path):
+def test_every_worker_has_reflection_and_every_server_health(tmp_path):
     write_checkpoint(tmp_path)
 
     async def scenario():
@@ -56,7 +54,7 @@ def test_every_server_has_health_and_reflection(tmp_path):
             status = await client.status()
             workers = {each.pool: each.address for each in status.workers}
             found = {
-                pool: await asyncio.to_thread(_services, address)
+                pool: await asyncio.to_thread(services_of, address)
                 for pool, address in workers.items()
             }
             health = [await _health(address) for address in (client.address, *workers.values())]
@@ -68,11 +66,6 @@ def test_every_server_has_health_and_reflection(tmp_path):
     assert "pagewire.v1.DecodeService" in found["decode"]
     assert all("grpc.health.v1.Health" in names for names in found.values())
     assert health == [health_pb2.HealthCheckResponse.SERVING] * 3
-
-
-def _services(address):
-    with grpc.insecure_channel(address) as channel:
-        return ProtoReflectionDescriptorDatabase(channel).get_services()
 
 
 async def _health(address):

@@ -10,6 +10,7 @@ import pytest
 
 import pagewire
 from cluster.demo_model import demo_model_dir
+from tests.support.reflection import services_of
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -41,6 +42,7 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
         address = re.search(r"127\.0\.0\.1:\d+", lines[-1])[0]
         with pagewire.Client(address, default_timeout_s=30) as direct:
             [model] = direct.list_models()
+            services = services_of(address)
             processes = psutil.Process(server.pid).children(recursive=True)
             actors = [each for each in processes if each.name().startswith("ray::")]
             names = {each.name() for each in actors}
@@ -62,6 +64,7 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
     assert answer.returncode == 0, answer.stderr
     assert "completion_tokens=5" in answer.stderr
     assert model.max_context_tokens == 512
+    assert {"pagewire.v1.InferenceService", "grpc.health.v1.Health"} <= set(services)
     assert len(fitting.token_ids) == 12
     assert fitting.usage.bytes_moved > 0
     assert server.returncode == 0, errors

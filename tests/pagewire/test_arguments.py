@@ -303,7 +303,6 @@ def judge_as_router(options):
         page_size=16,
         fingerprint="f",
         eos_token_ids=(1,),
-        has_chat_template=False,
     )
     complete_sampling(
         AskedSampling(**options),

@@ -105,6 +105,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     serve: Serve = honest
     fingerprint: str = "f"
     max_context_tokens: int = 512
+    max_choices: int = 64
     heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
     is_silent: bool = False
     steps: int = 0
@@ -144,6 +145,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
                 max_context_tokens=self.max_context_tokens,
                 vocab_size=400,
                 page_size=PAGE_SIZE,
+                max_choices=self.max_choices if self.pool == "decode" else 0,
             ),
             model_fingerprint=self.fingerprint,
             eos_token_ids=[EOS],

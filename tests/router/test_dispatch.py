@@ -642,16 +642,21 @@ def test_a_worker_with_another_model_is_not_used_and_the_difference_is_named() -
     run_virtual(main())
 
 
-def test_workers_may_differ_in_capacity_and_the_smallest_limits_the_context() -> None:
+def test_workers_may_differ_in_capacity_and_the_smallest_limits_requests() -> None:
     async def main() -> None:
         prefill = ScriptedWorker("prefill-0", pool="prefill", max_context_tokens=512)
         large = ScriptedWorker("decode-0", max_context_tokens=100)
         async with running_router(prefill, large) as tested:
-            await tested.add(ScriptedWorker("decode-1", max_context_tokens=50))
+            await tested.add(ScriptedWorker("decode-1", max_context_tokens=50, max_choices=2))
             assert {tested.state(name) for name in tested.workers} == {"READY"}
             too_long = await tested.generate(prompt=[5] * 60)
             assert too_long.error is not None
             assert too_long.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            too_many = inference_pb2.GenerateRequest(token_ids=pack_token_ids([5] * 40))
+            too_many.sampling.n = 3
+            refused = await tested.generate(request=too_many)
+            assert refused.error is not None
+            assert refused.error.details() == "sampling.n: found 3; allowed: 1 to 2"
             await tested.generate(
                 request=inference_pb2.GenerateRequest(token_ids=pack_token_ids([5] * 40))
             )

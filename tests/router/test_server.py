@@ -163,6 +163,21 @@ def test_a_text_far_beyond_the_context_is_refused_without_tokenizing(model_dir: 
     run_virtual(main())
 
 
+@pytest.mark.parametrize("template", ["{{ bos_token }}", None])
+def test_a_model_has_a_chat_template_if_the_router_can_render_one(
+    tmp_path: Path, template: str | None
+) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0"), model_dir=tmp_path) as tested:
+            [model] = (await tested.stub.ListModels(inference_pb2.ListModelsRequest())).models
+            assert model.has_chat_template == (template is not None)
+
+    run_virtual(main())
+
+
 def test_all_wrong_sampling_parameters_are_named_at_once(model_dir: Path) -> None:
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0"), model_dir=model_dir) as tested:
@@ -180,7 +195,7 @@ def test_all_wrong_sampling_parameters_are_named_at_once(model_dir: Path) -> Non
     run_virtual(main())
 
 
-def test_a_message_that_no_valid_request_needs_is_not_even_read() -> None:
+def test_the_largest_message_has_room_for_any_valid_request_and_little_more() -> None:
     default = RouterConfig()
 
     assert 4 * 1_000_000 + 4 * 2**20 < default.max_request_bytes < 16 * 2**20
