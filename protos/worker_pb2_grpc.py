@@ -64,7 +64,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Heartbeats every half second until the caller leaves. Silence means death.
+        """Heartbeats until the caller leaves; see Heartbeat for how often. Silence means death.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,5 +1,6 @@
 """The wire contract is documented where it is defined."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 import protos
 
 FOLDER = Path(protos.__file__).parent
-# Field numbers in descriptor.proto: of the owners in a file, and of the parts in an owner.
-MESSAGES, ENUMS, SERVICES, PARTS = 4, 5, 6, 2
+# Field numbers in descriptor.proto: of the owners in a file, of the parts in an owner, and of the
+# oneofs in a message.
+MESSAGES, ENUMS, SERVICES, PARTS, ONEOFS = 4, 5, 6, 2, 8
 
 
 def compile_with_comments(name: str, scratch: Path) -> FileDescriptorProto:
@@ -35,13 +37,58 @@ def names_by_path(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
             names[kind, index] = owner
             for number, part in enumerate(parts):
                 names[kind, index, PARTS, number] = f"{owner}.{part.name}"
-    return names
+    return names | oneofs_by_path(file)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.proto")))
+def oneofs_by_path(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
+    """Return the oneofs that somebody wrote; the compiler makes one of each optional field."""
+    return {
+        (MESSAGES, index, ONEOFS, number): f"{message.name}.{oneof.name}"
+        for index, message in enumerate(file.message_type)
+        for number, oneof in enumerate(message.oneof_decl)
+        if any(
+            field.HasField("oneof_index")
+            and field.oneof_index == number
+            and not field.proto3_optional
+            for field in message.field
+        )
+    }
+
+
+def optionals_by_path(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
+    return {
+        (MESSAGES, index, PARTS, number): f"{message.name}.{field.name}"
+        for index, message in enumerate(file.message_type)
+        for number, field in enumerate(message.field)
+        if field.proto3_optional
+    }
+
+
+def comments_by_path(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
+    locations = file.source_code_info.location
+    return {tuple(each.path): each.leading_comments for each in locations if each.leading_comments}
+
+
+NAMES = sorted(path.name for path in FOLDER.glob("*.proto"))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_everything_in_the_contract_has_a_comment(name: str, tmp_path: Path) -> None:
     file = compile_with_comments(name, tmp_path)
 
-    locations = file.source_code_info.location
-    commented = {tuple(each.path) for each in locations if each.leading_comments}
+    commented = comments_by_path(file)
     assert [what for path, what in names_by_path(file).items() if path not in commented] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_may_be_unset_says_what_that_means(name: str, tmp_path: Path) -> None:
+    file = compile_with_comments(name, tmp_path)
+
+    comments = comments_by_path(file)
+    may_be_unset = optionals_by_path(file) | oneofs_by_path(file)
+    silent = [
+        what
+        for path, what in may_be_unset.items()
+        if not re.search(r"\b(unset|empty|by default)\b", comments.get(path, ""), re.IGNORECASE)
+    ]
+    assert silent == []
