@@ -1,4 +1,4 @@
-"""What a worker tells about itself twice a second."""
+"""What a worker tells about itself in each heartbeat."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class WorkerTotals:
 class WorkerLoad:
     """The load of this moment."""
 
-    steps: int  # grows with each engine step; a worker with work whose steps do not grow is stuck
+    steps: int  # engine steps so far; a worker that has work and makes none is stuck
     running: int  # sequences or prompts that share the steps
     waiting: int  # requests that wait for pages, for a prefill or for a place
     queued_tokens: int  # prompt tokens not yet computed here

@@ -30,7 +30,7 @@ class RouterConfig:
     page_hash_key: bytes = b""  # the cluster's secret for page hashes; the same as the workers'
 
     # Workers
-    dead_after_s: float = 2.0  # silence of a worker that sends a heartbeat each half second
+    dead_after_s: float = 2.0  # silence of a worker; heartbeats come every half second by default
     stuck_after_s: float = 30.0  # heartbeats go on, sequences run, but no engine step was made
     connect_timeout_s: float = 5.0  # of the first call to a worker
     reconnect_delay_s: float = 0.2  # between attempts to reach a worker that cannot be reached

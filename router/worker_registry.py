@@ -154,7 +154,7 @@ class WorkerRegistry:
         return True
 
     def known_workers(self) -> Sequence[KnownWorker]:
-        """Return all members, and those that left less than a minute ago."""
+        """Return all members, and those that left less than forget_dead_after_s ago."""
         now = asyncio.get_running_loop().time()
         self._forget_departed(now)
         workers = [*self._workers.values(), *(worker for worker, _ in self._departed.values())]
