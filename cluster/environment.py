@@ -1,4 +1,8 @@
-"""The environment variables of a cluster's processes; nothing else copies or sets any."""
+"""The environment variables that a cluster's processes are started with.
+
+launch.py adds CUDA_VISIBLE_DEVICES where workers share a GPU. `prepare_local_ray` leaves alone what
+is set already, such as RAY_AUTH_MODE and RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO by the Makefile.
+"""
 
 import os
 import sys

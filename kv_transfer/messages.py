@@ -1,4 +1,4 @@
-"""Transfer control messages as values; server.py files convert them to and from protobuf.
+"""Transfer control messages as values; wire.py converts them to and from protobuf.
 
 One transfer, in order (receiver = decode worker, sender = prefill worker):
 
@@ -9,7 +9,7 @@ One transfer, in order (receiver = decode worker, sender = prefill worker):
     sender:   ChunkPosted(k)              the send is posted; the receiver now posts its receive
     receiver: ChunkAck(k)                 digests verified, pages committed; the sender's lease ends
 
-Abort may come from either side at any point. See DESIGN.md section 4.
+Abort may come from either side at any point. See docs/protocol.md.
 """
 
 from dataclasses import dataclass
