@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from cluster.config_options import ConfigOption, config_options
+from cluster.environment import FORWARDED_PREFIXES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
@@ -36,6 +37,12 @@ SECTIONS = {
     "decode_worker": "Decode workers: `decode_worker`",
     "transfer": "Page transfer, both sides: `transfer`",
 }
+ENVIRONMENT = {  # what Pagewire itself reads of it
+    "CUDA_VISIBLE_DEVICES": "GPUs of this host that workers may be given; unset: all",
+    "PAGEWIRE_KERNEL_CHECKS": "`1`: before a launch, page ids, positions, scales and what else "
+    "only the device knows are checked, which waits for it; not in steps that are CUDA graphs",
+    "XDG_CACHE_HOME": "Folder whose `pagewire` holds the demo's model; unset or empty: `~/.cache`",
+}
 
 
 def configuration_page() -> str:
@@ -45,12 +52,23 @@ def configuration_page() -> str:
         options = [each for each in config_options().values() if each.section == section]
         parts += [f"\n## {title}\n\n| option | default | meaning |\n|---|---|---|\n"]
         parts += [_row(option) for option in options]
-    return "".join(parts)
+    return "".join(parts) + _environment()
 
 
 def _row(option: ConfigOption) -> str:
     default = "" if option.default in (None, "") else f"`{option.default}`"
     return f"| `{option.path}` | {default} | {option.description} |\n"
+
+
+def _environment() -> str:
+    prefixes = ", ".join(f"`{prefix}`" for prefix in FORWARDED_PREFIXES)
+    rows = [f"| `{name}` | {meaning} |\n" for name, meaning in ENVIRONMENT.items()]
+    return (
+        "\n## Environment\n\n"
+        "Variables that Pagewire itself reads. Workers and router also get those of the launching\n"
+        f"process whose names begin with one of {prefixes}.\n\n"
+        "| variable | meaning |\n|---|---|\n"
+    ) + "".join(rows)
 
 
 if __name__ == "__main__":
