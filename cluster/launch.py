@@ -32,7 +32,7 @@ from cluster.host_memory import read_host_memory
 from cluster.local_ray import LocalRay
 from cluster.model_folder import check_model_folder
 from cluster.ray_address import check_ray_answers
-from decode_worker.actor import CONTROL_GROUP, DecodeActor
+from decode_worker.actor import DecodeActor
 from llm_engine.worker_process import WorkerSettings
 from observability.logs import fields
 from pagewire import Client, ClusterStatus, PagewireError
@@ -50,6 +50,7 @@ STATUS_PERIOD_S = 0.1
 CHECK_PERIOD_S = 0.2  # between two looks whether the start is to be given up
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
 STOP_MARGIN_S = 5.0
+CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +72,8 @@ class RunningCluster:
 
     def pid(self, name: str) -> int:
         """Return the process id of an actor on its host."""
-        return int(ray.get(self.actors[name].pid.remote(), timeout=PLACE_TIMEOUT_S))
+        call = self.actors[name].pid.options(concurrency_group=CONTROL_GROUP).remote()
+        return int(ray.get(call, timeout=PLACE_TIMEOUT_S))
 
     def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end all processes.

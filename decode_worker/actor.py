@@ -20,7 +20,6 @@ from observability.logs import configure_logging, fields
 log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
-CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 
 
 class DecodeActor:
@@ -63,7 +62,6 @@ class DecodeActor:
         self._watching.cancel()
         await self._process.stop(grace_s)
 
-    @ray.method(concurrency_group=CONTROL_GROUP)
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()

@@ -19,7 +19,6 @@ from prefill_worker.server import SERVICES
 log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
-CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 
 
 class PrefillActor:
@@ -62,7 +61,6 @@ class PrefillActor:
         self._watching.cancel()
         await self._process.stop(grace_s)
 
-    @ray.method(concurrency_group=CONTROL_GROUP)
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()

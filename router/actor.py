@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know this router
 ANNOUNCE_TIMEOUT_S = 5.0
-CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = (  # to workers
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -120,7 +119,6 @@ class RouterActor:
         await self._router.stop(grace_s)
         await self._server.stop(None)
 
-    @ray.method(concurrency_group=CONTROL_GROUP)
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()
