@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from kv_cache.page_storage import PageStorage
+
 
 class Connection(Protocol):
     """One direction between one prefill and one decode worker."""
@@ -64,6 +66,17 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Abort all connections."""
         ...
+
+
+def open_transports(storage: PageStorage, device: str, host: str) -> list[Transport]:
+    """Return what a worker's pages can move over, best first; `host` is its own address."""
+    if device == "cuda":
+        from kv_transfer.nccl import NcclTransport
+
+        return [NcclTransport(storage)]
+    from kv_transfer.tcp import TcpTransport
+
+    return [TcpTransport(storage, host=host)]
 
 
 async def close_transports(transports: Sequence[Transport], timeout_s: float) -> None:

@@ -1,69 +1,19 @@
-"""Ray actor of a prefill worker: builds it, gives each start a new incarnation, stops it."""
+"""Ray actor of a prefill worker."""
 
-import asyncio
-import logging
-import os
-from dataclasses import replace
-from typing import Any
-
-import ray
-
-from kv_transfer.transport import Transport
+from kv_transfer.transport import open_transports
+from llm_engine.actor import WorkerActor
 from llm_engine.engine_api import EngineExecutor
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
-from llm_engine.worker_process import ServedWorker, WorkerProcess, WorkerSettings
-from observability.logs import configure_logging, fields
+from llm_engine.worker_process import ServedWorker
 from prefill_worker.config import PrefillConfig
 from prefill_worker.server import SERVICES
 
-log = logging.getLogger(__name__)
 
-ANNOUNCE_TIMEOUT_S = 5.0
+class PrefillActor(WorkerActor[PrefillConfig]):
+    """One prefill worker."""
 
-
-class PrefillActor:
-    """One prefill worker; `__init__` returns when it serves.
-
-    Args:
-        settings: Model, device and addresses.
-        config: Limits and deadlines.
-        controller_name: Of the actor that hears of each start. A name, because Ray cannot start an
-            actor again whose arguments hold a handle that is gone.
-    """
-
-    async def __init__(  # type: ignore[misc] # Ray awaits it
-        self, settings: WorkerSettings, config: PrefillConfig, controller_name: str
-    ) -> None:
-        configure_logging(settings.log_level, settings.log_format)
-        settings = replace(settings, host=settings.host or _own_host())
-        self._settings = settings
-        self._config = config
-        self._controller = ray.get_actor(controller_name)
-        self._process = WorkerProcess(settings, announce=self._announce)
-        is_restart = await self._was_ready()
-        try:
-            await self._process.start(self._build, SERVICES)
-        except Exception:
-            if not is_restart:
-                raise  # the launcher reports it
-            # Ray gives up an actor whose constructor raises, but starts a dead process again.
-            log.exception("worker_start_failed", extra=fields(worker_id=settings.worker_id))
-            os._exit(1)
-        self._watching: asyncio.Task[None] = asyncio.create_task(self._exit_when_failed())
-
-    async def wait_ready(self) -> str:
-        """Return the gRPC address."""
-        assert self._process.identity
-        return self._process.identity.address
-
-    async def stop(self, grace_s: float) -> None:
-        """Give running requests `grace_s` seconds, then end everything but the actor."""
-        self._watching.cancel()
-        await self._process.stop(grace_s)
-
-    async def pid(self) -> int:
-        """Return the process id on its host."""
-        return os.getpid()
+    pool = "prefill"
+    services = SERVICES
 
     def _build(
         self, identity: WorkerIdentity, model: ModelInfo, executor: EngineExecutor
@@ -75,44 +25,7 @@ class PrefillActor:
             identity=identity,
             model=model,
             executor=executor,
-            transports=self._transports(executor),
+            transports=open_transports(
+                executor.engine.storage, self._settings.device, self._settings.host
+            ),
         )
-
-    def _transports(self, executor: EngineExecutor) -> list[Transport]:
-        storage = executor.engine.storage
-        if self._settings.device == "cuda":
-            from kv_transfer.nccl import NcclTransport
-
-            return [NcclTransport(storage)]
-        from kv_transfer.tcp import TcpTransport
-
-        return [TcpTransport(storage, host=self._settings.host)]
-
-    async def _was_ready(self) -> bool:
-        call: Any = self._controller.was_ready.remote(self._settings.worker_id)
-        try:
-            return bool(await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S))
-        except (ray.exceptions.RayError, TimeoutError):
-            return True  # at the first start of a cluster the controller is there
-
-    async def _announce(self, identity: WorkerIdentity) -> None:
-        call: Any = self._controller.announce_worker.remote(
-            identity.worker_id, identity.incarnation, identity.address, "prefill"
-        )
-        try:
-            await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            # The controller restarts and hears the next announcement.
-            log.warning(
-                "announce_failed", extra=fields(worker_id=identity.worker_id, error=str(error))
-            )
-
-    async def _exit_when_failed(self) -> None:
-        await self._process.wait_failed()
-        log.critical("step_loop_died", extra=fields(worker_id=self._settings.worker_id))
-        os._exit(1)
-
-
-def _own_host() -> str:
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address

@@ -1,0 +1,105 @@
+"""What the Ray actors of both pools share: each start has a new incarnation, a failure ends it."""
+
+import asyncio
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import ray
+
+from llm_engine.engine_api import EngineExecutor
+from llm_engine.worker_identity import ModelInfo, WorkerIdentity
+from llm_engine.worker_process import ServedWorker, WorkerProcess, WorkerSettings
+from observability.logs import configure_logging, fields
+
+log = logging.getLogger(__name__)
+
+ANNOUNCE_TIMEOUT_S = 5.0
+
+Config = TypeVar("Config")
+
+
+class WorkerActor(ABC, Generic[Config]):
+    """One worker; `__init__` returns when it serves.
+
+    Args:
+        settings: Model, device and addresses.
+        config: Limits and deadlines.
+        controller_name: Of the actor that hears of each start. A name, because Ray cannot start an
+            actor again whose arguments hold a handle that is gone.
+    """
+
+    pool: ClassVar[str]
+    services: ClassVar[Sequence[str]]  # full names, for reflection
+
+    async def __init__(  # type: ignore[misc] # Ray awaits it
+        self, settings: WorkerSettings, config: Config, controller_name: str
+    ) -> None:
+        configure_logging(settings.log_level, settings.log_format)
+        settings = replace(settings, host=settings.host or _own_host())
+        self._settings = settings
+        self._config = config
+        self._controller = ray.get_actor(controller_name)
+        self._process = WorkerProcess(settings, announce=self._announce)
+        is_restart = await self._was_ready()
+        try:
+            await self._process.start(self._build, self.services)
+        except Exception:
+            if not is_restart:
+                raise  # the launcher reports it
+            # Ray gives up an actor whose constructor raises, but starts a dead process again.
+            log.exception("worker_start_failed", extra=fields(worker_id=settings.worker_id))
+            os._exit(1)
+        self._watching: asyncio.Task[None] = asyncio.create_task(self._exit_when_failed())
+
+    async def wait_ready(self) -> str:
+        """Return the gRPC address."""
+        assert self._process.identity
+        return self._process.identity.address
+
+    async def stop(self, grace_s: float) -> None:
+        """Give running requests `grace_s` seconds, then end everything but the actor."""
+        self._watching.cancel()
+        await self._process.stop(grace_s)
+
+    async def pid(self) -> int:
+        """Return the process id on its host."""
+        return os.getpid()
+
+    @abstractmethod
+    def _build(
+        self, identity: WorkerIdentity, model: ModelInfo, executor: EngineExecutor
+    ) -> ServedWorker:
+        """Make the worker around the loaded engine."""
+
+    async def _was_ready(self) -> bool:
+        call: Any = self._controller.was_ready.remote(self._settings.worker_id)
+        try:
+            return bool(await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S))
+        except (ray.exceptions.RayError, TimeoutError):
+            return True  # at the first start of a cluster the controller is there
+
+    async def _announce(self, identity: WorkerIdentity) -> None:
+        call: Any = self._controller.announce_worker.remote(
+            identity.worker_id, identity.incarnation, identity.address, self.pool
+        )
+        try:
+            await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            # The controller restarts and hears the next announcement.
+            log.warning(
+                "announce_failed", extra=fields(worker_id=identity.worker_id, error=str(error))
+            )
+
+    async def _exit_when_failed(self) -> None:
+        await self._process.wait_failed()
+        log.critical("step_loop_died", extra=fields(worker_id=self._settings.worker_id))
+        os._exit(1)
+
+
+def _own_host() -> str:
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
