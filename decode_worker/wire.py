@@ -15,16 +15,15 @@ from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
 from llm_engine.wire import (
     logprobs_to_proto,
-    pack_tokens,
     sampled_from_proto,
     sampling_from_proto,
     sampling_to_proto,
-    unpack_tokens,
     worker_from_proto,
     worker_to_proto,
 )
 from llm_engine.worker_identity import WorkerIdentity
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids, unpack_token_ids
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -49,14 +48,14 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
         ValueError: If token ids are cut off or a choice comes twice.
     """
     emitted = {
-        each.choice: tuple(unpack_tokens(each.emitted_token_ids)) for each in message.choices
+        each.choice: tuple(unpack_token_ids(each.emitted_token_ids)) for each in message.choices
     }
     if len(emitted) != len(message.choices):
         raise ValueError("choices names a choice twice")
     return Request(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt=tuple(unpack_tokens(message.prompt_token_ids)),
+        prompt=tuple(unpack_token_ids(message.prompt_token_ids)),
         params=sampling_from_proto(message.sampling),
         emitted=emitted,
         salt=message.cache_salt,
@@ -137,7 +136,7 @@ class PrefillCall:
             request_id=request.request_id,
             ticket=ticket_to_proto(ticket),
             connection_id=connection_id,
-            token_ids=pack_tokens(group.tokens),
+            token_ids=pack_token_ids(group.tokens),
             prompt_len=len(request.prompt),
             first_page=first_page,
             sampling=sampling_to_proto(request.params),
@@ -208,7 +207,7 @@ def _delta_to_proto(delta: TokenDelta) -> worker_pb2.TokenDelta:
         request_id=delta.request.request_id,
         attempt=delta.request.attempt,
         choice=delta.choice,
-        token_ids=pack_tokens([token.token_id for token in delta.tokens]),
+        token_ids=pack_token_ids([token.token_id for token in delta.tokens]),
         first_index=delta.first_index,
         logprobs=logprobs_to_proto(delta.tokens),
         finish_reason=_FINISH_REASONS[delta.finish_reason],

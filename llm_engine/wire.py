@@ -2,32 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from kv_cache.page_pool import PageCounts
 from llm_engine.sampling import SampledToken, SamplingParams
 from llm_engine.worker_identity import WorkerIdentity
 from llm_engine.worker_load import WorkerLoad, WorkerTotals
 from protos import common_pb2, inference_pb2
-
-TOKEN_BYTES = 4
-
-
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as packed little-endian uint32."""
-    return np.asarray(token_ids, dtype="<u4").tobytes()
-
-
-def unpack_tokens(packed: bytes) -> list[int]:
-    """Return the token ids that `pack_tokens` packed.
-
-    Raises:
-        ValueError: If the length is not a multiple of four bytes.
-    """
-    if len(packed) % TOKEN_BYTES:
-        raise ValueError(f"token ids take {len(packed)} bytes, which is no multiple of 4")
-    token_ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
-    return token_ids
+from protos.token_ids import pack_token_ids, unpack_token_ids
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -73,7 +53,7 @@ def logprobs_to_proto(tokens: Sequence[SampledToken]) -> list[common_pb2.TokenLo
     return [
         common_pb2.TokenLogprobs(
             logprob=token.logprob,
-            top_token_ids=pack_tokens([token_id for token_id, _ in token.top_logprobs]),
+            top_token_ids=pack_token_ids([token_id for token_id, _ in token.top_logprobs]),
             top_logprobs=[logprob for _, logprob in token.top_logprobs],
         )
         for token in tokens
@@ -84,12 +64,12 @@ def logprobs_to_proto(tokens: Sequence[SampledToken]) -> list[common_pb2.TokenLo
 def sampled_from_proto(
     packed: bytes, logprobs: Sequence[common_pb2.TokenLogprobs]
 ) -> list[SampledToken]:
-    """Read drawn tokens; the inverse of pack_tokens and logprobs_to_proto together.
+    """Read drawn tokens; the inverse of pack_token_ids and logprobs_to_proto together.
 
     Raises:
         ValueError: If there are log probabilities, but not one per token.
     """
-    token_ids = unpack_tokens(packed)
+    token_ids = unpack_token_ids(packed)
     if not logprobs:
         return [SampledToken(token_id=token_id) for token_id in token_ids]
     if len(logprobs) != len(token_ids):
@@ -99,7 +79,7 @@ def sampled_from_proto(
             token_id=token_id,
             logprob=each.logprob,
             top_logprobs=tuple(
-                zip(unpack_tokens(each.top_token_ids), each.top_logprobs, strict=True)
+                zip(unpack_token_ids(each.top_token_ids), each.top_logprobs, strict=True)
             ),
         )
         for token_id, each in zip(token_ids, logprobs, strict=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from types import TracebackType
@@ -26,9 +25,9 @@ from pagewire.wire import (
     status_from,
     tokenize_chat_request,
     tokenize_request,
-    unpack_token_ids,
 )
 from protos import inference_pb2, inference_pb2_grpc
+from protos.token_ids import unpack_token_ids
 
 DEFAULT_TIMEOUT_S = 600.0
 CHANNEL_OPTIONS = (
@@ -187,7 +186,7 @@ class AsyncClient:
         self, request: inference_pb2.TokenizeRequest, timeout_s: float | None
     ) -> Tokens:
         response = await self._call(self._open().Tokenize, request, timeout_s)
-        return Tokens(token_ids=unpack_token_ids(response.token_ids), text=response.text)
+        return Tokens(token_ids=tuple(unpack_token_ids(response.token_ids)), text=response.text)
 
     async def _call(
         self, method: Callable[..., Awaitable[Answer]], request: object, timeout_s: float | None
@@ -292,7 +291,7 @@ class AsyncStream:
                 delta = delta_from(response)
                 self._builder.add(delta)
                 yield delta
-        except (IndexError, ValueError, struct.error) as error:
+        except (IndexError, ValueError) as error:
             raise ServerError(f"cannot read the answer: {error}", code="INTERNAL") from error
         except grpc.aio.AioRpcError as failure:
             if not self._is_cancelled:

@@ -1,7 +1,6 @@
 """Protobuf messages to the client's values and back, and gRPC failures to its exceptions."""
 
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -31,6 +30,7 @@ from pagewire.types import (
     WorkerStatus,
 )
 from protos import common_pb2, inference_pb2
+from protos.token_ids import pack_token_ids, unpack_token_ids
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # of an answer; a router may take less, and says so
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -40,16 +40,6 @@ _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as g
 Prompt = str | Sequence[int]
 Messages = Sequence[Message | Mapping[str, str]]
 Request = TypeVar("Request", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest)
-
-
-def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Encode token ids as the wire wants them: little-endian uint32."""
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
-
-
-def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
-    """Decode what pack_token_ids makes."""
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 def generate_request(
@@ -99,7 +89,7 @@ def tokenize_chat_request(messages: Messages, model: str) -> inference_pb2.Token
 
 def delta_from(response: inference_pb2.GenerateResponse) -> Delta:
     """Decode one message of a Generate stream."""
-    token_ids = unpack_token_ids(response.token_ids)
+    token_ids = tuple(unpack_token_ids(response.token_ids))
     return Delta(
         request_id=response.request_id,
         choice=response.choice,

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from kv_transfer.messages import SenderMessage, Ticket
 from kv_transfer.wire import ticket_from_proto, transfer_message_to_proto
 from llm_engine.sampling import SampledToken
-from llm_engine.wire import logprobs_to_proto, pack_tokens, sampling_from_proto, unpack_tokens
+from llm_engine.wire import logprobs_to_proto, sampling_from_proto
 from prefill_worker.request import Prompt
 from protos import worker_pb2
+from protos.token_ids import pack_token_ids, unpack_token_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
     """
     prompt = Prompt(
         request_id=message.request_id,
-        tokens=tuple(unpack_tokens(message.token_ids)),
+        tokens=tuple(unpack_token_ids(message.token_ids)),
         prompt_len=message.prompt_len,
         params=sampling_from_proto(message.sampling),
         choices=tuple(message.choices),
@@ -57,7 +58,7 @@ def response_to_proto(message: SenderMessage | PrefillResult) -> worker_pb2.Pref
         return worker_pb2.PrefillResponse(transfer=transfer_message_to_proto(message))
     return worker_pb2.PrefillResponse(
         result=worker_pb2.PrefillResult(
-            token_ids=pack_tokens([token.token_id for token in message.tokens]),
+            token_ids=pack_token_ids([token.token_id for token in message.tokens]),
             logprobs=logprobs_to_proto(message.tokens),
             cached_tokens=message.num_cached_tokens,
             computed_tokens=message.num_computed_tokens,

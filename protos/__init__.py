@@ -1,1 +1,4 @@
-"""The wire contract: *.proto files and the modules generated from them (see docs/protocol.md)."""
+"""The wire contract: *.proto files, the modules generated from them, and what else both ends share.
+
+See docs/protocol.md.
+"""

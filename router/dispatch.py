@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from observability.logs import fields
+from protos.token_ids import pack_token_ids
 from router import wire
 from router.config import RouterConfig
 from router.errors import (
@@ -37,7 +38,6 @@ from router.placement import Placement
 from router.policy import PolicyWeights, RouteQuery, route
 from router.prefix_index import PrefixIndex
 from router.session import Session, SessionCounters, Stream
-from router.token_ids import pack_token_ids
 from router.worker_registry import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from observability.logs import fields
 from protos import inference_pb2, inference_pb2_grpc
+from protos.token_ids import pack_token_ids
 from router import wire
 from router.admission import Admission
 from router.dispatch import Dispatcher
@@ -29,7 +30,6 @@ from router.errors import (
 from router.generation import Generation
 from router.prefix_index import PrefixIndex
 from router.prompt import Chat, PackedTokens, Prompt, Text
-from router.token_ids import pack_token_ids
 from router.validation import check_num_messages
 from router.worker_registry import WorkerRegistry
 

@@ -7,9 +7,9 @@ sampling parameters it names all fields that are wrong.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from protos.token_ids import unpack_token_ids
 from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
-from router.token_ids import unpack_token_ids
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

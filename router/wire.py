@@ -6,11 +6,11 @@ from typing import Any
 import grpc
 
 from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.generation import Delta, Failure, Finish, Output, WorkerStats
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
 from router.request import MAX_CHOICES, AskedSampling, GenerationRequest, ServedModel
-from router.token_ids import pack_token_ids, unpack_token_ids
 from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 _POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}

@@ -23,7 +23,7 @@ from cluster.environment import prepare_local_ray
 from pagewire import AsyncClient
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import GenerateRequest
-from router.token_ids import pack_token_ids
+from protos.token_ids import pack_token_ids
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 

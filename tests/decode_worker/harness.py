@@ -12,11 +12,12 @@ from kv_transfer.driver import run_inline
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
 from llm_engine.sampling import SamplingParams
-from llm_engine.wire import pack_tokens, sampling_to_proto, unpack_tokens, worker_to_proto
+from llm_engine.wire import sampling_to_proto, worker_to_proto
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_executor import VirtualExecutor
 from tests.support.virtual_time import Process, seeded, wait_until
@@ -206,7 +207,7 @@ class Stream:
         assert delta.choice not in self.finish_reasons, "a delta after the end of its choice"
         output = self.tokens[delta.choice]
         assert delta.first_index == len(output), "a gap or a repetition"
-        output += unpack_tokens(delta.token_ids)
+        output += unpack_token_ids(delta.token_ids)
         self.logprobs += delta.logprobs
         self.num_messages += 1
         self.has_tokens.set()
@@ -275,10 +276,10 @@ class ScriptedRouter:
         submit = worker_pb2.SubmitRequest(
             request_id=stream.request_id,
             attempt=attempt,
-            prompt_token_ids=pack_tokens(stream.prompt),
+            prompt_token_ids=pack_token_ids(stream.prompt),
             sampling=sampling_to_proto(stream.params),
             choices=[
-                worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_tokens(output))
+                worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_token_ids(output))
                 for choice, output in tokens.items()
             ],
             prefill_candidates=[worker_to_proto(each) for each in candidates],

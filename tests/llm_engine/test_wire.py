@@ -5,26 +5,15 @@ import pytest
 from llm_engine.sampling import SampledToken, SamplingParams
 from llm_engine.wire import (
     logprobs_to_proto,
-    pack_tokens,
     sampled_from_proto,
     sampling_from_proto,
     sampling_to_proto,
-    unpack_tokens,
     worker_from_proto,
     worker_to_proto,
 )
 from llm_engine.worker_identity import WorkerIdentity
 from protos import common_pb2
-
-
-@pytest.mark.parametrize("token_ids", [[], [0], [1, 2**31, 2**32 - 1]])
-def test_token_ids_survive(token_ids: list[int]) -> None:
-    assert unpack_tokens(pack_tokens(token_ids)) == token_ids
-
-
-def test_token_ids_that_are_cut_off_are_refused() -> None:
-    with pytest.raises(ValueError, match="take 7 bytes"):
-        unpack_tokens(bytes(7))
+from protos.token_ids import pack_token_ids
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 5])
@@ -50,15 +39,15 @@ def test_sampling_parameters_survive(logprobs: int | None) -> None:
 
 def test_drawn_tokens_survive_with_and_without_log_probabilities() -> None:
     plain = [SampledToken(token_id=3), SampledToken(token_id=4)]
-    assert sampled_from_proto(pack_tokens([3, 4]), logprobs_to_proto(plain)) == plain
+    assert sampled_from_proto(pack_token_ids([3, 4]), logprobs_to_proto(plain)) == plain
     rich = [SampledToken(token_id=3, logprob=-0.5, top_logprobs=((3, -0.5), (9, -1.5)))]
-    assert sampled_from_proto(pack_tokens([3]), logprobs_to_proto(rich)) == rich
+    assert sampled_from_proto(pack_token_ids([3]), logprobs_to_proto(rich)) == rich
 
 
 def test_log_probabilities_must_be_one_per_token() -> None:
     one = logprobs_to_proto([SampledToken(token_id=3, logprob=-0.5)])
     with pytest.raises(ValueError, match="2 tokens came with 1"):
-        sampled_from_proto(pack_tokens([3, 4]), one)
+        sampled_from_proto(pack_token_ids([3, 4]), one)
 
 
 def test_the_identity_of_a_worker_survives() -> None:

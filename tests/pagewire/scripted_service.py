@@ -11,8 +11,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from pagewire.wire import pack_token_ids
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from protos.token_ids import pack_token_ids
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
 

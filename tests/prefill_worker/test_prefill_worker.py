@@ -10,9 +10,10 @@ import pytest
 
 from kv_transfer.loopback import LoopbackNetwork
 from llm_engine.sampling import SamplingParams
-from llm_engine.wire import pack_tokens, sampling_to_proto, worker_to_proto
+from llm_engine.wire import sampling_to_proto, worker_to_proto
 from prefill_worker.config import PrefillConfig
 from protos import worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids
 from tests.decode_worker.harness import PAGE_SIZE, WorkerCluster, prompt_of
 from tests.support.virtual_time import run_virtual
 
@@ -63,7 +64,7 @@ def start_of(cluster: WorkerCluster, prompt: tuple[int, ...], **changes: Any) ->
         "request_id": "r",
         "ticket": ticket,
         "connection_id": "connection-0",
-        "token_ids": pack_tokens(prompt),
+        "token_ids": pack_token_ids(prompt),
         "prompt_len": len(prompt),
         "sampling": sampling_to_proto(SamplingParams(max_tokens=8)),
         "choices": [0],
@@ -111,7 +112,11 @@ def test_a_connection_that_cannot_work_is_refused(
 BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "empty": ({"token_ids": b"", "prompt_len": 0}, "INVALID_ARGUMENT", "prompt_len is 0"),
     "cut off": ({"token_ids": b"abc"}, "INVALID_ARGUMENT", "no multiple of 4"),
-    "foreign token": ({"token_ids": pack_tokens([1] * 29 + [1000])}, "INVALID_ARGUMENT", "id 1000"),
+    "foreign token": (
+        {"token_ids": pack_token_ids([1] * 29 + [1000])},
+        "INVALID_ARGUMENT",
+        "id 1000",
+    ),
     "prompt_len": ({"prompt_len": 31}, "INVALID_ARGUMENT", r"must be in \[1, 30\]"),
     "first_page": ({"first_page": 8}, "INVALID_ARGUMENT", "first_page is 8, must be below 8"),
     "no choice": ({"choices": []}, "INVALID_ARGUMENT", "choices is empty"),
@@ -123,7 +128,7 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "incarnation 7 is asked for",
     ),
     "too long for the context": (
-        {"token_ids": pack_tokens([1] * 512), "prompt_len": 512},
+        {"token_ids": pack_token_ids([1] * 512), "prompt_len": 512},
         "INVALID_ARGUMENT",
         "the context ends at 512",
     ),

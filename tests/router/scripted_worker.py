@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 
 from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.membership import PoolName, WorkerMember
 from router.router import Router
-from router.token_ids import pack_token_ids, unpack_token_ids
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import seeded, wait_until
 

@@ -9,7 +9,7 @@ import pytest
 
 from kv_cache.page_hash import page_hashes
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from router.token_ids import pack_token_ids, unpack_token_ids
+from protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     EOS,
     LENGTH,

@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.router import Router
-from router.token_ids import pack_token_ids, unpack_token_ids
 from router.tokenizer import Tokenizer
 from tests.router.scripted_worker import (
     EOS,

@@ -23,10 +23,10 @@ from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
-from router.token_ids import pack_token_ids, unpack_token_ids
 from tests.support.history import Delta, RequestHistory
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.memory_server import MemoryServer

@@ -1,0 +1,22 @@
+"""Token ids as messages carry them: packed little-endian uint32."""
+
+import struct
+from collections.abc import Sequence
+
+TOKEN_BYTES = 4
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Return four bytes per id."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """Return the ids that `pack_token_ids` packed.
+
+    Raises:
+        ValueError: If the length is not a multiple of four bytes.
+    """
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(f"token ids take {len(packed)} bytes, which is no multiple of 4")
+    return list(struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed))
