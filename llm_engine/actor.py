@@ -17,7 +17,7 @@ from observability.logs import configure_logging, fields
 
 log = logging.getLogger(__name__)
 
-ANNOUNCE_TIMEOUT_S = 5.0
+ANNOUNCE_TIMEOUT_S = 5.0  # as in router/actor.py, which may not import this
 
 Config = TypeVar("Config")
 

@@ -20,23 +20,17 @@ from llm_engine.engine_api import EngineExecutor
 from llm_engine.executor import ThreadExecutor
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from observability.logs import fields
+from protos.grpc_options import LISTEN_OPTIONS, MESSAGE_OPTIONS
 
 log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know this worker
-MAX_MESSAGE_BYTES = 64 * 2**20
-GRPC_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
-)
 # A process that hangs keeps its connections: only pings tell. gRPC's own threads answer them, also
 # while Python computes.
 KEEPALIVE_MS = 1000
-MAX_PENDING_CALLS = 1_000_000
 PING_TIMEOUT_MS = 2000
 CHANNEL_OPTIONS = (
-    *GRPC_OPTIONS,
+    *MESSAGE_OPTIONS,
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the lower of the two; its default is 60 s
@@ -44,13 +38,11 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", PING_TIMEOUT_MS),  # also the longest time to connect
 )
 SERVER_OPTIONS = (
-    *GRPC_OPTIONS,
+    *MESSAGE_OPTIONS,
+    *LISTEN_OPTIONS,
     # Otherwise a server ends connections that are pinged so often.
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
-    # gRPC cancels calls that wait to be accepted, above 1,000 at random; the router admits fewer.
-    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
-    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
 )
 
 

@@ -14,7 +14,6 @@ from pagewire.assembly import CompletionBuilder
 from pagewire.errors import ClosedError, ServerError
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
-    MAX_MESSAGE_BYTES,
     Messages,
     Prompt,
     chat_request,
@@ -27,12 +26,12 @@ from pagewire.wire import (
     tokenize_request,
 )
 from protos import inference_pb2, inference_pb2_grpc
+from protos.grpc_options import MESSAGE_OPTIONS
 from protos.token_ids import unpack_token_ids
 
 DEFAULT_TIMEOUT_S = 600.0
 CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    *MESSAGE_OPTIONS,
     ("grpc.keepalive_time_ms", 30_000),
     # A router that has come back is found by the caller's next call, not minutes later.
     ("grpc.initial_reconnect_backoff_ms", 100),

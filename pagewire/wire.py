@@ -30,9 +30,9 @@ from pagewire.types import (
     WorkerStatus,
 )
 from protos import common_pb2, inference_pb2
+from protos.grpc_options import MAX_MESSAGE_BYTES
 from protos.token_ids import pack_token_ids, unpack_token_ids
 
-MAX_MESSAGE_BYTES = 64 * 2**20  # of an answer; a router may take less, and says so
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _NO_GRPC = "Failed parsing HTTP/2"  # as gRPC says it of HTTP/1.1, SSH and others
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as gRPC says it
@@ -196,7 +196,10 @@ def _chat(field: str, messages: Messages) -> inference_pb2.ChatPrompt:
 
 
 def _sized(field: str, request: Request) -> Request:
-    """Refuse a request that the connection would refuse, with less clear words."""
+    """Refuse a request that the connection would refuse, with less clear words.
+
+    A router may take less, and says so.
+    """
     if request.ByteSize() > MAX_MESSAGE_BYTES:
         found = f"a request of {request.ByteSize()} bytes"
         raise refused(field, found, f"at most {MAX_MESSAGE_BYTES} bytes")

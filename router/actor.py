@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from observability.logs import configure_logging, fields
+from protos.grpc_options import LISTEN_OPTIONS, MAX_MESSAGE_BYTES, MESSAGE_OPTIONS
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
@@ -22,12 +23,6 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know this router
 ANNOUNCE_TIMEOUT_S = 5.0
-MAX_MESSAGE_BYTES = 64 * 2**20
-CHANNEL_OPTIONS = (  # to workers
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
-MAX_PENDING_CALLS = 1_000_000
 MIN_PING_INTERVAL_MS = 10_000  # the client's own is three times as long
 SERVICE = "pagewire.v1.InferenceService"
 
@@ -35,13 +30,10 @@ SERVICE = "pagewire.v1.InferenceService"
 def server_options(config: RouterConfig) -> tuple[tuple[str, int], ...]:
     """Return the options of the server that clients connect to."""
     return (
+        *LISTEN_OPTIONS,
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # To parse a message holds up all streams.
         ("grpc.max_receive_message_length", config.max_request_bytes),
-        # gRPC cancels calls that wait to be accepted, above 1,000 at random; the admission refuses.
-        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-        ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
         # Clients ping while they wait. By default a server ends connections that are pinged more
         # than once in five minutes without an answer on its way.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
@@ -79,7 +71,7 @@ class RouterActor:
                 config=config,
                 model_dir=model_dir,
                 connect_channel=lambda address: grpc.aio.insecure_channel(
-                    address, options=CHANNEL_OPTIONS
+                    address, options=MESSAGE_OPTIONS
                 ),
                 random_id=lambda: secrets.token_hex(16),
             )

@@ -17,7 +17,7 @@ from pagewire.arguments import (
     check_token_ids,
 )
 from pagewire.types import SamplingOptions
-from pagewire.wire import MAX_MESSAGE_BYTES
+from protos.grpc_options import MAX_MESSAGE_BYTES
 from router.errors import InvalidRequest
 from router.request import AskedSampling, SamplingDefaults, ServedModel
 from router.validation import complete_sampling
