@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-HASH_BYTES = 16
+from kv_cache.page_hash import HASH_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +115,15 @@ class PrefixIndex:
             self._note(overlaps, remaining, depth)
         return overlaps
 
+    def forget(self, worker_id: str) -> None:
+        """Drop the confirmed entries of a worker; the next batch must be a snapshot."""
+        self._positions.pop(worker_id, None)
+        pages = self._pages.pop(worker_id, None)
+        if pages:
+            bit = self._bits[worker_id]
+            for page_hash in pages:
+                self._clear(page_hash, bit)
+
     def remove_worker(self, worker_id: str) -> None:
         """Forget everything about a worker."""
         self.forget(worker_id)
@@ -142,15 +151,6 @@ class PrefixIndex:
             bit = ~used & (used + 1)  # the lowest that is free
             self._bits[worker_id] = bit
         return bit
-
-    def forget(self, worker_id: str) -> None:
-        """Drop the confirmed entries of a worker; the next batch must be a snapshot."""
-        self._positions.pop(worker_id, None)
-        pages = self._pages.pop(worker_id, None)
-        if pages:
-            bit = self._bits[worker_id]
-            for page_hash in pages:
-                self._clear(page_hash, bit)
 
     def _clear(self, page_hash: bytes, bit: int) -> None:
         mask = self._masks[page_hash] & ~bit
