@@ -17,15 +17,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.errors import ChatTemplateError
+from router.errors import ChatTemplateError, RefusedByTemplate
 
 _MAX_EXPONENT = 64
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 _PADDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
-
-
-class RefusedByTemplate(Exception):
-    """The template called raise_exception: it does not accept these messages."""
 
 
 class ChatTemplate:

@@ -16,6 +16,8 @@ ChatTemplateError        a chat template is not valid or broke a rule of the san
 Inside the router only:
 AttemptFailed            this attempt is over, another worker may go on
 DeltaGap                 tokens are missing between two deltas of a choice
+RefusedByTemplate        the chat template does not accept the messages
+WorkerGone               a worker cannot be used, for now
 
 `server.py` maps these to gRPC status codes.
 """
@@ -101,3 +103,11 @@ class AttemptFailed(Exception):
 
 class DeltaGap(Exception):
     """A delta begins after the next expected token."""
+
+
+class RefusedByTemplate(Exception):
+    """The template called raise_exception: it does not accept these messages."""
+
+
+class WorkerGone(Exception):
+    """The worker cannot be used; the message says why."""

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from router.chat_template import RefusedByTemplate
-from router.errors import ChatTemplateError, InvalidRequest
+from router.errors import ChatTemplateError, InvalidRequest, RefusedByTemplate
 from router.model_folder import ModelFolder
 from router.tokenizer import Tokenizer
 from router.validation import check_packed_token_ids, check_text

@@ -27,6 +27,7 @@ import grpc
 from observability.logs import fields
 from router import wire
 from router.config import RouterConfig
+from router.errors import WorkerGone
 from router.membership import PoolName, WorkerMember
 from router.policy import WorkerLoad
 from router.prefix_index import PrefixIndex
@@ -34,10 +35,6 @@ from router.request import ServedModel
 from router.worker_report import WorkerHeartbeat
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerGone(Exception):
-    """The worker cannot be used; the message says why."""
 
 
 class Worker:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from router.chat_template import ChatTemplate, RefusedByTemplate
-from router.errors import ChatTemplateError
+from router.chat_template import ChatTemplate
+from router.errors import ChatTemplateError, RefusedByTemplate
 from router.model_folder import read_model_folder
 from tests.router.tokenizers_for_tests import byte_level
 
