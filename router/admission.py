@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kv_cache.page_hash import page_hashes
 from router.config import RouterConfig
@@ -14,16 +13,6 @@ from router.prompt import Prompt, tokenize
 from router.request import AskedSampling, GenerationRequest, ServedModel
 from router.validation import check_model, check_prompt, complete_sampling, end_token_ids
 from router.worker_registry import WorkerRegistry
-
-
-@dataclass(slots=True)
-class AdmissionCounters:
-    """Ends of calls since the start, by outcome."""
-
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    rejected: int = 0  # because there was no room
 
 
 class Admission:
@@ -37,8 +26,8 @@ class Admission:
         registry: WorkerRegistry,
         random_id: Callable[[], str],
     ) -> None:
-        self.counters = AdmissionCounters()
         self.num_active = 0
+        self.num_finished = 0  # calls that succeeded, since the start
         self.is_closed = False  # takes nothing new
         self._config = config
         self._folder = folder
@@ -84,17 +73,6 @@ class Admission:
         except TimeoutError:
             return False
         return True
-
-    def count(self, outcome: str) -> None:
-        """Count the end of a call; outcome is "ok" or the name of a status code."""
-        if outcome == "ok":
-            self.counters.finished += 1
-        elif outcome == "CANCELLED":
-            self.counters.cancelled += 1
-        elif outcome == "RESOURCE_EXHAUSTED":
-            self.counters.rejected += 1
-        else:
-            self.counters.failed += 1
 
     async def tokenize(self, model_name: str, prompt: Prompt) -> tuple[str, list[int]]:
         """Return the text and the token ids that `admit` would use."""

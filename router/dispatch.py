@@ -37,7 +37,7 @@ from router.membership import WorkerMember
 from router.placement import Placement
 from router.policy import PolicyWeights, RouteQuery, route
 from router.prefix_index import PrefixIndex
-from router.session import Session, SessionCounters, Stream
+from router.session import Session, Stream
 from router.worker_registry import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ class Dispatcher:
     def __init__(
         self, *, config: RouterConfig, registry: WorkerRegistry, index: PrefixIndex
     ) -> None:
-        self.counters = SessionCounters()
         self.num_resumed = 0  # see Generation.num_resumptions
         self._config = config
         self._registry = registry
@@ -227,7 +226,7 @@ class Dispatcher:
     def _session(self, worker: Worker) -> Session:
         session = self._sessions.get(worker)
         if session is None:
-            session = Session(worker, self._config.router_id, self.counters)
+            session = Session(worker, self._config.router_id)
             self._sessions[worker] = session
             session.task = asyncio.create_task(
                 self._run_session(session), name=f"session-{worker.member.worker_id}"
@@ -245,7 +244,6 @@ class Dispatcher:
             reason = "the session crashed"
         finally:
             if self._sessions.get(session.worker) is session:
-                self.counters.broken_sessions += 1
                 # Declares the worker dead, which comes back to worker_lost.
                 self._registry.report_broken(session.worker, reason)
                 self.worker_lost(session.worker, reason)

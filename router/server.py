@@ -77,6 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             with self._admission.slot():
                 await self._generate(request, context, record)
             record.outcome = "ok"
+            self._admission.num_finished += 1
         except RouterError as error:
             record.outcome = _code(error).name
             await _abort(context, error)
@@ -89,7 +90,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             record.outcome = "INTERNAL"
             await _abort(context, _internal_error())
         finally:
-            self._admission.count(record.outcome)
             record.log()
 
     async def Tokenize(
@@ -120,7 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for each in self._registry.known_workers()
             ],
             active_requests=self._admission.num_active,
-            finished_requests=self._admission.counters.finished,
+            finished_requests=self._admission.num_finished,
             resumed_requests=self._dispatcher.num_resumed,
             index_pages=self._index.num_pages,
         )

@@ -6,7 +6,6 @@ another, as the next attempt.
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,15 +19,6 @@ from router.worker_registry import Worker
 # google.rpc.Code numbers of failures that another worker, or a later start of it, may not have.
 _FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE, _RESOURCE_EXHAUSTED = 9, 10, 14, 8
 _RETRYABLE = {_FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE}
-
-
-@dataclass(slots=True)
-class SessionCounters:
-    """What happened on all sessions of a router since its start."""
-
-    stale_deltas: int = 0  # of an earlier attempt, or for a request that is over
-    gaps: int = 0
-    broken_sessions: int = 0
 
 
 class Stream:
@@ -66,38 +56,32 @@ class Stream:
         self._attempt_over.add_done_callback(lambda over: over.cancelled() or over.exception())
         return self._attempt_over
 
-    def on_delta(self, delta: Delta) -> bool:
-        """Take over a delta; False means that it was stale.
-
-        Raises:
-            DeltaGap: Tokens are missing before it; this attempt is over.
-        """
+    def on_delta(self, delta: Delta) -> None:
+        """Take over a delta, unless it is stale; a gap before it ends the attempt."""
         over = self._attempt_over
         if over is None or over.done():
-            return False
+            return
         try:
             is_fresh = self.generation.accept(delta, asyncio.get_running_loop().time())
         except DeltaGap as gap:
             self.fail_attempt(AttemptFailed(str(gap)))
-            raise
+            return
         if is_fresh and self.placement:
             self.placement.prefilled()
         if self.generation.is_finished:
             over.set_result(None)
         self._ready.set()
-        return is_fresh
 
-    def on_failure(self, failure: Failure) -> bool:
-        """End the attempt because the worker says so; False means that it was stale."""
+    def on_failure(self, failure: Failure) -> None:
+        """End the attempt because the worker says so, unless that is stale."""
         if not self.generation.fail_attempt(failure.attempt):
-            return False
+            return
         if failure.code in _RETRYABLE:
             self.fail_attempt(AttemptFailed(failure.message, is_refusal=True))
         elif failure.code == _RESOURCE_EXHAUSTED:
             self.fail_attempt(AttemptFailed(failure.message, is_refusal=True, is_overload=True))
         else:
             self.fail_attempt(RequestFailed(failure.code, failure.message))
-        return True
 
     def fail_attempt(self, error: Exception) -> None:
         if self._attempt_over and not self._attempt_over.done():
@@ -115,10 +99,9 @@ class Stream:
 class Session:
     """The stream between this router and one incarnation of a decode worker."""
 
-    def __init__(self, worker: Worker, router_id: str, counters: SessionCounters) -> None:
+    def __init__(self, worker: Worker, router_id: str) -> None:
         self.worker = worker
         self.streams: dict[str, Stream] = {}  # request_id |-> stream
-        self._counters = counters
         # Holds at most two messages per request, and one per choice.
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._outbox.put_nowait(wire.hello(router_id, worker.member.incarnation))
@@ -170,18 +153,12 @@ class Session:
         for event in wire.session_events(message):
             stream = self.streams.get(event.request_id)
             if stream is None:
-                self._counters.stale_deltas += 1
-            elif isinstance(event, Failure):
-                if not stream.on_failure(event):
-                    self._counters.stale_deltas += 1
+                continue  # the request is over
+            if isinstance(event, Failure):
+                stream.on_failure(event)
             else:
-                try:
-                    if not stream.on_delta(event):
-                        self._counters.stale_deltas += 1
-                except DeltaGap:
-                    self._counters.gaps += 1
-                else:
-                    self._cancel_stopped(stream)
+                stream.on_delta(event)
+                self._cancel_stopped(stream)
 
     def _cancel_stopped(self, stream: Stream) -> None:
         """Have the worker free choices that ended here but not there."""
