@@ -96,11 +96,6 @@ class Scheduler:
         waiting = sum(len(group.tokens) for group in self._waiting)
         return waiting + sum(len(group.tokens) - group.num_computed for group in self._computing)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is left, not even one that only waits for its pages to be freed."""
-        return not (self.num_waiting or self._joining or self._running)
-
     def submit(self, request: Request) -> None:
         """Take a request that `admission.check_request` accepts."""
         request.arrival = next(self._arrivals)

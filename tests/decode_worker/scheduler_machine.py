@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_plan(self.plan)
         for group in self.plan.receives:
             self.transfers.append(self.prefill(group))
-        may_wait = self.scheduler.is_idle or self.transfers or self.quarantines
+        may_wait = self.is_idle() or self.transfers or self.quarantines
         assert may_wait or not self.plan.is_empty, "work is there, but none is done"
         for copy in self.plan.copies:
             self.engine.storage.copy_page(copy.source, copy.target)
@@ -222,9 +222,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end_quarantines()
             self.begin_step()
             self.is_consistent()
-            if self.scheduler.is_idle and not self.transfers and not self.quarantines:
+            if self.is_idle():
                 break
         assert len(self.finished) == len(self.requests), "a request never finished"
+        assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         counts = self.cache.pool.counts()
         assert counts.free + counts.cached == counts.total, f"leaked: {counts}"
 
@@ -233,6 +234,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["preemptions"] += totals.preemptions
         self.seen["pages moved"] += totals.pages_moved
         self.seen["cached tokens"] += totals.cached_tokens
+
+    def is_idle(self) -> bool:
+        """Whether no request is left, not even one that only waits for its pages to be freed."""
+        counts = self.cache.pool.counts()
+        is_free = counts.free + counts.cached == counts.total
+        return is_free and len(self.finished) == len(self.requests)
 
     def check_plan(self, plan: StepPlan) -> None:
         self.seen["copies"] += len(plan.copies)
