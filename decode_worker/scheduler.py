@@ -398,6 +398,7 @@ class Scheduler:
         if group.is_first_visit:
             group.is_first_visit = False
             group.request.stats.decode_cached_tokens += group.num_computed
+            self.totals.looked_up_tokens += len(group.tokens)
             self.totals.cached_tokens += group.num_computed
         return True
 

@@ -131,6 +131,7 @@ def heartbeat_to_proto(
             quarantine=pages.quarantine,
         ),
         totals=inference_pb2.WorkerTotals(
+            looked_up_tokens=totals.looked_up_tokens,
             cached_tokens=totals.cached_tokens,
             computed_tokens=totals.computed_tokens,
             generated_tokens=totals.generated_tokens,

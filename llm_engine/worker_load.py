@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class WorkerTotals:
     """Totals since the start of this incarnation."""
 
-    cached_tokens: int = 0  # prompt tokens whose pages were found in the cache
+    looked_up_tokens: int = 0  # prompt tokens that were looked up in the cache
+    cached_tokens: int = 0  # of them, those whose pages were found
     computed_tokens: int = 0  # prompt tokens computed
     generated_tokens: int = 0  # tokens drawn
     pages_moved: int = 0  # sent to, or received from, the other pool

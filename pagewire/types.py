@@ -183,8 +183,9 @@ class WorkerStatus:
     waiting: int  # requests
     queued_tokens: int  # prompt tokens not computed yet
     pages: PageCounts
-    cached_tokens: int
-    computed_tokens: int
+    looked_up_tokens: int  # prompt tokens that were looked up in the cache
+    cached_tokens: int  # of them, those that were found
+    computed_tokens: int  # prompt tokens
     generated_tokens: int
     pages_moved: int
     bytes_moved: int
@@ -194,7 +195,7 @@ class WorkerStatus:
     @property
     def hit_rate(self) -> float:
         """Share of prompt tokens found in this worker's cache, 0..1."""
-        return self.cached_tokens / max(self.cached_tokens + self.computed_tokens, 1)
+        return self.cached_tokens / max(self.looked_up_tokens, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -258,6 +258,7 @@ def _worker(status: inference_pb2.WorkerStatus) -> WorkerStatus:
             incoming=pages.incoming,
             quarantine=pages.quarantine,
         ),
+        looked_up_tokens=totals.looked_up_tokens,
         cached_tokens=totals.cached_tokens,
         computed_tokens=totals.computed_tokens,
         generated_tokens=totals.generated_tokens,

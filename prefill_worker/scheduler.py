@@ -204,6 +204,7 @@ class Scheduler:
         prompt.state = PromptState.COMPUTING
         prompt.pages = pages
         prompt.num_cached = prompt.num_computed = pages.num_cached_pages * self._page_size
+        self.totals.looked_up_tokens += len(prompt.tokens)
         self.totals.cached_tokens += prompt.num_cached
         return True
 

@@ -39,6 +39,7 @@ BUSY = worker(
     incarnation=2**64 - 1,
     running=256,
     waiting=1024,
+    looked_up_tokens=1_123_456_788,
     cached_tokens=999_999_999,
     computed_tokens=123_456_789,
     generated_tokens=98_765_432,
@@ -108,7 +109,7 @@ def test_wide_table_in_a_narrow_terminal_loses_no_character():
 
 
 def test_json_carries_everything_and_the_hit_rate():
-    content = json.loads(status_json(status(worker(cached_tokens=3, computed_tokens=1))))
+    content = json.loads(status_json(status(worker(cached_tokens=3, looked_up_tokens=4))))
 
     assert content["workers"][0]["hit_rate"] == 0.75
     assert content["workers"][0]["incarnation"] == "00000000000000ff"

@@ -13,6 +13,7 @@ from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
 from llm_engine.fake_engine import fake_tokens
 from llm_engine.sampling import SamplingParams
+from protos import worker_pb2, worker_pb2_grpc
 from tests.decode_worker.harness import (
     LENGTH,
     MAX_CONTEXT_TOKENS,
@@ -124,6 +125,13 @@ def test_a_second_request_moves_only_the_pages_that_are_missing() -> None:
         assert longer.stats.pages_moved == 3
         assert longer.stats.prefill_cached_tokens == 40
         assert longer.stats.prefill_computed_tokens == 10
+        for worker in (cluster.decode, cluster.prefills[0]):
+            channel = cluster.grpc_network.channel(worker.identity.address)
+            beats = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest())
+            totals = (await anext(aiter(beats))).heartbeat.totals
+            beats.cancel()
+            assert totals.looked_up_tokens == 40 + 50, "what arrives was looked up, too"
+            assert totals.cached_tokens == 40
 
     run(scenario)
 

@@ -56,7 +56,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             state=inference_pb2.WORKER_STATE_READY,
             heartbeat=inference_pb2.Heartbeat(
                 pages=inference_pb2.PageCounts(total=10, free=4, live=6),
-                totals=inference_pb2.WorkerTotals(cached_tokens=30, computed_tokens=10),
+                totals=inference_pb2.WorkerTotals(cached_tokens=30, looked_up_tokens=40),
             ),
         )
         return inference_pb2.GetClusterStatusResponse(workers=[worker], active_requests=2)
