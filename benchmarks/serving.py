@@ -24,6 +24,7 @@ import torch
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.environment import prepare_local_ray
+from cluster.preflight import check_start
 from pagewire import AsyncClient, Completion
 
 CALL_TIMEOUT_S = 300.0
@@ -100,7 +101,7 @@ def serve_and_run(config: ClusterConfig, options: argparse.Namespace) -> dict[st
     from cluster.launch import start_cluster  # after prepare_local_ray
 
     started = time.monotonic()
-    cluster = start_cluster(config, shows_worker_logs=False)
+    cluster = start_cluster(config, check_start(config), shows_worker_logs=False)
     ready_s = time.monotonic() - started
     try:
         cases = asyncio.run(run_waves(cluster.address, options))

@@ -19,12 +19,20 @@ REINSTALL_PERIOD_S = 0.1
 @contextmanager
 def running_cluster(
     config: ClusterConfig,
+    device: str | None,
     signals: StopSignals,
     *,
     shows_worker_logs: bool,
     say: Callable[[str], None],
 ) -> Iterator[RunningCluster]:
     """Start a cluster and stop it afterwards, which takes up to `config.stop_grace_s`.
+
+    Args:
+        config: What to start.
+        device: Of the workers, as preflight.check_start returns it.
+        signals: Entered; the first one ends the start, or whatever goes on within.
+        shows_worker_logs: Pass the log lines of all processes on to standard error.
+        say: Told what happens.
 
     Raises:
         ClusterError: What was wrong and what to do; nothing is left running.
@@ -40,7 +48,12 @@ def running_cluster(
         ) as thread,
     ):
         starting = thread.submit(
-            start_cluster, config, shows_worker_logs=shows_worker_logs, say=say, check=signals.check
+            start_cluster,
+            config,
+            device,
+            shows_worker_logs=shows_worker_logs,
+            say=say,
+            check=signals.check,
         )
         is_told = False
         while not wait([starting], timeout=REINSTALL_PERIOD_S).done:

@@ -1,6 +1,6 @@
 """Starts a cluster through Ray and stops it: placement, deadlines, and a diagnosis when one passes.
 
-What can be refused without starting anything (model folder, GPUs, port) is refused first.
+What can be refused without Ray (model folder, GPUs, port) cluster.preflight has refused before.
 """
 
 import logging
@@ -14,24 +14,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
 from cluster.config import ClusterConfig
 from cluster.controller import ControllerActor
-from cluster.devices import (
-    check_gpus,
-    check_port_free,
-    count_gpus,
-    gpus_of_pools,
-    most_gpus,
-    resolve_device,
-    visible_gpu,
-)
+from cluster.devices import gpus_of_pools, visible_gpu
 from cluster.environment import forwarded_environment, worker_environment
-from cluster.errors import ConfigError, PlacementError, StartError
-from cluster.host_memory import read_host_memory
+from cluster.errors import StartError
 from cluster.local_ray import LocalRay
-from cluster.model_folder import check_model_folder
-from cluster.ray_address import check_ray_answers
+from cluster.preflight import choose_device
 from decode_worker.actor import DecodeActor
 from llm_engine.worker_process import WorkerSettings
 from observability.logs import fields
@@ -95,6 +84,7 @@ class RunningCluster:
 
 def start_cluster(
     config: ClusterConfig,
+    device: str | None,
     *,
     shows_worker_logs: bool,
     say: Callable[[str], None] = lambda line: None,
@@ -104,6 +94,7 @@ def start_cluster(
 
     Args:
         config: What to start.
+        device: Of the workers, as preflight.check_start returns it.
         shows_worker_logs: Pass the log lines of all processes on to standard error.
         say: Told what happens, once it is known that it can.
         check: Called again and again; what it raises ends the start.
@@ -111,24 +102,16 @@ def start_cluster(
     Raises:
         ClusterError: What was wrong and what to do; nothing is left running.
     """
-    if config.model is None:
-        raise ConfigError("model is not set; give a checkpoint folder with --model")
     deadline = time.monotonic() + config.start_timeout_s
-    check_model_folder(config.model)
-    if config.ray_address:
-        check_ray_answers(config.ray_address)
+    if device is None:
         _attach_ray(config, shows_worker_logs)
     else:
-        check_port_free(config.host, config.port)
-        device = _choose_device(config, _count_gpus(config))
-        if device == "cpu":
-            _check_memory(config, say)
         say(_starting(config, device))
         check()
         _start_local_ray(config, device, shows_worker_logs)
     try:
-        if config.ray_address:
-            device = _choose_device(config, int(_cluster_resources().get("GPU", 0)))
+        if device is None:
+            device = choose_device(config, int(_cluster_resources().get("GPU", 0)))
             say(_starting(config, device))
         check()
         cluster = _start_actors(config, device, deadline, say, check)
@@ -143,32 +126,6 @@ def worker_ids(config: ClusterConfig) -> list[str]:
     """Return the names of all workers, prefill first."""
     prefill = [f"prefill-{index}" for index in range(config.prefill)]
     return prefill + [f"decode-{index}" for index in range(config.decode)]
-
-
-def _count_gpus(config: ClusterConfig) -> int:
-    """Return this host's GPUs, or no less than them if those are too few: that is known at once."""
-    if config.device == "cpu":
-        return 0
-    most = most_gpus()
-    needed = sum(gpus_of_pools(config.prefill, config.decode, config.workers_per_gpu))
-    return most if most is not None and most < needed else count_gpus()
-
-
-def _choose_device(config: ClusterConfig, num_gpus: int) -> str:
-    device = resolve_device(config.device, num_gpus)
-    check_gpus(device, config.prefill, config.decode, config.workers_per_gpu, num_gpus)
-    return device
-
-
-def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
-    """Refuse what this host can never hold, and warn of what it may not hold now."""
-    assert config.model is not None
-    needs = read_model_needs(config.model, config, "cpu")
-    shortage = memory_shortage(needs, config, read_host_memory())
-    if shortage and shortage.is_hopeless:
-        raise PlacementError(f"{shortage.found}; try {memory_remedy(config)}")
-    if shortage:
-        say(f"warning: {shortage.found}; if workers die, try {memory_remedy(config)}")
 
 
 def _attach_ray(config: ClusterConfig, shows_worker_logs: bool) -> None:

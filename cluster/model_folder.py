@@ -7,7 +7,6 @@ from llm_engine.checkpoint import read_checkpoint
 from llm_engine.errors import EngineError
 from llm_engine.model_config import read_model_config
 from router.errors import ChatTemplateError, ModelFolderError
-from router.model_folder import read_model_folder
 
 MAX_PROMPT_CHARS = 1  # nothing is rendered here
 
@@ -24,6 +23,8 @@ def check_model_folder(folder: Path) -> None:
         )
     try:
         read_checkpoint(folder, read_model_config(folder))
+        from router.model_folder import read_model_folder  # imports tokenizers and Jinja
+
         read_model_folder(folder, max_prompt_chars=MAX_PROMPT_CHARS)
     except (EngineError, ModelFolderError, ChatTemplateError) as error:
         raise ConfigError(str(error)) from error

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from cluster.capacity import context_remedy, read_model_needs
 from cluster.config import ClusterConfig
@@ -13,6 +12,7 @@ from cluster.devices import count_gpus, most_gpus
 from cluster.early_interrupts import interrupts_end_at_once
 from cluster.environment import prepare_local_ray
 from cluster.flags import config_command, with_config_flags
+from cluster.preflight import check_start
 from cluster.stop_signals import StopSignals
 from decode_worker.config import DecodeConfig
 from observability.logs import configure_logging
@@ -43,9 +43,10 @@ def serve(config: ClusterConfig) -> None:
     prepare_local_ray()
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
+        device = check_start(config, _say)
         from cluster.foreground import running_cluster  # imports Ray
 
-        with running_cluster(config, signals, shows_worker_logs=True, say=_say) as cluster:
+        with running_cluster(config, device, signals, shows_worker_logs=True, say=_say) as cluster:
             if note := _context_note(config, cluster.device, cluster.context_tokens):
                 _say(note)
             _say(
@@ -88,18 +89,22 @@ def demo(config: ClusterConfig) -> None:
 
     Starts a cluster on this host; without --model it serves a small one with random weights.
     """
-    from cluster.demo_model import demo_model_dir  # imports numpy, which only this command needs
-
     prepare_local_ray()
     configure_logging(config.log_level, config.log_format)
-    is_embedded = config.model is None
-    config = config.model_copy(update={"model": config.model or demo_model_dir()})
-    name = "the embedded model (random weights)" if is_embedded else str(config.model)
+    name = str(config.model)
+    if config.model is None:
+        from cluster.demo_model import demo_model_dir  # imports numpy
+
+        config = config.model_copy(update={"model": demo_model_dir()})
+        name = "the embedded model (random weights)"
     with StopSignals() as signals:
+        device = check_start(config, _say)
+        from rich.console import Console
+
         from cluster.demo import run_demo
         from cluster.foreground import running_cluster  # imports Ray
 
-        with running_cluster(config, signals, shows_worker_logs=False, say=_say) as cluster:
+        with running_cluster(config, device, signals, shows_worker_logs=False, say=_say) as cluster:
             _say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
             signals.run(run_demo(cluster.address, Console()))
         _say("stopped")

@@ -20,6 +20,7 @@ from cluster.config_file import load_config
 from cluster.demo_model import write_demo_model
 from cluster.devices import count_gpus
 from cluster.environment import prepare_local_ray
+from cluster.preflight import check_start
 from pagewire import AsyncClient
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import GenerateRequest
@@ -73,7 +74,7 @@ def cluster(model_dir, placement):
         options["workers_per_gpu"] = 2
     # Not 0: a router that is started again must be found at the same address.
     config = load_config(None, options | {"model": model_dir, "port": free_port()})
-    running = start_cluster(config, shows_worker_logs=False)
+    running = start_cluster(config, check_start(config), shows_worker_logs=False)
     yield running
     running.stop(0.0)
 

@@ -18,11 +18,11 @@ class FakeCluster:
 
 
 def test_a_hangup_does_not_end_what_the_cluster_started(monkeypatch):
-    monkeypatch.setattr(foreground, "start_cluster", lambda config, **_: FakeCluster())
+    monkeypatch.setattr(foreground, "start_cluster", lambda *_, **__: FakeCluster())
     config = load_config(None, {"stop_grace_s": 3})
 
     with StopSignals() as signals:
-        with running_cluster(config, signals, shows_worker_logs=False, say=print) as cluster:
+        with running_cluster(config, "cpu", signals, shows_worker_logs=False, say=print) as cluster:
             os.kill(cluster.process.pid, signal.SIGHUP)
             time.sleep(0.2)
 

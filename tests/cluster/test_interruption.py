@@ -116,7 +116,7 @@ def test_a_start_that_fails_since_a_signal_ended_ray_was_interrupted(monkeypatch
         monkeypatch.setattr(foreground, "start_cluster", start)
         monkeypatch.setattr(foreground, "no_descendant_left", nullcontext)
         running = foreground.running_cluster(
-            ClusterConfig(), signals, shows_worker_logs=False, say=print
+            ClusterConfig(), "cpu", signals, shows_worker_logs=False, say=print
         )
 
         with pytest.raises(Interrupted, match="SIGTERM"), running:

@@ -7,8 +7,7 @@ import ray
 from cluster import launch
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
-from cluster.errors import PlacementError, StartError
-from cluster.host_memory import HostMemory
+from cluster.errors import StartError
 from cluster.launch import (
     RunningCluster,
     _refuse_misfits,
@@ -81,75 +80,18 @@ def test_workers_with_different_models_fail_the_start_with_the_difference():
         _refuse_misfits({"decode-1": reason})
 
 
-def start_on_a_host_with(monkeypatch, memory, **workers):
-    """Try to start; Ray does not."""
-    monkeypatch.setattr(launch, "read_host_memory", lambda: memory)
-    options = {"model": str(demo_model_dir()), "device": "cpu", "port": 0} | workers
-    said = []
-    with pytest.raises(StartError):
-        start_cluster(load_config(None, options), shows_worker_logs=False, say=said.append)
-    return said
-
-
-def test_workers_that_the_host_can_never_hold_are_refused_before_anything_starts(monkeypatch):
-    memory = HostMemory(total_bytes=8 * 2**30, free_bytes=7 * 2**30)
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
-
-    with pytest.raises(PlacementError, match=r"80 workers need about .* of 8.0 GiB are free; try"):
-        start_on_a_host_with(monkeypatch, memory, prefill=40, decode=40)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"cpu_pages_mib": 2**20}, "with 1.0 TiB for pages each, as cpu_pages_mib is 1048576"),
-        ({"num_pages": 2**22}, "with 1.0 TiB for pages each, as num_pages is 4194304"),
-    ],
-)
-def test_pages_that_the_host_can_never_hold_are_refused_by_their_option(
-    monkeypatch, options, words
-):
-    memory = HostMemory(total_bytes=8 * 2**30, free_bytes=7 * 2**30)
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
-
-    with pytest.raises(PlacementError, match=rf"{words}; 7.0 GiB of 8.0 GiB are free; try"):
-        start_on_a_host_with(monkeypatch, memory, **options)
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_more_workers_than_gpus_are_refused_without_a_look_at_torch(monkeypatch, device):
-    monkeypatch.setattr(launch, "most_gpus", lambda: 2)
-    monkeypatch.setattr(launch, "count_gpus", lambda: pytest.fail("it imports torch"))
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
-    memory = HostMemory(total_bytes=8 * 2**30, free_bytes=7 * 2**30)
-
-    with pytest.raises(PlacementError, match=r"2 prefill and 1 decode workers need 3 GPUs.* are 2"):
-        start_on_a_host_with(monkeypatch, memory, device=device, prefill=2, decode=1)
-
-
-def test_workers_that_may_not_fit_now_are_warned_of(monkeypatch):
-    def init(**_):
-        raise Exception("no")
-
-    monkeypatch.setattr(ray, "init", init)
-    tight = HostMemory(total_bytes=64 * 2**30, free_bytes=2**30)
-    ample = HostMemory(total_bytes=64 * 2**30, free_bytes=60 * 2**30)
-
-    warning, starting = start_on_a_host_with(monkeypatch, tight, prefill=2, decode=2)
-    assert "warning: 4 workers need about" in warning
-    assert "starting 2 prefill" in starting
-    assert len(start_on_a_host_with(monkeypatch, ample, prefill=2, decode=2)) == 1
-
-
 def test_a_ray_that_does_not_start_is_explained(monkeypatch):
     def init(**_):  # as Ray does where the processors are busy
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    config = load_config(None, {"model": str(demo_model_dir()), "device": "cpu", "port": 0})
+    config = load_config(None, {"model": str(demo_model_dir()), "port": 0})
+    said = []
 
     with pytest.raises(StartError, match=r"cannot start Ray on this host: .* timed out"):
-        start_cluster(config, shows_worker_logs=False)
+        start_cluster(config, "cpu", shows_worker_logs=False, say=said.append)
+
+    assert said == ["starting 1 prefill and 1 decode workers on cpu"]
 
 
 class FakeActor:

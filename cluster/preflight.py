@@ -1,0 +1,61 @@
+"""Refuses, before anything is started, what cannot be. Without Ray: to import it takes a second."""
+
+from collections.abc import Callable
+
+from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
+from cluster.config import ClusterConfig
+from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
+from cluster.errors import ConfigError, PlacementError
+from cluster.host_memory import read_host_memory
+from cluster.model_folder import check_model_folder
+
+
+def check_start(
+    config: ClusterConfig, say: Callable[[str], None] = lambda line: None
+) -> str | None:
+    """Refuse a configuration that cannot be started, what takes no time to see first.
+
+    Args:
+        config: What is to be started.
+        say: Told what may go wrong.
+
+    Returns:
+        The workers' device; None: that of a Ray cluster, whose GPUs only Ray knows.
+
+    Raises:
+        ClusterError: What was wrong and what to do.
+    """
+    if config.model is None:
+        raise ConfigError("model is not set; give a checkpoint folder with --model")
+    if config.ray_address:
+        from cluster.ray_address import check_ray_answers  # imports gRPC
+
+        check_model_folder(config.model)
+        check_ray_answers(config.ray_address)
+        return None
+    check_port_free(config.host, config.port)
+    if config.device != "cpu" and (most := most_gpus()) is not None:
+        choose_device(config, most)
+    check_model_folder(config.model)
+    device = choose_device(config, 0 if config.device == "cpu" else count_gpus())
+    if device == "cpu":
+        _check_memory(config, say)
+    return device
+
+
+def choose_device(config: ClusterConfig, num_gpus: int) -> str:
+    """Return where the workers compute on hosts with so many GPUs; PlacementError: too few."""
+    device = resolve_device(config.device, num_gpus)
+    check_gpus(device, config.prefill, config.decode, config.workers_per_gpu, num_gpus)
+    return device
+
+
+def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
+    """Refuse what this host can never hold, and warn of what it may not hold now."""
+    assert config.model is not None
+    needs = read_model_needs(config.model, config, "cpu")
+    shortage = memory_shortage(needs, config, read_host_memory())
+    if shortage and shortage.is_hopeless:
+        raise PlacementError(f"{shortage.found}; try {memory_remedy(config)}")
+    if shortage:
+        say(f"warning: {shortage.found}; if workers die, try {memory_remedy(config)}")

@@ -1,0 +1,167 @@
+"""What serve and demo refuse before anything is started, and before anything slow is imported."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cluster import preflight
+from cluster.config_file import load_config
+from cluster.demo_model import demo_model_dir
+from cluster.errors import ConfigError, PlacementError
+from cluster.host_memory import HostMemory
+from cluster.preflight import check_start
+
+GIB = 2**30
+# What takes long to import, and no refusal needs.
+SLOW_MODULES = {"ray", "torch", "numpy", "rich", "tokenizers", "transformers", "triton"}
+
+
+def check_on_a_host_with(monkeypatch, memory, **options):
+    monkeypatch.setattr(preflight, "read_host_memory", lambda: memory)
+    said = []
+    options = {"model": str(demo_model_dir()), "device": "cpu", "port": 0} | options
+    return check_start(load_config(None, options), said.append), said
+
+
+def test_workers_that_the_host_can_never_hold_are_refused(monkeypatch):
+    memory = HostMemory(total_bytes=8 * GIB, free_bytes=7 * GIB)
+
+    with pytest.raises(PlacementError, match=r"80 workers need about .* of 8.0 GiB are free; try"):
+        check_on_a_host_with(monkeypatch, memory, prefill=40, decode=40)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cpu_pages_mib": 2**20}, "with 1.0 TiB for pages each, as cpu_pages_mib is 1048576"),
+        ({"num_pages": 2**22}, "with 1.0 TiB for pages each, as num_pages is 4194304"),
+    ],
+)
+def test_pages_that_the_host_can_never_hold_are_refused_by_their_option(
+    monkeypatch, options, words
+):
+    memory = HostMemory(total_bytes=8 * GIB, free_bytes=7 * GIB)
+
+    with pytest.raises(PlacementError, match=rf"{words}; 7.0 GiB of 8.0 GiB are free; try"):
+        check_on_a_host_with(monkeypatch, memory, **options)
+
+
+def test_workers_that_may_not_fit_now_are_warned_of(monkeypatch):
+    tight = HostMemory(total_bytes=64 * GIB, free_bytes=GIB)
+    ample = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+
+    device, [warning] = check_on_a_host_with(monkeypatch, tight, prefill=2, decode=2)
+
+    assert device == "cpu"
+    assert "warning: 4 workers need about" in warning
+    assert check_on_a_host_with(monkeypatch, ample, prefill=2, decode=2) == ("cpu", [])
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_more_workers_than_gpus_are_refused_without_a_look_at_torch(monkeypatch, device):
+    monkeypatch.setattr(preflight, "most_gpus", lambda: 2)
+    monkeypatch.setattr(preflight, "count_gpus", lambda: pytest.fail("it imports torch"))
+    ample = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+
+    with pytest.raises(PlacementError, match=r"2 prefill and 1 decode workers need 3 GPUs.* are 2"):
+        check_on_a_host_with(monkeypatch, ample, device=device, prefill=2, decode=1)
+
+
+def test_a_wrong_folder_is_refused_before_torch_counts_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "most_gpus", lambda: 2)
+    monkeypatch.setattr(preflight, "count_gpus", lambda: pytest.fail("it imports torch"))
+    ample = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+
+    with pytest.raises(ConfigError, match="it must be an existing folder"):
+        check_on_a_host_with(monkeypatch, ample, device="auto", model=str(tmp_path / "none"))
+
+
+def without_folder(folder):
+    shutil.rmtree(folder)
+
+
+def without_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def without_shard(folder):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    (folder / "model.safetensors").rename(folder / names[0])
+    shard_of = {"model.embed_tokens.weight": names[0], "lm_head.weight": names[1]}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shard_of}), encoding="utf-8")
+
+
+def with_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(config | changes), encoding="utf-8")
+
+    return change
+
+
+def refused(command, folder, *options):
+    """Run a command that must end before it starts anything; return what it says and imports."""
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "cluster", command, "--model", folder, *options],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # on any host
+    )
+    lines = result.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time")}
+    assert "cluster.config" in imported
+    assert result.returncode in (1, 2)
+    return [line for line in lines if not line.startswith("import time")], imported & SLOW_MODULES
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without_folder, "model is '/.*/model'; it must be an existing folder"),
+        (without_shard, r"model-00002-of-00002.safetensors: no such file; .* lists 2 shards"),
+        (without_weights, r"needs model.safetensors or model.safetensors.index.json .*; found"),
+        (with_config(architectures=["OddModel"]), r"architectures is \['OddModel'\], must be exac"),
+        (with_config(torch_dtype="int8"), "dtype is 'int8', must be one of float32, float16, bf"),
+    ],
+    ids=["no-folder", "no-shard", "no-weights", "architecture", "dtype"],
+)
+def test_a_wrong_model_folder_is_refused_without_slow_imports(tmp_path, command, damage, words):
+    folder = shutil.copytree(demo_model_dir(), tmp_path / "model")
+    damage(folder)
+
+    [line], slow = refused(command, folder, "--port", "0")
+
+    assert re.match(f"error: .*{words}", line)
+    assert slow == set()
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+@pytest.mark.parametrize("num_prefill", ["1", "100"])
+def test_a_lack_of_gpus_is_refused_without_slow_imports(command, num_prefill):
+    options = ("--device", "cuda", "--prefill", num_prefill, "--decode", "1", "--port", "0")
+
+    [line], slow = refused(command, demo_model_dir(), *options)
+
+    assert line.startswith(f"error: {num_prefill} prefill and 1 decode workers need ")
+    assert slow == set()
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_port_in_use_is_refused_without_slow_imports(command):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        [line], slow = refused(command, demo_model_dir(), "--port", str(port))
+
+    assert line.startswith(f"error: port {port} on 127.0.0.1 is in use")
+    assert slow == set()
