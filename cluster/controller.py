@@ -1,7 +1,8 @@
 """The controller: a named Ray actor that hears of each start of a worker and tells the routers.
 
 It holds nothing that the next announcements do not bring again, so its death stops no request and
-its restart needs no storage: workers and routers announce themselves every two seconds.
+its restart needs no storage: workers and routers announce themselves every two seconds. While they
+load, workers tell it how far they are, and the launcher asks: they themselves answer nobody yet.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ class ControllerActor:
         configure_logging(log_level, log_format)
         self._membership = Membership()
         self._routers: dict[str, Any] = {}  # router_id |-> actor handle
+        self._loaded: dict[str, tuple[int, int]] = {}  # worker_id |-> bytes loaded, bytes in all
 
     async def announce_worker(
         self, worker_id: str, incarnation: int, address: str, pool: PoolName
@@ -54,6 +56,15 @@ class ControllerActor:
     async def was_ready(self, name: str) -> bool:
         """Return whether an earlier process of this worker or router has served."""
         return name in self._membership or name in self._routers
+
+    async def report_loaded(self, worker_id: str, done_bytes: int, total_bytes: int) -> None:
+        """Note how far a worker's weights are; what loads at once is never reported."""
+        self._loaded[worker_id] = done_bytes, total_bytes
+
+    async def loaded(self) -> tuple[int, int]:
+        """Return the bytes that are loaded, and all bytes, of the workers that have reported."""
+        reports = self._loaded.values()
+        return sum(done for done, _ in reports), sum(total for _, total in reports)
 
     async def pid(self) -> int:
         """Return the process id on its host."""

@@ -10,6 +10,7 @@ from cluster.config import ClusterConfig
 from cluster.descendants import no_descendant_left
 from cluster.errors import ClusterError
 from cluster.launch import RunningCluster, start_cluster
+from cluster.load_display import load_display
 from cluster.stop_signals import StopSignals
 
 # Ray puts a handler in front of Python's, which prints a stack for each SIGTERM.
@@ -32,7 +33,7 @@ def running_cluster(
         device: Of the workers, as preflight.check_start returns it.
         signals: Entered; the first one ends the start, or whatever goes on within.
         shows_worker_logs: Pass the log lines of all processes on to standard error.
-        say: Told what happens.
+        say: Told what happens; it writes to standard output, as a bar of the weights does.
 
     Raises:
         ClusterError: What was wrong and what to do; nothing is left running.
@@ -47,20 +48,22 @@ def running_cluster(
             max_workers=1, thread_name_prefix="ray", initializer=_block_hangups
         ) as thread,
     ):
-        starting = thread.submit(
-            start_cluster,
-            config,
-            device,
-            shows_worker_logs=shows_worker_logs,
-            say=say,
-            check=signals.check,
-        )
-        is_told = False
-        while not wait([starting], timeout=REINSTALL_PERIOD_S).done:
-            signals.install()
-            if signals.stopped.is_set() and not is_told:
-                is_told = True
-                say("stopping what has started; a second signal ends all at once")
+        with load_display(say) as show_loaded:
+            starting = thread.submit(
+                start_cluster,
+                config,
+                device,
+                shows_worker_logs=shows_worker_logs,
+                say=say,
+                show_loaded=show_loaded,
+                check=signals.check,
+            )
+            is_told = False
+            while not wait([starting], timeout=REINSTALL_PERIOD_S).done:
+                signals.install()
+                if signals.stopped.is_set() and not is_told:
+                    is_told = True
+                    say("stopping what has started; a second signal ends all at once")
         signals.install()
         try:
             cluster = starting.result()

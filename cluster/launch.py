@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from cluster.controller import ControllerActor
 from cluster.devices import gpus_of_pools, visible_gpu
 from cluster.environment import forwarded_environment, worker_environment
 from cluster.errors import StartError
+from cluster.load_display import ShowLoaded
 from cluster.local_ray import LocalRay
 from cluster.preflight import choose_device
 from decode_worker.actor import DecodeActor
@@ -88,6 +90,7 @@ def start_cluster(
     *,
     shows_worker_logs: bool,
     say: Callable[[str], None] = lambda line: None,
+    show_loaded: ShowLoaded = lambda done_bytes, total_bytes: None,
     check: Callable[[], None] = lambda: None,
 ) -> RunningCluster:
     """Start everything and wait until the router sees all workers ready.
@@ -97,6 +100,7 @@ def start_cluster(
         device: Of the workers, as preflight.check_start returns it.
         shows_worker_logs: Pass the log lines of all processes on to standard error.
         say: Told what happens, once it is known that it can.
+        show_loaded: Told again and again how far the weights of all workers are.
         check: Called again and again; what it raises ends the start.
 
     Raises:
@@ -114,7 +118,7 @@ def start_cluster(
             device = choose_device(config, int(_cluster_resources().get("GPU", 0)))
             say(_starting(config, device))
         check()
-        cluster = _start_actors(config, device, deadline, say, check)
+        cluster = _start_actors(config, device, deadline, say, show_loaded, check)
         context_tokens = _wait_until_served(cluster, deadline, check)
     except BaseException:
         ray.shutdown()
@@ -166,6 +170,7 @@ def _start_actors(
     device: str,
     deadline: float,
     say: Callable[[str], None],
+    show_loaded: ShowLoaded,
     check: Callable[[], None],
 ) -> RunningCluster:
     assert config.model is not None
@@ -207,7 +212,13 @@ def _start_actors(
     )
     actors = {ROUTER_NAME: router, **workers}
     say(f"Ray runs; waiting for {len(actors)} processes to load and connect")
-    addresses = _wait_ready(actors, deadline, config.start_timeout_s, say, check)
+    watch = _LoadWatch(controller, show_loaded)
+
+    def look() -> None:
+        check()
+        watch.look()
+
+    addresses = _wait_ready(actors, deadline, config.start_timeout_s, say, look)
     return RunningCluster(
         address=addresses[ROUTER_NAME],
         device=device,
@@ -256,7 +267,6 @@ def _settings(config: ClusterConfig, worker_id: str, device: str) -> WorkerSetti
         cpu_pages_bytes=config.cpu_pages_mib * 2**20,
         cpu_threads=config.cpu_threads,
         host="" if config.ray_address else LOOPBACK,
-        has_progress=worker_id == "prefill-0",
         log_level=config.log_level,
         log_format=config.log_format,
     )
@@ -277,6 +287,24 @@ def _place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) 
             reason = "another Pagewire cluster runs on this Ray; stop it first"
             raise StartError(f"{name} exists already: {reason}") from error
         raise StartError(f"cannot start {name}: {error}") from error
+
+
+class _LoadWatch:
+    """Asks the controller how far the weights are, and never waits for its answer."""
+
+    def __init__(self, controller: Any, show_loaded: ShowLoaded) -> None:
+        self._controller = controller
+        self._show_loaded = show_loaded
+        self._call = controller.loaded.remote()
+
+    def look(self) -> None:
+        """Show the latest answer, if one has come, and ask again."""
+        done, _ = ray.wait([self._call], timeout=0)
+        if not done:
+            return
+        with suppress(ray.exceptions.RayError):  # a controller that is started again is told again
+            self._show_loaded(*ray.get(self._call))
+        self._call = self._controller.loaded.remote()
 
 
 def _wait_ready(

@@ -43,7 +43,9 @@ class WorkerActor(ABC, Generic[Config]):
         self._settings = settings
         self._config = config
         self._controller = ray.get_actor(controller_name)
-        self._process = WorkerProcess(settings, announce=self._announce)
+        self._process = WorkerProcess(
+            settings, announce=self._announce, report_loaded=self._report_loaded
+        )
         is_restart = await self._was_ready()
         try:
             await self._process.start(self._build, self.services)
@@ -93,6 +95,10 @@ class WorkerActor(ABC, Generic[Config]):
             log.warning(
                 "announce_failed", extra=fields(worker_id=identity.worker_id, error=str(error))
             )
+
+    def _report_loaded(self, done_bytes: int, total_bytes: int) -> None:
+        # Nobody waits for the answer, so a controller that is gone delays and fails no start.
+        self._controller.report_loaded.remote(self._settings.worker_id, done_bytes, total_bytes)
 
     async def _exit_when_failed(self) -> None:
         await self._process.wait_failed()

@@ -15,7 +15,7 @@ from llm_engine.attention_torch import TorchAttention
 from llm_engine.checkpoint import fingerprint, read_checkpoint
 from llm_engine.engine import Engine
 from llm_engine.errors import NotEnoughMemory
-from llm_engine.load_progress import show_progress
+from llm_engine.load_progress import LoadProgress, ReportLoaded
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.model_config import DTYPES, ModelConfig, read_model_config
 from llm_engine.operations import Operations, TorchOperations
@@ -38,7 +38,7 @@ def load_engine(
     attention: AttentionName = "auto",
     deterministic: bool = True,
     memory: MemoryPlan | None = None,
-    progress: bool = False,
+    report_loaded: ReportLoaded = lambda done_bytes, total_bytes: None,
 ) -> Engine:
     """Load a Hugging Face checkpoint; blocks for as long as the disk needs.
 
@@ -53,7 +53,7 @@ def load_engine(
         deterministic: Where attention is Triton, compute also the rest with kernels that give a
             token the same bits in any batch; False leaves it to torch, which may be faster.
         memory: Budget of "auto"; the defaults of MemoryPlan.
-        progress: Show on standard error how far the weights are.
+        report_loaded: Told now and then how far the weights are, unless they load at once.
 
     Raises:
         CheckpointError: If the folder is incomplete, damaged or contradicts itself.
@@ -78,14 +78,14 @@ def load_engine(
     )
     num_parameters = sum(prod(entry.shape) for entry in tensors.values())
     _check_memory("the weights", num_parameters * DTYPE_BYTES[dtype_name], device)
-    with show_progress(tensors, enabled=progress) as on_progress:
-        weights = load_weights(
-            config,
-            tensors,
-            device=device,
-            dtype=getattr(torch, dtype_name),
-            on_progress=on_progress,
-        )
+    num_bytes = sum(entry.end - entry.begin for entry in tensors.values())
+    weights = load_weights(
+        config,
+        tensors,
+        device=device,
+        dtype=getattr(torch, dtype_name),
+        on_loaded=LoadProgress(num_bytes, report_loaded).advance,
+    )
     num_pages = _plan_num_pages(num_pages, memory or MemoryPlan(), layout, device)
     storage = TorchPageStorage(
         layout, num_pages, device, digest_kernel=_digest_kernel() if uses_triton else None

@@ -1,75 +1,34 @@
-"""Shows how far the loading of weights has come: a bar on a terminal, else a bar a line.
+"""Tells how far the loading of weights is, no more often than somebody looks."""
 
-Workers have no terminal of their own, so what `pagewire serve` shows of them are lines.
-"""
-
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+REPORT_PERIOD_S = 0.5  # between two reports; what loads faster needs none
 
-from llm_engine.checkpoint import Tensors
-from llm_engine.weights import LoadProgress
-
-LINE_PERIOD_S = 2.0  # between two plain lines; what loads faster needs none
-BAR_CHARS = 30  # of a plain line
+ReportLoaded = Callable[[int, int], None]  # of the bytes that are loaded, and of all bytes
 
 
-@contextmanager
-def show_progress(
-    tensors: Tensors,
-    *,
-    enabled: bool,
-    stream: TextIO | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[LoadProgress]:
-    """Yield the function to call after each tensor; it writes to `stream` (standard error)."""
-    total_bytes = sum(entry.end - entry.begin for entry in tensors.values())
-    stream = stream or sys.stderr
-    if not enabled:
-        yield lambda path, num_bytes: None
-    elif stream.isatty():
-        with _bar(stream) as bar:
-            task = bar.add_task("Loading weights", total=total_bytes)
-            yield lambda path, num_bytes: bar.update(
-                task, advance=num_bytes, description=f"Loading {path.name}"
-            )
-    else:
-        yield _PlainLines(stream, total_bytes, clock).advance
+class LoadProgress:
+    """Counts bytes and reports them now and then, and at the end if it has before."""
 
-
-def _bar(stream: TextIO) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=Console(file=stream),
-    )
-
-
-class _PlainLines:
-    def __init__(self, stream: TextIO, total_bytes: int, clock: Callable[[], float]) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        total_bytes: int,
+        report: ReportLoaded,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._total_bytes = total_bytes
-        self._done_bytes = 0
+        self._report = report
         self._clock = clock
-        self._next_at = clock() + LINE_PERIOD_S
+        self._done_bytes = 0
+        self._has_reported = False
+        self._next_at = clock() + REPORT_PERIOD_S
 
-    def advance(self, path: Path, num_bytes: int) -> None:
+    def advance(self, num_bytes: int) -> None:
+        """Count what has been loaded since the last call."""
         self._done_bytes += num_bytes
-        if self._clock() < self._next_at:
-            return
-        self._next_at = self._clock() + LINE_PERIOD_S
-        done, total = self._done_bytes / 1e6, self._total_bytes / 1e6
-        bar = "#" * (BAR_CHARS * self._done_bytes // self._total_bytes)
-        print(
-            f"loading weights [{bar:-<{BAR_CHARS}}] {done:.0f} of {total:.0f} MB ({path.name})",
-            file=self._stream,
-            flush=True,
-        )
+        is_end = self._done_bytes == self._total_bytes and self._has_reported
+        if is_end or self._clock() >= self._next_at:
+            self._next_at = self._clock() + REPORT_PERIOD_S
+            self._has_reported = True
+            self._report(self._done_bytes, self._total_bytes)

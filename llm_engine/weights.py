@@ -19,9 +19,6 @@ from llm_engine.checkpoint import Tensors
 from llm_engine.errors import CheckpointCorrupt
 from llm_engine.model_config import ModelConfig
 
-# Called after each tensor with its file and its bytes.
-LoadProgress = Callable[[Path, int], None]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearWeights:
@@ -61,15 +58,22 @@ def load_weights(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    on_progress: LoadProgress,
+    on_loaded: Callable[[int], None],
 ) -> DecoderWeights:
     """Read all tensors and return them on the device, newly allocated.
+
+    Args:
+        config: Of the model.
+        tensors: Of its checkpoint.
+        device: Where they go.
+        dtype: To which they are cast.
+        on_loaded: Called after each tensor with its bytes in the file.
 
     Raises:
         CheckpointCorrupt: If a file that had a good header cannot be read.
     """
     with ExitStack() as stack:
-        loader = _Loader(tensors, stack, device, dtype, on_progress)
+        loader = _Loader(tensors, stack, device, dtype, on_loaded)
         embedding = loader.join("model.embed_tokens.weight")
         layers = tuple(_load_layer(loader, config, layer) for layer in range(config.num_layers))
         final_norm = loader.join("model.norm.weight")
@@ -101,13 +105,13 @@ class _Loader:
         stack: ExitStack,
         device: torch.device,
         dtype: torch.dtype,
-        on_progress: LoadProgress,
+        on_loaded: Callable[[int], None],
     ) -> None:
         self._tensors = tensors
         self._stack = stack
         self._device = device
         self._dtype = dtype
-        self._on_progress = on_progress
+        self._on_loaded = on_loaded
         self._files: dict[Path, Any] = {}  # path |-> open safetensors file
 
     def linear(self, *names: str) -> LinearWeights:
@@ -126,7 +130,7 @@ class _Loader:
             joined[first_row : first_row + shape[0]].copy_(self._read(name))
             first_row += shape[0]
             entry = self._tensors[name]
-            self._on_progress(entry.path, entry.end - entry.begin)
+            self._on_loaded(entry.end - entry.begin)
         return joined
 
     def _read(self, name: str) -> Tensor:

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from llm_engine.engine_api import EngineExecutor
 from llm_engine.executor import ThreadExecutor
+from llm_engine.load_progress import ReportLoaded
 from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from observability.logs import fields
 from protos.grpc_options import LISTEN_OPTIONS, MESSAGE_OPTIONS
@@ -63,7 +64,6 @@ class WorkerSettings:
     cpu_pages_bytes: int  # for pages, without a GPU
     cpu_threads: int  # without a GPU
     host: str  # address that the worker binds and is reached at; empty: the actor's own host
-    has_progress: bool  # show how far the weights are
     log_level: str
     log_format: str  # "text" or "json"
 
@@ -92,9 +92,12 @@ def connect_channel(address: str) -> grpc.aio.Channel:
 class WorkerProcess:
     """Owns the executor, the server and the worker. Lives in the event loop that called start."""
 
-    def __init__(self, settings: WorkerSettings, *, announce: Announce) -> None:
+    def __init__(
+        self, settings: WorkerSettings, *, announce: Announce, report_loaded: ReportLoaded
+    ) -> None:
         self._settings = settings
         self._announce = announce
+        self._report_loaded = report_loaded  # called in a thread
         self._executor: ThreadExecutor | None = None
         self._server: grpc.aio.Server | None = None
         self._worker: ServedWorker | None = None
@@ -109,7 +112,7 @@ class WorkerProcess:
             services: Full names of its gRPC services, for reflection.
         """
         settings = self._settings
-        executor = await asyncio.to_thread(_load_executor, settings)
+        executor = await asyncio.to_thread(_load_executor, settings, self._report_loaded)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         port = server.add_insecure_port(f"{settings.host}:0")
         identity = WorkerIdentity(
@@ -163,7 +166,7 @@ class WorkerProcess:
             await self._announce(identity)
 
 
-def _load_executor(settings: WorkerSettings) -> ThreadExecutor:
+def _load_executor(settings: WorkerSettings, report_loaded: ReportLoaded) -> ThreadExecutor:
     # torch takes seconds to import: only here, in the process that computes.
     import torch
 
@@ -184,7 +187,7 @@ def _load_executor(settings: WorkerSettings) -> ThreadExecutor:
             workers_per_gpu=settings.workers_per_gpu,
             cpu_pool_bytes=settings.cpu_pages_bytes,
         ),
-        progress=settings.has_progress,
+        report_loaded=report_loaded,
     )
     return ThreadExecutor(engine)
 

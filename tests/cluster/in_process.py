@@ -68,7 +68,6 @@ async def _start_worker(model_dir, pool, members):
         cpu_pages_bytes=2**20,
         cpu_threads=1,
         host=HOST,
-        has_progress=False,
         log_level="warning",
         log_format="text",
     )
@@ -93,7 +92,7 @@ async def _start_worker(model_dir, pool, members):
             **common,
         )
 
-    process = WorkerProcess(settings, announce=announce)
+    process = WorkerProcess(settings, announce=announce, report_loaded=lambda *_: None)
     service = "PrefillService" if pool == "prefill" else "DecodeService"
     await process.start(build, [f"pagewire.v1.{service}", "pagewire.v1.WorkerService"])
     identity = announced[settings.worker_id]

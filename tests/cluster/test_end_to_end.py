@@ -430,6 +430,16 @@ async def collect(stream):
     return stream.completion
 
 
+def test_the_controller_adds_up_how_far_the_weights_of_workers_are(cluster):
+    import ray
+
+    report = cluster.controller.report_loaded.remote
+    ray.get([report(worker_id, 1, 4) for worker_id in cluster.workers], timeout=30)
+    ray.get(report("prefill-0", 3, 4), timeout=30)
+
+    assert ray.get(cluster.controller.loaded.remote(), timeout=30) == (6, 16)
+
+
 def test_a_killed_controller_costs_no_stream_a_resumption(cluster):
     import ray
 

@@ -1,3 +1,4 @@
+import inspect
 import time
 from types import SimpleNamespace
 
@@ -6,6 +7,7 @@ import ray
 
 from cluster import launch
 from cluster.config_file import load_config
+from cluster.controller import ControllerActor
 from cluster.demo_model import demo_model_dir
 from cluster.errors import StartError
 from cluster.launch import (
@@ -16,6 +18,8 @@ from cluster.launch import (
     start_cluster,
     worker_ids,
 )
+from decode_worker.actor import DecodeActor
+from prefill_worker.actor import PrefillActor
 from tests.pagewire.scripted_service import serving_in_thread
 
 
@@ -63,11 +67,12 @@ def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(monkeypatch):
     monkeypatch.setattr(
         launch, "_place", lambda _, name, options, *__: placed.update({name: options})
     )
+    monkeypatch.setattr(launch, "_LoadWatch", lambda *_: None)
     monkeypatch.setattr(launch, "_wait_ready", lambda *_: {launch.ROUTER_NAME: "h:1"})
     monkeypatch.setenv("GRPC_VERBOSITY", "ERROR")
 
     config = load_config(None, {"model": "/models/tiny"})
-    launch._start_actors(config, "cpu", 0.0, lambda line: None, lambda: None)
+    launch._start_actors(config, "cpu", 0.0, print, print, print)
 
     for name in ("prefill-0", "decode-0", launch.ROUTER_NAME):
         assert placed[name]["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
@@ -132,6 +137,53 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
         f"prefill-0, decode-0 not ready after 90 s;{gpus} see the logs of the Ray session "
         "(/tmp/ray/session_latest/logs on each host), or raise --start-timeout-s"
     )
+
+
+class FakeController:
+    """Its handle; `called` are the calls of the controller's methods, which must take them."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.called = []
+
+    def __getattr__(self, name):
+        def remote(*arguments):
+            inspect.signature(getattr(ControllerActor, name)).bind(self, *arguments)
+            self.called.append((name, *arguments))
+            return self.answers.pop(0) if self.answers else None
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_the_weights_of_all_workers_are_shown_as_answers_come(monkeypatch):
+    def get(answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    shown = []
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([c for c in calls if c], calls))
+    monkeypatch.setattr(ray, "get", get)
+    lost = ray.exceptions.RayActorError()
+    watch = launch._LoadWatch(
+        FakeController((0, 0), (1, 4), lost, (3, 4)), lambda *loaded: shown.append(loaded)
+    )
+
+    for _ in range(6):  # the fifth call has no answer
+        watch.look()
+
+    assert shown == [(0, 0), (1, 4), (3, 4)]
+
+
+@pytest.mark.parametrize("actor", [PrefillActor, DecodeActor])
+def test_workers_tell_the_controller_how_far_their_weights_are(actor):
+    worker = actor.__new__(actor)
+    worker._controller = FakeController()
+    worker._settings = SimpleNamespace(worker_id="w-0")
+
+    worker._report_loaded(1, 4)
+
+    assert worker._controller.called == [("report_loaded", "w-0", 1, 4)]
 
 
 def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatch):

@@ -1,5 +1,4 @@
 import asyncio
-import io
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,19 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_engine.checkpoint import TensorEntry
+from llm_engine import load_progress
 from llm_engine.engine import Engine
 from llm_engine.errors import InvalidLogits, NotEnoughMemory
 from llm_engine.executor import ThreadExecutor
 from llm_engine.load_engine import load_engine
-from llm_engine.load_progress import BAR_CHARS, show_progress
+from llm_engine.load_progress import LoadProgress
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.sampling import SamplingParams, SequenceSlice
 from tests.llm_engine.driver import chunked_logits, generate, make_sequences, run
 from tests.support.checkpoints import write_checkpoint
 
 VOCAB_SIZE = 211
-MB = 1_000_000
 PARAMS = SamplingParams(max_tokens=24, seed=5, temperature=0.8, top_p=0.95, logprobs=1)
 
 
@@ -253,35 +251,43 @@ def test_the_memory_plan_leaves_room_and_says_when_there_is_none() -> None:
         MemoryPlan(workers_per_gpu=0)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+def test_loading_reports_now_and_then_and_at_the_end() -> None:
+    reports = []
+    now = [0.0]
+    progress = LoadProgress(10, lambda *loaded: reports.append(loaded), clock=lambda: now[0])
+
+    for at in (0.1, 0.4, 0.6, 0.7, 1.0, 1.2, 1.3, 1.4):
+        now[0] = at
+        progress.advance(1)
+    progress.advance(2)
+
+    assert reports == [(3, 10), (6, 10), (10, 10)]
 
 
-def test_progress_is_a_bar_on_a_terminal_and_a_line_now_and_then_elsewhere(
-    model_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_what_loads_at_once_reports_nothing() -> None:
+    progress = LoadProgress(1, lambda *_: pytest.fail("it is loaded"), clock=lambda: 0.0)
+
+    progress.advance(1)
+
+
+def test_an_engine_reports_how_far_all_its_weights_are(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_engine(model_dir, page_size=8, num_pages=2, device="cpu", progress=True)
-    nothing = capsys.readouterr()
-    entry = TensorEntry(
-        path=Path("model-00001.safetensors"), dtype="F32", shape=(5_000_000,), begin=0, end=20 * MB
-    )
-    times = iter(range(100))
-    with show_progress({"w": entry}, enabled=True, clock=lambda: next(times)) as advance:
-        for _ in range(20):
-            advance(entry.path, MB)
-    lines = capsys.readouterr().err.splitlines()
-    terminal = Terminal()
-    with show_progress({}, enabled=True, stream=terminal) as advance:
-        advance(Path("model-00001.safetensors"), 10)
+    monkeypatch.setattr(load_progress, "REPORT_PERIOD_S", 0.0)
+    reports: list[tuple[int, int]] = []
 
-    assert nothing.err == nothing.out == "", "what loads at once needs no lines"
-    assert 5 <= len(lines) <= 10
-    assert all("loading weights [" in line and "model-00001" in line for line in lines)
-    lengths = [line.count("#") for line in lines]
-    assert lengths == sorted(set(lengths))
-    assert 0 < lengths[0] < lengths[-1] <= BAR_CHARS
-    assert "model-00001.safetensors" in terminal.getvalue()
+    load_engine(
+        model_dir,
+        page_size=8,
+        num_pages=2,
+        device="cpu",
+        report_loaded=lambda *loaded: reports.append(loaded),
+    )
+
+    [total_bytes] = {total for _, total in reports}
+    loaded = [done for done, _ in reports]
+    assert loaded == sorted(set(loaded))
+    assert 0 < loaded[0] < loaded[-1] == total_bytes
 
 
 @pytest.mark.parametrize("window", [None, 13])
