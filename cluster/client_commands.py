@@ -5,9 +5,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +15,15 @@ import typer
 from cluster.early_interrupts import interrupts_end_at_once
 from cluster.strict_command import told_by_flags
 from cluster.units import invalid_byte
-from pagewire import Client, Completion, Message, PagewireError, SamplingOptions, Stream
+from pagewire import (
+    Client,
+    Completion,
+    Message,
+    PagewireError,
+    SamplingOptions,
+    Stream,
+    TransportError,
+)
 from pagewire.arguments import check_sampling, check_timeout_s, refused
 
 DEFAULT_ADDRESS = "localhost:50051"
@@ -109,7 +117,10 @@ def chat(
     seed: SeedFlag = None,
     timeout_s: TimeoutFlag = 600.0,
 ) -> None:
-    """Chat on the terminal; an empty line, Ctrl-D or Ctrl-C ends it."""
+    """Chat on the terminal; an empty line, Ctrl-D or Ctrl-C ends it.
+
+    From a pipe, each line that is not empty is a question.
+    """
     options = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
@@ -121,7 +132,7 @@ def chat(
             # Before the first question: is anybody there, with this model and a chat template?
             probe = [*messages, Message(role="user", content="?")]
             client.tokenize_chat(probe, model=model, timeout_s=CONNECT_TIMEOUT_S)
-            for question in takewhile(bool, _questions()):
+            for question in _questions():
                 messages.append(Message(role="user", content=question))
                 try:
                     answer = _show(
@@ -135,7 +146,6 @@ def chat(
                     continue
                 messages.append(Message(role="assistant", content=answer.text))
     except KeyboardInterrupt:  # the client has cancelled the answer on its way here
-        sys.stdout.write("\n")
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -149,11 +159,12 @@ def status(
 ) -> None:
     """Show workers, pages and hit rates, live until Ctrl-C.
 
-    Where nobody watches, one table.
+    A router that stops answering is asked again until it does. Where nobody watches, one table.
     """
     with interrupts_end_at_once():
-        from rich.console import Console
+        from rich.console import Console, Group
         from rich.live import Live
+        from rich.text import Text
 
         from cluster.status import status_json, status_table
 
@@ -170,8 +181,17 @@ def status(
         stopped = _stop_event()
         table = status_table(client.status(), is_wide=wide)
         with Live(table, console=out, auto_refresh=False) as live:
+            answered_at = time.monotonic()
             while not stopped.wait(STATUS_PERIOD_S):
-                live.update(status_table(client.status(), is_wide=wide), refresh=True)
+                try:
+                    table = status_table(client.status(), is_wide=wide)
+                except TransportError:  # a router that died is back in seconds
+                    silent_s = time.monotonic() - answered_at
+                    silence = f"the router has not answered for {silent_s:.0f} s; asking again"
+                    live.update(Group(table, Text(silence)), refresh=True)
+                else:
+                    answered_at = time.monotonic()
+                    live.update(table, refresh=True)
 
 
 def _decoded(content: bytes, offset: int) -> str:
@@ -201,8 +221,8 @@ def _show(stream: Stream) -> Completion:
             for delta in chain(first, stream):
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
-        except PagewireError:
-            if stream.completion.text:  # the error has a line of its own
+        except (PagewireError, KeyboardInterrupt):
+            if stream.completion.text:  # what follows has a line of its own
                 sys.stdout.write("\n")
             raise
     sys.stdout.write("\n")
@@ -250,14 +270,19 @@ def _long_wait_shown() -> Iterator[None]:
 
 def _questions() -> Iterator[str]:
     if sys.stdin.isatty():
-        with suppress(EOFError):
-            while True:
-                yield input("> ").strip()
-        sys.stdout.write("\n")
+        try:
+            while question := input("> ").strip():
+                yield question
+        except EOFError:
+            sys.stdout.write("\n")
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            raise
         return
     offset = 0
     for line in sys.stdin.buffer:
-        yield _decoded(line, offset).strip()
+        if question := _decoded(line, offset).strip():
+            yield question
         offset += len(line)
 
 

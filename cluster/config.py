@@ -73,7 +73,10 @@ class ClusterConfig(BaseModel):
         "info", description="Least severe log lines to write."
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="Log lines for people (key=value) or for machines (JSON)."
+        "text",
+        description="Log lines for people (key=value) or for machines (JSON). In the output of "
+        "pagewire serve Ray puts the process before each line of another one; the files in its "
+        "session folder have the lines alone.",
     )
 
     router: RouterConfig = Field(default_factory=RouterConfig)

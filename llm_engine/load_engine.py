@@ -112,8 +112,7 @@ def load_engine(
     else:
         decoder = _graphed_decoder()(config, weights, backend, operations)
         engine = Engine(config, storage, decoder, _triton_sampler())
-    if device.type == "cuda":
-        engine.warm_up()
+    engine.warm_up()
     return engine
 
 

@@ -96,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         try:
-            prompt = _prompt(request, request.WhichOneof("input"), "input")
+            prompt = _prompt(request, "input")
             text, token_ids = await self._admission.tokenize(request.model, prompt)
         except RouterError as error:
             await _abort(context, error)
@@ -134,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         generation = await self._admission.admit(
             request_id=record.request_id,
             model_name=request.model,
-            prompt=_prompt(request, request.WhichOneof("prompt"), "prompt"),
+            prompt=_prompt(request, "prompt"),
             asked=wire.asked_sampling(request.sampling),
             arrived_at=record.arrived_at,
             time_remaining_s=context.time_remaining(),
@@ -204,7 +204,9 @@ class _Record:
         )
 
 
-def _prompt(request: Any, kind: str | None, field: str) -> Prompt:
+def _prompt(request: Any, field: str) -> Prompt:
+    """Read a prompt from one of the fields of a oneof."""
+    kind = request.WhichOneof(field)
     if kind == "text":
         return Text(f"{field}.text", request.text)
     if kind == "token_ids":
@@ -213,7 +215,8 @@ def _prompt(request: Any, kind: str | None, field: str) -> Prompt:
         check_num_messages(f"{field}.chat.messages", len(request.chat.messages))
         messages = tuple((message.role, message.content) for message in request.chat.messages)
         return Chat(f"{field}.chat", messages)
-    raise InvalidRequest(field, "nothing", "text, chat or token ids")
+    kinds = (each.name for each in request.DESCRIPTOR.oneofs_by_name[field].fields)
+    raise InvalidRequest(field, "nothing", f"one of {', '.join(kinds)}")
 
 
 def _usage(generation: Generation) -> inference_pb2.Usage:

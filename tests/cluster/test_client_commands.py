@@ -210,7 +210,7 @@ def test_a_full_context_is_noted_where_it_ended_the_answer():
 
 def test_chat_remembers_what_was_said_and_ends_with_its_input():
     with serving_in_thread(answer) as (address, service):
-        result = run_main("chat", "--address", address, "--system", "brief", text="one\ntwo\n")
+        result = run_main("chat", "--address", address, "--system", "brief", text="one\n\ntwo\n")
 
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "echo one\necho two\n"
@@ -449,7 +449,7 @@ def test_an_interrupt_in_the_middle_of_an_answer_leaves_cleanly(command):
             process.stdin.flush()
             assert "word" in process.stdout.read(200)
             process.send_signal(signal.SIGINT)
-            process.stdout.read()
+            assert process.stdout.read().endswith("\n"), "a shell's prompt would follow the answer"
             stderr = process.stderr.read()
 
             assert process.wait(WAIT_S) == 130, stderr
@@ -457,7 +457,7 @@ def test_an_interrupt_in_the_middle_of_an_answer_leaves_cleanly(command):
         until(service.cancelled.is_set)
 
 
-def test_an_interrupt_at_the_prompt_leaves_cleanly():
+def test_an_interrupt_before_a_question_leaves_cleanly():
     with (
         serving_in_thread(answer) as (address, service),
         running("chat", "--address", address) as process,
@@ -469,8 +469,7 @@ def test_an_interrupt_at_the_prompt_leaves_cleanly():
         process.send_signal(signal.SIGINT)
 
         assert process.wait(WAIT_S) == 130
-        assert process.stdout.read() == "\n"
-        assert process.stderr.read() == ""
+        assert process.stdout.read() == process.stderr.read() == ""
 
 
 def test_the_end_of_input_in_the_middle_of_an_answer_ends_the_chat_after_it():
@@ -549,6 +548,28 @@ def test_status_shows_a_live_table_until_it_is_stopped(number):
 
         assert process.wait(WAIT_S) == 0
         assert b"decode-0" in os.read(terminal, 10_000)
+        assert process.stderr.read() == ""
+    os.close(stdout)
+    os.close(terminal)
+
+
+def test_live_status_outlasts_a_router_that_is_away():
+    terminal, stdout = os.openpty()
+    shown = b""
+    with (
+        serving_in_thread(answer) as (address, service),
+        running("status", "--address", address, stdout=stdout) as process,
+    ):
+        until(lambda: service.num_statuses > 1)
+        service.is_away = True
+        while b"the router has not answered for" not in shown:
+            shown += os.read(terminal, 10_000)
+        service.is_away = False
+        answered = service.num_statuses
+        until(lambda: service.num_statuses > answered + 1)
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(WAIT_S) == 0
         assert process.stderr.read() == ""
     os.close(stdout)
     os.close(terminal)

@@ -166,6 +166,7 @@ def test_impossible_slices_are_refused_before_anything_is_written(engine: Engine
             token_ids=[token_id], start=start, page_ids=page_ids, num_prompt_tokens=1
         )
 
+    before = engine.storage.pages.clone()
     for bad, words in (
         (page(token_id=VOCAB_SIZE), "vocabulary"),
         (page(token_id=-1), "below 0"),
@@ -176,7 +177,7 @@ def test_impossible_slices_are_refused_before_anything_is_written(engine: Engine
         with pytest.raises(AssertionError, match=words):
             engine.forward([page(), bad])
 
-    assert not engine.storage.pages.any()
+    assert torch.equal(engine.storage.pages, before)
     assert engine.forward([]) == []
 
 

@@ -20,13 +20,14 @@ Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> respo
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
     """Generate plays `script`; `requests` keeps what came, `cancelled` is set by a lost client.
 
-    `num_statuses` counts the calls of GetClusterStatus.
+    `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[Any] = []
         self.num_statuses = 0
+        self.is_away = False
         self.cancelled = asyncio.Event()
 
     async def Generate(self, request, context):  # noqa: N802
@@ -49,6 +50,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def GetClusterStatus(self, request, context):  # noqa: N802
+        if self.is_away:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "away")
         self.num_statuses += 1
         worker = inference_pb2.WorkerStatus(
             worker=common_pb2.WorkerRef(worker_id="decode-0", incarnation=7, address="h:1"),

@@ -436,6 +436,9 @@ def test_tokenize_equals_what_generate_uses(model_dir: Path, tokenizer: Tokenize
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await tested.stub.Tokenize(inference_pb2.TokenizeRequest(text=""))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await tested.stub.Tokenize(inference_pb2.TokenizeRequest())
+            assert caught.value.details() == "input: found nothing; allowed: one of text, chat"
 
     run_virtual(main())
 
