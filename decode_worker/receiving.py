@@ -14,6 +14,7 @@ from decode_worker.request import PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.wire import PrefillClient, PrefillResult
 from kv_cache.layout import KVLayout
+from kv_cache.page_pool import Quarantined
 from kv_cache.page_storage import PageStorage
 from kv_transfer.connections import ConnectionPool
 from kv_transfer.driver import RunBlocking
@@ -100,14 +101,14 @@ class PrefillReceivers:
         """Report the outcome of an attempt, then clean up after it."""
         await asyncio.wait({running})
         del self._running[running]
-        page_ids: tuple[int, ...] = ()
+        quarantined: tuple[Quarantined, ...] = ()
         error = None if running.cancelled() else running.exception()
         if running.cancelled() or error is not None:
             # Whatever went wrong with one attempt, the group gets its turn elsewhere.
             self._log_failure(group, sender, error)
             await attempt.stop(f"{type(error).__name__}" if error else "cancelled")
             may_be_written = not attempt.is_quiescent
-            page_ids = self._scheduler.receive_failed(group, may_be_written=may_be_written)
+            quarantined = self._scheduler.receive_failed(group, may_be_written=may_be_written)
             loop = asyncio.get_running_loop()
             loop.call_later(self._config.distrust_s, self._scheduler.trust, sender)
         else:
@@ -116,12 +117,12 @@ class PrefillReceivers:
         try:
             await attempt.close()
         except ConnectionBroken as broken:
-            logger.error("pages_stuck", extra=fields(pages=len(page_ids), error=str(broken)))
-        if page_ids:
-            attempt.call_when_quiescent(lambda: self._release_quarantine(page_ids))
+            logger.error("pages_stuck", extra=fields(pages=len(quarantined), error=str(broken)))
+        if quarantined:
+            attempt.call_when_quiescent(lambda: self._release_quarantine(quarantined))
 
-    def _release_quarantine(self, page_ids: tuple[int, ...]) -> None:
-        self._scheduler.release_quarantine(page_ids)
+    def _release_quarantine(self, pages: tuple[Quarantined, ...]) -> None:
+        self._scheduler.release_quarantine(pages)
         self._on_change()
 
     def _take(self, group: PrefillGroup, result: PrefillResult) -> list[TokenDelta]:

@@ -29,6 +29,7 @@ from decode_worker.request import (
 from decode_worker.step_plan import PageCopy, PromptChunk, StepPlan
 from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
+from kv_cache.page_pool import Quarantined
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import finish_reason
 from llm_engine.sampling import Drawn, SampledToken
@@ -196,7 +197,9 @@ class Scheduler:
         stats.prefill_computed_tokens += num_computed_tokens
         return self._take_first_tokens(group, tokens)
 
-    def receive_failed(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[int, ...]:
+    def receive_failed(
+        self, group: PrefillGroup, *, may_be_written: bool
+    ) -> tuple[Quarantined, ...]:
         """Give up one attempt; the group waits for the next candidate, or for a place here.
 
         Returns:
@@ -205,7 +208,7 @@ class Scheduler:
         """
         assert group.pages is not None
         self._receiving.remove(group)
-        page_ids = self._cache.abort(group.pages, quarantine=may_be_written)
+        quarantined = self._cache.abort(group.pages, quarantine=may_be_written)
         group.pages = None
         self._is_admission_due = True
         if not group.is_ended:
@@ -215,15 +218,15 @@ class Scheduler:
             group.failed += (group.candidate,)
             self._suspects.add(group.candidate)
             self._wait(group)
-        return page_ids
+        return quarantined
 
     def trust(self, prefill_worker: WorkerIdentity) -> None:
         """Forget that the last attempt at a prefill worker failed."""
         self._suspects.discard(prefill_worker)
 
-    def release_quarantine(self, page_ids: Iterable[int]) -> None:
+    def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
         """Free pages that no transfer writes any more."""
-        self._cache.release_quarantine(tuple(page_ids))
+        self._cache.release_quarantine(pages)
         self._is_admission_due = True
 
     def check_integrity(self) -> None:

@@ -18,6 +18,7 @@ The state of a page follows from its holders; the first line that applies counts
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kv_cache.errors import OutOfPages, PageStateError
 
@@ -48,6 +49,13 @@ class PageCounts:
     leased: int
     incoming: int
     quarantine: int
+
+
+class Quarantined(NamedTuple):
+    """A page in QUARANTINE, as its last owner knows it."""
+
+    page_id: int
+    generation: int
 
 
 class PagePool:
@@ -162,8 +170,11 @@ class PagePool:
             self._transfer[page_id] = None
             self._settle(page_id)
 
-    def quarantine(self, page_ids: Sequence[int]) -> None:
-        """INCOMING -> QUARANTINE: the owner's reference ends, late writes may still land."""
+    def quarantine(self, page_ids: Sequence[int]) -> tuple[Quarantined, ...]:
+        """INCOMING -> QUARANTINE: the owner's reference ends, late writes may still land.
+
+        Returns what `release_quarantine` takes.
+        """
         self._require(page_ids, {PageState.INCOMING})
         if any(self._is_in_tree[page_id] for page_id in page_ids):
             raise PageStateError(f"some of pages {list(page_ids)} are still in the tree")
@@ -171,11 +182,22 @@ class PagePool:
             self._transfer[page_id] = PageState.QUARANTINE
             self._references[page_id] = 0
             self._settle(page_id)
+        return tuple(Quarantined(page_id, self._generations[page_id]) for page_id in page_ids)
 
-    def release_quarantine(self, page_ids: Sequence[int]) -> None:
-        """QUARANTINE -> FREE: the transport is known to be quiet."""
-        self._require(page_ids, {PageState.QUARANTINE})
-        for page_id in page_ids:
+    def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
+        """QUARANTINE -> FREE: the transport is known to be quiet.
+
+        The transport of these pages: one that is in quarantine for a later owner, whose writes may
+        still land, is of another generation, and raises PageStateError.
+        """
+        self._require([page.page_id for page in pages], {PageState.QUARANTINE})
+        for page_id, generation in pages:
+            if generation != self._generations[page_id]:
+                raise PageStateError(
+                    f"page {page_id} is in quarantine for a later owner, of generation "
+                    f"{self._generations[page_id]}, not {generation}"
+                )
+        for page_id, _ in pages:
             self._transfer[page_id] = None
             self._settle(page_id)
 

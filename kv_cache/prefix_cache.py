@@ -24,7 +24,7 @@ from kv_cache.errors import OutOfPages, SequenceEnded
 from kv_cache.event_log import CacheEvent, Removed, Stored
 from kv_cache.layout import num_pages_for
 from kv_cache.page_hash import child_hash, root_hash, split_pages
-from kv_cache.page_pool import PagePool, PageState
+from kv_cache.page_pool import PagePool, PageState, Quarantined
 from kv_cache.radix_tree import RadixTree, TreePage
 
 
@@ -195,7 +195,7 @@ class PrefixCache:
         self._withdraw_pending(seq)
         self._end(seq, seq.page_ids)
 
-    def abort(self, seq: SequencePages, *, quarantine: bool) -> tuple[int, ...]:
+    def abort(self, seq: SequencePages, *, quarantine: bool) -> tuple[Quarantined, ...]:
         """End a sequence whose transfer failed; committed pages stay in the tree.
 
         Args:
@@ -211,13 +211,13 @@ class PrefixCache:
             self.pool.accept(incoming)
             self._end(seq, seq.page_ids)
             return ()
-        self.pool.quarantine(incoming)
+        quarantined = self.pool.quarantine(incoming)
         self._end(seq, [p for p in seq.page_ids if self.pool.state(p) is PageState.LIVE])
-        return tuple(incoming)
+        return quarantined
 
-    def release_quarantine(self, page_ids: Sequence[int]) -> None:
+    def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
         """Free pages that nothing can write any more."""
-        self.pool.release_quarantine(page_ids)
+        self.pool.release_quarantine(pages)
 
     def lease(self, seq: SequencePages, first_page: int, num_pages: int) -> Lease:
         """Pin `num_pages` pages from the sequence's page `first_page` on beyond the life of `seq`.

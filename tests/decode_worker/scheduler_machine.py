@@ -16,6 +16,7 @@ from decode_worker.request import Choice, PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
 from kv_cache.layout import num_pages_for
+from kv_cache.page_pool import Quarantined
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import next_draw
 from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
@@ -45,6 +46,7 @@ class Transfer:
 class Quarantine:
     """Pages that a failed transfer writes into again and again, for some steps at least."""
 
+    pages: tuple[Quarantined, ...]
     page_ids: tuple[int, ...]
     steps_left: int = 3
 
@@ -182,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_quarantines(self) -> None:
         for quarantine in [each for each in self.quarantines if each.steps_left <= 0]:
             self.quarantines.remove(quarantine)
-            self.scheduler.release_quarantine(quarantine.page_ids)
+            self.scheduler.release_quarantine(quarantine.pages)
 
     @precondition(lambda self: len(self.requests) > len(self.finished))
     @rule(data=st.data())
@@ -286,10 +288,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages = transfer.group.pages
         assert pages is not None
         written = tuple(pages.page_ids[pages.num_committed_pages :])
-        page_ids = self.scheduler.receive_failed(transfer.group, may_be_written=may_be_written)
+        quarantined = self.scheduler.receive_failed(transfer.group, may_be_written=may_be_written)
         if may_be_written:
-            assert page_ids == written or self.scheduler_class is not Scheduler
-            self.quarantines.append(Quarantine(written))
+            is_told = [page.page_id for page in quarantined] == list(written)
+            assert is_told or self.scheduler_class is not Scheduler
+            self.quarantines.append(Quarantine(quarantined, written))
 
     def prefill(self, group: PrefillGroup) -> Transfer:
         """Compute a group's pages as a prefill worker does."""

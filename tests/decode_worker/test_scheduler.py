@@ -107,10 +107,10 @@ class OverTheBudget(Scheduler):
 
 
 class ForgetsQuarantine(Scheduler):
-    def receive_failed(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[int, ...]:
+    def receive_failed(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[Any, ...]:
         return super().receive_failed(group, may_be_written=False)
 
-    def release_quarantine(self, page_ids: Any) -> None:
+    def release_quarantine(self, pages: Any) -> None:
         pass
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_cache.errors import OutOfPages, PageStateError, SequenceEnded
 from kv_cache.event_log import Stored
 from kv_cache.page_hash import page_hashes
-from kv_cache.page_pool import PageState
+from kv_cache.page_pool import PageState, Quarantined
 from kv_cache.prefix_cache import Lease, PrefixCache, SequencePages
 
 PAGE_SIZE = 2
@@ -56,7 +56,7 @@ class ModelSequence:
 
 @dataclass(eq=False, kw_only=True)
 class LateTransfer:
-    quarantined: tuple[int, ...]
+    quarantined: tuple[Quarantined, ...]
     posted: list[int]  # pages that it may still write
 
 
@@ -83,7 +83,8 @@ class Oracle:
         return sum(lease.pinned.count(page_id) for lease in self.leases)
 
     def state(self, page_id: int) -> PageState:
-        if any(page_id in transfer.quarantined for transfer in self.transfers):
+        pages = (page for transfer in self.transfers for page in transfer.quarantined)
+        if any(page.page_id == page_id for page in pages):
             return PageState.QUARANTINE
         for seq in self.sequences:
             if page_id in seq.page_ids:
@@ -265,7 +266,7 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             returned = self.cache.abort(seq.pages, quarantine=quarantine)
             if quarantine:
-                assert sorted(returned) == sorted(unfilled)
+                assert sorted(page.page_id for page in returned) == sorted(unfilled)
                 self.oracle.transfers.append(
                     LateTransfer(quarantined=returned, posted=list(unfilled))
                 )

@@ -30,9 +30,9 @@ def test_a_page_passes_through_all_states() -> None:
     pool.leave_tree(0)
     assert pool.state(0) is PageState.FREE
     pool.allocate(1, incoming=True)
-    pool.quarantine([0])
+    quarantined = pool.quarantine([0])
     assert pool.state(0) is PageState.QUARANTINE
-    pool.release_quarantine([0])
+    pool.release_quarantine(quarantined)
     assert pool.state(0) is PageState.FREE
     pool.check_integrity()
 
@@ -104,7 +104,6 @@ def test_double_free_raises_and_changes_nothing() -> None:
         (PageState.FREE, "lease"),
         (PageState.FREE, "accept"),
         (PageState.FREE, "quarantine"),
-        (PageState.FREE, "release_quarantine"),
         (PageState.LIVE, "accept"),
         (PageState.LIVE, "end_lease"),
         (PageState.LIVE, "quarantine"),
@@ -129,6 +128,24 @@ def test_operation_is_refused(state: PageState, operation: str) -> None:
         getattr(pool, operation)([0])
 
     assert snapshot(pool) == before
+
+
+def test_a_quarantine_ends_once_and_only_for_the_owner_that_it_was_for() -> None:
+    pool = PagePool(2)
+    first = pool.quarantine(pool.allocate(2, incoming=True))
+    pool.release_quarantine(first)
+    with pytest.raises(PageStateError, match="is free"):
+        pool.release_quarantine(first)
+    pool.quarantine(pool.allocate(1, incoming=True))
+    second = pool.quarantine(pool.allocate(1, incoming=True))
+    before = snapshot(pool)
+
+    with pytest.raises(PageStateError, match="for a later owner, of generation 2, not 1"):
+        pool.release_quarantine(first)
+
+    assert snapshot(pool) == before
+    pool.release_quarantine(second)
+    assert pool.counts().quarantine == 1
 
 
 def test_pages_of_a_tree_are_not_quarantined() -> None:

@@ -104,13 +104,13 @@ def test_abort_keeps_committed_pages_and_quarantines_the_rest() -> None:
 
     quarantined = cache.abort(seq, quarantine=True)
 
-    assert list(quarantined) == page_ids[2:]
+    assert [page.page_id for page in quarantined] == page_ids[2:]
     assert cache.pool.counts().quarantine == 3
     assert cache.match(tokens) == PrefixMatch(num_ready_pages=2, num_pending_pages=0)
     cache.check_integrity()
     retry = cache.reserve(tokens, incoming=True)
     assert retry.page_ids[:2] == page_ids[:2]
-    assert not set(retry.page_ids) & set(quarantined)
+    assert not set(retry.page_ids) & set(page_ids[2:])
     cache.release_quarantine(quarantined)
     assert cache.pool.counts().quarantine == 0
     with pytest.raises(PageStateError):

@@ -10,7 +10,7 @@ from kv_cache import prefix_cache as module
 from kv_cache.errors import CacheError
 from kv_cache.event_log import Removed
 from kv_cache.page_hash import split_pages
-from kv_cache.page_pool import PagePool, PageState
+from kv_cache.page_pool import PagePool, PageState, Quarantined
 from kv_cache.prefix_cache import Lease, PrefixCache, SequencePages
 from kv_cache.radix_tree import RadixTree, TreePage
 from tests.kv_cache.cache_machine import CacheMachine
@@ -34,13 +34,15 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
     original = PrefixCache.abort
 
-    def abort(self: PrefixCache, seq: SequencePages, *, quarantine: bool) -> tuple[int, ...]:
-        incoming = tuple(p for p in seq.page_ids if self.pool.state(p) is PageState.INCOMING)
+    def abort(
+        self: PrefixCache, seq: SequencePages, *, quarantine: bool
+    ) -> tuple[Quarantined, ...]:
+        incoming = [p for p in seq.page_ids if self.pool.state(p) is PageState.INCOMING]
         original(self, seq, quarantine=False)
-        return incoming if quarantine else ()
+        return tuple(Quarantined(p, 0) for p in incoming) if quarantine else ()
 
     patch.setattr(PrefixCache, "abort", abort)
-    patch.setattr(PagePool, "release_quarantine", lambda self, page_ids: None)
+    patch.setattr(PagePool, "release_quarantine", lambda self, pages: None)
 
 
 def abort_leaves_pending_pages_in_the_tree(patch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def cancel_forgets_running_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "release_quarantine", lambda self, page_ids: None)
+    patch.setattr(PrefixCache, "release_quarantine", lambda self, pages: None)
 
 
 def wait_without_deadline(patch: pytest.MonkeyPatch) -> None:
