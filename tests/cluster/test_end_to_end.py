@@ -178,7 +178,8 @@ def test_a_second_request_moves_only_what_is_missing(cluster, oracle):
     first, second = run(cluster, work)
 
     assert first.usage.pages_moved == 20
-    assert second.usage.pages_moved <= 4
+    assert 0 < second.usage.pages_moved <= 4
+    assert first.usage.decode_computed_tokens == second.usage.decode_computed_tokens == 0
     assert second.usage.decode_cached_tokens >= 304
     assert list(second.token_ids) == oracle.tokens(longer, 4)
 
@@ -194,6 +195,8 @@ def test_choices_share_the_prompt(cluster):
     assert len({choice.token_ids for choice in completion.choices}) == 3
     assert all(len(choice.token_ids) == 16 for choice in completion.choices)
     assert completion.usage.prefill_computed_tokens == 200
+    assert completion.usage.decode_computed_tokens == 0
+    assert completion.usage.pages_moved == 13
 
 
 def test_text_and_chat_are_tokenized_and_streamed(cluster):
@@ -326,6 +329,8 @@ def test_a_killed_prefill_worker_costs_no_token(cluster, oracle):
     ]:
         assert list(completion.token_ids) == oracle.tokens(prompt, 8)
     assert all(len(completion.token_ids) == 8 for completion in completions)
+    assert all(completion.usage.bytes_moved > 0 for completion in completions)
+    assert not any(completion.usage.decode_computed_tokens for completion in completions)
     assert sum(completion.usage.prefill_retries for completion in completions) > 0
     assert {name for name in before if before[name] != after[name]} == {victim}
 
@@ -357,6 +362,8 @@ def test_a_hung_prefill_worker_costs_no_token_and_a_few_seconds(cluster, oracle)
 
     for prompt, completion in zip(prompts, completions, strict=True):
         assert list(completion.token_ids) == oracle.tokens(prompt, 8)
+        assert completion.usage.bytes_moved > 0
+        assert completion.usage.decode_computed_tokens == 0
     assert sum(completion.usage.prefill_retries for completion in completions) > 0
     assert seconds < 12
 

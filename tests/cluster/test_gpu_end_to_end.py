@@ -11,8 +11,14 @@ from cluster.devices import count_gpus
 pytestmark = [pytest.mark.gpu, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
+@pytest.fixture(scope="module")
+def answers():
+    """Of all demos so far."""
+    return set()
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (3, 1)])
-def test_demo_moves_pages_between_gpus(prefill, decode):
+def test_demo_moves_pages_between_gpus(prefill, decode, answers):
     """With fewer GPUs than workers, those of a pool share one."""
     if count_gpus() < 2:
         pytest.skip("needs 2 GPUs")
@@ -27,3 +33,8 @@ def test_demo_moves_pages_between_gpus(prefill, decode):
     assert "workers compute on cuda" in result.stdout
     moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
     assert int(moved[1]) > int(moved[2])
+    waves = re.findall(r"^ \d  \w+ .*\?  .+$", result.stdout, re.MULTILINE)
+    assert len(waves) == 16
+    assert waves[:8] == waves[8:]
+    answers.add(tuple(waves))
+    assert len(answers) == 1, "another shape of the cluster gave other answers"
