@@ -37,12 +37,33 @@ AddressFlag = Annotated[str, typer.Option("--address", help="Where the router is
 ModelFlag = Annotated[str, typer.Option("--model", help="Served model name; empty: the only one.")]
 TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Longest time for an answer.")]
 TemperatureFlag = Annotated[
-    float | None, typer.Option("--temperature", help="0 is greedy. Default: the model's.")
+    float | None,
+    typer.Option(
+        "--temperature", help="0, which is greedy, or 0.001 to 1000. Default: the model's."
+    ),
 ]
-TopPFlag = Annotated[float | None, typer.Option("--top-p", help="In (0, 1]; 1 is off.")]
-TopKFlag = Annotated[int | None, typer.Option("--top-k", help="0 is off.")]
+TopPFlag = Annotated[
+    float | None, typer.Option("--top-p", help="Above 0 to 1; 1 is off. Default: the model's.")
+]
+TopKFlag = Annotated[int | None, typer.Option("--top-k", help="0 is off. Default: the model's.")]
+MinPFlag = Annotated[
+    float | None, typer.Option("--min-p", help="0 to 1; 0 is off. Default: the model's.")
+]
+RepetitionFlag = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", help="0.001 to 1000; 1 is off. Default: the model's."),
+]
+PresenceFlag = Annotated[
+    float | None, typer.Option("--presence-penalty", help="-2 to 2. Default: 0, which is off.")
+]
+FrequencyFlag = Annotated[
+    float | None, typer.Option("--frequency-penalty", help="-2 to 2. Default: 0, which is off.")
+]
 SeedFlag = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
 MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]
+MinTokensFlag = Annotated[
+    int | None, typer.Option("--min-tokens", help="No end before so many. Default: 0.")
+]
 StopFlag = Annotated[
     list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
 ]
@@ -57,7 +78,12 @@ def generate(
     temperature: TemperatureFlag = None,
     top_p: TopPFlag = None,
     top_k: TopKFlag = None,
+    min_p: MinPFlag = None,
+    repetition_penalty: RepetitionFlag = None,
+    presence_penalty: PresenceFlag = None,
+    frequency_penalty: FrequencyFlag = None,
     seed: SeedFlag = None,
+    min_tokens: MinTokensFlag = None,
     stop: StopFlag = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on beyond the model's end tokens.")
@@ -72,7 +98,12 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         seed=seed,
+        min_tokens=min_tokens,
         stop=stop,
         ignore_eos=ignore_eos,
     )

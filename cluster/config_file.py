@@ -55,25 +55,29 @@ def load_config(
 
     Raises:
         ConfigError: Has a line for each wrong option: the file and the option's path, or its flag,
-            the value found and what is allowed.
+            the value found and what is allowed. In the order of the file, flags first.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}  # option path |-> where its value is from, unless a flag gave it
+    lines: dict[str, int] = {}  # path of an option or section |-> line of its last use in the file
     options = config_options()
     flags = {name: option.flag for name, option in options.items() if name in overrides}
-    wrong = []
+    wrong: list[tuple[int, str]] = []  # with its line; 0: not of the file
 
     def refuse(name: str, message: str) -> None:
-        told = _with_flags(message, flags)  # a flag is place enough
-        wrong.append(told if name in overrides else f"{origin[name]}: {told}")
+        told = _with_flags(message, flags)
+        if name in overrides:  # a flag is place enough
+            wrong.append((0, told))
+        else:
+            wrong.append((lines.get(name, 0), f"{origin[name]}: {told}"))
 
     if path is not None:
         content, keys = _read_yaml(path)
-        lines: dict[str, int] = {}  # path of an option or section |-> line of its last use
         for name, line in keys:
             if name in lines:
                 both = f"lines {lines[name]} and {line}"
-                wrong.append(f"{path}: {name} is given twice, in {both}; give it once")
+                twice = f"{path}: {name} is given twice, in {both}; give it once"
+                wrong.append((lines[name], twice))
             lines[name] = line
         for name, value in _flatten(content):
             values[name], origin[name] = value, f"{path}, line {lines[name]}"
@@ -97,7 +101,7 @@ def load_config(
                 for name in problem.paths:
                     values.pop(name, None)
     if wrong:
-        raise ConfigError("\n".join(wrong))
+        raise ConfigError("\n".join(told for _, told in sorted(wrong, key=lambda each: each[0])))
     return config
 
 

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import sys
 
-from pagewire import AsyncClient, OverloadedError, TransportError
+from pagewire import AsyncClient, OverloadedError, PagewireError, TransportError
 
 NUM_ATTEMPTS = 5
 DEFAULT_PAUSE_S = 1.0
@@ -32,7 +32,10 @@ async def main() -> None:
     arguments = parser.parse_args()
     prompts = [line.strip() for line in sys.stdin if line.strip()]
     async with AsyncClient(arguments.address) as client:
-        answers = await asyncio.gather(*(answer(client, prompt) for prompt in prompts))
+        try:
+            answers = await asyncio.gather(*(answer(client, prompt) for prompt in prompts))
+        except PagewireError as error:
+            sys.exit(f"error: {error}")
     for prompt, text in zip(prompts, answers, strict=True):
         sys.stdout.write(f"{prompt} → {text}\n")
 

@@ -21,8 +21,9 @@ SERVE_FLAGS = """
     --workers-per-gpu
 """
 FLAGS = {
-    "generate": """--address --help --ignore-eos --json --max-tokens --model --seed --stop
-        --temperature --timeout-s --top-k --top-p""",
+    "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p
+        --min-tokens --model --presence-penalty --repetition-penalty --seed --stop --temperature
+        --timeout-s --top-k --top-p""",
     "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
         --top-k --top-p""",
     "status": "--address --help --json --once --wide",

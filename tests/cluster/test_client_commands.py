@@ -100,14 +100,19 @@ def until(condition):
 
 def test_generate_prints_the_text_and_accounts_for_it_apart():
     with serving_in_thread(answer) as (address, service):
-        options = ["--address", address, "--stop", "x", "--ignore-eos"]
+        options = ["--address", address, "--stop", "x", "--ignore-eos", "--min-p", "0.5"]
+        options += ["--repetition-penalty", "1.5", "--presence-penalty", "-1"]
+        options += ["--frequency-penalty", "2", "--min-tokens", "3"]
         result = pagewire("generate", "-", *options, text="hello")
 
     assert (result.returncode, result.stdout) == (0, "echo hello\n")
     assert "pages_moved=3" in result.stderr
-    assert list(service.requests[0].sampling.stop) == ["x"]
-    assert service.requests[0].sampling.ignore_eos
-    assert not service.requests[0].sampling.HasField("temperature")
+    sampling = service.requests[0].sampling
+    assert list(sampling.stop) == ["x"]
+    assert sampling.ignore_eos
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.min_tokens) == (0.5, 1.5, 3)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-1, 2)
+    assert not sampling.HasField("temperature")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +321,7 @@ def test_a_wrong_request_ends_with_2_also_where_the_router_refuses_it(code, exit
 def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
     lines = [
         "sampling.top_k: found 9; allowed: 0 to 4, less than sampling.top_p",
-        "sampling.min_p: found 2; allowed: 0 to 1",
+        "sampling.logprobs: found 99; allowed: 0 to 20",
         "model: found 'x'; allowed: 'tiny', or empty",
         "input.text: found 9 characters; allowed: at most 8",
         "prompt.text: found 9 characters; allowed: at most 8",

@@ -186,7 +186,7 @@ def test_errors_say_where_the_value_came_from(tmp_path):
         load_config(path, {"decode": 0})
 
     assert f"{path}, line 1: prefill is 0" in str(caught.value)
-    assert "\n--decode is 0" in str(caught.value)
+    assert str(caught.value).startswith("--decode is 0")
 
 
 def test_all_errors_are_told_at_once(tmp_path):
@@ -198,18 +198,15 @@ def test_all_errors_are_told_at_once(tmp_path):
         load_config(path, {"decode_worker.max_step_tokens": 9, "transfer.ack_s": -1.0})
 
     named = [line.split("; ")[0] for line in str(caught.value).splitlines()]
-    assert sorted(named) == sorted(
-        [
-            f"{path}, line 1: unknown option prefil",
-            f"{path}, line 3: unknown option zebra",
-            f"{path}, line 2: port is -1",
-            f"{path}, line 4: router.dead_after_s is 0.0",
-            f"{path}, line 5: router.max_index_pages is 'many'",
-            f"{path}, line 6: router.max_resumptions is -1",
-            "--decode-worker-max-step-tokens is 9",
-            "--transfer-ack-s is -1.0",
-        ]
-    )
+    assert sorted(named[:2]) == ["--decode-worker-max-step-tokens is 9", "--transfer-ack-s is -1.0"]
+    assert named[2:] == [
+        f"{path}, line 1: unknown option prefil",
+        f"{path}, line 2: port is -1",
+        f"{path}, line 3: unknown option zebra",
+        f"{path}, line 4: router.dead_after_s is 0.0",
+        f"{path}, line 5: router.max_index_pages is 'many'",
+        f"{path}, line 6: router.max_resumptions is -1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -240,12 +237,12 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
         load_config(path, {"decode": 0})
 
     assert [line.split("; ")[0] for line in str(caught.value).splitlines()] == [
-        f"{path}: prefill is given twice, in lines 1 and 2",
-        f"{path}: router.dead_after_s is given twice, in lines 4 and 4",
-        f"{path}: transfer.ack_s is given twice, in lines 5 and 6",
-        f"{path}, line 3: unknown option zebra",
         "--decode is 0",
+        f"{path}: prefill is given twice, in lines 1 and 2",
+        f"{path}, line 3: unknown option zebra",
+        f"{path}: router.dead_after_s is given twice, in lines 4 and 4",
         f"{path}, line 4: router.dead_after_s is 0.0",
+        f"{path}: transfer.ack_s is given twice, in lines 5 and 6",
     ]
 
 
