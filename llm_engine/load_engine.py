@@ -59,6 +59,7 @@ def load_engine(
         CheckpointError: If the folder is incomplete, damaged or contradicts itself.
         UnsupportedModel: If config.json asks for something that is not implemented.
         NotEnoughMemory: If weights and pages do not fit on the device.
+        InvalidLogits: If the model's logits are NaN or infinite.
         ValueError: If an argument is out of range.
     """
     device = _check_device(device)
