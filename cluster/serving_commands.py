@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,6 +13,7 @@ from cluster.devices import count_gpus, most_gpus
 from cluster.early_interrupts import interrupts_end_at_once
 from cluster.environment import prepare_local_ray
 from cluster.flags import config_command, with_config_flags
+from cluster.model_folder import check_model_folder
 from cluster.preflight import check_start
 from cluster.stop_signals import StopSignals
 from decode_worker.config import DecodeConfig
@@ -64,6 +66,8 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return 2 + 2 workers, two on a GPU where there are fewer than four."""
     num_gpus = 0
     if given.get("device", "auto") != "cpu":
+        if given.get("model") and most_gpus() != 0:
+            check_model_folder(Path(given["model"]))  # it takes less than to import torch
         with interrupts_end_at_once():  # it may import torch
             num_gpus = count_gpus()
     # All of a GPU's memory would be millions of the embedded model's pages.

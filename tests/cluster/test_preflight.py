@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from cluster import preflight
+from cluster import preflight, serving_commands
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import ConfigError, PlacementError
@@ -80,6 +80,14 @@ def test_a_wrong_folder_is_refused_before_torch_counts_gpus(monkeypatch, tmp_pat
 
     with pytest.raises(ConfigError, match="it must be an existing folder"):
         check_on_a_host_with(monkeypatch, ample, device="auto", model=str(tmp_path / "none"))
+
+
+def test_the_demo_refuses_a_wrong_folder_before_torch_counts_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving_commands, "most_gpus", lambda: 2)
+    monkeypatch.setattr(serving_commands, "count_gpus", lambda: pytest.fail("it imports torch"))
+
+    with pytest.raises(ConfigError, match="it must be an existing folder"):
+        serving_commands.demo_defaults({"model": str(tmp_path / "none")})
 
 
 def without_folder(folder):
