@@ -1,0 +1,1 @@
+"""How a configuration class declares its options."""

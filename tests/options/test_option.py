@@ -1,0 +1,83 @@
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from options.option import OptionName, WrongOption, WrongOptions, check_options, option, options_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    limit: int = option(4, "How many.", at_least=1)
+    most: int = option(8, "The most.", exceeds="limit")
+    share: float = option(0.5, "Of all.", above=0, at_most=1)
+    is_on: bool = option(False, "Whether.")
+    kind: Literal["a", "b"] = option("a", "Which.")
+    name: str | None = option(None, "Whose.", accepts=lambda v: v != "", accepted="a name")
+    key: bytes = b""  # no option
+    rest: list[int] = field(default_factory=list)  # no option
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def test_only_declared_fields_are_options_in_their_order() -> None:
+    assert list(options_of(Config)) == ["limit", "most", "share", "is_on", "kind", "name"]
+    assert options_of(Config)["limit"].rule.meaning == "How many."
+    assert Config().limit == options_of(Config)["limit"].default == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("limit", "an integer, 1 or more"),
+        ("most", "an integer, and must exceed limit"),
+        ("share", "a finite number above 0, up to 1"),
+        ("is_on", "true or false"),
+        ("kind", "'a' or 'b'"),
+        ("name", "a name"),
+    ],
+)
+def test_what_is_allowed_can_be_said(name: str, words: str) -> None:
+    assert options_of(Config)[name].allowed() == words
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"limit": 0}, "limit is 0; it must be an integer, 1 or more"),
+        ({"limit": 2.0}, "limit is 2.0; it must be an integer"),
+        ({"limit": True}, "limit is True; it must be an integer"),
+        ({"share": 0}, "share is 0; it must be a finite number above 0"),
+        ({"share": 1.1}, "share is 1.1; it must be a finite number above 0, up to 1"),
+        ({"share": float("nan")}, "share is nan; it must be a finite number"),
+        ({"share": float("inf")}, "share is inf; it must be a finite number"),
+        ({"share": 10**400}, "share is 1000"),
+        ({"share": "1"}, "share is '1'; it must be a finite number"),
+        ({"is_on": 1}, "is_on is 1; it must be true or false"),
+        ({"kind": "c"}, "kind is 'c'; it must be 'a' or 'b'"),
+        ({"name": ""}, "name is ''; it must be a name"),
+        ({"limit": 9}, "most is 8; it must exceed limit, which is 9"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(WrongOptions) as caught:
+        Config(**values)
+
+    [problem] = caught.value.problems
+    assert str(caught.value).startswith(message)
+    assert problem.names[0] == message.split()[0]
+
+
+def test_all_wrong_values_are_told_and_none_is_compared_with_another() -> None:
+    with pytest.raises(WrongOptions) as caught:
+        Config(limit="x", share=2, most=1)  # type: ignore[arg-type]
+
+    assert [each.names for each in caught.value.problems] == [("limit",), ("share",)]
+
+
+def test_names_in_an_error_are_spelled_for_their_reader_and_values_are_not() -> None:
+    problem = WrongOption("{} is {!r}; see {}", OptionName("a"), "a", OptionName("b"))
+
+    assert problem.told() == "a is 'a'; see b"
+    assert problem.told(lambda name: f"--{name}") == "--a is 'a'; see --b"
