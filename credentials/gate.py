@@ -1,0 +1,144 @@
+"""The server's side: every call passes the gate, which finds out who calls, or is refused."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Container, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+from credentials.cluster import ClusterCredentials, ProvenCall
+from credentials.errors import CredentialsError, NotAllowed, NotProven, WrongIncarnation
+from credentials.party import Party, Role
+from credentials.replay import ReplayGuard
+from credentials.rules import WORKER_CALLERS, is_open
+from observability.logs import fields
+
+logger = logging.getLogger(__name__)
+
+CALL_KEY = "pagewire-call-bin"  # metadata: of the caller
+ANSWER_KEY = "pagewire-answer-bin"  # of the callee
+LOG_PERIOD_S = 10.0  # of refusals: strangers must not fill the disk
+STATUS_CODES: dict[type[CredentialsError], grpc.StatusCode] = {
+    NotProven: grpc.StatusCode.UNAUTHENTICATED,
+    WrongIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
+    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
+}
+
+_caller: ContextVar[Party] = ContextVar("caller")
+
+
+def current_caller() -> Party:
+    """Return who makes the call that is being handled.
+
+    Raises:
+        LookupError: Outside a call that a ServerGate let in.
+    """
+    return _caller.get()
+
+
+class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has no types
+    """Lets in who proves to be one of the callers that the contract names; answers with a proof.
+
+    Only methods of OPEN_SERVICES need no proof. Handlers read `current_caller`.
+
+    Args:
+        credentials: Of the process that serves.
+        callers: Who may call what: "/package.Service/Method" |-> roles; what is missing is refused.
+    """
+
+    def __init__(
+        self,
+        credentials: ClusterCredentials,
+        callers: Mapping[str, Container[Role]] = WORKER_CALLERS,
+    ) -> None:
+        self._credentials = credentials
+        self._callers = callers
+        self._seen = ReplayGuard()
+        self._refusals = _RefusalLog()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        if is_open(details.method):
+            return await continuation(details)
+        try:
+            call = self._admit(details.method, dict(details.invocation_metadata).get(CALL_KEY))
+        except CredentialsError as error:
+            return self._refusing(details.method, error)
+        _caller.set(call.caller)
+        handler = await continuation(details)
+        return handler and _answering(handler, call.answer)
+
+    def _admit(self, method: str, header: bytes | None) -> ProvenCall:
+        call = self._credentials.check(method, header)
+        if not self._seen.is_new(call.caller, call.number):
+            raise NotProven("the call was made before")
+        if call.caller.role not in self._callers.get(method, ()):
+            raise NotAllowed(f"a {call.caller.role} may not call {method}")
+        return call
+
+    def _refusing(self, method: str, error: CredentialsError) -> grpc.RpcMethodHandler:
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            self._refusals.note(method, context.peer(), error)
+            # A stranger need not learn how far its forgery came.
+            is_stranger = isinstance(error, NotProven)
+            text = "the call does not prove that it comes from this cluster"
+            await context.abort(STATUS_CODES[type(error)], text if is_stranger else str(error))
+
+        # A handler of streams, because one of a single request would first wait for that.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class _RefusalLog:
+    """Logs the first refusal, and then at most one line in LOG_PERIOD_S."""
+
+    def __init__(self) -> None:
+        self._quiet_until = float("-inf")
+        self._num_hidden = 0
+
+    def note(self, method: str, peer: str, error: CredentialsError) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._quiet_until:
+            self._num_hidden += 1
+            return
+        logger.warning(
+            "call_refused",
+            extra=fields(method=method, peer=peer, reason=str(error), not_logged=self._num_hidden),
+        )
+        self._quiet_until, self._num_hidden = now + LOG_PERIOD_S, 0
+
+
+def _answering(handler: grpc.RpcMethodHandler, answer: bytes) -> grpc.RpcMethodHandler:
+    """Return a handler that first proves who answers."""
+    metadata = ((ANSWER_KEY, answer),)
+    codec = handler.request_deserializer, handler.response_serializer
+    if handler.response_streaming:
+        stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
+
+        async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.send_initial_metadata(metadata)
+            if not inspect.isasyncgenfunction(stream):
+                await stream(request, context)
+                return
+            async with aclosing(stream(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(answer_stream, *codec)
+        return grpc.unary_stream_rpc_method_handler(answer_stream, *codec)
+    single = handler.stream_unary if handler.request_streaming else handler.unary_unary
+
+    async def answer_once(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await context.send_initial_metadata(metadata)
+        return await single(request, context)
+
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler(answer_once, *codec)
+    return grpc.unary_unary_rpc_method_handler(answer_once, *codec)

@@ -1,0 +1,39 @@
+"""Who may call which method, as the contract says it; whatever it does not name is refused."""
+
+from collections.abc import Mapping
+
+from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from credentials.cluster import CALLER_ROLES
+from credentials.party import Role
+from protos import common_pb2, worker_pb2
+
+# Monitors and tools ask these, and they say nothing of requests.
+OPEN_SERVICES = frozenset(
+    {health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME}
+)
+
+
+def callers_in(file: FileDescriptor) -> dict[str, frozenset[Role]]:
+    """Return who may call the methods of a file: "/package.Service/Method" |-> roles."""
+    return {
+        f"/{service.full_name}/{method.name}": _callers(method)
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+
+
+def _callers(method: MethodDescriptor) -> frozenset[Role]:
+    # The generated types know no extensions.
+    numbers: list[int] = method.GetOptions().Extensions[common_pb2.callers]  # type: ignore[index]
+    return frozenset(CALLER_ROLES[number] for number in numbers if number in CALLER_ROLES)
+
+
+def is_open(method: str) -> bool:
+    """Return whether anybody may call a method."""
+    return method.rpartition("/")[0].removeprefix("/") in OPEN_SERVICES
+
+
+WORKER_CALLERS: Mapping[str, frozenset[Role]] = callers_in(worker_pb2.DESCRIPTOR)

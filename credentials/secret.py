@@ -1,0 +1,79 @@
+"""The cluster's secret, and the keys that each process derives from it.
+
+Keys form a tree, so that a process holds no more than its own part needs:
+
+    secret                                   the launcher alone
+    └── accepting key of a role              the workers of that role, to check their callers
+        └── calling key of a named caller    that caller, for its calls to workers of the role
+
+A router can therefore not pass for a decode worker, nor decode-0 for decode-1, and a router has no
+key with which it could pass for a prefill worker. Keys are derived by HMAC-SHA256 (RFC 2104), used
+as a pseudorandom function.
+"""
+
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from credentials.party import Role
+
+SECRET_BYTES = 32
+KEY_BYTES = 32  # of every derived key and proof
+
+# caller |-> whom it calls
+CALLEES: Mapping[Role, tuple[Role, ...]] = {
+    "router": ("prefill", "decode"),
+    "decode": ("prefill",),
+    "prefill": (),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartyKeys:
+    """The keys of one named process, the same at each of its starts. Keep them out of logs."""
+
+    role: Role
+    name: str
+    accepting: bytes = field(repr=False)  # derives the keys of its callers
+    calling: Mapping[Role, bytes] = field(repr=False)  # role of the callee |-> its own key
+
+
+class ClusterSecret:
+    """The root of all keys of a cluster. It stays in the process that starts the cluster."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < SECRET_BYTES:
+            raise ValueError(f"a secret of {len(secret)} bytes; at least {SECRET_BYTES} are needed")
+        self._secret = secret
+
+    @classmethod
+    def generate(cls) -> "ClusterSecret":
+        """Return a new random one."""
+        return cls(secrets.token_bytes(SECRET_BYTES))
+
+    def keys_of(self, role: Role, name: str) -> PartyKeys:
+        """Return what one process needs and no more."""
+        return PartyKeys(
+            role=role,
+            name=name,
+            accepting=self._accepting_key(role),
+            calling={
+                callee: calling_key(self._accepting_key(callee), role, name)
+                for callee in CALLEES[role]
+            },
+        )
+
+    def _accepting_key(self, role: Role) -> bytes:
+        return derive(self._secret, b"accepting", role.encode())
+
+
+def calling_key(accepting: bytes, role: Role, name: str) -> bytes:
+    """Return the key with which a named caller calls the holders of an accepting key."""
+    return derive(accepting, b"calling", role.encode(), name.encode())
+
+
+def derive(key: bytes, *parts: bytes) -> bytes:
+    """Return HMAC-SHA256 of the parts; lengths go in, so no two lists of parts read the same."""
+    message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(key, message, "sha256")

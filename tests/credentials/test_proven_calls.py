@@ -1,0 +1,120 @@
+"""A call through the gate behaves as one without it, for whoever may make it."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from credentials.channel import ProvenChannel
+from credentials.cluster import ClusterCredentials
+from credentials.gate import CALL_KEY, LOG_PERIOD_S, ServerGate, current_caller
+from credentials.secret import ClusterSecret
+from tests.simulation import test_memory_grpc as plain
+from tests.simulation.test_memory_grpc import Client, Handlers, Scenario, on_memory, on_sockets
+from tests.support.virtual_time import run_virtual
+
+SECRET = ClusterSecret(bytes(range(32)))
+ROUTER = ClusterCredentials(SECRET.keys_of("router", "router-0"), 5)
+DECODE = ClusterCredentials(SECRET.keys_of("decode", "decode-0"), 7)
+METHODS = ("Unary", "Stream", "Collect", "Chat", "Write", "Missing")
+CALLERS = {f"/test.Test/{method}": {"router"} for method in METHODS}
+
+
+def gate() -> ServerGate:
+    return ServerGate(DECODE, CALLERS)
+
+
+def proving(channel: Any) -> ProvenChannel:
+    return ProvenChannel(channel, ROUTER.callee(DECODE.party))
+
+
+async def unary_results(client: Client, log: list[str]) -> list[Any]:
+    return [
+        await client.unary(b"ab"),
+        await client.unary(b"deadline", timeout=5.0),
+        await plain._outcome(client.unary(b"code")),
+        await plain._outcome(client.missing(b"x")),
+        await client.collect(iter((b"a", b"b", b"c"))),
+    ]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [unary_results, *(each for each in plain.SCENARIOS if each is not plain._unary_results)],
+    ids=lambda each: each.__name__.strip("_"),
+)
+def test_a_proven_call_behaves_as_a_plain_one(scenario: Scenario) -> None:
+    expected = asyncio.run(on_sockets(scenario))
+
+    assert asyncio.run(on_sockets(scenario, [gate()], proving)) == expected
+    assert run_virtual(on_memory(scenario, 0.004, [gate()], proving)) == expected
+
+
+def test_handlers_know_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unary(self: Handlers, request: bytes, context: Any) -> bytes:
+        return str(current_caller()).encode()
+
+    async def stream(self: Handlers, request: bytes, context: Any) -> Any:
+        yield str(current_caller()).encode()
+
+    async def scenario(client: Client, log: list[str]) -> list[Any]:
+        return [await client.unary(b""), *(await plain._read_all(client.stream(b"")))]
+
+    monkeypatch.setattr(Handlers, "unary", unary)
+    monkeypatch.setattr(Handlers, "stream", stream)
+    told = [b"router-0 (incarnation 5)"] * 2
+
+    assert asyncio.run(on_sockets(scenario, [gate()], proving)) == told
+    assert run_virtual(on_memory(scenario, 0.0, [gate()], proving)) == told
+
+
+class Impostor(grpc.aio.ServerInterceptor):
+    """Lets in everybody and answers what it likes, as a process on a dead worker's port may."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self._answer = answer
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        if self._answer is None:
+            return await continuation(details)
+        from credentials.gate import _answering
+
+        return _answering(await continuation(details), self._answer)
+
+
+@pytest.mark.parametrize("answer", [None, b"", bytes(32)], ids=["none", "empty", "forged"])
+def test_nothing_that_an_impostor_answers_is_read(answer: bytes | None) -> None:
+    async def scenario(client: Client, log: list[str]) -> list[Any]:
+        chat = client.chat()
+        await chat.write(b"hello")
+        refused = [
+            await plain._outcome(client.unary(b"ab")),
+            await plain._outcome(client.collect(iter((b"a",)))),
+            await plain._outcome(chat.read()),
+            *(await plain._read_all(client.stream(b"ok"))),
+        ]
+        return [*refused, chat.cancelled()]
+
+    told = [("UNAUTHENTICATED", ())] * 3 + ["UNAUTHENTICATED", True]
+    impostor = [Impostor(answer)]
+
+    assert asyncio.run(on_sockets(scenario, impostor, proving)) == told
+    assert run_virtual(on_memory(scenario, 0.0, impostor, proving)) == told
+
+
+def test_a_flood_of_strangers_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(client: Client, log: list[str]) -> list[Any]:
+        for _ in range(2):
+            for _ in range(50):
+                await plain._outcome(client.unary(b"secret", metadata=((CALL_KEY, b"garbage"),)))
+            await asyncio.sleep(LOG_PERIOD_S)
+        return []
+
+    run_virtual(on_memory(scenario, 0.0, [gate()]))
+
+    first, second = [each for each in caplog.records if each.message == "call_refused"]
+    assert first.fields["method"] == "/test.Test/Unary"
+    assert first.fields["peer"] == "memory:outside"
+    assert first.fields["not_logged"] == 0
+    assert second.fields["not_logged"] == 49
