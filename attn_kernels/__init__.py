@@ -1,30 +1,39 @@
 """GPU code that knows tensors and integers, and no type of the project.
 
-A launcher checks, allocates and launches; kernel bodies lie in jit/; what a kernel must compute is
-a slow function or class in reference.py, with the launcher's signature (of sampling:
-llm_engine/sampler.py, with that of llm_engine/sampler_triton.py). Where work depends on the batch,
-a planner makes items on the host, in numpy. Launchers raise what errors.py names.
+Each operation has a folder:
 
-    launcher               planner                          kernel bodies in jit/
-    prefill                (chooses one of these two)
-      prefill_triton       prefill_plan                     paged_prefill
-      prefill_hopper       prefill_plan                     paged_prefill_hopper
-    decode                 decode_plan                      paged_decode or paged_decode_hopper
-    cascade                prefix_tree, cascade_plan,       cascade or cascade_hopper, and then
-                           cascade_items, cascade_model     one of decode's
-    merge                                                   merge
-    append                                                  append
-    linear, elementwise                                     linear, elementwise
-    pages, digest                                           pages
-    sampling                                                sampling, sampling_bins, gumbel,
-                                                            edit_logits, logprobs
+    launch.py       checks, allocates, launches
+    plan.py         where work depends on the batch: makes items on the host, in numpy
+    bodies.py       kernel bodies in Triton
+    bodies_*.py     more of them; bodies_hopper.py in Gluon, for Hopper GPUs, with the same bits
+    reference.py    what a launcher must compute: slow functions and classes in torch and float32
 
-Bad input is refused before any launch, and changes nothing. What only the device knows, such as the
-page ids in a page table, is checked in a debug mode: with PAGEWIRE_KERNEL_CHECKS=1 launchers wait
-for the device and check that too (debug_checks.py; tests turn it on for some launches).
+    operation       what it does
+    prefill         attention of prompt tokens; launch.py chooses launch_triton or launch_hopper
+    decode          attention of one token per request
+    cascade         decode that reads a shared prefix once: prefix_tree, items, model (of costs),
+                    plan; then one of decode's kernels
+    merge           attention states over disjoint keys become one
+    append          rotates, and writes to pages
+    linear          matrix products whose rows have the same bits in any batch
+    elementwise     norm with residual, gated activation
+    pages           copies of pages; launch_digest
+    seats           what running sequences keep on the device between steps
+    sampling        draws; its reference is llm_engine/sampler.py (llm_engine/sampler_triton.py has
+                    the same signature)
 
-They share checks.py, tiles.py and, for attention, jit/attention_state.py; the Hopper kernels
-share jit/warpgroups.py. Begin with decode: the first launch of cascade fills some of its partial
+A reference has the signature of its launcher: the same parameters in the same order, of the same
+kinds and with the same defaults. Left out is only what says how a kernel does it: tiles, programs,
+where keys are cut, what another kernel has done before, a prefix tree that is known. It checks
+nothing.
+
+Launchers raise what errors.py names. Bad input is refused before any launch, and changes nothing.
+What only the device knows, such as the page ids in a page table, is checked in a debug mode: with
+PAGEWIRE_KERNEL_CHECKS=1 launchers wait for the device and check that too (debug_checks.py; tests
+turn it on for some launches).
+
+All share checks.py and tiles.py, attention shares attention_state.py, and the Hopper kernels
+share warpgroups.py. Begin with decode: the first launch of cascade fills some of its partial
 results. Why bits do not depend on the batch is told in docs/decisions/0006 and 0007, why sampling
 does not sort in 0008.
 """

@@ -22,6 +22,7 @@ from attn_kernels.errors import (
     ShapeError,
     StrideError,
 )
+from attn_kernels.limits import group_refusal, head_dim_refusal
 
 Integers = Sequence[int] | npt.NDArray[np.integer]
 
@@ -30,8 +31,6 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn  # of pools only, with a scale for each head
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # bytes |-> integers
 VECTOR_BYTES = 16  # what kernels read and write at once
-MAX_HEAD_DIM = 256
-MAX_GROUP = 16
 
 
 def check_tensor(
@@ -127,10 +126,10 @@ def check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> int:
             f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}"
         )
     group = num_qo_heads // num_kv_heads
-    if not 1 <= group <= MAX_GROUP:
-        raise ShapeError(f"{group} query heads per key-value head, must be 1 to {MAX_GROUP}")
-    if not 16 <= head_dim <= MAX_HEAD_DIM or head_dim % 16:
-        raise ShapeError(f"head_dim is {head_dim}, must be a multiple of 16 up to {MAX_HEAD_DIM}")
+    if allowed := group_refusal(group):
+        raise ShapeError(f"{group} query heads per key-value head, must be {allowed}")
+    if allowed := head_dim_refusal(head_dim):
+        raise ShapeError(f"head_dim is {head_dim}, must be {allowed}")
     return group
 
 

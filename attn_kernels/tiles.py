@@ -19,7 +19,7 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     """Return scale_log2 and soft_cap_log2 as attention kernels take them.
 
     Without a cap the exponent is score * scale_log2. With one, scale_log2 is the factor inside
-    `capped` of jit/attention_state.py, and soft_cap_log2 the one outside.
+    `capped` of attention_state.py, and soft_cap_log2 the one outside.
     """
     if soft_cap is None:
         return scale * LOG2_E, 0.0
@@ -28,7 +28,12 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 def on_hopper(tensor: Tensor) -> bool:
     """Tell whether a tensor lies on a GPU with wgmma and the tensor copy engine of Hopper."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
+    return tensor.is_cuda and _major_capability(tensor.device) == 9
+
+
+@functools.cache
+def _major_capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache
@@ -40,30 +45,44 @@ def programs_for(device: torch.device, programs_per_sm: int) -> int:
 
 
 class PlanBuffer:
-    """A fixed int32 buffer on the device; filling it waits for nothing but its own last copy."""
+    """A fixed int32 buffer on the device, filled from one of two buffers on the host in turn.
+
+    So a plan can be made and sent while the one before it waits for its turn on the stream. Only
+    who is two plans ahead of the device waits.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self._host_buffer = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self._host_array: NDArray[np.int32] = self._host_buffer.numpy()
-        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._host_buffers = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
+        ]
+        self._copied = [
+            torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        ]
+        self._turn = 0
 
     def host(self) -> NDArray[np.int32]:
-        """Return what `send` copies, to be written; waits until the last copy has left it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host_array
+        """Return what `send` copies, to be written; waits until its last copy has left it."""
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        array: NDArray[np.int32] = self._host_buffers[self._turn].numpy()
+        return array
 
     def send(self, used: int) -> None:
         """Copy the first `used` integers on the current stream."""
-        self.device_buffer[:used].copy_(self._host_buffer[:used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        host_buffer = self._host_buffers[self._turn]
+        self.device_buffer[:used].copy_(host_buffer[:used], non_blocking=True)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.record()
+        self._turn = 1 - self._turn
 
 
-def to_device(table: NDArray[np.int32], device: torch.device) -> Tensor:
-    """Copy a plan to the device of the launch without waiting for it."""
+def to_device(table: NDArray[np.integer], device: torch.device) -> Tensor:
+    """Copy integers to the device of the launch without waiting for it."""
     tensor = torch.from_numpy(table)
     if device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_kernels import reference
+from attn_kernels.prefill.reference import paged_attention
 from tests.attn_kernels.shared_tables import SharedTables
 from tests.attn_kernels.tolerance import assert_within_twice
 
@@ -60,7 +60,7 @@ class PagedCase:
     def expected(
         self, sliding_window: int | None = None, soft_cap: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        return reference.paged_attention(
+        return paged_attention(
             self.q,
             self.pages,
             self.layer,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_kernels.sampling import (
+from attn_kernels.sampling.launch import (
     LogitEdits,
     Logprobs,
     RowParams,

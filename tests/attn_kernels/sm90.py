@@ -98,6 +98,16 @@ def compile_launch(launch: Launch) -> Compiled:
     return _compiled[key]
 
 
+def ptxas_notes(ptx: str) -> str:
+    """Return what ptxas has to say about code that compiles, such as what it had to make slow."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path)]
+        command += ["-o", str(path.with_suffix(".cubin"))]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 def _compile(source: ASTSource, options: dict[str, Any]) -> Compiled:
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder  # compile, whatever the user's cache holds

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
+import pytest
 import torch
 
-from attn_kernels import prefill_hopper
-from attn_kernels.cascade import HopperSharedTile, shared_tile
+from attn_kernels.cascade.launch import HopperSharedTile, shared_tile
 from attn_kernels.checks import HALF_DTYPES
-from attn_kernels.decode import HopperDecodeTile, decode_tile
-from attn_kernels.prefill_triton import prefill_tile
+from attn_kernels.decode.launch import HopperDecodeTile, decode_tile
+from attn_kernels.prefill import launch_hopper
+from attn_kernels.prefill.launch_triton import prefill_tile
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HEAD_DIMS = (64, 96, 128, 256)
@@ -132,6 +133,16 @@ OPTION_SHAPES = [
 ]
 SHAPES = PLAIN_SHAPES + OPTION_SHAPES
 
+
+def compiled_with(shapes: Iterable[Shape]) -> pytest.MarkDecorator:
+    """Parametrize a test with shapes; those that ship plainly in each run, the rest in thorough."""
+    parameters = [
+        pytest.param(shape, marks=() if shape in PLAIN_SHAPES else pytest.mark.thorough)
+        for shape in shapes
+    ]
+    return pytest.mark.parametrize("shape", parameters, ids=str)
+
+
 POOL = ("head_dim", "page_size", "dtypes")
 FEW, MANY = 8, 1024  # query rows
 
@@ -218,10 +229,10 @@ KERNELS = {
     ),
     "prefill on Hopper": Kernel(
         parts=(*POOL, "division", "window", "lse"),
-        tile_of=lambda shape: prefill_hopper.HopperTile(),
+        tile_of=lambda shape: launch_hopper.HopperTile(),
         takes=lambda shape: (
-            shape.head_dim in prefill_hopper.HEAD_DIMS
-            and shape.page_size in prefill_hopper.PAGE_SIZES
+            shape.head_dim in launch_hopper.HEAD_DIMS
+            and shape.page_size in launch_hopper.PAGE_SIZES
             and shape.dtype in HALF_DTYPES
             and shape.soft_cap is None
         ),

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from attn_kernels import reference
-from attn_kernels.append import rotate_and_append
+from attn_kernels.append import reference
+from attn_kernels.append.launch import rotate_and_append
 from tests.attn_kernels.tolerance import assert_within_twice
 
 ATOL = 1e-6  # two units in the last place of float32 for values up to 8

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_kernels.jit.attention_state import (
+from attn_kernels.attention_state import (
     attend_columns,
     attend_rows,
     sum_columns,

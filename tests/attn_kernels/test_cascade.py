@@ -8,14 +8,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from attn_kernels import cascade as cascade_module
-from attn_kernels import cascade_items, cascade_plan
-from attn_kernels import decode as decode_module
-from attn_kernels.cascade import CascadeAttention, SharedTile
-from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule
+from attn_kernels.cascade import items as cascade_items
+from attn_kernels.cascade import launch as cascade_launch
+from attn_kernels.cascade import plan as cascade_plan
+from attn_kernels.cascade.launch import CascadeAttention, SharedTile
+from attn_kernels.cascade.prefix_tree import PrefixNode, prefix_tree
+from attn_kernels.decode import launch as decode_launch
+from attn_kernels.decode.launch import DecodeAttention, DecodeTile
+from attn_kernels.decode.plan import FIELDS, DecodeItems, SplitRule
 from attn_kernels.errors import CapacityError, ShapeError
-from attn_kernels.prefix_tree import PrefixNode, prefix_tree
 from attn_kernels.tiles import PlanBuffer
 from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
@@ -373,8 +374,8 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
     def shipped(_pages: Tensor, *, beside_shared: bool = False) -> DecodeTile:
         return replace(DECODE_TILE, programs_per_sm=2 if beside_shared else 1)
 
-    monkeypatch.setattr("attn_kernels.cascade.shipped_decode_tile", shipped)
-    monkeypatch.setattr("attn_kernels.decode.decode_tile", shipped)
+    monkeypatch.setattr("attn_kernels.cascade.launch.shipped_decode_tile", shipped)
+    monkeypatch.setattr("attn_kernels.decode.launch.decode_tile", shipped)
     tables = grow(4, [0, 0], [6, 2], [1, 1, 0, 0], [1, 20, 3, 9], page_size=8)
     case = shared_case(tables, device=device)
     attention = CascadeAttention(case.pages, **case.options, rule=RULE, tile=TILE, num_programs=3)
@@ -424,7 +425,9 @@ def test_few_requests_take_only_programs_that_start_beside_a_shared_part_that_fi
         return planned[-1]
 
     num_lanes, num_kv_heads = 20, case.pages.shape[3]
-    monkeypatch.setattr("attn_kernels.decode.programs_for", lambda *_: num_lanes * num_kv_heads)
+    monkeypatch.setattr(
+        "attn_kernels.decode.launch.programs_for", lambda *_: num_lanes * num_kv_heads
+    )
     monkeypatch.setattr(DecodeAttention, "plan_batch", spy)
     attention = make_attention(case)
     assert attention.num_early_lanes == num_lanes
@@ -459,7 +462,7 @@ def test_lanes_that_start_early_on_an_h200(
     max_requests: int,
     expected: int,
 ):
-    for launchers in (cascade_module, decode_module):
+    for launchers in (cascade_launch, decode_launch):
         monkeypatch.setattr(launchers, "on_hopper", lambda _: True)
         monkeypatch.setattr(launchers, "programs_for", lambda _, per_sm: 132 * per_sm)
     pages = torch.zeros((2, 1, 2, 8, page_size, 128), dtype=dtype)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attn_kernels.cascade_model import CascadeModel
-from attn_kernels.cascade_plan import MAX_ABSORBED, CascadePlan, plan_cascade, share
-from attn_kernels.decode_plan import SplitRule
-from attn_kernels.prefix_tree import prefix_tree
+from attn_kernels.cascade.model import CascadeModel
+from attn_kernels.cascade.plan import MAX_ABSORBED, CascadePlan, plan_cascade, share
+from attn_kernels.cascade.prefix_tree import prefix_tree
+from attn_kernels.decode.plan import SplitRule
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
 
 RULE = SplitRule(split_len=4, splits_per_segment=4)

@@ -1,10 +1,9 @@
 """The shared part of cascade attention and decode beside it, compiled for Hopper."""
 
 import numpy as np
-import pytest
 import torch
 
-from attn_kernels.cascade import (
+from attn_kernels.cascade.launch import (
     HOPPER_HEAD_DIMS,
     CascadeAttention,
     HopperSharedTile,
@@ -22,6 +21,7 @@ from tests.attn_kernels.sm90_shapes import (
     PLAIN_SHAPES,
     SHAPES,
     Shape,
+    compiled_with,
 )
 from tests.attn_kernels.test_compile_sm90 import (
     DECODE_SHAPES,
@@ -107,7 +107,7 @@ def check_shared_part(
             assert "cp.async.cg.shared.global" in compiled.ptx
 
 
-@pytest.mark.parametrize("shape", FEW_ROWS_SHAPES, ids=str)
+@compiled_with(FEW_ROWS_SHAPES)
 def test_shared_part_of_few_rows(shape: Shape):
     attention, shared, decode = both_launches(shape, max_requests=8)
 
@@ -116,9 +116,7 @@ def test_shared_part_of_few_rows(shape: Shape):
 
 
 # What test_compile_sm90 leaves to this one, and what is served
-@pytest.mark.parametrize(
-    "shape", [SHAPES[0], *(each for each in DECODE_SHAPES if each.overlaps)], ids=str
-)
+@compiled_with([SHAPES[0], *(each for each in DECODE_SHAPES if each.overlaps)])
 def test_decode_waits_for_the_shared_part_before_it_folds_and_before_it_ends(shape: Shape):
     _, _, decode = both_launches(shape, max_requests=8)
 
@@ -128,7 +126,7 @@ def test_decode_waits_for_the_shared_part_before_it_folds_and_before_it_ends(sha
     assert compiled.ptx.count("griddepcontrol.wait") == 2
 
 
-@pytest.mark.parametrize("shape", MANY_ROWS_SHAPES, ids=str)
+@compiled_with(MANY_ROWS_SHAPES)
 def test_shared_part_of_many_rows(shape: Shape):
     attention, shared, decode = both_launches(shape, max_requests=256)
 

@@ -6,15 +6,24 @@ from functools import partial
 import pytest
 import torch
 
-from attn_kernels.append import rotate_and_append
-from attn_kernels.decode import DecodeAttention, decode_tile
-from attn_kernels.digest import digest_pages
-from attn_kernels.elementwise import rms_norm, silu_mul
-from attn_kernels.merge import merge_states
-from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
-from attn_kernels.prefill import PrefillAttention
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.decode.launch import DecodeAttention, decode_tile
+from attn_kernels.elementwise.launch import rms_norm, silu_mul
+from attn_kernels.merge.launch import merge_states
+from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages.launch_digest import digest_pages
+from attn_kernels.prefill.launch import PrefillAttention
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
-from tests.attn_kernels.sm90_shapes import BF16, FP8, FP16, HEAD_DIMS, KERNELS, SHAPES, Shape
+from tests.attn_kernels.sm90_shapes import (
+    BF16,
+    FP8,
+    FP16,
+    HEAD_DIMS,
+    KERNELS,
+    SHAPES,
+    Shape,
+    compiled_with,
+)
 
 MAX_SHARED_BYTES = 227 * 1024
 INT32 = torch.int32
@@ -93,7 +102,7 @@ def check_decode(compiled: Compiled, shape: Shape) -> None:
 
 
 # Those that overlap are compiled beside a shared part (test_compile_cascade).
-@pytest.mark.parametrize("shape", [each for each in DECODE_SHAPES if not each.overlaps], ids=str)
+@compiled_with([each for each in DECODE_SHAPES if not each.overlaps])
 def test_decode(shape: Shape):
     check_decode(compile_decode(shape), shape)
 
@@ -116,7 +125,7 @@ def compile_prefill(shape: Shape) -> Compiled:
     return only_launch(launch)
 
 
-@pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
+@compiled_with(PREFILL_SHAPES)
 def test_prefill(shape: Shape):
     compiled = compile_prefill(shape)
 

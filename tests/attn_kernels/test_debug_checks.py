@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from attn_kernels import debug_checks
-from attn_kernels.append import rotate_and_append
-from attn_kernels.cascade import CascadeAttention
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.cascade.launch import CascadeAttention
 from attn_kernels.debug_checks import debug
-from attn_kernels.decode import DecodeAttention
-from attn_kernels.digest import digest_pages
+from attn_kernels.decode.launch import DecodeAttention
 from attn_kernels.errors import KernelInputError, PageTableError, ScaleError, ShapeError
-from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.sampling import LogitEdits, RowParams, TokenSampler
+from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages.launch_digest import digest_pages
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.sampling.launch import LogitEdits, RowParams, TokenSampler
 
 NUM_PAGES, PAGE_SIZE = 4, 16
 PAGES = torch.zeros(NUM_PAGES, 2, 2, 2, PAGE_SIZE, 64)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import SplitRule
+from attn_kernels.decode.launch import DecodeAttention, DecodeTile
+from attn_kernels.decode.plan import SplitRule
 from attn_kernels.errors import CapacityError, ShapeError
 from tests.attn_kernels.paged_case import (
     HALF_PRECISION,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels.decode import DecodeAttention, DecodeTile, HopperDecodeTile, decode_tile
-from attn_kernels.decode_plan import SplitRule
+from attn_kernels.decode.launch import DecodeAttention, DecodeTile, HopperDecodeTile, decode_tile
+from attn_kernels.decode.plan import SplitRule
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized
 from tests.attn_kernels.sm90 import compile_launch, launches_of
 from tests.attn_kernels.sm90_shapes import BF16, CAP, FP8, FP16, WINDOW, Shape

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_kernels.decode_plan import (
+from attn_kernels.decode.plan import (
     FIELDS,
     ITEM_TOKENS,
     DecodeItems,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from attn_kernels import reference
-from attn_kernels.elementwise import rms_norm, silu_mul
+from attn_kernels.elementwise import reference
+from attn_kernels.elementwise.launch import rms_norm, silu_mul
 from tests.attn_kernels.tolerance import assert_within_twice
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

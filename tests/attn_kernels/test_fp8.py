@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels import reference
-from attn_kernels.append import rotate_and_append
-from attn_kernels.cascade import CascadeAttention, SharedTile
-from attn_kernels.cascade_model import CascadeModel
-from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import SplitRule
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_triton import PrefillTile
+from attn_kernels.append import reference
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.cascade.launch import CascadeAttention, SharedTile
+from attn_kernels.cascade.model import CascadeModel
+from attn_kernels.decode.launch import DecodeAttention, DecodeTile
+from attn_kernels.decode.plan import SplitRule
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.launch_triton import PrefillTile
 from tests.attn_kernels.paged_case import (
     PagedCase,
     assert_close,

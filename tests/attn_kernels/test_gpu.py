@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from attn_kernels.append import rotate_and_append
-from attn_kernels.decode import DecodeAttention, decode_tile
-from attn_kernels.decode_plan import SplitRule
-from attn_kernels.digest import digest_pages
-from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_triton import prefill_tile
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.decode.launch import DecodeAttention, decode_tile
+from attn_kernels.decode.plan import SplitRule
+from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages.launch_digest import digest_pages
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.launch_triton import prefill_tile
 from kv_cache.torch_storage import digest_multipliers
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade import (
+from attn_kernels.cascade.launch import (
     HOPPER_HEAD_DIMS,
     HOPPER_PAGE_SIZES,
     CascadeAttention,
@@ -15,7 +15,7 @@ from attn_kernels.cascade import (
     SharedTile,
 )
 from attn_kernels.checks import HALF_DTYPES
-from attn_kernels.decode import DecodeAttention
+from attn_kernels.decode.launch import DecodeAttention
 from tests.attn_kernels.paged_case import PagedCase, assert_close, quantized, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, grow
 

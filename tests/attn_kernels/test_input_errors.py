@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from attn_kernels.append import rotate_and_append
-from attn_kernels.cascade import CascadeAttention, HopperSharedTile
-from attn_kernels.decode import DecodeAttention, HopperDecodeTile
-from attn_kernels.decode_plan import SplitRule
-from attn_kernels.elementwise import rms_norm, silu_mul
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.cascade.launch import CascadeAttention, HopperSharedTile
+from attn_kernels.decode.launch import DecodeAttention, HopperDecodeTile
+from attn_kernels.decode.plan import SplitRule
+from attn_kernels.elementwise.launch import rms_norm, silu_mul
 from attn_kernels.errors import (
     DeviceError,
     DtypeError,
@@ -20,11 +20,11 @@ from attn_kernels.errors import (
     ShapeError,
     StrideError,
 )
-from attn_kernels.linear import linear
-from attn_kernels.merge import merge_state, merge_states
-from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_hopper import HopperTile
+from attn_kernels.linear.launch import linear
+from attn_kernels.merge.launch import merge_state, merge_states
+from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.launch_hopper import HopperTile
 from tests.support.triton_interpreter import patched
 
 # Checks come before any launch, so these tests need neither a GPU nor the interpreter.

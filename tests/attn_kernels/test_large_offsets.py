@@ -17,17 +17,18 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from attn_kernels.append import rotate_and_append
-from attn_kernels.cascade import CascadeAttention, SharedTile
-from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import FIELDS, DecodeItems, SplitRule, plan_decode
-from attn_kernels.elementwise import rms_norm, silu_mul
-from attn_kernels.linear import MANY, linear
-from attn_kernels.merge import merge_states
-from attn_kernels.pages import gather_pages, scatter_pages
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_triton import PrefillTile
-from attn_kernels.sampling import LogitEdits, TokenSampler
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.cascade.launch import CascadeAttention, SharedTile
+from attn_kernels.decode.launch import DecodeAttention, DecodeTile
+from attn_kernels.decode.plan import FIELDS, DecodeItems, SplitRule, plan_decode
+from attn_kernels.elementwise.launch import rms_norm, silu_mul
+from attn_kernels.linear.launch import linear
+from attn_kernels.linear.launch_triton import MANY
+from attn_kernels.merge.launch import merge_states
+from attn_kernels.pages.launch import gather_pages, scatter_pages
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.launch_triton import PrefillTile
+from attn_kernels.sampling.launch import LogitEdits, TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized, shared_case
 from tests.attn_kernels.sampling_case import TINY, Row, draw, row_params
 from tests.attn_kernels.shared_tables import grow
@@ -187,7 +188,7 @@ def test_slots_of_cascade(monkeypatch: pytest.MonkeyPatch):
         items.table[:, [FIELDS.index("first_slot"), FIELDS.index("slot")]] += first_slot
         return replace(items, first_slots=items.first_slots + first_slot)
 
-    monkeypatch.setattr("attn_kernels.decode.plan_decode", plan_far)
+    monkeypatch.setattr("attn_kernels.decode.launch.plan_decode", plan_far)
     attention = cascade_of(case)
     decode = attention.decode
     num_slots = first_slot + len(decode.partial_acc)
@@ -369,7 +370,7 @@ def test_linear(monkeypatch: pytest.MonkeyPatch, num_rows: int, num_out: int):
         for rows, columns in ((num_rows, num_in), (num_out, num_in), (num_rows, num_out))
     )
     x[-tile.block_m :], weight[-tile.block_n :] = 1.0, 0.5
-    monkeypatch.setattr("attn_kernels.linear.torch.empty", lambda *_, **__: out)
+    monkeypatch.setattr("attn_kernels.linear.launch.torch.empty", lambda *_, **__: out)
 
     linear(x, weight, tile=tile)
 

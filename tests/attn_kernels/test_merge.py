@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from attn_kernels import reference
-from attn_kernels.merge import merge_state, merge_states
+from attn_kernels.merge import reference
+from attn_kernels.merge.launch import merge_state, merge_states
 from tests.attn_kernels.tolerance import assert_within_twice
 
 ATOL = 4e-6  # of values up to 4, by weights whose exponents (up to 16) are off by a last place

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from attn_kernels import reference
 from attn_kernels.debug_checks import debug
-from attn_kernels.digest import digest_pages
 from attn_kernels.errors import DeviceError, DtypeError, PageTableError, ShapeError
-from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages import reference
+from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages.launch_digest import digest_pages
 from kv_cache.torch_storage import digest_multipliers, torch_digest
 
 

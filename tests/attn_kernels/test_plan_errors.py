@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from attn_kernels.cascade import CascadeAttention
-from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import SplitRule
+from attn_kernels.cascade.launch import CascadeAttention
+from attn_kernels.cascade.prefix_tree import PrefixNode
+from attn_kernels.decode.launch import DecodeAttention, DecodeTile
+from attn_kernels.decode.plan import SplitRule
 from attn_kernels.errors import (
     CapacityError,
     DtypeError,
@@ -18,8 +19,7 @@ from attn_kernels.errors import (
     PlanError,
     ShapeError,
 )
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefix_tree import PrefixNode
+from attn_kernels.prefill.launch import PrefillAttention
 
 NUM_PAGES, PAGE_SIZE = 8, 16
 PAGES = torch.zeros(NUM_PAGES, 2, 2, 2, PAGE_SIZE, 64)

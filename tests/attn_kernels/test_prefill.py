@@ -3,8 +3,8 @@ import torch
 from torch import Tensor
 
 from attn_kernels.errors import ShapeError
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_triton import PrefillTile
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.launch_triton import PrefillTile
 from tests.attn_kernels.paged_case import (
     HALF_PRECISION,
     PagedCase,

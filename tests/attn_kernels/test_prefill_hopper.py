@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from attn_kernels import prefill_hopper
 from attn_kernels.errors import ShapeError, StrideError
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_hopper import HopperTile
-from attn_kernels.prefill_triton import PrefillTile
+from attn_kernels.prefill import launch_hopper
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.launch_hopper import HopperTile
+from attn_kernels.prefill.launch_triton import PrefillTile
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
 from tests.attn_kernels.sm90_shapes import BF16, FP16, KERNELS, WINDOW, Shape
@@ -199,7 +199,7 @@ def test_the_same_bits_by_any_number_of_programs_and_stages(
 
     assert torch.equal(prefill(case, window, tile=HopperTile(v_stages=3)), together)
     for num_programs in (1, 7):  # many units in a row
-        monkeypatch.setattr(prefill_hopper, "programs_for", lambda *_, n=num_programs: n)
+        monkeypatch.setattr(launch_hopper, "programs_for", lambda *_, n=num_programs: n)
         assert torch.equal(prefill(case, window), together)
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from attn_kernels import prefill_plan
-from attn_kernels.prefill_plan import UNIT_COST, PrefillBatch, UnitTable, plan_items, plan_units
+from attn_kernels.prefill import plan
+from attn_kernels.prefill.plan import UNIT_COST, PrefillBatch, UnitTable, plan_items, plan_units
 
 GROUP, NUM_KV_HEADS, BLOCK = 4, 8, 128
 TOKEN_BYTES = 512  # of one head, key and value
@@ -83,11 +83,11 @@ def test_heads_that_overflow_the_cache_together_come_one_after_another(
     monkeypatch: pytest.MonkeyPatch,
 ):
     batch = batch_of((4096, 4096))
-    monkeypatch.setattr(prefill_plan, "LONG_PART", float("inf"))
+    monkeypatch.setattr(plan, "LONG_PART", float("inf"))
 
-    monkeypatch.setattr(prefill_plan, "L2_BYTES", 2 * 4096 * TOKEN_BYTES)
+    monkeypatch.setattr(plan, "L2_BYTES", 2 * 4096 * TOKEN_BYTES)
     pairs = units_of(batch, max_programs=1).units[:, 5]
-    monkeypatch.setattr(prefill_plan, "L2_BYTES", 1)
+    monkeypatch.setattr(plan, "L2_BYTES", 1)
     singles = units_of(batch, max_programs=1).units[:, 5]
 
     tiles = 4096 * GROUP // BLOCK
@@ -99,4 +99,4 @@ def test_a_batch_without_new_tokens_has_no_program():
     table = units_of(batch_of((0, 5)))
 
     assert table.unit_indptr.tolist() == [0]
-    assert table.units.shape == (0, prefill_plan.UNIT_FIELDS)
+    assert table.units.shape == (0, plan.UNIT_FIELDS)

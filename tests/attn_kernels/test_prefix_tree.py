@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_kernels.prefix_tree import PrefixNode, aligned_tree, check_tree, prefix_tree
+from attn_kernels.cascade.prefix_tree import PrefixNode, aligned_tree, check_tree, prefix_tree
 from tests.attn_kernels.shared_tables import SharedTables, forests
 
 

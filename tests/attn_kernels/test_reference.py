@@ -4,27 +4,30 @@ import inspect
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels import reference
-from attn_kernels.append import rotate_and_append
-from attn_kernels.cascade import CascadeAttention, SharedTile
-from attn_kernels.decode import DecodeAttention, DecodeTile
-from attn_kernels.decode_plan import SplitRule
-from attn_kernels.digest import digest_pages
-from attn_kernels.elementwise import rms_norm, silu_mul
-from attn_kernels.linear import linear
-from attn_kernels.merge import merge_states
-from attn_kernels.pages import copy_pages, gather_pages, scatter_pages
-from attn_kernels.prefill import PrefillAttention
-from attn_kernels.prefill_triton import PrefillTile
-from attn_kernels.sampling import LogitEdits, TokenSampler
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.cascade import reference as cascade_reference
+from attn_kernels.cascade.launch import CascadeAttention, SharedTile
+from attn_kernels.decode import reference as decode_reference
+from attn_kernels.decode.launch import DecodeAttention, DecodeTile
+from attn_kernels.decode.plan import SplitRule
+from attn_kernels.elementwise.launch import rms_norm, silu_mul
+from attn_kernels.linear.launch import linear
+from attn_kernels.merge.launch import merge_states
+from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages.launch_digest import digest_pages
+from attn_kernels.prefill import reference as prefill_reference
+from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.launch_triton import PrefillTile
+from attn_kernels.sampling.launch import LogitEdits, TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, make_case, shared_case
 from tests.attn_kernels.sampling_case import (
     TorchSampler,
@@ -73,9 +76,14 @@ SHARED_TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=
 ATOL = 4e-6  # as in paged_case.py
 
 
+def reference_of(launcher: Callable[..., object]) -> ModuleType:
+    """Return the reference module beside a launcher."""
+    return import_module(launcher.__module__.rpartition(".")[0] + ".reference")
+
+
 @pytest.mark.parametrize(
     ("launcher", "twins"),
-    [(each, reference) for each in (*FUNCTIONS, *METHODS)]
+    [(each, reference_of(each)) for each in (*FUNCTIONS, *METHODS)]
     + [(each, SimpleNamespace(TokenSampler=TorchSampler)) for each in SAMPLING],
     ids=lambda each: getattr(each, "__qualname__", ""),
 )
@@ -123,7 +131,9 @@ def test_prefill(device: str):
         attention.run(q, case.layer, case.kv_page_indptr, case.kv_page_indices, **written)
         return written
 
-    assert_alike(run, partial(PrefillAttention, tile=PREFILL_TILE), reference.PrefillAttention)
+    assert_alike(
+        run, partial(PrefillAttention, tile=PREFILL_TILE), prefill_reference.PrefillAttention
+    )
 
 
 def test_decode(device: str):
@@ -138,7 +148,7 @@ def test_decode(device: str):
         return written
 
     launcher = partial(DecodeAttention, rule=RULE, tile=DECODE_TILE, num_programs=3)
-    assert_alike(run, launcher, reference.DecodeAttention)
+    assert_alike(run, launcher, decode_reference.DecodeAttention)
 
 
 def test_cascade(device: str):
@@ -160,7 +170,7 @@ def test_cascade(device: str):
         attention.model = attention.model.sharing_all()
         return attention
 
-    assert_alike(run, launcher, reference.CascadeAttention)
+    assert_alike(run, launcher, cascade_reference.CascadeAttention)
 
 
 def test_sampling(device: str):
@@ -193,7 +203,7 @@ def test_sampling(device: str):
 @pytest.mark.parametrize("kv_len", [0, 20])
 def test_a_new_output_has_the_dtype_of_the_queries(kv_len: int):
     case = make_case([1], [kv_len], dtype=torch.bfloat16)
-    attention = reference.DecodeAttention(case.pages, **case.options)
+    attention = decode_reference.DecodeAttention(case.pages, **case.options)
     attention.plan(case.kv_lens)
 
     out = attention.run(case.q, case.layer, case.kv_page_indices)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from attn_kernels.errors import CapacityError, DeviceError, DtypeError, ShapeError, StrideError
-from attn_kernels.jit import gumbel as kernels
-from attn_kernels.sampling import LogitEdits, SamplingShape, TokenSampler
+from attn_kernels.sampling import bodies_gumbel as kernels
+from attn_kernels.sampling.launch import LogitEdits, SamplingShape, TokenSampler
 from llm_engine.gumbel import draw_base, gumbel_noise, random_bits
 from tests.attn_kernels.sampling_case import (
     KINDS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attn_kernels.sampling import TokenSampler
+from attn_kernels.sampling.launch import TokenSampler
 from tests.attn_kernels.sampling_case import (
     KINDS,
     Row,

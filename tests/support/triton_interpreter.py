@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from attn_kernels.jit.gumbel import mix
+from attn_kernels.sampling.bodies_gumbel import mix
 from tests.support.interpreter_types import remembered_types
 
 

@@ -1,0 +1,1 @@
+"""Decode attention that reads what requests share once."""

@@ -1,0 +1,1 @@
+"""Attention of one query token per request over paged keys and values."""

@@ -1,0 +1,1 @@
+"""Operations between matrix products: norm with residual, gated activation."""

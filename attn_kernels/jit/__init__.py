@@ -1,1 +1,0 @@
-"""Triton kernel bodies; nothing else."""

@@ -1,0 +1,1 @@
+"""Linear layers whose rows have the same bits in any batch."""

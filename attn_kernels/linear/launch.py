@@ -1,0 +1,82 @@
+"""Linear layer whose rows have the same bits in any batch, for prefill and decode alike."""
+
+import torch
+from torch import Tensor
+
+from attn_kernels.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from attn_kernels.linear import launch_hopper, launch_triton
+from attn_kernels.linear.launch_triton import LinearTile, linear_tile, linear_tiles
+from attn_kernels.linear.plan import HOPPER_TILES, HopperLinearTile, hopper_tile
+from attn_kernels.tiles import on_hopper, programs_for
+
+Tile = LinearTile | HopperLinearTile
+
+# Up to as many rows both kernels take as long: the memory's bandwidth is all that counts.
+TRITON_ROWS = 64
+# The host needs longer to launch the Hopper kernel. In a CUDA graph that does not count; of no more
+# rows than these, launched one by one, the device waits for the host in any case.
+UNRECORDED_TRITON_ROWS = 768
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias; a row's bits depend on that row and the weights only.
+
+    Args:
+        x: [num_rows, num_in], contiguous.
+        weight: [num_out, num_in], contiguous, dtype of x.
+        bias: [num_out], dtype of x, or None.
+        tile: Which kernel, and how it is compiled; None takes the shipped choice.
+
+    Returns:
+        [num_rows, num_out], newly allocated, rounded once from float32 sums.
+    """
+    check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, device=None)
+    check_launchable("x", x)
+    device, dtype = x.device, x.dtype
+    num_rows, num_in = x.shape
+    check_tensor("weight", weight, shape=(None, num_in), dtype=dtype, device=device)
+    num_out = weight.shape[0]
+    if bias is not None:
+        check_tensor("bias", bias, shape=(num_out,), dtype=dtype, device=device)
+    if tile is None:
+        tile = shipped_tile(x, weight, is_recorded=_is_recorded(x))
+    elif isinstance(tile, HopperLinearTile):
+        launch_hopper.check(x, weight)
+    out = torch.empty((num_rows, num_out), dtype=dtype, device=device)
+    if not out.numel():
+        return out
+    if isinstance(tile, HopperLinearTile):
+        launch_hopper.launch(out, x, weight, bias, tile)
+    else:
+        launch_triton.launch(out, x, weight, bias, tile)
+    return out
+
+
+def shipped_tiles(x: Tensor, weight: Tensor) -> tuple[Tile, ...]:
+    """Return all tiles that may be chosen for inputs and weights like these."""
+    tiles: tuple[Tile, ...] = linear_tiles(x.dtype)
+    return (*tiles, *HOPPER_TILES) if _takes_hopper(x, weight) else tiles
+
+
+def shipped_tile(x: Tensor, weight: Tensor, *, is_recorded: bool) -> Tile:
+    """Return the tile that is chosen for a product, which may be recorded in a CUDA graph."""
+    num_rows, num_in = x.shape
+    num_out = weight.shape[0]
+    is_worth_it = num_rows > (TRITON_ROWS if is_recorded else UNRECORDED_TRITON_ROWS)
+    if is_worth_it and _takes_hopper(x, weight):
+        return hopper_tile(num_rows, num_out, num_in, programs_for(x.device, 1))
+    return linear_tile(num_rows, num_out, x.dtype)
+
+
+def _takes_hopper(x: Tensor, weight: Tensor) -> bool:
+    return on_hopper(x) and launch_hopper.takes(x, weight)
+
+
+def _is_recorded(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

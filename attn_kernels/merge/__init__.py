@@ -1,0 +1,1 @@
+"""Joining attention states over disjoint keys."""

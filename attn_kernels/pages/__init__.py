@@ -1,0 +1,1 @@
+"""Whole pages: gather, scatter, copy, digest."""

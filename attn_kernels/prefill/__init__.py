@@ -1,0 +1,1 @@
+"""Causal attention of each request's last tokens over paged keys and values."""
