@@ -13,3 +13,28 @@ LISTEN_OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
 )
+
+# Of a GenerateMany stream: its caller starts calls on another one then, because routers end
+# connections that are old, and a stream stays on the connection that it began on.
+MAX_STREAM_AGE_S = 300.0
+
+# A process that hangs, or a host that is gone, leaves its connections open: only pings tell. gRPC's
+# own threads send and answer them, also while Python computes or its event loop is late.
+PING_AFTER_MS = 1000  # without data
+PING_TIMEOUT_MS = 2000
+WORKER_CHANNEL_OPTIONS = (  # of channels to workers
+    *MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", PING_AFTER_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the lower of the two; its default is 60 s
+    ("grpc.http2.max_pings_without_data", 0),  # no limit
+    ("grpc.min_reconnect_backoff_ms", PING_TIMEOUT_MS),  # also the longest time to connect
+    ("grpc.max_reconnect_backoff_ms", PING_TIMEOUT_MS),  # its default is two minutes
+)
+WORKER_SERVER_OPTIONS = (
+    *MESSAGE_OPTIONS,
+    *LISTEN_OPTIONS,
+    # Otherwise a server ends connections that are pinged so often.
+    ("grpc.http2.min_ping_interval_without_data_ms", PING_AFTER_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+)

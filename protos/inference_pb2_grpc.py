@@ -40,10 +40,20 @@ class InferenceServiceStub:
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/pagewire.v1.InferenceService/GenerateMany',
+                request_serializer=protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pagewire.v1.InferenceService/Tokenize',
                 request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pagewire.v1.InferenceService/Detokenize',
+                request_serializer=protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/pagewire.v1.InferenceService/ListModels',
@@ -68,8 +78,25 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Makes any number of Generate calls over one stream, for front ends: one message carries what all calls have for
+        the caller at a moment, which costs both sides a fraction of a message per call. The end of the stream cancels the
+        calls that still run; a caller that has closed its side still gets the rest of them. Routers end old connections
+        with all that is on them: a caller starts no call on a stream of more than five minutes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Turns text or a chat into token ids exactly as Generate would.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,10 +124,20 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=protos_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.GenerateManyResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=protos_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -152,6 +189,33 @@ class InferenceService:
             _registered_method=True)
 
     @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pagewire.v1.InferenceService/GenerateMany',
+            protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            protos_dot_inference__pb2.GenerateManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Tokenize(request,
             target,
             options=(),
@@ -168,6 +232,33 @@ class InferenceService:
             '/pagewire.v1.InferenceService/Tokenize',
             protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
             protos_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.InferenceService/Detokenize',
+            protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -83,7 +83,7 @@ class SessionHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "choices", "prefill_candidates", "cache_salt", "timeout_ms")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "choices", "prefill_candidates", "cache_salt", "timeout_ms", "failed_passes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class SubmitRequest(_message.Message):
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: bytes
@@ -100,7 +101,8 @@ class SubmitRequest(_message.Message):
     prefill_candidates: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerRef]
     cache_salt: bytes
     timeout_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceState, _Mapping]]] = ..., prefill_candidates: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    failed_passes: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceState, _Mapping]]] = ..., prefill_candidates: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., failed_passes: _Optional[int] = ...) -> None: ...
 
 class ChoiceState(_message.Message):
     __slots__ = ("choice", "emitted_token_ids")
@@ -147,16 +149,18 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[_common_pb2.RequestStats, _Mapping]] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
-    __slots__ = ("request_id", "attempt", "code", "message")
+    __slots__ = ("request_id", "attempt", "code", "message", "failed_passes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     code: int
     message: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    failed_passes: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., failed_passes: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("receiver", "sender_incarnation", "connection_id", "transport", "offer", "layout")
@@ -187,15 +191,17 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("transfer", "result")
+    __slots__ = ("transfer", "result", "failure")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferMessage
     result: PrefillResult
-    def __init__(self, transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ...) -> None: ...
+    failure: PrefillFailure
+    def __init__(self, transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ..., failure: _Optional[_Union[PrefillFailure, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "ticket", "connection_id", "token_ids", "prompt_len", "first_page", "sampling", "choices", "cache_salt")
+    __slots__ = ("request_id", "ticket", "connection_id", "token_ids", "prompt_len", "first_page", "sampling", "choices", "cache_salt", "failed_passes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     CONNECTION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +211,7 @@ class PrefillStart(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     ticket: TransferTicket
     connection_id: str
@@ -214,7 +221,8 @@ class PrefillStart(_message.Message):
     sampling: _common_pb2.SamplingParams
     choices: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., connection_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., first_page: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    failed_passes: int
+    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., connection_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., first_page: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., failed_passes: _Optional[int] = ...) -> None: ...
 
 class PrefillResult(_message.Message):
     __slots__ = ("token_ids", "logprobs", "cached_tokens", "computed_tokens")
@@ -227,6 +235,14 @@ class PrefillResult(_message.Message):
     cached_tokens: int
     computed_tokens: int
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillFailure(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class TransferTicket(_message.Message):
     __slots__ = ("transfer_id", "attempt", "sender_incarnation", "receiver_incarnation")

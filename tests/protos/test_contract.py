@@ -4,21 +4,31 @@ import re
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 import protos
+from protos import inference_pb2, worker_pb2
+from protos.common_pb2 import callers
 
 FOLDER = Path(protos.__file__).parent
 # Field numbers in descriptor.proto: of the owners in a file, of the parts in an owner, and of the
 # oneofs in a message.
-MESSAGES, ENUMS, SERVICES, PARTS, ONEOFS = 4, 5, 6, 2, 8
+MESSAGES, ENUMS, SERVICES, EXTENSIONS, PARTS, ONEOFS = 4, 5, 6, 7, 2, 8
 
 
 def compile_with_comments(name: str, scratch: Path) -> FileDescriptorProto:
     from grpc_tools import protoc  # hosts that only run tests of GPUs need not have it
 
     out = scratch / "descriptors"
-    arguments = ["", f"-I{FOLDER.parent}", f"--descriptor_set_out={out}", "--include_source_info"]
+    own = Path(protoc.__file__).parent / "_proto"  # google/protobuf/*.proto
+    arguments = [
+        "",
+        f"-I{FOLDER.parent}",
+        f"-I{own}",
+        f"--descriptor_set_out={out}",
+        "--include_source_info",
+    ]
     assert protoc.main([*arguments, f"protos/{name}"]) == 0
     return FileDescriptorSet.FromString(out.read_bytes()).file[0]
 
@@ -31,7 +41,9 @@ def names_by_path(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
         (ENUMS, [(each.name, each.value) for each in file.enum_type]),
         (SERVICES, [(each.name, each.method) for each in file.service]),
     ]
-    names: dict[tuple[int, ...], str] = {}
+    names: dict[tuple[int, ...], str] = {
+        (EXTENSIONS, index): each.name for index, each in enumerate(file.extension)
+    }
     for kind, owners in groups:
         for index, (owner, parts) in enumerate(owners):
             names[kind, index] = owner
@@ -92,3 +104,12 @@ def test_what_may_be_unset_says_what_that_means(name: str, tmp_path: Path) -> No
         if not re.search(r"\b(unset|empty|by default)\b", comments.get(path, ""), re.IGNORECASE)
     ]
     assert silent == []
+
+
+@pytest.mark.parametrize("file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR])
+def test_every_method_names_who_may_call_it(file: FileDescriptor) -> None:
+    methods = [each for service in file.services_by_name.values() for each in service.methods]
+    nobody = [each.full_name for each in methods if not each.GetOptions().Extensions[callers]]
+
+    assert methods
+    assert nobody == []

@@ -1,0 +1,250 @@
+"""Keeps from a server's handlers what no client should send: silence, floods, malformed bytes.
+
+By itself grpc.aio reads the request of a unary call before any handler runs and without a deadline,
+and it answers a request that it cannot parse with UNKNOWN and a traceback in the log. This
+interceptor serves every method as a stream of bytes, which looks the same on the wire, and reads
+the requests itself:
+
+- A call that sends no request for `request_s` ends with DEADLINE_EXCEEDED.
+- While more than `max_silent` calls are without a request, the oldest of them ends with
+  RESOURCE_EXHAUSTED: a request that arrives in parts takes memory.
+- A method with `max_calls` open calls refuses more with RESOURCE_EXHAUSTED.
+- Bytes that are no message of the method's type end the call with INVALID_ARGUMENT.
+- So does a request of more than `max_fields` fields, before it is parsed: millions of tiny fields
+  would stop the event loop for a second.
+"""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, cast
+
+import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError
+
+from protos.field_count import LARGE_REQUEST_BYTES, has_more_fields
+
+MAX_SILENT = 128
+YOUNG_S = 0.5  # a burst of calls is accepted faster than its requests are read
+REQUEST_S = 10.0  # for the largest request over a slow line
+
+Serve = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
+Parse = Callable[[bytes], Awaitable[Any]]
+
+
+class CallRefused(grpc.RpcError):  # type: ignore[misc] # grpc has no types
+    """The guard ends the call. An RpcError, as handlers expect of a stream that breaks."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.status_code = code
+
+
+class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Guards all methods of one server, in the server's event loop.
+
+    Args:
+        max_calls: Open calls of one method.
+        max_fields: Of a request with all messages in it; None for trusted clients: not counted.
+        max_silent: Calls whose request has not arrived; those younger than YOUNG_S do not count.
+        request_s: Longest time from the beginning of a call to the end of its request.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_calls: int,
+        max_fields: int | None = None,
+        max_silent: int = MAX_SILENT,
+        request_s: float = REQUEST_S,
+    ) -> None:
+        self._max_calls = max_calls
+        self._max_fields = max_fields
+        self._max_silent = max_silent
+        self._request_s = request_s
+        self._num_open: Counter[str] = Counter()  # by method
+        self._silent: dict[_Silence, None] = {}  # oldest first
+        self._trimming: asyncio.TimerHandle | None = None  # set while there are too many
+        self._guarded: dict[str, Any] = {}  # method |-> handler
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """Return a handler that guards the method's own."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # no such method
+        method = handler_call_details.method
+        if method not in self._guarded:
+            self._guarded[method] = self._guard(method, handler)
+        return self._guarded[method]
+
+    def _guard(self, method: str, handler: Any) -> Any:
+        respond = _responding(method, handler)
+
+        async def parse(raw: bytes) -> Any:
+            return await self._parse(method, handler.request_deserializer, raw)
+
+        async def serve(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            try:
+                with self._place(method):
+                    if handler.request_streaming:
+                        requests = _Requests(context, parse)
+                        await respond(requests, context)
+                        if requests.refused:
+                            raise requests.refused
+                    else:
+                        await respond(await parse(await self._read(context)), context)
+            except CallRefused as refused:
+                await context.abort(refused.status_code, str(refused))
+
+        return grpc.stream_stream_rpc_method_handler(
+            serve, request_deserializer=None, response_serializer=handler.response_serializer
+        )
+
+    @contextmanager
+    def _place(self, method: str) -> Iterator[None]:
+        if self._num_open[method] >= self._max_calls:
+            raise CallRefused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._max_calls} calls of {method} are open, the limit of this server",
+            )
+        self._num_open[method] += 1
+        try:
+            yield
+        finally:
+            self._num_open[method] -= 1
+
+    async def _read(self, context: grpc.aio.ServicerContext) -> bytes:
+        """Return the only request of a call."""
+        silence = _Silence(asyncio.get_running_loop().time())
+        self._silent[silence] = None
+        try:
+            raw = await self._read_in_time(context, silence)
+        finally:
+            self._silent.pop(silence, None)
+        if raw is grpc.aio.EOF:
+            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
+        return raw
+
+    async def _read_in_time(self, context: grpc.aio.ServicerContext, silence: "_Silence") -> bytes:
+        reading: asyncio.Future[bytes] = asyncio.ensure_future(context.read())
+        reading.add_done_callback(_retrieve)
+        try:
+            async with asyncio.timeout(self._request_s) as silence.limit:
+                if self._trimming is None:
+                    self._trim()
+                # Shielded: gRPC keeps some memory of each operation that is cancelled.
+                return await asyncio.shield(reading)
+        except TimeoutError:
+            if silence.is_ended:
+                raise CallRefused(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"no request came, and {self._max_silent} newer calls wait for theirs",
+                ) from None
+            raise CallRefused(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no request came within {self._request_s:g} s",
+            ) from None
+
+    def _trim(self) -> None:
+        """End the oldest silent calls while there are too many, but none that is young."""
+        loop = asyncio.get_running_loop()
+        self._trimming = None
+        while len(self._silent) > self._max_silent:
+            oldest = next(iter(self._silent))
+            if loop.time() < oldest.since + YOUNG_S:
+                self._trimming = loop.call_at(oldest.since + YOUNG_S, self._trim)
+                return
+            del self._silent[oldest]
+            oldest.end()
+
+    async def _parse(
+        self, method: str, deserialize: Callable[[bytes], Any] | None, raw: bytes
+    ) -> Any:
+        try:
+            if self._max_fields is not None and len(raw) > LARGE_REQUEST_BYTES:
+                await self._check_num_fields(method, raw, self._max_fields)
+            return deserialize(raw) if deserialize else raw
+        except (DecodeError, ValueError) as error:
+            raise CallRefused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{len(raw)} bytes are no request of {method}: {error}",
+            ) from None
+
+    async def _check_num_fields(self, method: str, raw: bytes, limit: int) -> None:
+        name = method.removeprefix("/").replace("/", ".")
+        request_type = descriptor_pool.Default().FindMethodByName(name).input_type
+        # In a thread, which lets the event loop run in between.
+        if await asyncio.to_thread(has_more_fields, raw, request_type, limit):
+            raise ValueError(f"it has more than {limit} fields")
+
+
+class _Silence:
+    """One call that has not sent its request."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since  # loop time
+        self.is_ended = False  # before its time, because of newer ones
+        self.limit: asyncio.Timeout | None = None
+
+    def end(self) -> None:
+        assert self.limit is not None, "it waits"
+        self.is_ended = True
+        self.limit.reschedule(asyncio.get_running_loop().time())
+
+
+class _Requests:
+    """The parsed messages of a request stream."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, parse: Parse) -> None:
+        self.refused: CallRefused | None = None
+        self._context = context
+        self._parse = parse
+
+    def __aiter__(self) -> "_Requests":
+        return self
+
+    async def __anext__(self) -> Any:
+        raw = await self._context.read()
+        if raw is grpc.aio.EOF:
+            raise StopAsyncIteration
+        try:
+            return await self._parse(raw)
+        except CallRefused as refused:
+            self.refused = refused  # a handler may take it for a connection that broke
+            raise
+
+
+def _responding(method: str, handler: Any) -> Serve:
+    """Return what runs a handler of any kind and writes its responses."""
+    function: Any = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    if inspect.isasyncgenfunction(function):
+
+        async def write_all(request: Any, context: grpc.aio.ServicerContext) -> None:
+            async with aclosing(function(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        return write_all
+    if not inspect.iscoroutinefunction(function):
+        raise TypeError(f"the handler of {method} is not asynchronous")
+    if handler.response_streaming:
+        return cast(Serve, function)  # it writes by itself
+
+    async def write_one(request: Any, context: grpc.aio.ServicerContext) -> None:
+        response = await function(request, context)
+        if context.code() in (None, grpc.StatusCode.OK):
+            await context.write(response)
+
+    return write_one
+
+
+def _retrieve(reading: "asyncio.Future[bytes]") -> None:
+    if not reading.cancelled():
+        reading.exception()  # of a call that is over, or raised to the one that waits

@@ -1,0 +1,69 @@
+"""Counts the fields of a serialized message without parsing it.
+
+A parser makes an object of every field: twelve megabytes of empty messages become six million of
+them, in a second during which nothing else runs.
+"""
+
+from typing import Any
+
+LARGE_REQUEST_BYTES = 64 * 2**10  # smaller ones parse within 10 ms, whatever they hold
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_MAX_VARINT_BYTES = 10
+
+
+def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
+    """Return whether a message, with the messages in it, has more than `limit` fields.
+
+    Elements of packed numbers count by their bytes. Looks at no more than `limit` fields.
+
+    Args:
+        raw: The serialized message.
+        descriptor: Of its type.
+        limit: Most fields.
+
+    Raises:
+        ValueError: The bytes are no message; more of that is the parser's business.
+
+    Source: protobuf's encoding (https://protobuf.dev/programming-guides/encoding/).
+    """
+    num_fields = 0
+    messages = [(0, len(raw), descriptor)]  # first byte, end, type; not looked at yet
+    while messages:
+        at, end, message = messages.pop()
+        known = message.fields_by_number
+        while at < end:
+            num_fields += 1
+            tag, at = _read_varint(raw, at)
+            kind = tag & 7
+            if kind == _VARINT:
+                _, at = _read_varint(raw, at)
+            elif kind == _BYTES:
+                size, at = _read_varint(raw, at)
+                field = known.get(tag >> 3)
+                if field is not None and field.message_type:
+                    messages.append((at, at + size, field.message_type))
+                elif field is not None and field.is_packed:
+                    num_fields += size
+                at += size
+            elif kind in (_FIXED64, _FIXED32):
+                at += 8 if kind == _FIXED64 else 4
+            else:
+                raise ValueError(f"wire type {kind} at byte {at}")
+            if num_fields > limit:
+                return True
+        if at > end:
+            raise ValueError(f"a field ends behind its message, at byte {at} of {end}")
+    return False
+
+
+def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Return the number at a position, and the position behind it."""
+    if at < len(raw) and raw[at] < 0x80:  # nearly all are of one byte
+        return raw[at], at + 1
+    value = 0
+    for index, byte in enumerate(raw[at : at + _MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, at + index + 1
+    raise ValueError(f"a number without end at byte {at}")

@@ -1,0 +1,36 @@
+"""What sampling parameters may be: routers tell clients, and workers do not take a router's word.
+
+Floats travel as float32. Rounding takes no value over a limit, but for a top_p below 1e-45.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MAX_CHOICES = 64  # n of any request
+MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 256
+MAX_SEED = 2**64 - 1
+# Divisors of logits: beyond these float32 overflows, and the draw would be of NaN.
+MIN_DIVISOR, MAX_DIVISOR = 1e-3, 1e3
+DIVISORS = f"{MIN_DIVISOR:g} to {MAX_DIVISOR:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a sampling parameter may have, also as a model's default."""
+
+    holds: Callable[[float], bool]  # False for NaN
+    allowed: str
+
+
+RANGES = {
+    "temperature": Range(
+        lambda value: value == 0 or MIN_DIVISOR <= value <= MAX_DIVISOR,
+        f"0 for greedy, or {DIVISORS}",
+    ),
+    "top_p": Range(lambda value: 0 < value <= 1, "above 0, up to 1"),
+    "min_p": Range(lambda value: 0 <= value <= 1, "0 to 1"),
+    "repetition_penalty": Range(lambda value: MIN_DIVISOR <= value <= MAX_DIVISOR, DIVISORS),
+    "presence_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
+    "frequency_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
+}
