@@ -29,9 +29,17 @@ def page_hashes(
         salt: Separates tenants: equal tokens under different salts have different hashes.
         key: Secret of the cluster, at most 64 bytes; without it hashes can be computed by anyone.
     """
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return packed_page_hashes(packed, page_size, fingerprint=fingerprint, salt=salt, key=key)
+
+
+def packed_page_hashes(
+    packed: bytes, page_size: int, *, fingerprint: str, salt: bytes = b"", key: bytes = b""
+) -> list[bytes]:
+    """Return the same for token ids that are packed, little-endian uint32."""
     hashes = []
     parent = root_hash(fingerprint, salt, key)
-    for page_tokens in split_pages(token_ids, page_size):
+    for page_tokens in _split_packed(packed, page_size):
         parent = child_hash(parent, page_tokens, key)
         hashes.append(parent)
     return hashes
@@ -40,8 +48,7 @@ def page_hashes(
 def split_pages(token_ids: Sequence[int], page_size: int) -> list[bytes]:
     """Return the tokens of each full page, packed little-endian uint32."""
     num_tokens = len(token_ids) // page_size * page_size
-    packed = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
-    return [packed[at : at + 4 * page_size] for at in range(0, 4 * num_tokens, 4 * page_size)]
+    return _split_packed(struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens]), page_size)
 
 
 def root_hash(fingerprint: str, salt: bytes, key: bytes) -> bytes:
@@ -56,3 +63,9 @@ def child_hash(parent: bytes, page_tokens: bytes, key: bytes) -> bytes:
     """Return the hash of the page with these packed tokens below `parent`."""
     material = parent + page_tokens
     return blake2b(material, digest_size=HASH_BYTES, key=key, person=b"pagewire page").digest()
+
+
+def _split_packed(packed: bytes, page_size: int) -> list[bytes]:
+    page_bytes = 4 * page_size
+    full_bytes = len(packed) // page_bytes * page_bytes
+    return [packed[at : at + page_bytes] for at in range(0, full_bytes, page_bytes)]

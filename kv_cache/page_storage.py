@@ -1,7 +1,7 @@
 """Where page contents live, as the transfer layer sees it: opaque bytes by page id.
 
 Implementations: `kv_cache.torch_storage.TorchPageStorage` (CPU or CUDA tensor) and the fake model's
-storage in `llm_engine.fake_engine`. This file is free of torch.
+storage in `tests.support.fake_engine`. This file is free of torch.
 """
 
 from collections.abc import Sequence

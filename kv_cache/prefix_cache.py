@@ -2,7 +2,8 @@
 
 Life of a sequence:
 
-    match      what the tree has for its tokens; pages that others still fill are waited for
+    match      what the tree has for its tokens; pages that others still fill are waited for, until
+               they settle
     reserve    ready pages are referenced, the rest allocated and entered as pending
     commit     contents of the first pages are final: others may use them
     extend     room for generated tokens        insert    full generated pages enter the tree
@@ -34,6 +35,7 @@ class PrefixMatch:
 
     num_ready_pages: int
     num_pending_pages: int  # right after the ready ones: being computed or received by others
+    last_pending_page: int | None = None  # id of the last of them; all are settled when it is
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ class Lease:
     """A pin on pages that outlives their sequence."""
 
     lease_id: int
-    page_ids: tuple[int, ...]  # what the receiver gets; pages before them are pinned as well
+    page_ids: tuple[int, ...]
 
 
 class PrefixCache:
@@ -73,6 +75,7 @@ class PrefixCache:
         self._fingerprint = fingerprint
         self._hash_key = hash_key
         self._events: list[CacheEvent] = []
+        self._settled: list[int] = []
         self._leases: dict[int, tuple[int, ...]] = {}  # lease_id |-> pinned pages
         self._num_leases = 0  # ever made
 
@@ -80,7 +83,12 @@ class PrefixCache:
         """Look up a prompt; marks what it finds as used and changes nothing else."""
         path = self._match_path(split_pages(token_ids, self.page_size), len(token_ids), salt)
         num_ready = sum(page.is_ready for page in path)
-        return PrefixMatch(num_ready_pages=num_ready, num_pending_pages=len(path) - num_ready)
+        has_pending = num_ready < len(path)
+        return PrefixMatch(
+            num_ready_pages=num_ready,
+            num_pending_pages=len(path) - num_ready,
+            last_pending_page=path[-1].page_id if has_pending else None,
+        )
 
     def reserve(
         self, token_ids: Sequence[int], salt: bytes = b"", *, incoming: bool
@@ -123,6 +131,7 @@ class PrefixCache:
             page = self.tree.lookup(page_id)
             if page is not None and not page.is_ready:
                 page.is_ready = True
+                self._settled.append(page_id)
                 self._events.append(Stored(page.page_hash))
         seq.num_committed_pages = max(seq.num_committed_pages, num_pages)
 
@@ -219,19 +228,18 @@ class PrefixCache:
         """Free pages that nothing can write any more."""
         self.pool.release_quarantine(pages)
 
-    def lease(self, seq: SequencePages, first_page: int, num_pages: int) -> Lease:
-        """Pin `num_pages` pages from the sequence's page `first_page` on beyond the life of `seq`.
+    def lease(self, seq: SequencePages, num_pages: int) -> Lease:
+        """Pin the first `num_pages` pages of a sequence beyond its life.
 
-        Pages before them are pinned as well: a tree page is of no use without its prefix.
+        The first ones, because a tree page is of no use without its prefix.
         """
         self._check_open(seq)
-        end = first_page + num_pages
-        assert 0 <= first_page <= end <= len(seq.page_ids), "pages that the sequence does not have"
-        pinned = tuple(seq.page_ids[:end])
+        assert 0 <= num_pages <= len(seq.page_ids), "pages that the sequence does not have"
+        pinned = tuple(seq.page_ids[:num_pages])
         self.pool.lease(pinned)
         self._num_leases += 1
         self._leases[self._num_leases] = pinned
-        return Lease(lease_id=self._num_leases, page_ids=pinned[first_page:])
+        return Lease(lease_id=self._num_leases, page_ids=pinned)
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease; ending it again is a no-op."""
@@ -244,6 +252,11 @@ class PrefixCache:
         """Return what changed since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def drain_settled(self) -> list[int]:
+        """Return the pages that were pending and are ready now, or gone, since the last call."""
+        settled, self._settled = self._settled, []
+        return settled
 
     def snapshot(self) -> list[bytes]:
         """Return the hashes of all ready pages, sorted."""
@@ -308,6 +321,7 @@ class PrefixCache:
             assert not page.is_ready, "a committed page cannot be withdrawn"
             self.tree.remove(page)
             self.pool.leave_tree(page.page_id)
+            self._settled.append(page.page_id)
             seq.num_tree_pages -= 1
 
     def _end(self, seq: SequencePages, page_ids: Sequence[int]) -> None:

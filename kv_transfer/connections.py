@@ -12,11 +12,14 @@ from kv_transfer.transport import Connection, Transport
 
 CLOSE_S = 10.0  # closing gives up on aborts that take longer
 
-# (name or address of the worker, its incarnation)
+# (name of the worker, its incarnation)
 PeerKey = tuple[str, int]
 
 # Performs the Connect call at the sender: (connection_id, transport_name, offer).
 ConnectCall = Callable[[str, str, bytes], Awaitable[None]]
+
+# Returns the key of a connection to a peer, by its id: see Transport.
+KeyOf = Callable[[PeerKey, str], bytes]
 
 
 @dataclass(slots=True)
@@ -31,11 +34,15 @@ class ConnectionPool:
     Args:
         transports: Best first; the first that the sender offers is taken.
         random_id: Returns a new unique connection id.
+        key_of: Returns the key of a new connection.
     """
 
-    def __init__(self, transports: Sequence[Transport], *, random_id: Callable[[], str]) -> None:
+    def __init__(
+        self, transports: Sequence[Transport], *, random_id: Callable[[], str], key_of: KeyOf
+    ) -> None:
         self._transports = tuple(transports)
         self._random_id = random_id
+        self._key_of = key_of
         self._entries: dict[PeerKey, asyncio.Task[_Shared]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -57,7 +64,9 @@ class ConnectionPool:
                 self._remove((name, incarnation))
         entry = self._entries.get(peer_key)
         if entry is None:
-            entry = asyncio.get_running_loop().create_task(self._set_up(connect, deadline))
+            entry = asyncio.get_running_loop().create_task(
+                self._set_up(peer_key, connect, deadline)
+            )
             entry.add_done_callback(_connection_of)  # its error counts as seen
             self._entries[peer_key] = entry
         try:
@@ -86,20 +95,20 @@ class ConnectionPool:
         if self._aborts:
             await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
 
-    async def _set_up(self, connect: ConnectCall, deadline: float) -> _Shared:
+    async def _set_up(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> _Shared:
         refusal: TransportRefused | None = None
         for transport in self._transports:
             try:
-                return _Shared(await self._connect(transport, connect, deadline))
+                return _Shared(await self._connect(peer_key, transport, connect, deadline))
             except TransportRefused as error:
                 refusal = error
         raise refusal or TransportRefused("no transport is configured")
 
     async def _connect(
-        self, transport: Transport, connect: ConnectCall, deadline: float
+        self, peer_key: PeerKey, transport: Transport, connect: ConnectCall, deadline: float
     ) -> Connection:
         connection_id = self._random_id()
-        offer = transport.offer(connection_id)
+        offer = transport.offer(connection_id, self._key_of(peer_key, connection_id))
         loop = asyncio.get_running_loop()
         accepting = loop.create_task(transport.accept(connection_id, deadline))
         try:
@@ -126,24 +135,27 @@ class ConnectionPool:
 
 
 class AcceptedConnections:
-    """The sender's connections, by the id that the receiver gave them; one per receiver."""
+    """The sender's connections, one per receiver; only that receiver can name and use it."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = {transport.name: transport for transport in transports}
-        self._connections: dict[str, Connection] = {}
-        self._of_peer: dict[str, str] = {}  # name of the receiver |-> connection_id
+        self._connections: dict[tuple[PeerKey, str], Connection] = {}  # (receiver, connection_id)
+        self._of_peer: dict[str, tuple[PeerKey, str]] = {}  # name of the receiver |-> its key above
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def connect(
         self,
         *,
-        peer_name: str,
+        peer_key: PeerKey,
         connection_id: str,
         transport_name: str,
         offer: bytes,
+        key: bytes,
         deadline: float,
     ) -> None:
         """Run the sender's half of a set-up. A receiver's new connection replaces its last one.
+
+        The caller knows that it is the receiver who asks, and derives the same `key`.
 
         Raises:
             TransportRefused: When this worker has no transport of that name.
@@ -154,39 +166,40 @@ class AcceptedConnections:
             raise TransportRefused(
                 f"transport {transport_name!r} is not offered, only {sorted(self._transports)}"
             )
-        if connection_id in self._connections:
+        entry = peer_key, connection_id
+        if entry in self._connections:
             raise ConnectionBroken(f"connection {connection_id!r} exists already")
-        connection = await transport.connect(connection_id, offer, deadline)
-        last_id = self._of_peer.get(peer_name)
-        if last_id is not None:
-            self._remove(last_id)
-        self._connections[connection_id] = connection
-        self._of_peer[peer_name] = connection_id
+        connection = await transport.connect(connection_id, offer, key, deadline)
+        last = self._of_peer.get(peer_key[0])
+        if last is not None:
+            self._remove(last)
+        self._connections[entry] = connection
+        self._of_peer[peer_key[0]] = entry
 
-    def get(self, connection_id: str) -> Connection:
-        """Return a healthy connection.
+    def get(self, peer_key: PeerKey, connection_id: str) -> Connection:
+        """Return a healthy connection of a receiver.
 
         Raises:
-            ConnectionBroken: When it is unknown or broken; the receiver must connect anew.
+            ConnectionBroken: When it has none of that id, or it is broken; it must connect anew.
         """
-        connection = self._connections.get(connection_id)
+        connection = self._connections.get((peer_key, connection_id))
         if connection is None:
             raise ConnectionBroken(f"no connection {connection_id!r}; call Connect first")
         if connection.is_broken:
-            self._remove(connection_id)
+            self._remove((peer_key, connection_id))
             raise ConnectionBroken(f"connection {connection_id!r} is broken; call Connect again")
         return connection
 
     async def close(self) -> None:
         """Abort all connections; wait for it, but not for ever."""
-        for connection_id in list(self._connections):
-            self._remove(connection_id)
+        for entry in list(self._connections):
+            self._remove(entry)
         if self._aborts:
             await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
 
-    def _remove(self, connection_id: str) -> None:
-        connection = self._connections.pop(connection_id)
-        self._of_peer = {name: i for name, i in self._of_peer.items() if i != connection_id}
+    def _remove(self, entry: tuple[PeerKey, str]) -> None:
+        connection = self._connections.pop(entry)
+        self._of_peer = {name: each for name, each in self._of_peer.items() if each != entry}
         task = asyncio.get_running_loop().create_task(connection.abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)

@@ -1,8 +1,9 @@
 """How long each wait of a transfer may take."""
 
 import enum
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from options.option import check_options, option
 
 
 class WaitKind(enum.Enum):
@@ -30,26 +31,36 @@ class Wait:
 class TransferDeadlines:
     """How long each wait may take, in seconds of the event loop's clock."""
 
-    connect_s: float = 10.0  # setting up a connection, both sides together
-    grant_s: float = 10.0  # the sender accepts the request
-    chunk_s: float = 60.0  # the prefill may queue before it computes
-    slot_s: float = 60.0  # other transfers of the same pair of workers come first
-    post_s: float = 2.0  # the sender answers that it has posted a chunk
-    transfer_s: float = 2.0  # at least; plus the time that the bytes take at assumed_bytes_per_s
-    assumed_bytes_per_s: float = 200e6  # a fifth of a slow network
-    digest_s: float = 30.0  # computing the digests of a chunk
-    ack_s: float = 60.0  # as slot_s, seen from the sender
-    abort_s: float = 5.0  # NCCL takes 0.5 to 2 s; beyond this the worker should be restarted
+    connect_s: float = option(10.0, "Setting up a connection, on both sides together.", above=0)
+    grant_s: float = option(10.0, "Until the sender accepts the request.", above=0)
+    chunk_s: float = option(
+        60.0, "Until the next chunk is computed; a prompt may queue before.", above=0
+    )
+    slot_s: float = option(
+        60.0, "For the receive slot: other transfers of the same two workers come first.", above=0
+    )
+    post_s: float = option(2.0, "Until the sender has posted a chunk that was asked for.", above=0)
+    transfer_s: float = option(
+        2.0,
+        "Moving a chunk takes at most this, plus the time of its bytes at assumed_bytes_per_s.",
+        above=0,
+    )
+    assumed_bytes_per_s: float = option(
+        200e6, "Least bandwidth that transfers are granted; a fifth of a slow network.", above=0
+    )
+    digest_s: float = option(30.0, "Computing the digests of a chunk.", above=0)
+    ack_s: float = option(
+        60.0, "For the receiver's answer; as slot_s, seen by the sender.", above=0
+    )
+    abort_s: float = option(
+        5.0,
+        "Aborting a connection; NCCL takes 0.5 to 2 s. A worker where it takes longer should be "
+        "restarted.",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
-        """Raise ValueError with one line for each wrong option, beginning with its name."""
-        wrong = [
-            f"{field.name} is {getattr(self, field.name)}; it must be positive and finite"
-            for field in fields(self)
-            if not 0 < getattr(self, field.name) < math.inf
-        ]
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        check_options(self)
 
     def seconds(self, wait: Wait, num_bytes: int) -> float:
         """Return the longest time for `wait`; `num_bytes` matters where bytes move."""

@@ -1,8 +1,9 @@
 """Runs one pure state machine of a transfer: queues its events, arms its deadlines.
 
 `Receiver` and `Sender` each own a Driver and give it their machine and a function that executes
-one action. The driver's task starts with the first event and ends when the machine is finished,
-which after a failure can be later than the outcome: the machine first becomes quiescent.
+one action; what both can do, their owners ask of the driver itself. The driver's task starts with
+the first event and ends when the machine is finished, which after a failure can be later than the
+outcome: the machine first becomes quiescent.
 """
 
 import asyncio
@@ -123,6 +124,10 @@ class Driver(Generic[State, Event, Action]):
             raise TransferAborted("the event loop is shutting down")
         if self.state.failure is not None:
             raise self.state.failure.error() from self._cause
+
+    def stream_lost(self, detail: str) -> None:
+        """Say that the Prefill stream ended: no message will come any more."""
+        self.post(StreamLost(detail))
 
     async def cancel(self, reason: str) -> None:
         """Give up; return when the other side has been told."""

@@ -86,7 +86,8 @@ class NcclTransport:
         self._offers: dict[str, bytes] = {}  # connection_id |-> unique id
         self._connections: list[NcclConnection] = []
 
-    def offer(self, connection_id: str) -> bytes:
+    def offer(self, connection_id: str, key: bytes) -> bytes:
+        # NCCL knows no keys: who has the unique id can join. It travels in a proven call only.
         unique_id = self._device.unique_id()
         self._offers[connection_id] = unique_id
         return _OFFER.pack(
@@ -97,7 +98,9 @@ class NcclTransport:
         unique_id = self._offers.pop(connection_id)
         return await self._open(connection_id, False, unique_id, self._pages_in_message, deadline)
 
-    async def connect(self, connection_id: str, offer: bytes, deadline: float) -> "NcclConnection":
+    async def connect(
+        self, connection_id: str, offer: bytes, key: bytes, deadline: float
+    ) -> "NcclConnection":
         if len(offer) != _OFFER.size:
             raise ConnectionBroken(f"the offer has {len(offer)} bytes, must have {_OFFER.size}")
         unique_id, nccl_version, pages_in_message, page_bytes = _OFFER.unpack(offer)
@@ -107,6 +110,11 @@ class NcclTransport:
             raise LayoutMismatch(
                 f"NCCL version and page bytes are {found} at the receiver, {own} here; "
                 "both workers must run the same installation"
+            )
+        if not 1 <= pages_in_message <= self._pages_in_message:  # its staging buffer is made here
+            raise LayoutMismatch(
+                f"a message of {pages_in_message} pages is offered, at most"
+                f" {self._pages_in_message} fit here"
             )
         return await self._open(connection_id, True, unique_id, pages_in_message, deadline)
 

@@ -201,14 +201,14 @@ class NcclLink:
 def gather(words: Tensor, page_ids: Tensor, slab: Tensor) -> None:
     """Copy pages into the slab, on the current stream."""
     # Imported here: loads Triton, which hosts without GPUs do not need.
-    from attn_kernels.pages import gather_pages
+    from attn_kernels.pages.launch import gather_pages
 
     gather_pages(words, page_ids, slab)
 
 
 def scatter(slab: Tensor, page_ids: Tensor, words: Tensor) -> None:
     """Copy the slab into pages, on the current stream."""
-    from attn_kernels.pages import scatter_pages
+    from attn_kernels.pages.launch import scatter_pages
 
     scatter_pages(slab, page_ids, words)
 

@@ -1,9 +1,9 @@
 """Receives the pages of one attempt on a decode worker; executes `receiver_protocol`.
 
-The worker feeds it the messages of its Prefill stream and awaits `run`. After a failure or a
-cancellation, keep feeding messages until `wait_quiescent` returned and only then end the stream and
-reuse the pages: so the connection usually survives, because the sender's answer to Abort says
-whether a send is under way.
+The worker posts the messages of its Prefill stream to `driver` and awaits `run`. After a failure or
+a cancellation it keeps posting them until `driver.wait_quiescent` has returned, and only then ends
+the stream and reuses the pages: so the connection usually survives, because the sender's answer to
+Abort says whether a send is under way.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
 from kv_transfer.driver import Driver, RunBlocking, TransferStats
-from kv_transfer.messages import ReceiverMessage, SenderMessage, Ticket
+from kv_transfer.messages import ReceiverMessage, Ticket
 from kv_transfer.protocol import (
     AbortConnection,
     ConnectionAborted,
@@ -20,7 +20,6 @@ from kv_transfer.protocol import (
     DigestPages,
     PagesDigested,
     Send,
-    StreamLost,
 )
 from kv_transfer.receiver_protocol import (
     Commit,
@@ -48,6 +47,9 @@ class Receiver:
         send: Sends a message to the sender over the Prefill stream; raises when that is closed.
         on_commit: Called in order with n when the first n pages of the sequence are verified.
         run_blocking: Runs digests; see driver.RunBlocking.
+
+    Attributes:
+        driver: Takes the sender's messages, cancels, and says when nothing can write any more.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Receiver:
         self._slot: asyncio.Task[None] | None = None  # takes the slot, or has taken it
         self._has_slot = False
         self._stats = TransferStats()
-        self._driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
+        self.driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
             state=begin(ticket, first_page=first_page, num_pages=len(page_ids)),
             step=step,
             waiting_for=waiting_for,
@@ -83,52 +85,22 @@ class Receiver:
             execute=self._execute,
         )
 
-    async def handle(self, message: SenderMessage) -> None:
-        """Take a message of the sender; one with another ticket changes nothing."""
-        self._driver.post(message)
-
-    def stream_lost(self, detail: str) -> None:
-        """Say that the Prefill stream ended: no message will come any more."""
-        self._driver.post(StreamLost(detail))
-
     async def run(self) -> TransferStats:
         """Return when all wanted pages are committed.
 
         Raises:
             TransferError: When the attempt failed; what was committed stays committed.
         """
-        await self._driver.outcome()
+        await self.driver.outcome()
         return self._stats
-
-    async def cancel(self, reason: str) -> None:
-        """Give up: tell the sender, start nothing new."""
-        await self._driver.cancel(reason)
 
     @property
     def stats(self) -> TransferStats:
         """What was received until now, committed or not."""
         return self._stats
 
-    @property
-    def is_quiescent(self) -> bool:
-        """True when no receive is posted that may still write into a page."""
-        return self._driver.is_quiescent
-
-    async def wait_quiescent(self) -> None:
-        """Return when no receive may still write: a posted one ended, or abort returned.
-
-        Raises:
-            ConnectionBroken: When abort is overdue; the pages must stay in quarantine until it
-                returns, if ever.
-        """
-        await self._driver.wait_quiescent()
-
-    def call_when_quiescent(self, callback: Callable[[], None]) -> None:
-        """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
-        self._driver.call_when_quiescent(callback)
-
     def _seconds(self, wait: Wait) -> float:
-        state = self._driver.state
+        state = self.driver.state
         num_pages = len(state.current.digests) if state.current else 0
         return self._deadlines.seconds(wait, num_pages * self._storage.page_bytes)
 
@@ -139,25 +111,25 @@ class Receiver:
                 async with asyncio.timeout(self._deadlines.post_s):
                     await self._send(message)
             case TakeSlot():
-                self._slot = self._driver.spawn(self._take_slot())
+                self._slot = self.driver.spawn(self._take_slot())
             case LeaveSlot():
                 self._leave_slot()
             case PostReceive():
-                self._driver.spawn(self._receive(action))
+                self.driver.spawn(self._receive(action))
             case DigestPages():
-                self._driver.spawn(self._digest(action))
+                self.driver.spawn(self._digest(action))
             case Commit(num_pages=num_pages):
                 self._on_commit(num_pages)
             case AbortConnection():
-                self._driver.spawn(self._abort())
+                self.driver.spawn(self._abort())
 
     async def _take_slot(self) -> None:
         await self._lock.acquire()
         self._has_slot = True
         if self._connection.is_broken:
-            self._driver.post(ConnectionLost("the connection broke while another transfer used it"))
+            self.driver.post(ConnectionLost("the connection broke while another transfer used it"))
         else:
-            self._driver.post(SlotTaken())
+            self.driver.post(SlotTaken())
 
     def _leave_slot(self) -> None:
         if self._has_slot:
@@ -176,20 +148,20 @@ class Receiver:
         try:
             await self._connection.receive(page_ids, deadline)
         except Exception as error:
-            self._driver.post(ConnectionLost(f"receive failed: {error}"))
+            self.driver.post(ConnectionLost(f"receive failed: {error}"))
             return
         self._stats = TransferStats(
             pages_moved=self._stats.pages_moved + post.num_pages,
             bytes_moved=self._stats.bytes_moved + num_bytes,
             wire_s=self._stats.wire_s + loop.time() - started_at,
         )
-        self._driver.post(ReceiveDone(post.chunk))
+        self.driver.post(ReceiveDone(post.chunk))
 
     async def _digest(self, action: DigestPages) -> None:
         page_ids = self._page_ids[action.first_page : action.first_page + action.num_pages]
         digests = await self._run_blocking(lambda: self._storage.digest_pages(page_ids))
-        self._driver.post(PagesDigested(action.chunk, tuple(digests)))
+        self.driver.post(PagesDigested(action.chunk, tuple(digests)))
 
     async def _abort(self) -> None:
         await self._connection.abort()
-        self._driver.post(ConnectionAborted())
+        self.driver.post(ConnectionAborted())

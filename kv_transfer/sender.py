@@ -1,8 +1,8 @@
 """Sends the pages of one attempt from a prefill worker; executes `sender_protocol`.
 
 The worker calls `grant` when it accepts the request, `chunk_computed` as its engine finishes
-pages, feeds it the messages of the Prefill stream, and awaits `run`. Pages stay leased until
-`on_ack` named them, or until `wait_quiescent` returned after a failure.
+pages, posts the messages of the Prefill stream to `driver`, and awaits `run`. Pages stay unchanged
+until `on_ack` named them, or until `driver.wait_quiescent` returned after a failure.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
 from kv_transfer.driver import Driver, RunBlocking, TransferStats
-from kv_transfer.messages import ReceiverMessage, SenderMessage, Ticket
+from kv_transfer.messages import SenderMessage, Ticket
 from kv_transfer.protocol import (
     AbortConnection,
     ConnectionAborted,
@@ -19,7 +19,6 @@ from kv_transfer.protocol import (
     DigestPages,
     PagesDigested,
     Send,
-    StreamLost,
 )
 from kv_transfer.sender_protocol import (
     ChunkComputed,
@@ -45,6 +44,9 @@ class Sender:
         send: Sends a message to the receiver over the Prefill stream; raises when that is closed.
         on_ack: Called in order with (first_page, num_pages) when the receiver has committed them.
         run_blocking: Runs digests; see driver.RunBlocking.
+
+    Attributes:
+        driver: Takes the receiver's messages, cancels, and says when nothing can read any more.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Sender:
         self._run_blocking = run_blocking
         self._page_ids: list[tuple[int, ...]] = []  # chunk |-> ids of its pages
         self._stats = TransferStats()
-        self._driver: Driver[SenderState, SenderEvent, SenderAction] = Driver(
+        self.driver: Driver[SenderState, SenderEvent, SenderAction] = Driver(
             state=begin(ticket),
             step=step,
             waiting_for=waiting_for,
@@ -74,22 +76,14 @@ class Sender:
             execute=self._execute,
         )
 
-    async def grant(self) -> None:
-        """Accept the request: pages named from now on are leased by the caller."""
-        self._driver.post(GrantGiven())
+    def grant(self) -> None:
+        """Accept the request: pages named from now on stay until they are read."""
+        self.driver.post(GrantGiven())
 
     def chunk_computed(self, first_page: int, page_ids: Sequence[int], is_last: bool) -> None:
         """Hand over the next pages of the prompt, in order; never blocks."""
         self._page_ids.append(tuple(page_ids))
-        self._driver.post(ChunkComputed(first_page, len(page_ids), is_last))
-
-    async def handle(self, message: ReceiverMessage) -> None:
-        """Take a message of the receiver; one with another ticket changes nothing."""
-        self._driver.post(message)
-
-    def stream_lost(self, detail: str) -> None:
-        """Say that the Prefill stream ended: no message will come any more."""
-        self._driver.post(StreamLost(detail))
+        self.driver.post(ChunkComputed(first_page, len(page_ids), is_last))
 
     async def run(self) -> TransferStats:
         """Return when the receiver has acknowledged all pages up to the last.
@@ -97,39 +91,17 @@ class Sender:
         Raises:
             TransferError: When the attempt failed; sends may still be posted.
         """
-        await self._driver.outcome()
+        await self.driver.outcome()
         return self._stats
-
-    async def cancel(self, reason: str) -> None:
-        """Give up: tell the receiver, start nothing new."""
-        await self._driver.cancel(reason)
 
     @property
     def stats(self) -> TransferStats:
         """What was sent until now, acknowledged or not."""
         return self._stats
 
-    @property
-    def is_quiescent(self) -> bool:
-        """True when no send is posted that may still read a page."""
-        return self._driver.is_quiescent
-
-    async def wait_quiescent(self) -> None:
-        """Return when no send may still read: posted ones ended, or abort returned.
-
-        Raises:
-            ConnectionBroken: When abort is overdue; the pages must stay leased until it
-                returns, if ever.
-        """
-        await self._driver.wait_quiescent()
-
-    def call_when_quiescent(self, callback: Callable[[], None]) -> None:
-        """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
-        self._driver.call_when_quiescent(callback)
-
     def _seconds(self, wait: Wait) -> float:
         # Sends wait for each other on the connection, so the last one has the time of all.
-        sending = [c for c in self._driver.state.chunks if c.stage is Stage.SENDING]
+        sending = [c for c in self.driver.state.chunks if c.stage is Stage.SENDING]
         num_bytes = sum(c.num_pages for c in sending) * self._storage.page_bytes
         return self._deadlines.seconds(wait, num_bytes)
 
@@ -140,13 +112,13 @@ class Sender:
                 async with asyncio.timeout(self._deadlines.post_s):
                     await self._send(message)
             case PostSend(chunk=chunk):
-                self._driver.spawn(self._send_pages(chunk))
+                self.driver.spawn(self._send_pages(chunk))
             case DigestPages(chunk=chunk):
-                self._driver.spawn(self._digest(chunk))
+                self.driver.spawn(self._digest(chunk))
             case ReleasePages(first_page=first_page, num_pages=num_pages):
                 self._on_ack(first_page, num_pages)
             case AbortConnection():
-                self._driver.spawn(self._abort())
+                self.driver.spawn(self._abort())
 
     async def _send_pages(self, chunk: int) -> None:
         loop = asyncio.get_running_loop()
@@ -156,20 +128,20 @@ class Sender:
         try:
             await self._connection.send(page_ids, deadline)
         except Exception as error:
-            self._driver.post(ConnectionLost(f"send failed: {error}"))
+            self.driver.post(ConnectionLost(f"send failed: {error}"))
             return
         self._stats = TransferStats(
             pages_moved=self._stats.pages_moved + len(page_ids),
             bytes_moved=self._stats.bytes_moved + len(page_ids) * self._storage.page_bytes,
             wire_s=self._stats.wire_s + loop.time() - started_at,
         )
-        self._driver.post(SendDone(chunk))
+        self.driver.post(SendDone(chunk))
 
     async def _digest(self, chunk: int) -> None:
         page_ids = self._page_ids[chunk]
         digests = await self._run_blocking(lambda: self._storage.digest_pages(page_ids))
-        self._driver.post(PagesDigested(chunk, tuple(digests)))
+        self.driver.post(PagesDigested(chunk, tuple(digests)))
 
     async def _abort(self) -> None:
         await self._connection.abort()
-        self._driver.post(ConnectionAborted())
+        self.driver.post(ConnectionAborted())

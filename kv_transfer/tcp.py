@@ -1,15 +1,21 @@
 """Pages over plain TCP, through host memory: the transport of hosts without GPUs.
 
-The receiver listens. Its offer names host, port and a secret of 32 random bytes; it travels over
-the authenticated Connect call. The sender opens with
+The receiver listens; its offer names host and port. Both sides have the connection's key (see
+Transport) and prove it by challenge and response, so that neither the key nor anything that could
+be used again crosses the wire:
 
-    magic (8) | connection id length (2) | secret (32) | connection id
+    sender    magic (8) | connection id length (2) | sender's challenge (32) | connection id
+    receiver  receiver's challenge (32) | proof (32)
+    sender    proof (32)
+    receiver  1
 
-and, once that is accepted, sends one frame per operation:
+A proof is HMAC-SHA256, under the key, over the side's name and both challenges. Then the sender
+sends one frame per operation:
 
     magic (8) | frame number (8) | number of pages (4) | bytes of a page (8) | pages
 
-All integers are big-endian. A frame that the receiver does not expect breaks the connection.
+All integers are big-endian. A frame that the receiver does not expect breaks the connection. What
+follows the handshake is neither encrypted nor authenticated: see docs/security.md.
 """
 
 import asyncio
@@ -31,18 +37,23 @@ from kv_cache.page_storage import PageBytes, PageStorage
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
 from observability.logs import fields
+from protos.addresses import join_address
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SECRET_BYTES = 32
+CHALLENGE_BYTES = 32
+PROOF_BYTES = 32
+MAX_ID_BYTES = 256  # of a connection id; ours have 32
 MAX_HANDSHAKE_S = 5.0
+MAX_GREETINGS = 64  # connections that have not proven themselves; the oldest gives way
 ACCEPT_PAUSE_S = 0.1  # after a failed accept
+MAX_OFFER_BYTES = 1024
 CHUNK_BYTES = 8 << 20  # copied out of or into the storage at a time
 
-_HELLO = struct.Struct(f"!8sH{SECRET_BYTES}s")
-_HELLO_MAGIC = b"PWHELLO1"
+_HELLO = struct.Struct(f"!8sH{CHALLENGE_BYTES}s")
+_HELLO_MAGIC = b"PWHELLO2"
 _FRAME = struct.Struct("!8sQIQ")
 _FRAME_MAGIC = b"PWFRAME1"
 _ACCEPTED = b"\x01"
@@ -53,7 +64,7 @@ class TcpTransport:
 
     Args:
         host: Address to listen on, and for senders to connect to.
-        random_bytes: Makes the secrets.
+        random_bytes: Makes the challenges.
         run_blocking: Runs the copies between storage and host memory.
     """
 
@@ -73,22 +84,21 @@ class TcpTransport:
         self._run_blocking = run_blocking
         self._listener: socket.socket | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._greetings: set[asyncio.Task[None]] = set()
-        # connection_id |-> (secret, the accepted socket)
+        self._greetings: dict[asyncio.Task[None], None] = {}  # oldest first
+        # connection_id |-> (key, the accepted socket)
         self._offers: dict[str, tuple[bytes, asyncio.Future[socket.socket]]] = {}
         self._connections: list[TcpConnection] = []
 
-    def offer(self, connection_id: str) -> bytes:
+    def offer(self, connection_id: str, key: bytes) -> bytes:
         loop = asyncio.get_running_loop()
         if self._listener is None:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             self._listener = socket.create_server((self._host, 0), family=family)
             self._listener.setblocking(False)
             self._listening = loop.create_task(self._listen(self._listener))
-        secret = self._random_bytes(SECRET_BYTES)
-        self._offers[connection_id] = (secret, loop.create_future())
+        self._offers[connection_id] = (key, loop.create_future())
         port = self._listener.getsockname()[1]
-        return json.dumps({"host": self._host, "port": port, "secret": secret.hex()}).encode()
+        return json.dumps({"host": self._host, "port": port}).encode()
 
     async def accept(self, connection_id: str, deadline: float) -> "TcpConnection":
         _, accepted = self._offers[connection_id]
@@ -105,11 +115,11 @@ class TcpTransport:
             self._offers.pop(connection_id, None)
         return self._connection(connection_id, sock)
 
-    async def connect(self, connection_id: str, offer: bytes, deadline: float) -> "TcpConnection":
-        host, port, secret = _parse_offer(offer)
+    async def connect(
+        self, connection_id: str, offer: bytes, key: bytes, deadline: float
+    ) -> "TcpConnection":
+        host, port = _parse_offer(offer)
         loop = asyncio.get_running_loop()
-        encoded = connection_id.encode()
-        hello = _HELLO.pack(_HELLO_MAGIC, len(encoded), secret) + encoded
         sock: socket.socket | None = None
         try:
             async with asyncio.timeout_at(deadline):
@@ -118,14 +128,14 @@ class TcpTransport:
                 sock = socket.socket(family, kind, protocol)
                 sock.setblocking(False)
                 await loop.sock_connect(sock, address)
-                await loop.sock_sendall(sock, hello)
-                if await loop.sock_recv(sock, 1) != _ACCEPTED:
-                    raise ConnectionBroken(f"the receiver refused connection {connection_id!r}")
+                await self._introduce(sock, connection_id, key)
         except BaseException as error:
             if sock is not None:
                 sock.close()
-            if isinstance(error, (OSError, TimeoutError)):
-                message = f"no TCP connection to {host}:{port}: {str(error) or 'no answer in time'}"
+            # A host that is no name at all is a ValueError.
+            if isinstance(error, (OSError, TimeoutError, ValueError)):
+                reason = str(error) or "no answer in time"
+                message = f"no TCP connection to {join_address(host, port)}: {reason}"
                 raise ConnectionBroken(message) from error
             raise
         return self._connection(connection_id, sock)
@@ -158,26 +168,45 @@ class TcpTransport:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             sock.setblocking(False)
+            if len(self._greetings) >= MAX_GREETINGS:
+                # A genuine one takes two round trips; the oldest is a stranger, or too slow.
+                next(iter(self._greetings)).cancel()
             greeting = loop.create_task(self._greet(sock))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
+            self._greetings[greeting] = None
+            greeting.add_done_callback(self._greetings.pop)
+            await asyncio.sleep(0)  # it begins, so that a cancellation closes its socket
+
+    async def _introduce(self, sock: socket.socket, connection_id: str, key: bytes) -> None:
+        """Prove the key to the receiver, which must prove it, too."""
+        loop = asyncio.get_running_loop()
+        encoded, own = connection_id.encode(), self._random_bytes(CHALLENGE_BYTES)
+        if len(encoded) > MAX_ID_BYTES:
+            raise ConnectionBroken(
+                f"the connection id has {len(encoded)} bytes, allowed are {MAX_ID_BYTES}"
+            )
+        await loop.sock_sendall(sock, _HELLO.pack(_HELLO_MAGIC, len(encoded), own) + encoded)
+        try:
+            answer = await _read_bytes(sock, CHALLENGE_BYTES + PROOF_BYTES)
+            theirs, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
+            if not hmac.compare_digest(proof, _proof(key, b"receiver", own, theirs)):
+                raise ConnectionBroken("its proof is not genuine")
+            await loop.sock_sendall(sock, _proof(key, b"sender", own, theirs))
+            await _read_bytes(sock, len(_ACCEPTED))
+        except ConnectionBroken as error:
+            message = f"the receiver refused connection {connection_id!r}: {error}"
+            raise ConnectionBroken(message) from error
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Hand the socket to the offer that it knows the secret of, or close it."""
+        """Hand the socket to the offer whose key it proves, or close it."""
         is_taken = False
         try:
             async with asyncio.timeout(MAX_HANDSHAKE_S):
-                header = await _read_bytes(sock, _HELLO.size)
-                magic, id_length, secret = _HELLO.unpack(header)
-                if magic != _HELLO_MAGIC:
-                    return
-                connection_id = (await _read_bytes(sock, id_length)).decode(errors="replace")
-                offer = self._offers.get(connection_id)
-                if offer is None or not hmac.compare_digest(secret, offer[0]):
+                offer = await self._proven_offer(sock)
+                if offer is None or offer.done():
                     return
                 await asyncio.get_running_loop().sock_sendall(sock, _ACCEPTED)
-                if not offer[1].done():
-                    offer[1].set_result(sock)
+                if not offer.done():
+                    offer.set_result(sock)
                     is_taken = True
         except (OSError, TimeoutError, ConnectionBroken):
             # A stranger, or a sender that left: whoever waits for the offer has a deadline.
@@ -185,6 +214,22 @@ class TcpTransport:
         finally:
             if not is_taken:
                 sock.close()
+
+    async def _proven_offer(self, sock: socket.socket) -> "asyncio.Future[socket.socket] | None":
+        """Return the offer whose key the other side proves; none: it is a stranger."""
+        magic, id_length, theirs = _HELLO.unpack(await _read_bytes(sock, _HELLO.size))
+        if magic != _HELLO_MAGIC or id_length > MAX_ID_BYTES:
+            return None
+        connection_id = (await _read_bytes(sock, id_length)).decode(errors="replace")
+        key, accepted = self._offers.get(connection_id, (b"", None))
+        if accepted is None:
+            return None
+        own = self._random_bytes(CHALLENGE_BYTES)
+        answer = own + _proof(key, b"receiver", theirs, own)
+        await asyncio.get_running_loop().sock_sendall(sock, answer)
+        proof = await _read_bytes(sock, PROOF_BYTES)
+        is_genuine = hmac.compare_digest(proof, _proof(key, b"sender", theirs, own))
+        return accepted if is_genuine else None
 
 
 class TcpConnection:
@@ -277,16 +322,26 @@ class TcpConnection:
             raise
 
 
-def _parse_offer(offer: bytes) -> tuple[str, int, bytes]:
+def _proof(key: bytes, side: bytes, of_sender: bytes, of_receiver: bytes) -> bytes:
+    """Return what a side proves the key with: HMAC of its name and both challenges."""
+    return hmac.digest(key, side + of_sender + of_receiver, "sha256")
+
+
+def _parse_offer(offer: bytes) -> tuple[str, int]:
+    """Return host and port of an offer."""
+    wrong = ConnectionBroken("the offer is not one of TCP: host and port")
+    if len(offer) > MAX_OFFER_BYTES:
+        raise wrong
     try:
         fields = json.loads(offer)
-        host, port, secret = str(fields["host"]), int(fields["port"]), fields["secret"]
-        parsed = bytes.fromhex(secret)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConnectionBroken("the offer is not one of TCP: host, port and secret") from error
-    if not 0 < port < 1 << 16 or len(parsed) != SECRET_BYTES:
-        raise ConnectionBroken(f"the offer names port {port} and {len(parsed)} secret bytes")
-    return host, port, parsed
+        host, port = fields["host"], fields["port"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise wrong from None
+    if not isinstance(host, str) or type(port) is not int:
+        raise wrong
+    if not 0 < port < 1 << 16:
+        raise ConnectionBroken(f"the offer names port {port}")
+    return host, port
 
 
 async def _read_bytes(sock: socket.socket, num_bytes: int) -> bytes:

@@ -42,12 +42,16 @@ class Connection(Protocol):
 
 
 class Transport(Protocol):
-    """Makes connections for one worker's storage."""
+    """Makes connections for one worker's storage.
+
+    A connection has a key of 32 bytes that only its two sides can derive. A transport that takes
+    connections from the network lets in only who proves to know it.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def offer(self, connection_id: str) -> bytes:
+    def offer(self, connection_id: str, key: bytes) -> bytes:
         """Receiver: begin a connection; returns what the sender needs to find it."""
         ...
 
@@ -59,7 +63,9 @@ class Transport(Protocol):
         """
         ...
 
-    async def connect(self, connection_id: str, offer: bytes, deadline: float) -> Connection:
+    async def connect(
+        self, connection_id: str, offer: bytes, key: bytes, deadline: float
+    ) -> Connection:
         """Sender: complete the connection that the receiver offered; raises as accept does."""
         ...
 

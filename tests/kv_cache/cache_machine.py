@@ -290,17 +290,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release_quarantine(transfer.quarantined)
 
     @precondition(lambda self: any(not s.is_incoming or s.is_filled for s in self.oracle.sequences))
-    @rule(pick=pick_strategy, first=pick_strategy, count=pick_strategy)
-    def lease(self, pick: int, first: int, count: int) -> None:
+    @rule(pick=pick_strategy, count=pick_strategy)
+    def lease(self, pick: int, count: int) -> None:
         sendable = [seq for seq in self.oracle.sequences if not seq.is_incoming or seq.is_filled]
         seq = sendable[pick % len(sendable)]
-        first %= len(seq.page_ids)
-        count = count % (len(seq.page_ids) - first) + 1
+        count = count % len(seq.page_ids) + 1
 
-        lease = self.cache.lease(seq.pages, first, count)
+        lease = self.cache.lease(seq.pages, count)
 
-        assert list(lease.page_ids) == seq.page_ids[first : first + count]
-        self.oracle.leases.append(ModelLease(lease=lease, pinned=seq.page_ids[: first + count]))
+        assert list(lease.page_ids) == seq.page_ids[:count]
+        self.oracle.leases.append(ModelLease(lease=lease, pinned=seq.page_ids[:count]))
 
     @precondition(lambda self: self.oracle.leases)
     @rule(pick=pick_strategy)

@@ -72,11 +72,15 @@ def test_others_wait_for_pending_pages_and_get_them_chunk_by_chunk() -> None:
     tokens = list(range(13))
     seq = cache.reserve(tokens, incoming=True)
 
-    assert cache.match(tokens) == PrefixMatch(num_ready_pages=0, num_pending_pages=3)
+    last = seq.page_ids[2]
+    assert cache.match(tokens) == PrefixMatch(
+        num_ready_pages=0, num_pending_pages=3, last_pending_page=last
+    )
     cache.commit(seq, 2)
-    assert cache.match(tokens) == PrefixMatch(num_ready_pages=2, num_pending_pages=1)
+    two_ready = PrefixMatch(num_ready_pages=2, num_pending_pages=1, last_pending_page=last)
+    assert cache.match(tokens) == two_ready
     cache.commit(seq, 1)  # a late duplicate
-    assert cache.match(tokens) == PrefixMatch(num_ready_pages=2, num_pending_pages=1)
+    assert cache.match(tokens) == two_ready
     cache.commit(seq, 4)
     assert cache.match(tokens) == PrefixMatch(num_ready_pages=3, num_pending_pages=0)
     assert seq.num_committed_pages == 4
@@ -308,12 +312,12 @@ def test_fork_refuses_pages_that_are_not_computed() -> None:
 def test_lease_pins_pages_beyond_the_sequence() -> None:
     cache = build_cache(5)
     seq = serve(cache, list(range(18)))
-    lease = cache.lease(seq, 3, 2)
-    assert list(lease.page_ids) == seq.page_ids[3:]
+    lease = cache.lease(seq, 5)
+    assert list(lease.page_ids) == seq.page_ids
 
     cache.release(seq)
 
-    # The last page is partial and private; the first ones are the prefix of what is pinned.
+    # The last page is partial and private, the others are in the tree.
     assert cache.pool.counts().leased == 5
     with pytest.raises(OutOfPages):
         cache.reserve([99], incoming=False)
@@ -328,13 +332,31 @@ def test_lease_pins_pages_beyond_the_sequence() -> None:
 def test_lease_before_the_pages_are_computed_ends_with_them_free() -> None:
     cache = build_cache()
     seq = cache.reserve(list(range(10)), incoming=False)
-    lease = cache.lease(seq, 0, 3)
+    lease = cache.lease(seq, 3)
     cache.release(seq)
     assert cache.pool.counts().leased == 3
     assert cache.match(list(range(10))).num_pending_pages == 0
     cache.release_lease(lease)
     assert cache.pool.counts().free == 16
     cache.check_integrity()
+
+
+def test_pages_that_settle_are_told_whether_they_are_ready_or_gone() -> None:
+    cache = build_cache()
+    committed = cache.reserve(list(range(13)), incoming=True)
+    aborted = cache.reserve([99, *range(12)], incoming=True)
+    assert cache.drain_settled() == []
+
+    cache.commit(committed, 2)
+    cache.abort(aborted, quarantine=True)
+
+    first, second, third = committed.page_ids[:3]
+    gone = cache.drain_settled()
+    assert gone[:2] == [first, second]
+    assert len(gone) == 5
+    assert cache.drain_settled() == []
+    cache.commit(committed, 4)
+    assert cache.drain_settled() == [third], "the last page is partial: nobody waits for it"
 
 
 def test_tenants_share_nothing() -> None:

@@ -79,20 +79,18 @@ def eviction_sends_no_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_pin_nothing(patch: pytest.MonkeyPatch) -> None:
-    def lease(self: PrefixCache, seq: SequencePages, first_page: int, num_pages: int) -> Lease:
-        page_ids = tuple(seq.page_ids[first_page : first_page + num_pages])
-        return Lease(lease_id=0, page_ids=page_ids)
+    def lease(self: PrefixCache, seq: SequencePages, num_pages: int) -> Lease:
+        return Lease(lease_id=0, page_ids=tuple(seq.page_ids[:num_pages]))
 
     patch.setattr(PrefixCache, "lease", lease)
 
 
-def leases_pin_no_prefix(patch: pytest.MonkeyPatch) -> None:
-    def lease(self: PrefixCache, seq: SequencePages, first_page: int, num_pages: int) -> Lease:
-        page_ids = tuple(seq.page_ids[first_page : first_page + num_pages])
-        self.pool.lease(page_ids)
-        self._num_leases += 1
-        self._leases[self._num_leases] = page_ids
-        return Lease(lease_id=self._num_leases, page_ids=page_ids)
+def leases_pin_all_but_one(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.lease
+
+    def lease(self: PrefixCache, seq: SequencePages, num_pages: int) -> Lease:
+        pinned = original(self, seq, num_pages - 1)
+        return Lease(lease_id=pinned.lease_id, page_ids=tuple(seq.page_ids[:num_pages]))
 
     patch.setattr(PrefixCache, "lease", lease)
 
@@ -234,7 +232,7 @@ def insert_keeps_its_own_copy(patch: pytest.MonkeyPatch) -> None:
         eviction_forgets_leaves,
         eviction_sends_no_event,
         leases_pin_nothing,
-        leases_pin_no_prefix,
+        leases_pin_all_but_one,
         lease_ends_twice,
         a_reference_leaks,
         double_free_is_accepted,

@@ -75,11 +75,13 @@ async def _serve(pipe: Pipe, device: int, seed: int, staging_bytes: int) -> None
         try:
             match command, arguments:
                 case "offer", (connection_id,):
-                    answer = transport.offer(connection_id)
+                    answer = transport.offer(connection_id, b"")
                 case "accept", (connection_id,):
                     connection = await transport.accept(connection_id, loop.time() + 30)
                 case "connect", (connection_id, offer):
-                    connection = await transport.connect(connection_id, offer, loop.time() + 30)
+                    connection = await transport.connect(
+                        connection_id, offer, b"", loop.time() + 30
+                    )
                 case "send", (page_ids, seconds):
                     assert connection is not None
                     await connection.send(page_ids, loop.time() + seconds)

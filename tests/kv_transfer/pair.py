@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,13 +11,15 @@ from kv_transfer.connections import AcceptedConnections, ConnectionPool
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import run_inline
 from kv_transfer.errors import ConnectionBroken
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.messages import Ticket
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport import Connection
-from llm_engine.fake_engine import FakePageStorage
+from tests.support.fake_engine import FakePageStorage
+from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 
+KEY = bytes(range(32))  # of every connection
+RECEIVER = ("decode-0", 9)
 TICKET = Ticket(transfer_id=b"t" * 16, attempt=0, sender_incarnation=7, receiver_incarnation=9)
 DEADLINES = TransferDeadlines(
     grant_s=1, chunk_s=5, slot_s=5, post_s=1, transfer_s=2, digest_s=5, ack_s=5, abort_s=4
@@ -43,7 +45,11 @@ class Workers:
         self.sender_transport = LoopbackTransport(network, self.source)
         self.receiver_transport = LoopbackTransport(network, self.target)
         ids = iter(range(1000))
-        self.pool = ConnectionPool([self.receiver_transport], random_id=lambda: f"c{next(ids)}")
+        self.pool = ConnectionPool(
+            [self.receiver_transport],
+            random_id=lambda: f"c{next(ids)}",
+            key_of=lambda peer_key, connection_id: KEY,
+        )
         self.accepted = AcceptedConnections([self.sender_transport])
         self.num_connects = 0
 
@@ -54,15 +60,16 @@ class Workers:
         async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
             self.num_connects += 1
             await self.accepted.connect(
-                peer_name="decode-0",
+                peer_key=RECEIVER,
                 connection_id=connection_id,
                 transport_name=transport_name,
                 offer=offer,
+                key=KEY,
                 deadline=deadline,
             )
 
         connection, lock = await self.pool.get(("prefill-0", 7), call, deadline)
-        return connection, lock, self.accepted.get(connection.connection_id)
+        return connection, lock, self.accepted.get(RECEIVER, connection.connection_id)
 
 
 class Stream:
@@ -72,7 +79,7 @@ class Stream:
         self.delay_s = delay_s
         self.is_cut = False
         self.seen: list[object] = []
-        self.deliver: Callable[..., Awaitable[None]] | None = None
+        self.deliver: Callable[..., None] | None = None
         self.drop: Callable[[object], bool] = lambda message: False
         self._tail: asyncio.Task[None] | None = None
 
@@ -89,7 +96,7 @@ class Stream:
             await before
         if not self.is_cut:
             assert self.deliver is not None
-            await self.deliver(message)
+            self.deliver(message)
 
 
 class Attempt:
@@ -139,12 +146,12 @@ class Attempt:
             deadlines=deadlines,
             run_blocking=run_inline,
         )
-        self.to_receiver.deliver = self.receiver.handle
-        self.to_sender.deliver = self.sender.handle
+        self.to_receiver.deliver = self.receiver.driver.post
+        self.to_sender.deliver = self.sender.driver.post
 
     async def compute(self) -> None:
         """Play the sender's engine."""
-        await self.sender.grant()
+        self.sender.grant()
         for first in range(self.first_page, len(self.source_pages), self.chunk_pages):
             await asyncio.sleep(self.compute_s)
             pages = self.source_pages[first : first + self.chunk_pages]
@@ -158,7 +165,9 @@ class Attempt:
         )
 
     async def wait_quiescent(self) -> None:
-        await asyncio.gather(self.receiver.wait_quiescent(), self.sender.wait_quiescent())
+        await asyncio.gather(
+            self.receiver.driver.wait_quiescent(), self.sender.driver.wait_quiescent()
+        )
 
     def is_equal(self, num_pages: int) -> bool:
         """Tell whether the first pages arrived unchanged."""

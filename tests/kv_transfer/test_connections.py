@@ -8,8 +8,8 @@ import pytest
 
 from kv_transfer.connections import AcceptedConnections, ConnectionPool
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
-from tests.kv_transfer.pair import Workers, make_storage
+from tests.kv_transfer.pair import KEY, RECEIVER, Workers, make_storage
+from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.virtual_time import run_virtual
 
 
@@ -41,7 +41,7 @@ def test_a_broken_connection_is_made_anew() -> None:
         await first.abort()
 
         with pytest.raises(ConnectionBroken, match="Connect again"):
-            workers.accepted.get(first.connection_id)
+            workers.accepted.get(RECEIVER, first.connection_id)
         second, _, _ = await workers.connect()
 
         assert second is not first
@@ -63,7 +63,7 @@ def test_dropping_aborts_both_views_of_the_connection() -> None:
 
         assert connection.is_broken
         with pytest.raises(ConnectionBroken):
-            workers.accepted.get(connection.connection_id)
+            workers.accepted.get(RECEIVER, connection.connection_id)
 
     run(scenario)
 
@@ -75,10 +75,11 @@ def test_a_new_incarnation_of_the_peer_gets_a_new_connection() -> None:
 
         async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
             await workers.accepted.connect(
-                peer_name="decode-0",
+                peer_key=RECEIVER,
                 connection_id=connection_id,
                 transport_name=transport_name,
                 offer=offer,
+                key=KEY,
                 deadline=5,
             )
 
@@ -156,10 +157,11 @@ def test_one_caller_that_leaves_does_not_end_the_set_up_of_others() -> None:
             started.set()
             await asyncio.sleep(0.5)
             await workers.accepted.connect(
-                peer_name="decode-0",
+                peer_key=RECEIVER,
                 connection_id=connection_id,
                 transport_name=transport_name,
                 offer=offer,
+                key=KEY,
                 deadline=5,
             )
 
@@ -183,6 +185,7 @@ def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
         pool = ConnectionPool(
             [OtherTransport(network, target), LoopbackTransport(network, target)],
             random_id=lambda: next(ids),
+            key_of=lambda peer_key, connection_id: KEY,
         )
         accepted = AcceptedConnections([LoopbackTransport(network, source)])
         tried = []
@@ -190,17 +193,55 @@ def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
         async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
             tried.append(transport_name)
             await accepted.connect(
-                peer_name="decode-0",
+                peer_key=RECEIVER,
                 connection_id=connection_id,
                 transport_name=transport_name,
                 offer=offer,
+                key=KEY,
                 deadline=5,
             )
 
         connection, _ = await pool.get(("prefill-0", 7), call, 5)
 
         assert tried == ["other", "loopback"]
-        assert accepted.get(connection.connection_id).connection_id == connection.connection_id
+        assert (
+            accepted.get(RECEIVER, connection.connection_id).connection_id
+            == connection.connection_id
+        )
+
+    run(scenario)
+
+
+def test_a_connection_serves_only_the_receiver_that_made_it() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        connection, _, sending = await workers.connect()
+
+        for other in (("decode-1", 9), ("decode-0", 10)):
+            with pytest.raises(ConnectionBroken, match="call Connect first"):
+                workers.accepted.get(other, connection.connection_id)
+
+        assert workers.accepted.get(RECEIVER, connection.connection_id) is sending
+
+    run(scenario)
+
+
+def test_sides_with_different_keys_are_not_connected() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+
+        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
+            await workers.accepted.connect(
+                peer_key=RECEIVER,
+                connection_id=connection_id,
+                transport_name=transport_name,
+                offer=offer,
+                key=bytes(32),
+                deadline=5,
+            )
+
+        with pytest.raises(ConnectionBroken, match="key"):
+            await workers.pool.get(("prefill-0", 7), call, 5)
 
     run(scenario)
 
@@ -211,9 +252,14 @@ def test_an_unknown_transport_or_connection_is_named() -> None:
 
         with pytest.raises(TransportRefused, match=r"'nccl' is not offered, only \['loopback'\]"):
             await accepted.connect(
-                peer_name="d", connection_id="x", transport_name="nccl", offer=b"", deadline=1
+                peer_key=RECEIVER,
+                connection_id="x",
+                transport_name="nccl",
+                offer=b"",
+                key=KEY,
+                deadline=1,
             )
         with pytest.raises(ConnectionBroken, match="no connection 'x'"):
-            accepted.get("x")
+            accepted.get(RECEIVER, "x")
 
     run(scenario)

@@ -11,10 +11,10 @@ import pytest
 
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch
-from kv_transfer.loopback import LoopbackNetwork
-from kv_transfer.nccl import NcclConnection, NcclTransport
+from kv_transfer.nccl import _OFFER, NcclConnection, NcclTransport
 from kv_transfer.polling_thread import PollingThread, Steps
 from tests.kv_transfer.pair import Attempt, Workers, make_storage, shuffled
+from tests.support.loopback import LoopbackNetwork
 
 
 class HostLink:
@@ -83,9 +83,9 @@ class Pair:
         self.receiver = NcclTransport(self.target, make_device=lambda *_: self.devices[1])
 
     async def connect(self) -> tuple[NcclConnection, NcclConnection]:
-        offer = self.receiver.offer("c0")
+        offer = self.receiver.offer("c0", b"")
         receiving, sending = await asyncio.gather(
-            self.receiver.accept("c0", soon()), self.sender.connect("c0", offer, soon())
+            self.receiver.accept("c0", soon()), self.sender.connect("c0", offer, b"", soon())
         )
         return receiving, sending
 
@@ -164,7 +164,7 @@ def test_a_hanging_peer_ends_at_the_deadline_and_abort_runs_beside_the_event_loo
 def test_a_peer_that_never_comes_aborts_the_set_up() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            pair.receiver.offer("c0")
+            pair.receiver.offer("c0", b"")
 
             with pytest.raises(ConnectionBroken, match="deadline"):
                 await pair.receiver.accept("c0", soon(0.05))
@@ -179,12 +179,27 @@ def test_another_nccl_version_is_refused_before_the_set_up() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             pair.devices[0].nccl_version = 22907
-            offer = pair.receiver.offer("c0")
+            offer = pair.receiver.offer("c0", b"")
 
             with pytest.raises(LayoutMismatch, match=r"22809.*22907"):
-                await pair.sender.connect("c0", offer, soon())
+                await pair.sender.connect("c0", offer, b"", soon())
             with pytest.raises(ConnectionBroken, match="offer has 3 bytes"):
-                await pair.sender.connect("c0", b"abc", soon())
+                await pair.sender.connect("c0", b"abc", b"", soon())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_pages", [0, 2**32 - 1])
+def test_a_message_that_the_staging_buffer_cannot_hold_is_refused(num_pages: int) -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            offer = pair.receiver.offer("c0", b"")
+            unique_id, version, _, page_bytes = _OFFER.unpack(offer)
+            forged = _OFFER.pack(unique_id, version, num_pages, page_bytes)
+
+            with pytest.raises(LayoutMismatch, match=f"{num_pages} pages"):
+                await pair.sender.connect("c0", forged, b"", soon())
+            assert not pair.devices[0].links, "nothing was allocated"
 
     run(scenario)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -15,9 +16,17 @@ import pytest
 
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import ConnectionBroken, DigestMismatch, TransferError
-from kv_transfer.loopback import LoopbackNetwork
-from kv_transfer.tcp import TcpConnection, TcpTransport
-from tests.kv_transfer.pair import Attempt, Workers, make_storage, shuffled
+from kv_transfer.tcp import (
+    CHALLENGE_BYTES,
+    MAX_GREETINGS,
+    MAX_ID_BYTES,
+    PROOF_BYTES,
+    TcpConnection,
+    TcpTransport,
+)
+from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
+from tests.support.ipv6 import needs_ipv6
+from tests.support.loopback import LoopbackNetwork
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,23 +40,23 @@ def soon(seconds: float = 5.0) -> float:
 
 
 class Pair:
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
         self.source, self.target = make_storage(64, 1), make_storage(64, 2)
-        self.sender = TcpTransport(self.source, host="127.0.0.1")
-        self.receiver = TcpTransport(self.target, host="127.0.0.1")
+        self.sender = TcpTransport(self.source, host=host)
+        self.receiver = TcpTransport(self.target, host=host)
 
     async def connect(self, connection_id: str = "c0") -> tuple[TcpConnection, TcpConnection]:
-        offer = self.receiver.offer(connection_id)
+        offer = self.receiver.offer(connection_id, KEY)
         receiving, sending = await asyncio.gather(
             self.receiver.accept(connection_id, soon()),
-            self.sender.connect(connection_id, offer, soon()),
+            self.sender.connect(connection_id, offer, KEY, soon()),
         )
         return receiving, sending
 
 
 @asynccontextmanager
-async def a_pair() -> AsyncIterator[Pair]:
-    pair = Pair()
+async def a_pair(host: str = "127.0.0.1") -> AsyncIterator[Pair]:
+    pair = Pair(host)
     try:
         yield pair
     finally:
@@ -125,20 +134,23 @@ def test_whole_transfers_run_over_tcp_and_find_damage() -> None:
     run(scenario)
 
 
-def test_a_wrong_secret_is_refused_and_the_right_one_still_works() -> None:
+OTHER_KEY = bytes(32)
+
+
+def test_a_wrong_key_or_id_is_refused_and_the_right_one_still_works() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            offer = pair.receiver.offer("c0")
+            offer = pair.receiver.offer("c0", KEY)
             accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
-            fields = json.loads(offer)
-            forged = json.dumps(fields | {"secret": "00" * 32}).encode()
 
-            with pytest.raises(ConnectionBroken, match="refused"):
-                await pair.sender.connect("c0", forged, soon())
-            with pytest.raises(ConnectionBroken, match="refused"):
-                await pair.sender.connect("c1", offer, soon())
+            with pytest.raises(ConnectionBroken, match=r"refused .* not genuine"):
+                await pair.sender.connect("c0", offer, OTHER_KEY, soon())
+            with pytest.raises(ConnectionBroken, match=r"refused .* closed"):
+                await pair.sender.connect("c1", offer, KEY, soon())
+            with pytest.raises(ConnectionBroken, match="has 70000 bytes, allowed are 256"):
+                await pair.sender.connect("c" * 70000, offer, KEY, soon())
             assert not accepting.done()
-            sending = await pair.sender.connect("c0", offer, soon())
+            sending = await pair.sender.connect("c0", offer, KEY, soon())
             receiving = await accepting
 
             await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
@@ -147,16 +159,160 @@ def test_a_wrong_secret_is_refused_and_the_right_one_still_works() -> None:
     run(scenario)
 
 
+async def wire_tap(port: int) -> tuple[asyncio.Server, int, list[bytes]]:
+    """Relay connections to a port; returns the relay, its port, and what senders sent."""
+    sent: list[bytes] = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def copy_back() -> None:
+            while some := await up_reader.read(4096):
+                writer.write(some)
+            writer.close()
+
+        copying = asyncio.create_task(copy_back())
+        while some := await reader.read(4096):
+            sent.append(some)
+            up_writer.write(some)
+        up_writer.close()
+        await copying
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    return server, server.sockets[0].getsockname()[1], sent
+
+
+def test_what_an_observer_saw_of_a_handshake_opens_nothing() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            port = json.loads(pair.receiver.offer("c0", KEY))["port"]
+            tap, tapped_port, sent = await wire_tap(port)
+            # The same challenges, as if the sender were asked for the very same connection again.
+            pair.sender._random_bytes = lambda num_bytes: b"s" * num_bytes
+            tapped = json.dumps({"host": "127.0.0.1", "port": tapped_port}).encode()
+            accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
+            sending = await pair.sender.connect("c0", tapped, KEY, soon())
+            await (await accepting).abort()
+            await sending.abort()
+            handshake = b"".join(sent)
+            assert KEY not in handshake
+
+            pair.receiver.offer("c0", KEY)
+            accepting = asyncio.create_task(pair.receiver.accept("c0", soon(0.3)))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(handshake)
+
+            answer = await reader.read()  # until the receiver closes
+            assert len(answer) == CHALLENGE_BYTES + PROOF_BYTES, "nothing was accepted"
+            with pytest.raises(ConnectionBroken, match="in time"):
+                await accepting
+            writer.close()
+            tap.close()
+
+    run(scenario)
+
+
+def test_a_sender_sends_no_page_to_a_receiver_that_does_not_know_the_key() -> None:
+    async def scenario() -> None:
+        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            hello = await reader.read(1000)
+            writer.write(hello[10:42] + bytes(PROOF_BYTES) + b"\x01")  # reflects the challenge
+
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with a_pair() as pair:
+            offer = json.dumps({"host": "127.0.0.1", "port": port}).encode()
+
+            with pytest.raises(ConnectionBroken, match="not genuine"):
+                await pair.sender.connect("c0", offer, KEY, soon())
+        server.close()
+
+    run(scenario)
+
+
+def test_strangers_that_stay_silent_keep_no_place_from_a_sender() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            port = json.loads(pair.receiver.offer("c0", KEY))["port"]
+            strangers = [
+                await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_GREETINGS + 20)
+            ]
+            while len(pair.receiver._greetings) < MAX_GREETINGS:
+                await asyncio.sleep(0.01)
+
+            receiving, sending = await pair.connect("c1")
+
+            assert len(pair.receiver._greetings) <= MAX_GREETINGS
+            assert await asyncio.wait_for(strangers[0][0].read(), 1) == b"", "the oldest left"
+            await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+            for _, writer in strangers:
+                writer.close()
+
+    run(scenario)
+
+
+@needs_ipv6
+def test_pages_move_over_ipv6() -> None:
+    async def scenario() -> None:
+        async with a_pair("::1") as pair:
+            receiving, sending = await pair.connect()
+            await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+            assert (pair.source.export_pages([1]) == pair.target.export_pages([2])).all()
+        nobody = json.dumps({"host": "::1", "port": 1}).encode()
+        with pytest.raises(ConnectionBroken, match=r"no TCP connection to \[::1\]:1: "):
+            await pair.sender.connect("c0", nobody, KEY, soon())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": float("inf")},
+        {"port": 0},
+        {"port": 2**40},
+        {"port": True},
+        {"port": [[]]},
+        {"host": None},
+        {"host": ""},
+        {"host": "\0"},
+        {"host": "a" * 300},
+        {"host": ".".join(["a" * 64] * 2)},
+    ],
+    ids=lambda change: str(change)[:24],
+)
+def test_an_offer_with_a_field_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            offer = json.dumps(json.loads(pair.receiver.offer("c0", KEY)) | change).encode()
+            with pytest.raises(ConnectionBroken):
+                await pair.sender.connect("c0", offer, KEY, soon())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "offer", [b"[" * 100_000, b"{" * 1000, b"\xff", b"[]", b"1e999", b"", b'{"host": "h"}'], ids=len
+)
+def test_bytes_that_are_no_offer_are_refused(offer: bytes) -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            with pytest.raises(ConnectionBroken, match="not one of TCP"):
+                await pair.sender.connect("c0", offer, KEY, soon())
+
+    run(scenario)
+
+
 def test_an_offer_is_good_for_one_connection() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            offer = pair.receiver.offer("c0")
+            offer = pair.receiver.offer("c0", KEY)
             accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
-            await pair.sender.connect("c0", offer, soon())
+            await pair.sender.connect("c0", offer, KEY, soon())
             await accepting
 
             with pytest.raises(ConnectionBroken, match="refused"):
-                await pair.sender.connect("c0", offer, soon())
+                await pair.sender.connect("c0", offer, KEY, soon())
 
     run(scenario)
 
@@ -167,15 +323,16 @@ def test_an_offer_is_good_for_one_connection() -> None:
         b"",
         b"[]",
         b'{"host": "x"}',
-        b'{"host": "127.0.0.1", "port": 0, "secret": "00"}',
-        b'{"host": "127.0.0.1", "port": 1, "secret": "zz"}',
+        b'{"host": "127.0.0.1", "port": 0}',
+        b'{"host": "127.0.0.1", "port": 70000}',
+        b'{"host": "127.0.0.1", "port": "x"}',
     ],
 )
 def test_a_malformed_offer_is_named(offer: bytes) -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             with pytest.raises(ConnectionBroken, match="offer"):
-                await pair.sender.connect("c0", offer, soon())
+                await pair.sender.connect("c0", offer, KEY, soon())
 
     run(scenario)
 
@@ -183,8 +340,9 @@ def test_a_malformed_offer_is_named(offer: bytes) -> None:
 def test_strangers_do_not_disturb_the_listener() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            port = json.loads(pair.receiver.offer("c0"))["port"]
-            for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100):
+            port = json.loads(pair.receiver.offer("c0", KEY))["port"]
+            long_id = struct.pack("!8sH32s", b"PWHELLO2", MAX_ID_BYTES + 1, b"") + b"c" * 65535
+            for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, long_id):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(greeting)
                 writer.close()
@@ -199,7 +357,7 @@ def test_strangers_do_not_disturb_the_listener() -> None:
 def test_nobody_connecting_ends_at_the_deadline() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            pair.receiver.offer("c0")
+            pair.receiver.offer("c0", KEY)
 
             with pytest.raises(ConnectionBroken, match="in time"):
                 await pair.receiver.accept("c0", soon(0.05))
@@ -291,7 +449,8 @@ from tests.kv_transfer.pair import make_storage
 async def main():
     transport = TcpTransport(make_storage(64, 1), host="127.0.0.1")
     loop = asyncio.get_running_loop()
-    connection = await transport.connect("c0", sys.argv[1].encode(), loop.time() + 5)
+    key, offer = bytes(range(32)), sys.argv[1].encode()
+    connection = await transport.connect("c0", offer, key, loop.time() + 5)
     export = connection._storage.export_pages
     def stall(page_ids):
         if page_ids != [0]:
@@ -310,7 +469,7 @@ asyncio.run(main())
 def test_a_killed_sender_breaks_the_receive_at_once() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            offer = pair.receiver.offer("c0").decode()
+            offer = pair.receiver.offer("c0", KEY).decode()
             process = subprocess.Popen(
                 [sys.executable, "-c", KILLED_SENDER, offer],
                 cwd=ROOT,

@@ -16,9 +16,9 @@ from kv_transfer.errors import (
     TransferError,
     TransferTimeout,
 )
-from kv_transfer.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
 from kv_transfer.messages import ChunkGo, ChunkPosted, ChunkReady, Granted
 from tests.kv_transfer.pair import DEADLINES, TICKET, Attempt, Workers, shuffled
+from tests.support.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
 from tests.support.virtual_time import run_virtual
 
 
@@ -55,8 +55,8 @@ def test_pages_arrive_unchanged_and_are_committed_in_order() -> None:
         assert attempt.committed == [4, 8, 10]
         assert attempt.acked == [(0, 4), (4, 4), (8, 2)]
         assert attempt.is_equal(10)
-        assert attempt.receiver.is_quiescent
-        assert attempt.sender.is_quiescent
+        assert attempt.receiver.driver.is_quiescent
+        assert attempt.sender.driver.is_quiescent
 
     run(scenario)
 
@@ -183,11 +183,11 @@ def test_a_late_write_lands_before_the_pages_are_quiescent_and_never_after() -> 
         before = workers.target.export_pages(range(64))
 
         await attempt.run()
-        assert not attempt.receiver.is_quiescent
+        assert not attempt.receiver.driver.is_quiescent
         assert (workers.target.export_pages(range(64)) == before).all()
-        await attempt.receiver.wait_quiescent()
+        await attempt.receiver.driver.wait_quiescent()
 
-        assert attempt.receiver.is_quiescent
+        assert attempt.receiver.driver.is_quiescent
         after = workers.target.export_pages(range(64))
         assert not (after == before).all()
         await asyncio.sleep(60)
@@ -207,9 +207,9 @@ def test_an_overdue_abort_keeps_the_pages_until_it_returns_but_frees_the_receive
         freed: list[str] = []
         for name, side in (("receiver", attempt.receiver), ("sender", attempt.sender)):
             with pytest.raises(ConnectionBroken, match="restart"):
-                await side.wait_quiescent()
-            assert not side.is_quiescent
-            side.call_when_quiescent(partial(freed.append, name))
+                await side.driver.wait_quiescent()
+            assert not side.driver.is_quiescent
+            side.driver.call_when_quiescent(partial(freed.append, name))
         assert not sides[1].locked()
         await asyncio.sleep(90.0)
         assert freed == []
@@ -218,7 +218,7 @@ def test_an_overdue_abort_keeps_the_pages_until_it_returns_but_frees_the_receive
 
         assert sorted(freed) == ["receiver", "sender"]
         await attempt.wait_quiescent()
-        attempt.receiver.call_when_quiescent(partial(freed.append, "again"))
+        attempt.receiver.driver.call_when_quiescent(partial(freed.append, "again"))
         assert freed[-1] == "again", "at once when it is quiet already"
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -237,7 +237,7 @@ def test_a_killed_sender_costs_one_deadline_and_the_next_one_delivers() -> None:
 
         with pytest.raises((TransferTimeout, ConnectionBroken)):
             await running
-        await attempt.receiver.wait_quiescent()
+        await attempt.receiver.driver.wait_quiescent()
         await computing
 
         assert attempt.committed == [4]
@@ -264,7 +264,7 @@ def test_cancelling_at_any_point_frees_both_sides_at_once_and_keeps_the_connecti
         running = asyncio.create_task(attempt.run())
         await asyncio.sleep(after_s)
 
-        await getattr(attempt, side).cancel("the client left")
+        await getattr(attempt, side).driver.cancel("the client left")
         await attempt.wait_quiescent()
         cancelled_after_s = loop.time() - after_s
         received, sent, _ = await running
@@ -348,16 +348,16 @@ def test_repeated_and_foreign_messages_change_nothing() -> None:
     async def scenario() -> None:
         workers = Workers(network())
         attempt = await ten_pages(workers)
-        receiver_handle, sender_handle = attempt.receiver.handle, attempt.sender.handle
+        post_to_receiver, post_to_sender = attempt.receiver.driver.post, attempt.sender.driver.post
         foreign = replace(TICKET, attempt=5)
 
-        async def to_receiver(message: Any) -> None:
+        def to_receiver(message: Any) -> None:
             for each in (replace(message, ticket=foreign), message, message):
-                await receiver_handle(each)
+                post_to_receiver(each)
 
-        async def to_sender(message: Any) -> None:
+        def to_sender(message: Any) -> None:
             for each in (replace(message, ticket=foreign), message, message):
-                await sender_handle(each)
+                post_to_sender(each)
 
         attempt.to_receiver.deliver, attempt.to_sender.deliver = to_receiver, to_sender
 
@@ -378,8 +378,8 @@ def test_a_closed_stream_ends_the_attempt() -> None:
         running = asyncio.create_task(attempt.run())
         await asyncio.sleep(0.0115)
         attempt.to_sender.is_cut = attempt.to_receiver.is_cut = True
-        attempt.sender.stream_lost("the call ended")
-        attempt.receiver.stream_lost("the call ended")
+        attempt.sender.driver.stream_lost("the call ended")
+        attempt.receiver.driver.stream_lost("the call ended")
 
         received, sent, _ = await running
         await attempt.wait_quiescent()
