@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from llm_engine.config_fields import read_json
-from llm_engine.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointMissing
+from llm_engine.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointMissing,
+    UnsupportedModel,
+)
 from llm_engine.model_config import ModelConfig
 
 WEIGHT_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 SAMPLE_BYTES = 256  # of each tensor, for the fingerprint
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # Recomputed from the configuration; old checkpoints carry it.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -45,9 +51,15 @@ def read_checkpoint(model_dir: Path, config: ModelConfig) -> Tensors:
         CheckpointMissing: If a file or a tensor is not there.
         CheckpointCorrupt: If a file is cut off or is not in the format.
         CheckpointMismatch: If a shape, a type or the set of tensors contradicts config.json.
+        UnsupportedModel: If there is an adapter beside the weights.
     """
+    adapter = model_dir / "adapter_config.json"
+    if adapter.exists():  # transformers would apply it
+        raise UnsupportedModel(f"{adapter}: must be absent: merge the adapter into the weights")
     expected = expected_shapes(config)
     found = _find_tensors(model_dir)
+    if OUTPUT in found:  # it is used even if config.json calls it tied to the embedding
+        expected[OUTPUT] = expected[EMBEDDING]
     for name, shape in expected.items():
         entry = found.get(name)
         if entry is None:
@@ -65,8 +77,7 @@ def read_checkpoint(model_dir: Path, config: ModelConfig) -> Tensors:
                 f"must be one of {', '.join(WEIGHT_DTYPE_BYTES)}"
             )
     for name in sorted(found.keys() - expected.keys()):
-        is_tied_copy = config.has_tied_embeddings and name == "lm_head.weight"
-        if not (is_tied_copy or name.endswith(IGNORED_SUFFIX)):
+        if not name.endswith(IGNORED_SUFFIX):
             raise CheckpointMismatch(
                 f"{found[name].path}: tensor {name} has no place in a {config.family} model "
                 "with this config.json"
@@ -79,7 +90,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     qo_size = config.num_qo_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
 
     def linear(name: str, num_out: int, num_in: int, has_bias: bool) -> None:
         shapes[f"{name}.weight"] = (num_out, num_in)
@@ -102,7 +113,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear(f"{prefix}.mlp.down_proj", hidden, inner, config.has_mlp_bias)
     shapes["model.norm.weight"] = (hidden,)
     if not config.has_tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[OUTPUT] = (config.vocab_size, hidden)
     return shapes
 
 
@@ -126,7 +137,8 @@ def fingerprint(config: ModelConfig, tensors: Tensors) -> str:
 
 def _find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
     index_path = model_dir / "model.safetensors.index.json"
-    if not index_path.exists():
+    # If there are both, the single file wins, as in transformers.
+    if (model_dir / "model.safetensors").exists() or not index_path.exists():
         return _read_header(_single_file(model_dir))
     index = read_json(index_path).nested("weight_map")
     shard_of = {name: index.string(name) for name in index.names()}
@@ -196,7 +208,7 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             }
     except OSError as error:
         raise CheckpointCorrupt(f"{path}: cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path}: not a safetensors header: {error!r}") from error
     for name, entry in entries.items():
         if entry.end > file_bytes:

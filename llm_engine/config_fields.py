@@ -1,12 +1,20 @@
 """Typed reading of a checkpoint's JSON files; every error names file, field, found and allowed."""
 
 import json
-import math
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llm_engine.errors import CheckpointCorrupt, CheckpointMissing, UnsupportedModel
+
+MAX_INTEGER = 2**31 - 1  # what kernels and page tables count in
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # so that products and logarithms of two are finite
+
+_short = reprlib.Repr()  # a found value may be as large as the file
+_short.maxstring = _short.maxother = 200
+_short.maxlong = 30
+_short.maxlist = _short.maxtuple = _short.maxdict = 16
 
 
 class ConfigFields:
@@ -22,18 +30,33 @@ class ConfigFields:
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+    def is_null(self, name: str) -> bool:
+        """Whether the field is given as null, where that differs from its absence."""
+        return name in self._values and self._values[name] is None
+
+    def value(self, name: str) -> Any:
+        """Return a field as it is; None when absent."""
+        return self._values.get(name)
+
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        at_least: int = 1,
+        at_most: int = MAX_INTEGER,
+    ) -> int:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise self.unsupported(name, value, f"an integer of at least {at_least}")
-        return value
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or not at_least <= value <= at_most:
+            raise self.unsupported(name, value, f"an integer from {at_least} to {at_most}")
+        return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.unsupported(name, value, "a number above 0")
-        if not (math.isfinite(value) and value > 0):
-            raise self.unsupported(name, value, "a number above 0")
+        if not _is_number(value):
+            allowed = f"a number above 0, {MIN_NUMBER} to {MAX_NUMBER}"
+            raise self.unsupported(name, value, allowed)
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -63,6 +86,14 @@ class ConfigFields:
             raise self.unsupported(name, value, "an integer or a list of integers")
         return tuple(values)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of numbers above 0."""
+        value = self._get(name, None)
+        if not isinstance(value, list) or not all(map(_is_number, value)):
+            allowed = f"a list of numbers above 0, {MIN_NUMBER} to {MAX_NUMBER}"
+            raise self.unsupported(name, value, allowed)
+        return tuple(map(float, value))
+
     def nested(self, name: str) -> "ConfigFields":
         """Return an object within this one; empty when absent."""
         value = self._get(name, {})
@@ -72,7 +103,14 @@ class ConfigFields:
 
     def unsupported(self, name: str, found: object, allowed: str) -> UnsupportedModel:
         """Return the error for a field whose value cannot be served."""
-        return UnsupportedModel(f"{self.source}: {name} is {found!r}, must be {allowed}")
+        return UnsupportedModel(f"{self.source}: {name} is {_short.repr(found)}, must be {allowed}")
+
+    def unknown(self, name: str) -> UnsupportedModel:
+        """Return the error for a field that no table lists."""
+        return UnsupportedModel(
+            f"{self.source}: {name} is {_short.repr(self.value(name))}, but this key is unknown; "
+            "remove it if the model is the same without it"
+        )
 
     def _get(self, name: str, default: object) -> Any:
         value = self._values.get(name)
@@ -81,6 +119,15 @@ class ConfigFields:
                 raise UnsupportedModel(f"{self.source}: required field {name} is missing")
             return default
         return value
+
+
+def _is_number(value: object) -> bool:
+    # Compared before it is converted: an integer may be too large for a float.
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and MIN_NUMBER <= value <= MAX_NUMBER
+    )
 
 
 def read_json(path: Path) -> ConfigFields:
@@ -96,7 +143,9 @@ def read_json(path: Path) -> ConfigFields:
         raise CheckpointMissing(f"{path}: no such file; a checkpoint folder has one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointCorrupt(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise CheckpointCorrupt(f"{path}: not valid JSON: nested too deeply") from None
+    except ValueError as error:  # also for an integer of more digits than Python reads
         raise CheckpointCorrupt(f"{path}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointCorrupt(f"{path}: holds {type(values).__name__}, must be a JSON object")

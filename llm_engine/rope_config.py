@@ -45,11 +45,21 @@ class YarnRope:
     truncate: bool  # round the blended range to whole frequencies
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactorsRope:
+    """Each frequency divided by a factor of its own, as GGUF files write Llama 3.1's scaling."""
+
+    theta: float
+    factors: tuple[float, ...]  # head_dim / 2 of them
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
 ROPE_FIELDS = {
     "attention_factor",
     "beta_fast",
     "beta_slow",
     "factor",
+    "factors",
     "finetuned",  # a note on how the checkpoint was made
     "high_freq_factor",
     "low_freq_factor",
@@ -62,38 +72,42 @@ ROPE_FIELDS = {
     "truncate",
     "type",
 }
-RopeConfig = DefaultRope | LinearRope | Llama3Rope | YarnRope
+RopeConfig = DefaultRope | LinearRope | Llama3Rope | YarnRope | FactorsRope
 
 
 def read_rope_config(config: ConfigFields) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
+    If a file has both, `rope_scaling` wins, as in transformers.
+
     Raises:
         UnsupportedModel: If the type or a constant is not one that is implemented.
     """
-    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
-    rope = config.nested(name)
+    rope = config.nested("rope_scaling" if config.value("rope_scaling") else "rope_parameters")
+    # The oldest files say `type`.
+    rope_type = rope.string("rope_type", rope.string("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise rope.unsupported("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
     for field in rope.names():
         # An extension that is overlooked, or settings nested by layer, would change the model.
         if field not in ROPE_FIELDS:
             raise rope.unsupported(field, "present", f"one of {', '.join(sorted(ROPE_FIELDS))}")
     theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
-    # The oldest files say `type`.
-    rope_type = rope.string("rope_type", rope.string("type", "default"))
     for fields in (config, rope):
         if fields.has("partial_rotary_factor") and fields.number("partial_rotary_factor") != 1:
             found = fields.number("partial_rotary_factor")
             raise fields.unsupported("partial_rotary_factor", found, "1")
     match rope_type:
-        case "default":
-            return DefaultRope(theta=theta)
         case "linear":
             return LinearRope(theta=theta, factor=rope.number("factor"))
         case "llama3":
             return _read_llama3(rope, theta, config)
         case "yarn":
             return _read_yarn(rope, theta, config)
-    raise rope.unsupported("rope_type", rope_type, "one of default, linear, llama3, yarn")
+        case "factors":
+            return FactorsRope(theta=theta, factors=rope.numbers("factors"))
+        case _:
+            return DefaultRope(theta=theta)
 
 
 def _read_llama3(rope: ConfigFields, theta: float, config: ConfigFields) -> Llama3Rope:
@@ -111,6 +125,8 @@ def _read_llama3(rope: ConfigFields, theta: float, config: ConfigFields) -> Llam
 
 
 def _read_yarn(rope: ConfigFields, theta: float, config: ConfigFields) -> YarnRope:
+    if theta <= 1:  # turns would not fall with the frequency's index
+        raise rope.unsupported("rope_theta", theta, "above 1")
     original = _original_context(rope, config)
     factor = rope.number("factor", config.integer("max_position_embeddings") / original)
     if rope.has("attention_factor"):
@@ -128,13 +144,15 @@ def _read_yarn(rope: ConfigFields, theta: float, config: ConfigFields) -> YarnRo
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=attention_factor,
-        truncate=rope.boolean("truncate", True),
+        truncate=rope.boolean("truncate", not rope.is_null("truncate")),
     )
 
 
 def _original_context(rope: ConfigFields, config: ConfigFields) -> int:
-    default = config.integer("max_position_embeddings")
-    return rope.integer("original_max_position_embeddings", default)
+    name = "original_max_position_embeddings"
+    # At the top level, where Phi-3 has it, it wins.
+    fields = config if config.has(name) else rope
+    return fields.integer(name, config.integer("max_position_embeddings"))
 
 
 def _yarn_magnitude(factor: float, scale: float) -> float:

@@ -1,0 +1,50 @@
+"""A Hugging Face folder with everything of a GGUF file but its weights, in the user's cache.
+
+It is written once for each header and each version of the code that writes it; so router and engine
+read the text side and the configuration of a GGUF model as those of any other.
+"""
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+from llm_engine.cached_folder import cached_folder
+from llm_engine.gguf_config import model_config
+from llm_engine.gguf_file import GGUFHeader
+
+# What the content depends on
+WRITERS = ("gguf_config.py", "gguf_folder.py", "gguf_tokenizer.py", "gguf_vocabulary.py")
+
+
+def gguf_folder(header: GGUFHeader, *, cache_dir: Path | None = None) -> Path:
+    """Return the folder of a file.
+
+    Args:
+        header: Of the file.
+        cache_dir: Where the folder is; default: the user's cache.
+
+    Raises:
+        UnsupportedModel: If the file asks for something that is not implemented.
+        CheckpointCorrupt: If it contradicts itself.
+        CacheUnusable: If nothing can be written there.
+    """
+    config = json.dumps(model_config(header), indent=2)
+
+    def write(folder: Path) -> None:
+        from llm_engine.gguf_tokenizer import tokenizer_files  # imports tokenizers
+
+        for name, content in {"config.json": config, **tokenizer_files(header)}.items():
+            (folder / name).write_text(content, encoding="utf-8")
+
+    # Of the configuration a part is not in the header.
+    content = header.digest + config.encode() + _writers_digest()
+    identity = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return cached_folder(f"gguf-{identity}", write, cache_dir=cache_dir)
+
+
+@cache
+def _writers_digest() -> bytes:
+    here = Path(__file__).parent
+    sources = b"".join((here / name).read_bytes() for name in WRITERS)
+    return hashlib.blake2b(sources, digest_size=16).digest()
