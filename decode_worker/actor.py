@@ -2,31 +2,36 @@
 
 import secrets
 
+from credentials.cluster import ClusterCredentials
 from decode_worker.config import DecodeConfig
-from decode_worker.server import SERVICES
 from kv_transfer.transport import open_transports
-from llm_engine.actor import WorkerActor
-from llm_engine.engine_api import EngineExecutor
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
-from llm_engine.worker_process import ServedWorker, connect_channel
+from worker.actor import WorkerActor
+from worker.executor import EngineExecutor
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
+from worker.process import connect_channel
 
 
 class DecodeActor(WorkerActor[DecodeConfig]):
     """One decode worker."""
 
     pool = "decode"
-    services = SERVICES
 
     def _build(
-        self, identity: WorkerIdentity, model: ModelInfo, executor: EngineExecutor
-    ) -> ServedWorker:
-        from decode_worker.worker import DecodeWorker
+        self,
+        identity: WorkerIdentity,
+        model: ModelInfo,
+        executor: EngineExecutor,
+        credentials: ClusterCredentials,
+    ) -> WorkerHost:
+        from decode_worker.worker import make_decode_worker
 
-        return DecodeWorker(
+        return make_decode_worker(
             config=self._config,
             identity=identity,
             model=model,
             executor=executor,
+            credentials=credentials,
             transports=open_transports(
                 executor.engine.storage, self._settings.device, self._settings.host
             ),

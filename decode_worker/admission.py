@@ -1,9 +1,12 @@
 """Whether a submitted request can be served here at all, before it costs anything."""
 
 from decode_worker.config import DecodeConfig
-from decode_worker.errors import InvalidRequest, Overloaded
+from decode_worker.errors import InvalidRequest
 from decode_worker.request import Request
-from llm_engine.worker_identity import ModelInfo
+from protos.sampling_limits import MAX_CHOICES
+from worker.errors import Overloaded
+from worker.identity import ModelInfo
+from worker.sampling_check import check_sampling
 
 
 def check_request(
@@ -25,9 +28,13 @@ def check_request(
         )
     _check_tokens("prompt_token_ids", request.prompt, model)
     params = request.params
-    if params.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {params.max_tokens}, must be 1 or more")
+    try:
+        check_sampling(params, model)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
     for index, output in request.emitted.items():
+        if index >= MAX_CHOICES:
+            raise InvalidRequest(f"choices has choice {index}, must be below {MAX_CHOICES}")
         _check_tokens(f"emitted_token_ids of choice {index}", output, model)
         if len(output) >= params.max_tokens:
             raise InvalidRequest(

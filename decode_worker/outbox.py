@@ -3,8 +3,9 @@
 import asyncio
 from dataclasses import dataclass, replace
 
-from decode_worker.errors import RequestError, SlowRouter
+from decode_worker.errors import SlowRouter
 from decode_worker.request import Request, TokenDelta
+from worker.errors import WorkerError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +14,8 @@ class RequestFailure:
 
     request_id: str
     attempt: int
-    error: RequestError
+    error: WorkerError
+    failed_passes: int = 0  # of the request, on this worker and on others
 
 
 class Outbox:
@@ -26,7 +28,7 @@ class Outbox:
         self._failures: list[RequestFailure] = []
         self._changed = asyncio.Event()
         self._is_closed = False
-        self._error: RequestError | None = None
+        self._error: WorkerError | None = None
 
     @property
     def is_overrun(self) -> bool:
@@ -65,7 +67,7 @@ class Outbox:
         for key in [key for key in self._deltas if key[0] is request]:
             self._num_tokens -= len(self._deltas.pop(key).tokens)
 
-    def close(self, error: RequestError | None = None) -> None:
+    def close(self, error: WorkerError | None = None) -> None:
         """Let `take` end, after what waits already, or at once with an error."""
         self._is_closed = True
         self._error = self._error or error
@@ -75,7 +77,7 @@ class Outbox:
         """Return all that waits, as soon as there is something; None when closed and empty.
 
         Raises:
-            RequestError: The error that the outbox was closed with.
+            WorkerError: The error that the outbox was closed with.
         """
         while True:
             if self._error is not None:

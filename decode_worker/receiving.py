@@ -2,27 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import grpc
 
+from credentials.channel import ProvenChannel
+from credentials.party import Party
 from decode_worker.config import DecodeConfig
-from decode_worker.errors import PrefillFailed
+from decode_worker.errors import PrefillFailed, PrefillPassFailed
 from decode_worker.remote_prefill import RemotePrefill
 from decode_worker.request import PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.wire import PrefillClient, PrefillResult
-from kv_cache.layout import KVLayout
 from kv_cache.page_pool import Quarantined
-from kv_cache.page_storage import PageStorage
-from kv_transfer.connections import ConnectionPool
+from kv_transfer.connections import ConnectionPool, PeerKey
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import Ticket
-from kv_transfer.transport import Transport
-from llm_engine.worker_identity import WorkerIdentity
 from observability.logs import fields
+from worker.context import WorkerContext
+from worker.errors import InternalError, WorkerError
+from worker.identity import WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -34,48 +34,45 @@ class PrefillReceivers:
 
     Args:
         on_deltas: Takes the first tokens of a group.
-        on_change: Called when the scheduler has something new to decide on.
+        on_failure: Ends a request that met a bug.
+        on_failed_pass: Told of each pass of a prefill worker that failed for a request.
     """
 
     def __init__(
         self,
+        context: WorkerContext,
         *,
         config: DecodeConfig,
-        identity: WorkerIdentity,
-        layout: KVLayout,
-        storage: PageStorage,
         scheduler: Scheduler,
-        transports: Sequence[Transport],
         connect_channel: Callable[[str], grpc.aio.Channel],
         random_id: Callable[[], bytes],
         run_blocking: RunBlocking,
         on_deltas: Callable[[Sequence[TokenDelta]], None],
-        on_change: Callable[[], None],
+        on_failure: Callable[[Request, WorkerError], None],
+        on_failed_pass: Callable[[Request], None],
     ) -> None:
+        self._context = context
         self._config = config
-        self._identity = identity
-        self._layout = layout
-        self._storage = storage
         self._scheduler = scheduler
         self._connect_channel = connect_channel
         self._random_id = random_id
         self._run_blocking = run_blocking
         self._on_deltas = on_deltas
-        self._on_change = on_change
-        self._connections = ConnectionPool(transports, random_id=lambda: random_id().hex())
+        self._on_failure = on_failure
+        self._on_failed_pass = on_failed_pass
+        self._connections = ConnectionPool(
+            context.transports, random_id=lambda: random_id().hex(), key_of=self._transfer_key
+        )
         self._channels: dict[WorkerIdentity, grpc.aio.Channel] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # until the attempts have closed
+        self._distrusted: dict[WorkerIdentity, asyncio.TimerHandle] = {}  # |-> ends the distrust
         self._running: dict[asyncio.Task[PrefillResult], PrefillGroup] = {}  # outcome not known yet
 
     def start(self, group: PrefillGroup) -> None:
         """Begin an attempt at the group's next candidate; its pages are reserved."""
-        sender = group.candidate
-        assert sender is not None
-        attempt = self._make_attempt(group, sender)
-        # Only this task is ever cancelled: what _finish does must happen in any case.
-        running = asyncio.get_running_loop().create_task(attempt.run())
-        self._running[running] = group
-        self._hold(self._finish(group, sender, attempt, running))
+        assert group.candidate is not None
+        self._context.tasks.start(
+            self._receive(group, group.candidate), name=f"receive-{group.request.request_id}"
+        )
 
     def cancel(self, request: Request) -> None:
         """Stop what is under way for choices that ended; pages are freed when nothing writes."""
@@ -84,46 +81,84 @@ class PrefillReceivers:
                 task.cancel()
 
     async def close(self) -> None:
-        """Wait until no attempt is left, and close connections and channels."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        """Close connections and channels, when no attempt is left."""
+        for timer in self._distrusted.values():
+            timer.cancel()
         await self._connections.close()
         for channel in self._channels.values():
             await channel.close()
 
-    async def _finish(
-        self,
-        group: PrefillGroup,
-        sender: WorkerIdentity,
-        attempt: RemotePrefill,
-        running: asyncio.Task[PrefillResult],
-    ) -> None:
-        """Report the outcome of an attempt, then clean up after it."""
+    async def _receive(self, group: PrefillGroup, sender: WorkerIdentity) -> None:
+        """Run one attempt, report its outcome, and clean up after it."""
+        attempt: RemotePrefill | None = None
+        quarantined: tuple[Quarantined, ...] = ()
+        try:
+            attempt = self._make_attempt(group, sender)
+            quarantined = await self._run(group, sender, attempt)
+        except Exception:
+            # A bug, after which nobody knows how far the group has come: it ends here.
+            logger.exception("receive_crashed", extra=fields(request_id=group.request.request_id))
+            self._on_failure(group.request, InternalError())
+            if attempt is not None and attempt.receiver is not None:
+                attempt.receiver.driver.stream_lost("an internal error")
+            quarantined = self._scheduler.abandon(group, may_be_written=_may_write(attempt))
+        self._context.wake.set()
+        if attempt is not None:
+            await self._clean_up(attempt, quarantined)
+
+    async def _run(
+        self, group: PrefillGroup, sender: WorkerIdentity, attempt: RemotePrefill
+    ) -> tuple[Quarantined, ...]:
+        """Run an attempt and report its outcome; return pages that may still be written."""
+        # Only this task is ever cancelled: what follows must happen in any case.
+        running = asyncio.get_running_loop().create_task(attempt.run())
+        self._running[running] = group
+        if group.is_ended:  # before there was anything to cancel
+            running.cancel()
         await asyncio.wait({running})
         del self._running[running]
-        quarantined: tuple[Quarantined, ...] = ()
         error = None if running.cancelled() else running.exception()
-        if running.cancelled() or error is not None:
-            # Whatever went wrong with one attempt, the group gets its turn elsewhere.
-            self._log_failure(group, sender, error)
-            await attempt.stop(f"{type(error).__name__}" if error else "cancelled")
-            may_be_written = not attempt.is_quiescent
-            quarantined = self._scheduler.receive_failed(group, may_be_written=may_be_written)
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._config.distrust_s, self._scheduler.trust, sender)
-        else:
+        if not running.cancelled() and error is None:
             self._on_deltas(self._take(group, running.result()))
-        self._on_change()
+            return ()
+        # Whatever went wrong with one attempt, the group gets its turn elsewhere.
+        self._log_failure(group, sender, error)
+        if isinstance(error, PrefillPassFailed):
+            self._on_failed_pass(group.request)
+        await attempt.stop(f"{type(error).__name__}" if error else "cancelled")
+        if not group.is_ended:
+            self._distrust(sender)
+        return self._scheduler.receive_failed(group, may_be_written=_may_write(attempt))
+
+    def _distrust(self, sender: WorkerIdentity) -> None:
+        """Have a prefill worker asked last for a while, counted from this failure on."""
+        earlier = self._distrusted.pop(sender, None)
+        if earlier is not None:
+            earlier.cancel()
+        self._distrusted[sender] = asyncio.get_running_loop().call_later(
+            self._config.distrust_s, self._trust, sender
+        )
+
+    def _trust(self, sender: WorkerIdentity) -> None:
+        del self._distrusted[sender]
+        self._scheduler.trust(sender)
+
+    async def _clean_up(self, attempt: RemotePrefill, quarantined: tuple[Quarantined, ...]) -> None:
         try:
             await attempt.close()
         except ConnectionBroken as broken:
             logger.error("pages_stuck", extra=fields(pages=len(quarantined), error=str(broken)))
+        except Exception:
+            logger.exception("attempt_close_crashed")
         if quarantined:
-            attempt.call_when_quiescent(lambda: self._release_quarantine(quarantined))
+            assert attempt.receiver is not None
+            attempt.receiver.driver.call_when_quiescent(
+                lambda: self._release_quarantine(quarantined)
+            )
 
     def _release_quarantine(self, pages: tuple[Quarantined, ...]) -> None:
         self._scheduler.release_quarantine(pages)
-        self._on_change()
+        self._context.wake.set()
 
     def _take(self, group: PrefillGroup, result: PrefillResult) -> list[TokenDelta]:
         return self._scheduler.receive_done(
@@ -140,14 +175,14 @@ class PrefillReceivers:
                 transfer_id=self._random_id(),
                 attempt=len(group.failed),
                 sender_incarnation=sender.incarnation,
-                receiver_incarnation=self._identity.incarnation,
+                receiver_incarnation=self._context.identity.incarnation,
             ),
-            receiver=self._identity,
+            receiver=self._context.identity,
             sender=sender,
             client=PrefillClient(self._channel(sender)),
             connections=self._connections,
-            layout=self._layout,
-            storage=self._storage,
+            layout=self._context.layout,
+            storage=self._context.storage,
             on_commit=lambda num_pages: self._commit(group, num_pages),
             deadlines=self._config.transfer_deadlines,
             result_s=self._config.result_s,
@@ -156,21 +191,27 @@ class PrefillReceivers:
 
     def _commit(self, group: PrefillGroup, num_pages: int) -> None:
         self._scheduler.receive_committed(group, num_pages)
-        self._on_change()  # others may wait for these pages
+        self._context.wake.set()  # others may wait for these pages
 
     def _channel(self, sender: WorkerIdentity) -> grpc.aio.Channel:
         channel = self._channels.get(sender)
         if channel is None:
             for other in [each for each in self._channels if each.worker_id == sender.worker_id]:
                 # Calls to an earlier incarnation end by themselves: their peer is gone.
-                self._hold(self._channels.pop(other).close())
-            channel = self._channels[sender] = self._connect_channel(sender.address)
+                closing = _close(self._channels.pop(other))
+                self._context.tasks.start(closing, name=f"close-channel-{other.worker_id}")
+            callee = self._context.credentials.callee(sender.as_party("prefill"))
+            channel = ProvenChannel(self._connect_channel(sender.address), callee)
+            self._channels[sender] = channel
         return channel
 
-    def _hold(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _transfer_key(self, peer_key: PeerKey, connection_id: str) -> bytes:
+        name, incarnation = peer_key
+        return self._context.credentials.transfer_key(
+            connection_id,
+            sender=Party(role="prefill", name=name, incarnation=incarnation),
+            receiver=self._context.credentials.party,
+        )
 
     def _log_failure(
         self, group: PrefillGroup, sender: WorkerIdentity, error: BaseException | None
@@ -185,3 +226,17 @@ class PrefillReceivers:
                 error=f"{type(error).__name__}: {error}" if error else "cancelled",
             ),
         )
+
+
+async def _close(channel: grpc.aio.Channel) -> None:
+    try:
+        await channel.close()
+    except Exception:
+        logger.exception("channel_close_failed")  # nobody uses it any more
+
+
+def _may_write(attempt: RemotePrefill | None) -> bool:
+    """Whether a posted receive of the attempt may still write into a page."""
+    if attempt is None or attempt.receiver is None:
+        return False
+    return not attempt.receiver.driver.is_quiescent

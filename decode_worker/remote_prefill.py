@@ -25,7 +25,7 @@ from kv_transfer.errors import TransferError
 from kv_transfer.messages import ReceiverMessage, Ticket
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport import Connection
-from llm_engine.worker_identity import WorkerIdentity
+from worker.identity import WorkerIdentity
 
 
 class RemotePrefill:
@@ -65,16 +65,11 @@ class RemotePrefill:
         self._result_s = result_s
         self._run_blocking = run_blocking
         self._call: PrefillCall | None = None
-        self._receiver: Receiver | None = None
+        self.receiver: Receiver | None = None  # None while nothing can have been posted
         self._reading: asyncio.Task[None] | None = None
         self._result: PrefillResult | None = None
         self._has_result = asyncio.Event()  # or the stream ended without one
         self._failure: PrefillFailed | None = None  # why the stream ended
-
-    @property
-    def is_quiescent(self) -> bool:
-        """True when nothing can write into the group's pages any more."""
-        return self._receiver is None or self._receiver.is_quiescent
 
     async def run(self) -> PrefillResult:
         """Return when all pages are committed and the first tokens are known.
@@ -92,8 +87,8 @@ class RemotePrefill:
             loop.time() + self._deadlines.connect_s,
         )
         self._call = self._client.prefill()
-        self._receiver = self._make_receiver(connection, receive_lock, self._call.send)
-        self._reading = loop.create_task(self._read(self._call, self._receiver))
+        self.receiver = self._make_receiver(connection, receive_lock, self._call.send)
+        self._reading = loop.create_task(self._read(self._call, self.receiver))
         assert self._group.pages is not None
         try:
             async with asyncio.timeout(self._deadlines.grant_s):
@@ -103,7 +98,7 @@ class RemotePrefill:
                     connection_id=connection.connection_id,
                     first_page=self._group.pages.num_committed_pages,
                 )
-            await self._receiver.run()
+            await self.receiver.run()
         except (PrefillFailed, TransferError) as error:
             if isinstance(self._failure, ConnectionUnknown):
                 self._connections.drop(connection)
@@ -116,9 +111,9 @@ class RemotePrefill:
         return self._result
 
     async def stop(self, reason: str) -> None:
-        """Give up: no page is committed any more, and `is_quiescent` says the last word."""
-        if self._receiver is not None:
-            await self._receiver.cancel(reason)
+        """Give up: no page is committed any more, and `receiver` says if one may be written."""
+        if self.receiver is not None:
+            await self.receiver.driver.cancel(reason)
 
     async def close(self) -> None:
         """Wait until nothing writes into the pages, and end the call. After a failure, stop first.
@@ -126,10 +121,10 @@ class RemotePrefill:
         Raises:
             ConnectionBroken: When the transport does not become quiet in time.
         """
-        if self._call is None or self._receiver is None or self._reading is None:
+        if self._call is None or self.receiver is None or self._reading is None:
             return
         try:
-            await self._receiver.wait_quiescent()
+            await self.receiver.driver.wait_quiescent()
             if self._result is not None:
                 # The last acknowledgement must not be overtaken by a cancellation.
                 await self._call.finish()
@@ -138,13 +133,6 @@ class RemotePrefill:
             self._call.cancel()
             self._reading.cancel()
             await asyncio.wait({self._reading})
-
-    def call_when_quiescent(self, callback: Callable[[], None]) -> None:
-        """After close: call back when nothing writes into the pages; mostly at once, or never."""
-        if self._receiver is None:
-            callback()
-        else:
-            self._receiver.call_when_quiescent(callback)
 
     async def _connect(self, connection_id: str, transport: str, offer: bytes) -> None:
         await self._client.connect(
@@ -185,10 +173,12 @@ class RemotePrefill:
                     if isinstance(message, PrefillResult):
                         self._result = message
                         self._has_result.set()
+                    elif isinstance(message, PrefillFailed):
+                        self._failure = message  # an Abort follows
                     else:
-                        await receiver.handle(message)
+                        receiver.driver.post(message)
         except PrefillFailed as error:
-            self._failure = error
+            self._failure = self._failure or error
         finally:
-            receiver.stream_lost("the prefill worker ended the call")
+            receiver.driver.stream_lost("the prefill worker ended the call")
             self._has_result.set()

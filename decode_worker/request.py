@@ -5,20 +5,24 @@ Life of a choice:
 2. RECEIVING  the group has pages and a prefill worker fills them
    COMPUTING  ... or this worker fills them, chunk by chunk
 3. JOINING    the first tokens are drawn; the next step forks the pages, one set per choice
-4. RUNNING    one token per step
+4. RUNNING    it has a seat in the engine's batch: one token per step
 5. ended      finished or cancelled; a request ends with its last choice
 
 Preemption takes a choice from RUNNING back to WAITING, in a group of its own.
+
+A step is in flight from its launch until it is settled. What it touches keeps pages and seat that
+long: a choice that ended meanwhile is skipped by later steps and gives them back afterwards.
 """
 
 import enum
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+from kv_cache.layout import num_pages_for
 from kv_cache.prefix_cache import SequencePages
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken, SamplingParams
-from llm_engine.worker_identity import WorkerIdentity
+from worker.identity import WorkerIdentity
 
 
 @dataclass(slots=True)
@@ -47,10 +51,16 @@ class Request:
     salt: bytes = b""
     candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first
     timeout_s: float | None = None
+    num_failed_passes: int = 0  # here and elsewhere, since the last that succeeded
 
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it must compute alone: a pass failed in which it took part."""
+        return self.num_failed_passes > 0
 
     @property
     def is_ended(self) -> bool:
@@ -67,6 +77,10 @@ class Choice:
     output: list[int]  # tokens drawn so far, those of earlier attempts included
     pages: SequencePages | None = None  # while RUNNING
     is_ended: bool = False  # finished or cancelled: it takes part in no later step
+    seat: int = -1  # while RUNNING
+    num_seated_pages: int = 0  # of its pages, those that the engine knows of
+    num_unread: int = 0  # tokens that steps in flight draw for it
+    num_in_flight: int = 0  # steps in flight that touch its pages
 
     @property
     def age(self) -> tuple[int, int]:
@@ -76,6 +90,13 @@ class Choice:
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.output)
+
+    def num_pages_missing(self, page_size: int) -> int:
+        """Return how many pages its next step needs that it has not; 0 or 1."""
+        if self.pages is None or self.is_ended:
+            return 0
+        num_needed = num_pages_for(self.num_tokens + self.num_unread, page_size)
+        return max(num_needed - len(self.pages.page_ids), 0)
 
     def tokens(self) -> list[int]:
         """Return prompt and output."""
@@ -100,6 +121,8 @@ class PrefillGroup:
     state: GroupState = GroupState.WAITING
     pages: SequencePages | None = None  # in all states but WAITING
     num_computed: int = 0  # COMPUTING: tokens whose K and V are in the pages
+    num_launched: int = 0  # COMPUTING: tokens behind them that steps in flight compute
+    num_in_flight: int = 0  # COMPUTING: steps in flight that touch its pages
     candidate: WorkerIdentity | None = None  # RECEIVING: the prefill worker that was asked
     failed: tuple[WorkerIdentity, ...] = ()  # those that were asked in vain
     is_first_visit: bool = True  # no pages were ever reserved for it
@@ -121,10 +144,10 @@ class PrefillGroup:
         """Forget choices that ended, but keep one; not while somebody draws for the group."""
         self.choices = [each for each in self.choices if not each.is_ended] or self.choices[:1]
 
-    def next_candidate(self, suspects: Container[WorkerIdentity]) -> WorkerIdentity | None:
-        """Return the prefill worker to ask next: suspects last; None when all were asked."""
+    def next_candidate(self, distrusted: Container[WorkerIdentity]) -> WorkerIdentity | None:
+        """Return the prefill worker to ask next: distrusted ones last; None: all were asked."""
         left = [each for each in self.request.candidates if each not in self.failed]
-        trusted = [each for each in left if each not in suspects]
+        trusted = [each for each in left if each not in distrusted]
         return next(iter(trusted or left), None)
 
 

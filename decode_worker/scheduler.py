@@ -1,15 +1,19 @@
 """Decides on a decode worker who gets pages, who is prefilled where, and what each step computes.
 
-Pure: no clock, no task, no engine. The step loop calls `next_step`, runs the plan, and reports with
-`complete_step`, after `end_undrawn`, or with `fail_step`; between the two the scheduler hands out
-and takes back no page that the plan touches. Transfers report with `receive_*` at any time. See
-request.py for the life of a choice.
+Pure: no clock, no task, no engine. The step loop calls `next_step`, launches the plan, and reports
+with `complete_step`, after `end_undrawn`, or with `fail_step`; between the two the scheduler takes
+back no page that the plan touches. It plans further steps meanwhile: how long a sequence will be is
+known before its tokens are. Transfers report with `receive_*` at any time. See request.py for the
+life of a choice.
+
+A group whose prefix is being computed or received for another one waits for it, so that nothing is
+computed or moved twice; it is parked by the page that it waits for and holds up nobody.
 
 Who goes first: the older request, in everything. When pages run out, the youngest gives its own
 back and is prefilled again later (mostly from the cache, since its full pages stay in the tree); so
 the oldest always goes on. Who cannot go on without taking from an older one keeps its pages and
 waits. Nobody waits while holding pages for somebody who waits, except for transfers, which have
-deadlines.
+deadlines. While a step is in flight nothing is taken from anybody: it is settled first.
 """
 
 import bisect
@@ -32,11 +36,14 @@ from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import Quarantined
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import finish_reason
-from llm_engine.sampling import Drawn, SampledToken
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
-from llm_engine.worker_load import WorkerTotals
+from llm_engine.engine_step import SeatPages, StepResult
+from llm_engine.sampling import SampledToken
+from worker.identity import ModelInfo, WorkerIdentity
+from worker.load import WorkerTotals
+from worker.parking import Parking
+from worker.suspects import SuspectTurns
 
-ADMISSION_WINDOW = 32  # waiting groups looked at per step; bounds the cost of a long queue
+ADMISSION_WINDOW = 32  # waiting groups looked at in one step; bounds the cost of a long queue
 
 
 def prefills_locally(
@@ -49,8 +56,8 @@ def prefills_locally(
 class Scheduler:
     """All requests of a decode worker and who holds which pages.
 
-    Invariants: a choice is in exactly one place (waiting, receiving, computing, joining, running,
-    or ended); running choices plus those that hold pages for a prefill are at most
+    Invariants: a choice is in exactly one place (waiting, parked, receiving, computing, joining,
+    running, or ended); running choices plus those that hold pages for a prefill are at most
     max_running_sequences; the queues are sorted by age.
     """
 
@@ -71,16 +78,21 @@ class Scheduler:
         self._page_bytes = page_bytes
         self._arrivals = itertools.count()
         self._waiting: list[PrefillGroup] = []
+        self._parked: Parking[PrefillGroup] = Parking(cache)
         self._receiving: list[PrefillGroup] = []
         self._computing: list[PrefillGroup] = []
         self._joining: list[PrefillGroup] = []
         self._running: list[Choice] = []
+        self._free_seats = list(range(config.max_running_sequences))
+        self._ended_seats: list[int] = []  # that the engine has not been told of
+        self._num_in_flight = 0  # copies, decodes and chunks of steps
         self._has_ended_choices = False
         # Something changed that may let a waiting group in. Without it a long queue of long
         # prompts would be matched again at every step.
         self._is_admission_due = False
         # Asked last: many that wait for one prefix must not find out one by one that it is gone.
-        self._suspects: set[WorkerIdentity] = set()
+        self._distrusted: set[WorkerIdentity] = set()
+        self._turns: SuspectTurns[Request] = SuspectTurns()
 
     @property
     def num_running(self) -> int:
@@ -89,12 +101,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Groups without a first token."""
-        return len(self._waiting) + len(self._receiving) + len(self._computing)
+        num_parked = len(self._parked)
+        return num_parked + len(self._waiting) + len(self._receiving) + len(self._computing)
 
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens that are not computed yet, cached ones of waiting groups included."""
-        waiting = sum(len(group.tokens) for group in self._waiting)
+        waiting = sum(len(group.tokens) for group in (*self._waiting, *self._parked))
         return waiting + sum(len(group.tokens) - group.num_computed for group in self._computing)
 
     def submit(self, request: Request) -> None:
@@ -119,57 +132,91 @@ class Scheduler:
     def next_step(self) -> StepPlan:
         """Free what ended, admit, and choose what the next step computes; the plan may be empty."""
         self.free_ended()
+        if self._num_in_flight and not self._has_pages(self._num_pages_due()):
+            return StepPlan()  # what is in flight may free some, and nobody in it can be preempted
+        for group in self._parked.take_woken():
+            self._wait(group)
         copies = self._join()
         decodes, is_short = self._extend_running()
         receives = tuple(self._admit()) if self._is_admission_due and not is_short else ()
-        return StepPlan(
-            # A copy for a choice that was preempted just now would overwrite its page's next owner.
-            copies=tuple(copy for copy in copies if copy.choice.pages is not None),
-            decodes=tuple(decodes),
-            chunks=tuple(self._pick_chunks(self._config.max_step_tokens - len(decodes))),
-            receives=receives,
+        takes_part = self._turns.next_pass(
+            [*(each.request for each in decodes), *(each.request for each in self._computing)]
         )
+        # A copy for a choice that was preempted just now would overwrite its page's next owner.
+        copies = [copy for copy in copies if copy.choice.pages is not None]
+        if all(takes_part(copy.choice.request) for copy in copies):
+            decodes = [choice for choice in decodes if takes_part(choice.request)]
+            computing = [group for group in self._computing if takes_part(group.request)]
+        else:  # copies get a step of their own, so that nobody is blamed for what another computes
+            decodes, computing = [], []
+        started, extended = self._seat(decodes)
+        plan = StepPlan(
+            copies=tuple(copies),
+            ended_seats=tuple(self._ended_seats),
+            started=started,
+            extended=extended,
+            decodes=tuple(decodes),
+            chunks=tuple(self._pick_chunks(computing, self._config.max_step_tokens - len(decodes))),
+            receives=receives,
+            is_partial=self._is_admission_due and not is_short,
+        )
+        if not plan.is_empty:
+            self._ended_seats.clear()
+            self._count_in_flight(plan, 1)
+        return plan
 
     def free_ended(self) -> None:
-        """Free the pages of choices that ended; only between steps."""
+        """Free the pages of choices that ended, but for those that a step in flight touches."""
         if not self._has_ended_choices:
             return
-        self._has_ended_choices = False
         self._is_admission_due = True
         self._waiting = [group for group in self._waiting if not group.is_ended]
+        self._parked.remove(lambda group: group.is_ended)
         for group in [*self._computing, *self._joining]:
-            if group.is_ended:
+            if group.is_ended and not group.num_in_flight:
                 self._remove(group)
         # Pages of receiving groups are freed by receive_failed: a transfer still writes them.
+        for group in self._parked:
+            group.drop_ended()
         for queue in (self._waiting, self._computing):
             for group in queue:
-                group.drop_ended()
+                # A step in flight that computes its last chunk draws for each of its choices.
+                if group.num_computed + group.num_launched < len(group.tokens):
+                    group.drop_ended()
             queue.sort(key=lambda each: each.age)  # a group is as old as its first choice
-        for choice in [choice for choice in self._running if choice.is_ended]:
-            self._stop_running(choice)
+        ended = [choice for choice in self._running if choice.is_ended]
+        for choice in ended:
+            if not choice.num_in_flight:
+                self._stop_running(choice)
+        holders: list[Choice | PrefillGroup] = [*ended, *self._computing]
+        self._has_ended_choices = any(each.is_ended and each.num_in_flight for each in holders)
 
-    def complete_step(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[TokenDelta]:
-        """Apply what a plan's pass drew after each slice."""
+    def complete_step(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Apply what a plan's step drew."""
+        self._count_in_flight(plan, -1)
         deltas = []
-        num_decodes = len(plan.decodes)
-        for choice, tokens in zip(plan.decodes, drawn[:num_decodes], strict=True):
-            if tokens is not None and not choice.is_ended:
-                deltas.append(self._advance(choice, tokens[0]))
-        for chunk, tokens in zip(plan.chunks, drawn[num_decodes:], strict=True):
+        for choice, token in zip(plan.decodes, result.decodes, strict=True):
+            if token is not None:
+                choice.request.num_failed_passes = 0  # nothing that it computes makes a pass fail
+                if not choice.is_ended:
+                    deltas.append(self._advance(choice, token))
+        for chunk, tokens in zip(plan.chunks, result.slices, strict=True):
             if tokens is not None:
                 deltas += self._complete_chunk(chunk, tokens)
         return deltas
 
-    def end_undrawn(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[Request]:
+    def end_undrawn(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """End the requests for which no token could be drawn, and return them.
 
         What their slices computed is not committed, so that nobody finds it in the cache.
         """
+        drawn = [*result.decodes, *result.slices]
         owners = zip(plan.computed_for, drawn, strict=True)
         return self._end_all(request for request, tokens in owners if tokens is None)
 
     def fail_step(self, plan: StepPlan) -> list[Request]:
-        """End all requests that took part in a pass that failed, and return them."""
+        """End all requests that took part in a step that failed, and return them."""
+        self._count_in_flight(plan, -1)
         return self._end_all([*plan.computed_for, *(copy.choice.request for copy in plan.copies)])
 
     def receive_committed(self, group: PrefillGroup, num_pages: int) -> None:
@@ -177,7 +224,6 @@ class Scheduler:
         assert group.pages is not None
         num_new = num_pages - group.pages.num_committed_pages
         self._cache.commit(group.pages, num_pages)
-        self._is_admission_due = True
         for stats in (group.request.stats, self.totals):
             stats.pages_moved += num_new
             stats.bytes_moved += num_new * self._page_bytes
@@ -216,13 +262,28 @@ class Scheduler:
             group.request.stats.prefill_retries += 1
             assert group.candidate is not None
             group.failed += (group.candidate,)
-            self._suspects.add(group.candidate)
+            self._distrusted.add(group.candidate)
             self._wait(group)
         return quarantined
 
+    def abandon(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[Quarantined, ...]:
+        """Give up a group that a bug left half received, and whose request has ended.
+
+        Returns:
+            What `receive_failed` returns.
+        """
+        for queue in (self._waiting, self._receiving, self._joining):
+            if group in queue:
+                queue.remove(group)
+        if group.pages is None:
+            return ()
+        pages, group.pages = group.pages, None
+        self._is_admission_due = True
+        return self._cache.abort(pages, quarantine=may_be_written)
+
     def trust(self, prefill_worker: WorkerIdentity) -> None:
         """Forget that the last attempt at a prefill worker failed."""
-        self._suspects.discard(prefill_worker)
+        self._distrusted.discard(prefill_worker)
 
     def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
         """Free pages that no transfer writes any more."""
@@ -232,7 +293,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert the invariants of the class."""
         self._cache.check_integrity()
-        groups = [*self._waiting, *self._receiving, *self._computing, *self._joining]
+        groups = [*self._waiting, *self._parked, *self._receiving, *self._computing, *self._joining]
         places = [choice for group in groups for choice in group.choices] + self._running
         assert len(places) == len(set(places)), "a choice is in two places"
         assert self._num_active() <= self._config.max_running_sequences, "too many sequences"
@@ -242,6 +303,11 @@ class Scheduler:
         for group in groups:
             assert (group.pages is None) == (group.state is GroupState.WAITING), "pages and state"
         assert all(choice.pages is not None for choice in self._running), "running without pages"
+        seats = [choice.seat for choice in self._running]
+        num_seats = self._config.max_running_sequences
+        assert sorted(seats + self._free_seats) == list(range(num_seats)), "a seat is lost"
+        flying: list[Choice | PrefillGroup] = [*self._running, *self._computing]
+        assert self._num_in_flight or not any(each.num_in_flight for each in flying), "in flight"
 
     def _remove(self, group: PrefillGroup) -> None:
         assert group.pages is not None
@@ -250,6 +316,26 @@ class Scheduler:
         self._cache.release(group.pages)
         group.pages = None
         self._is_admission_due = True
+
+    def _count_in_flight(self, plan: StepPlan, change: int) -> None:
+        """Note that a step or a part of it was launched, 1, or is settled, -1."""
+        self._num_in_flight += change * (len(plan.decodes) + len(plan.copies) + len(plan.chunks))
+        for choice in plan.decodes:
+            choice.num_unread += change
+            choice.num_in_flight += change
+        for copy in plan.copies:
+            copy.choice.num_in_flight += change
+            copy.holder.num_in_flight += change
+        for chunk in plan.chunks:
+            chunk.group.num_launched += change * chunk.num_tokens
+            chunk.group.num_in_flight += change
+
+    def _num_pages_due(self) -> int:
+        """Return an upper bound of the pages that choices need to take part in the next step."""
+        joining = sum(len(group.choices) for group in self._joining)  # a fork, and the next page
+        return 2 * joining + sum(
+            choice.num_pages_missing(self._page_size) for choice in self._running
+        )
 
     def _join(self) -> list[PageCopy]:
         """Move groups with first tokens to the batch; return the page copies this takes."""
@@ -264,10 +350,12 @@ class Scheduler:
                 except OutOfPages:
                     self._wait_again(choice)
                     continue
-                copies += [PageCopy(choice=choice, source=s, target=t) for s, t in pairs]
-                bisect.insort(self._running, choice, key=lambda each: each.age)
+                copies += [
+                    PageCopy(choice=choice, holder=first, source=s, target=t) for s, t in pairs
+                ]
+                self._start_running(choice)
             first.pages = group.pages
-            bisect.insort(self._running, first, key=lambda each: each.age)
+            self._start_running(first)
         self._joining.clear()
         return copies
 
@@ -282,6 +370,8 @@ class Scheduler:
         for choice in list(self._running):
             if choice.pages is None:  # preempted for an older one
                 continue
+            if choice.is_ended or self._is_last_token_launched(choice):
+                continue
             while not self._extend(choice):
                 is_short = True
                 victim = self._youngest_after(choice)
@@ -295,10 +385,34 @@ class Scheduler:
     def _extend(self, choice: Choice) -> bool:
         assert choice.pages is not None
         try:
-            self._cache.extend(choice.pages, choice.num_tokens)
+            self._cache.extend(choice.pages, choice.num_tokens + choice.num_unread)
         except OutOfPages:
             return False
         return True
+
+    def _is_last_token_launched(self, choice: Choice) -> bool:
+        """Whether a step in flight draws the last token that the choice may have by its length."""
+        if not choice.num_unread:
+            return False
+        num_tokens = choice.num_tokens + choice.num_unread
+        num_output = len(choice.output) + choice.num_unread
+        max_tokens = choice.request.params.max_tokens
+        return num_output >= max_tokens or num_tokens >= self._model.max_context_tokens
+
+    def _seat(self, decodes: Sequence[Choice]) -> tuple[tuple[Choice, ...], tuple[SeatPages, ...]]:
+        """Return the choices that the engine does not know yet, and other choices' new pages."""
+        started, extended = [], []
+        for choice in decodes:
+            assert choice.pages is not None
+            page_ids, num_known = choice.pages.page_ids, choice.num_seated_pages
+            if len(page_ids) == num_known:
+                continue
+            choice.num_seated_pages = len(page_ids)
+            if num_known:
+                extended.append(SeatPages(seat=choice.seat, page_ids=tuple(page_ids[num_known:])))
+            else:
+                started.append(choice)
+        return tuple(started), tuple(extended)
 
     def _youngest_after(self, choice: Choice) -> Choice | PrefillGroup | None:
         holders: list[Choice | PrefillGroup] = [*self._running[-1:], *self._computing[-1:]]
@@ -328,10 +442,19 @@ class Scheduler:
         self._is_admission_due = True
         bisect.insort(self._waiting, group, key=lambda each: each.age)
 
+    def _start_running(self, choice: Choice) -> None:
+        choice.seat = self._free_seats.pop()
+        bisect.insort(self._running, choice, key=lambda each: each.age)
+
     def _stop_running(self, choice: Choice) -> None:
-        """Give the pages back; the full ones stay in the tree."""
+        """Give seat and pages back; full pages stay in the tree."""
         assert choice.pages is not None
+        assert not choice.num_in_flight, "a step in flight touches its pages"
         self._running.remove(choice)
+        if choice.num_seated_pages:
+            self._ended_seats.append(choice.seat)
+        self._free_seats.append(choice.seat)
+        choice.seat, choice.num_seated_pages = -1, 0
         # The last token's own K and V are not computed yet, or not for sure after a failed pass.
         self._cache.insert(choice.pages, choice.tokens()[:-1])
         self._cache.release(choice.pages)
@@ -340,16 +463,20 @@ class Scheduler:
 
     def _admit(self) -> list[PrefillGroup]:
         """Give pages to waiting groups; return those that a prefill worker shall fill."""
-        receives = []
-        window = self._waiting[:ADMISSION_WINDOW]
-        for group in window:
+        receives: list[PrefillGroup] = []
+        self._is_admission_due = False
+        for _ in range(ADMISSION_WINDOW):
+            if not self._waiting:
+                return receives
+            group = self._waiting[0]
             num_active = self._num_active() + len(group.choices)
             if num_active > self._config.max_running_sequences:
-                break
+                return receives
             match = self._cache.match(group.tokens, group.request.salt)
-            if match.num_pending_pages:
-                continue  # its prefix is on its way; somebody else's commit wakes us
-            candidate = group.next_candidate(self._suspects)
+            if match.last_pending_page is not None:
+                self._parked.park(self._waiting.pop(0), match.last_pending_page)
+                continue
+            candidate = group.next_candidate(self._distrusted)
             is_local = prefills_locally(
                 num_uncached_tokens=len(group.tokens) - match.num_ready_pages * self._page_size,
                 has_candidate=candidate is not None,
@@ -363,17 +490,15 @@ class Scheduler:
             if not self._has_pages(num_new_pages + headroom) or not self._reserve(
                 group, is_local=is_local, headroom=headroom
             ):
-                break  # younger ones must not take the pages that this one waits for
-            self._waiting.remove(group)
+                return receives  # younger ones must not take the pages that this one waits for
+            self._waiting.pop(0)
             if is_local:
                 bisect.insort(self._computing, group, key=lambda each: each.age)
             else:
                 group.candidate = candidate
                 self._receiving.append(group)
                 receives.append(group)
-        # Whoever is left waits for an event, or for those before it to leave the window.
-        is_window_full = len(window) == ADMISSION_WINDOW
-        self._is_admission_due = is_window_full and window != self._waiting[:ADMISSION_WINDOW]
+        self._is_admission_due = bool(self._waiting)  # the next step looks at more
         return receives
 
     def _num_active(self) -> int:
@@ -405,13 +530,14 @@ class Scheduler:
             self.totals.cached_tokens += group.num_computed
         return True
 
-    def _pick_chunks(self, budget: int) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Sequence[PrefillGroup], budget: int) -> list[PromptChunk]:
         chunks = []
-        for group in self._computing:
-            num_tokens = min(budget, len(group.tokens) - group.num_computed)
-            if num_tokens == 0:
-                break
-            chunks.append(PromptChunk(group=group, num_tokens=num_tokens))
+        for group in computing:
+            start = group.num_computed + group.num_launched
+            num_tokens = min(budget, len(group.tokens) - start)
+            if num_tokens == 0 or group.is_ended:
+                continue  # a step in flight computes the last ones
+            chunks.append(PromptChunk(group=group, start=start, num_tokens=num_tokens))
             budget -= num_tokens
         return chunks
 
@@ -426,13 +552,14 @@ class Scheduler:
     ) -> list[TokenDelta]:
         group = chunk.group
         assert group.pages is not None
-        is_last = chunk.is_last
+        if group.num_computed != chunk.start:
+            assert group.is_ended, "a chunk is missing"
+            return []  # the step before failed, and what this one read had no meaning
         group.num_computed += chunk.num_tokens
         group.request.stats.decode_computed_tokens += chunk.num_tokens
         self.totals.computed_tokens += chunk.num_tokens
         self._cache.commit(group.pages, group.num_computed // self._page_size)
-        self._is_admission_due = True
-        if group.is_ended or not is_last:
+        if group.is_ended or not chunk.is_last:
             return []
         self._computing.remove(group)
         return self._take_first_tokens(group, tokens)
@@ -470,7 +597,9 @@ class Scheduler:
         )
         if reason is not None:
             choice.is_ended = True
-            if choice.pages is not None:
+            if choice.num_in_flight:  # a later step writes behind its last token
+                self._has_ended_choices = True
+            elif choice.pages is not None:
                 self._stop_running(choice)
         is_last = request.is_ended
         return TokenDelta(

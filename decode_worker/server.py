@@ -7,35 +7,23 @@ from typing import Protocol
 
 import grpc
 
-from decode_worker.errors import (
-    Draining,
-    EngineFailed,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-    RequestTimeout,
-    SlowRouter,
-    StaleIncarnation,
-)
+from decode_worker.errors import InvalidRequest, SlowRouter
 from decode_worker.outbox import Outbox, RequestFailure
 from decode_worker.request import Request
 from decode_worker.wire import request_from_proto, session_response
 from observability.logs import fields
 from protos import worker_pb2, worker_pb2_grpc
+from worker import server
+from worker.errors import InternalError, TimedOut, WorkerError
 
 logger = logging.getLogger(__name__)
 
-STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
+SERVICE = "pagewire.v1.DecodeService"
+STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
+    **server.STATUS_CODES,
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SlowRouter: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Draining: grpc.StatusCode.UNAVAILABLE,
-    RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
-    EngineFailed: grpc.StatusCode.INTERNAL,
-    StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
 }
-
-SERVICES = ("pagewire.v1.DecodeService", "pagewire.v1.WorkerService")
 HELLO_S = 5.0  # from the opening of a session to its first message
 
 
@@ -78,14 +66,14 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         try:
             hello = await _read_hello(requests)
             outbox = self._sink.open_session(hello.router_id, hello.incarnation)
-        except RequestError as error:
+        except WorkerError as error:
             await context.abort(STATUS_CODES[type(error)], str(error))
         reading = asyncio.get_running_loop().create_task(self._read(requests, outbox))
         try:
             while (news := await outbox.take()) is not None:
                 deltas, failures = news
                 yield session_response(deltas, map(_failure_to_proto, failures))
-        except RequestError as error:
+        except WorkerError as error:
             await context.abort(STATUS_CODES[type(error)], str(error))
         finally:
             reading.cancel()
@@ -103,22 +91,29 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
                     self._cancel(message.cancel, outbox)
         except grpc.RpcError as error:
             logger.info("session_broken", extra=fields(error=repr(error)))
+        except Exception:
+            logger.exception("session_crashed")
         finally:
             outbox.close()
 
     def _submit(self, message: worker_pb2.SubmitRequest, outbox: Outbox) -> None:
+        error: WorkerError
         try:
             request = request_from_proto(message)
-        except ValueError as error:
-            outbox.fail(
-                RequestFailure(
-                    request_id=message.request_id,
-                    attempt=message.attempt,
-                    error=InvalidRequest(str(error)),
-                )
-            )
+        except ValueError as invalid:
+            error = InvalidRequest(str(invalid))
         else:
-            self._sink.submit(request, outbox)
+            try:
+                self._sink.submit(request, outbox)
+                return
+            except Exception:
+                # One request's bug must not end the session, which belongs to others as well.
+                logger.exception("submit_crashed", extra=fields(request_id=message.request_id))
+                self._sink.cancel(message.request_id, outbox)  # whatever of it has begun
+                error = InternalError()
+        outbox.fail(
+            RequestFailure(request_id=message.request_id, attempt=message.attempt, error=error)
+        )
 
     def _cancel(self, message: worker_pb2.CancelRequest, outbox: Outbox) -> None:
         if message.choices:
@@ -141,7 +136,7 @@ async def _read_hello(
         async with asyncio.timeout(HELLO_S):
             first = await anext(requests, None)
     except TimeoutError:
-        raise RequestTimeout(f"no hello within {HELLO_S:g} s") from None
+        raise TimedOut(f"no hello within {HELLO_S:g} s") from None
     if first is None or first.WhichOneof("message") != "hello":
         raise InvalidRequest("the first message of a session must be a hello")
     return first.hello
@@ -154,4 +149,5 @@ def _failure_to_proto(failure: RequestFailure) -> worker_pb2.RequestFailure:
         attempt=failure.attempt,
         code=code,
         message=str(failure.error),
+        failed_passes=failure.failed_passes,
     )

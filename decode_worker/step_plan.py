@@ -1,9 +1,11 @@
 """What one engine step computes: decided by the scheduler, executed by the step loop."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_worker.request import Choice, PrefillGroup, Request
 from llm_engine.drawing import next_draw
+from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.sampling import SequenceSlice
 
 
@@ -12,11 +14,12 @@ class PromptChunk:
     """The next tokens of a group that is prefilled here."""
 
     group: PrefillGroup
+    start: int  # index of the first of them in the group's tokens
     num_tokens: int
 
     @property
     def is_last(self) -> bool:
-        return self.group.num_computed + self.num_tokens == len(self.group.tokens)
+        return self.start + self.num_tokens == len(self.group.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,22 +27,27 @@ class PageCopy:
     """A page that a forked choice needs a copy of before its first step."""
 
     choice: Choice
+    holder: Choice  # of the source
     source: int
     target: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step, in the order of execution: copies, then all slices in one pass."""
+    """One step, in the order of execution: changes of the batch, then decodes, then chunks."""
 
-    copies: tuple[PageCopy, ...]
-    decodes: tuple[Choice, ...]  # one token each
-    chunks: tuple[PromptChunk, ...]
-    receives: tuple[PrefillGroup, ...]  # to ask a prefill worker for; needs no engine
+    copies: tuple[PageCopy, ...] = ()
+    ended_seats: tuple[int, ...] = ()
+    started: tuple[Choice, ...] = ()  # of `decodes`, those that the engine does not know yet
+    extended: tuple[SeatPages, ...] = ()
+    decodes: tuple[Choice, ...] = ()  # one token each
+    chunks: tuple[PromptChunk, ...] = ()
+    receives: tuple[PrefillGroup, ...] = ()  # to ask a prefill worker for; needs no engine
+    is_partial: bool = False  # not all that may be admitted was looked at
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing for the engine to do."""
+        """Whether there is nothing for the engine to do; that seats ended can wait."""
         return not (self.copies or self.decodes or self.chunks)
 
     @property
@@ -49,37 +57,64 @@ class StepPlan:
 
     @property
     def computed_for(self) -> list[Request]:
-        """The request of each slice."""
+        """The request of each decode and chunk."""
         return [
             *(choice.request for choice in self.decodes),
             *(chunk.group.request for chunk in self.chunks),
         ]
 
-    def slices(self, eos_token_ids: tuple[int, ...]) -> list[SequenceSlice]:
-        """Return the pass: first the decodes, then the chunks.
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other step may be in flight with it."""
+        return any(request.is_suspect for request in self.computed_for)
 
-        The slices refer to lists of the scheduler, which stay as they are until the step completes.
+    def halves(self) -> "tuple[StepPlan, ...]":
+        """Return two plans, each for half of the requests; none if there is only one request."""
+        owners = list(dict.fromkeys([*(c.choice.request for c in self.copies), *self.computed_for]))
+        if len(owners) < 2:
+            return ()
+        middle = len(owners) // 2
+        return self._part(owners[:middle]), self._part(owners[middle:])
+
+    def _part(self, owners: Sequence[Request]) -> "StepPlan":
+        """Return what has to be computed again for some requests."""
+        kept = set(owners)
+        return StepPlan(
+            copies=tuple(each for each in self.copies if each.choice.request in kept),
+            decodes=tuple(choice for choice in self.decodes if choice.request in kept),
+            chunks=tuple(chunk for chunk in self.chunks if chunk.group.request in kept),
+        )
+
+    def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
+        """Return what the engine does; it refers to no list that the scheduler changes later.
+
+        Args:
+            is_again: A step failed before, so every seat starts anew.
         """
-        decodes = [_decode_slice(choice, eos_token_ids) for choice in self.decodes]
-        return decodes + [_chunk_slice(chunk, eos_token_ids) for chunk in self.chunks]
+        return EngineStep(
+            ended=self.ended_seats,
+            copies=tuple((each.source, each.target) for each in self.copies),
+            started=tuple(
+                _seat_start(choice, eos_token_ids)
+                for choice in (self.decodes if is_again else self.started)
+            ),
+            extended=() if is_again else self.extended,
+            decodes=tuple(choice.seat for choice in self.decodes),
+            slices=tuple(_chunk_slice(chunk, eos_token_ids) for chunk in self.chunks),
+        )
 
 
-def _decode_slice(choice: Choice, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
+def _seat_start(choice: Choice, eos_token_ids: tuple[int, ...]) -> SeatStart:
     assert choice.pages is not None
     request = choice.request
-    draw = next_draw(
-        request.params,
-        choice=choice.index,
+    return SeatStart(
+        seat=choice.seat,
         prompt_token_ids=request.prompt,
-        output_token_ids=choice.output,
+        output_token_ids=tuple(choice.output),
+        page_ids=tuple(choice.pages.page_ids[: choice.num_seated_pages]),
+        params=request.params,
+        choice=choice.index,
         eos_token_ids=eos_token_ids,
-    )
-    return SequenceSlice(
-        token_ids=choice.output[-1:],
-        start=choice.num_tokens - 1,
-        page_ids=choice.pages.page_ids,
-        num_prompt_tokens=len(request.prompt),
-        draws=(draw,),
     )
 
 
@@ -92,15 +127,15 @@ def _chunk_slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> Sequence
             request.params,
             choice=choice.index,
             prompt_token_ids=request.prompt,
-            output_token_ids=choice.output,
+            output_token_ids=tuple(choice.output),
             eos_token_ids=eos_token_ids,
         )
-        for choice in group.choices
+        for choice in (group.choices if chunk.is_last else ())
     )
     return SequenceSlice(
-        token_ids=group.tokens[group.num_computed : group.num_computed + chunk.num_tokens],
-        start=group.num_computed,
-        page_ids=group.pages.page_ids,
+        token_ids=group.tokens[chunk.start : chunk.start + chunk.num_tokens],
+        start=chunk.start,
+        page_ids=tuple(group.pages.page_ids),
         num_prompt_tokens=len(request.prompt),
-        draws=draws if chunk.is_last else (),
+        draws=draws,
     )

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 import grpc
 
-from decode_worker.errors import ConnectionUnknown, PrefillFailed
+from decode_worker.errors import ConnectionUnknown, PrefillFailed, PrefillPassFailed
 from decode_worker.request import PrefillGroup, Request, RequestStats, TokenDelta
 from kv_transfer.errors import TransferError, TransportRefused
 from kv_transfer.messages import ReceiverMessage, SenderMessage, Ticket
 from kv_transfer.wire import sender_message_from_proto, ticket_to_proto, transfer_message_to_proto
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
-from llm_engine.wire import (
+from protos import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids, unpack_token_ids
+from worker.identity import WorkerIdentity
+from worker.wire import (
     logprobs_to_proto,
     sampled_from_proto,
     sampling_from_proto,
@@ -21,9 +24,6 @@ from llm_engine.wire import (
     worker_from_proto,
     worker_to_proto,
 )
-from llm_engine.worker_identity import WorkerIdentity
-from protos import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids, unpack_token_ids
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -61,6 +61,7 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
         salt=message.cache_salt,
         candidates=tuple(worker_from_proto(each) for each in message.prefill_candidates),
         timeout_s=message.timeout_ms / 1000 or None,
+        num_failed_passes=message.failed_passes,
     )
 
 
@@ -142,6 +143,7 @@ class PrefillCall:
             sampling=sampling_to_proto(request.params),
             choices=[choice.index for choice in group.choices],
             cache_salt=request.salt,
+            failed_passes=request.num_failed_passes,
         )
         await self._write(worker_pb2.PrefillRequest(start=start))
 
@@ -149,13 +151,19 @@ class PrefillCall:
         """Send a transfer message."""
         await self._write(worker_pb2.PrefillRequest(transfer=transfer_message_to_proto(message)))
 
-    async def messages(self) -> AsyncGenerator[SenderMessage | PrefillResult, None]:
+    async def messages(
+        self,
+    ) -> AsyncGenerator[SenderMessage | PrefillResult | PrefillFailed, None]:
         """Yield what the worker sends, until it ends the stream."""
         try:
             # Iteration yields what came before the status; read() may drop it.
             async for response in self._call:
-                if response.WhichOneof("message") == "transfer":
+                kind = response.WhichOneof("message")
+                if kind == "transfer":
                     yield sender_message_from_proto(response.transfer)
+                    continue
+                if kind == "failure":
+                    yield _told(response.failure)
                     continue
                 result = response.result
                 yield PrefillResult(
@@ -213,6 +221,12 @@ def _delta_to_proto(delta: TokenDelta) -> worker_pb2.TokenDelta:
         finish_reason=_FINISH_REASONS[delta.finish_reason],
         stats=stats_to_proto(delta.request.stats) if delta.has_stats else None,
     )
+
+
+def _told(failure: worker_pb2.PrefillFailure) -> PrefillFailed:
+    is_pass = failure.code == grpc.StatusCode.ABORTED.value[0]
+    kind = PrefillPassFailed if is_pass else PrefillFailed
+    return kind(failure.message)
 
 
 def _failed(error: grpc.aio.AioRpcError) -> PrefillFailed:

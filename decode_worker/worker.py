@@ -1,4 +1,4 @@
-"""The decode worker: composes cache, scheduler, step loop, receivers, sessions and services."""
+"""The decode worker: sessions and their requests on top of scheduler, receivers and host."""
 
 import asyncio
 import logging
@@ -6,28 +6,64 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import grpc
-from grpc_health.v1 import health, health_pb2
 
+from credentials.cluster import ClusterCredentials
 from decode_worker.admission import check_request
 from decode_worker.config import DecodeConfig
-from decode_worker.errors import Draining, RequestError, RequestTimeout, StaleIncarnation
 from decode_worker.outbox import Outbox, RequestFailure
 from decode_worker.receiving import PrefillReceivers
 from decode_worker.request import Request, TokenDelta
 from decode_worker.scheduler import Scheduler
-from decode_worker.server import SERVICES, register_decode_service
-from decode_worker.step_loop import StepLoop
-from kv_cache.prefix_cache import PrefixCache
+from decode_worker.server import SERVICE, register_decode_service
+from decode_worker.step_plan import StepPlan
 from kv_transfer.driver import RunBlocking
-from kv_transfer.transport import Transport, close_transports
-from llm_engine.cache_feed import CacheFeed
-from llm_engine.engine_api import EngineExecutor
-from llm_engine.server import WorkerServicer, register_worker_services
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
-from llm_engine.worker_load import WorkerLoad
+from kv_transfer.transport import Transport
 from observability.logs import fields
+from worker.context import WorkerContext
+from worker.errors import EngineFailed, PassFailed, TimedOut, WorkerError
+from worker.executor import EngineExecutor
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
 
 logger = logging.getLogger(__name__)
+
+
+def make_decode_worker(
+    *,
+    config: DecodeConfig,
+    identity: WorkerIdentity,
+    model: ModelInfo,
+    executor: EngineExecutor,
+    credentials: ClusterCredentials,
+    transports: Sequence[Transport],
+    connect_channel: Callable[[str], grpc.aio.Channel],
+    random_id: Callable[[], bytes],
+    run_blocking: RunBlocking = asyncio.to_thread,
+) -> WorkerHost:
+    """Make one decode worker; see WorkerContext for what is not said here.
+
+    Args:
+        config: Limits and deadlines.
+        connect_channel: Makes a grpc.aio channel to a prefill worker's address.
+        random_id: Returns 16 random bytes; source of transfer and connection ids.
+        run_blocking: Runs page digests; `kv_transfer.driver.run_inline` in virtual time.
+    """
+    context = WorkerContext(
+        config=config,
+        identity=identity,
+        model=model,
+        executor=executor,
+        credentials=credentials,
+        transports=transports,
+    )
+    pool = DecodeWorker(
+        context,
+        config=config,
+        connect_channel=connect_channel,
+        random_id=random_id,
+        run_blocking=run_blocking,
+    )
+    return WorkerHost(context, pool)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,148 +85,112 @@ class _Session:
 
 
 class DecodeWorker:
-    """One decode worker. Everything runs in the event loop that called `start`.
+    """Sessions of routers; implements worker.host.Pool and server.RequestSink."""
 
-    Args:
-        config: Limits and deadlines.
-        identity: Which start of which worker this is.
-        model: What the executor's engine serves.
-        executor: Runs the engine without blocking the event loop. The caller closes it after
-            `stop`.
-        transports: What pages can move over, best first; made for the engine's storage. `stop`
-            closes them.
-        connect_channel: Makes a grpc.aio channel to a prefill worker's address.
-        random_id: Returns 16 random bytes; source of transfer and connection ids.
-        run_blocking: Runs page digests; `kv_transfer.driver.run_inline` in virtual time.
-    """
+    name = "decode"
+    service = SERVICE
 
     def __init__(
         self,
+        context: WorkerContext,
         *,
         config: DecodeConfig,
-        identity: WorkerIdentity,
-        model: ModelInfo,
-        executor: EngineExecutor,
-        transports: Sequence[Transport],
         connect_channel: Callable[[str], grpc.aio.Channel],
         random_id: Callable[[], bytes],
-        run_blocking: RunBlocking = asyncio.to_thread,
+        run_blocking: RunBlocking,
     ) -> None:
-        layout = executor.engine.layout
-        num_pages = executor.engine.storage.num_pages
-        self.cache = PrefixCache(
-            num_pages=num_pages,
-            page_size=layout.page_size,
-            fingerprint=layout.model_fingerprint,
-            hash_key=config.hash_key,
+        self.max_choices = config.max_choices
+        self.scheduler = Scheduler(
+            config=config,
+            cache=context.cache,
+            model=context.model,
+            page_size=context.layout.page_size,
+            page_bytes=context.layout.page_bytes,
         )
         self._config = config
-        self._identity = identity
-        self._model = model.within(num_pages * layout.page_size)
-        self._layout = layout
-        self._transports = tuple(transports)
-        self._feed = CacheFeed(self.cache, identity.incarnation)
-        self._scheduler = Scheduler(
-            config=config,
-            cache=self.cache,
-            model=self._model,
-            page_size=layout.page_size,
-            page_bytes=layout.page_bytes,
-        )
+        self._context = context
         self._receivers = PrefillReceivers(
+            context,
             config=config,
-            identity=identity,
-            layout=layout,
-            storage=executor.engine.storage,
-            scheduler=self._scheduler,
-            transports=transports,
+            scheduler=self.scheduler,
             connect_channel=connect_channel,
             random_id=random_id,
             run_blocking=run_blocking,
-            on_deltas=self._deliver,
-            on_change=self._wake,
+            on_deltas=self.progressed,
+            on_failure=self.failed,
+            on_failed_pass=self._prefill_pass_failed,
         )
-        self._loop = StepLoop(
-            scheduler=self._scheduler,
-            executor=executor,
-            eos_token_ids=model.eos_token_ids,
-            on_deltas=self._deliver,
-            on_failure=self._fail,
-            start_receive=self._receivers.start,
-            before_step=self._feed.publish,
-        )
-        self._health = health.aio.HealthServicer()
         self._sessions: dict[Outbox, _Session] = {}
         self._active: dict[Request, _Active] = {}
-        self._is_draining = False
         self._all_ended = asyncio.Event()  # set while nothing is active
         self._all_ended.set()
-        self._stepping: asyncio.Task[None] | None = None
+        self._session_closed = asyncio.Event()
+
+    # What the host asks for.
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add DecodeService, WorkerService and the health service to a server."""
+        """Add DecodeService to a server."""
         register_decode_service(server, self)
-        servicer = WorkerServicer(
-            identity=self._identity,
-            pool="decode",
-            model=self._model,
-            layout=self._layout,
-            transports=[transport.name for transport in self._transports],
-            max_choices=self._config.max_choices,
-            pages=self.cache.pool,
-            feed=self._feed,
-            load=self._load,
-            totals=self._scheduler.totals,
-            heartbeat_s=self._config.heartbeat_s,
-        )
-        register_worker_services(server, servicer, self._health)
 
-    async def start(self) -> None:
-        """Begin to step; returns at once."""
-        for service in SERVICES:
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self._stepping = asyncio.get_running_loop().create_task(self._loop.run())
+    def planned(self, plan: StepPlan) -> None:
+        """Begin to ask prefill workers for groups."""
+        for group in plan.receives:
+            self._receivers.start(group)
 
-    async def wait_failed(self) -> None:
-        """Raise what ended the step loop, if a bug does: the process should exit then.
+    def progressed(self, progress: Sequence[TokenDelta]) -> None:
+        """Give new tokens to the routers that wait for them."""
+        for delta in progress:
+            active = self._active.get(delta.request)
+            if active is None:  # the outbox was overrun by a delta before this one
+                continue
+            active.outbox.push(delta)
+            if active.outbox.is_overrun:
+                # A router that reads nothing does not see its session end, so nobody else will.
+                for request in list(self._sessions[active.outbox].requests.values()):
+                    self._end(request, "slow_router")
+            elif delta.is_last_of_request:
+                self._end(delta.request, "done")
 
-        Returns after an orderly stop.
-        """
-        assert self._stepping is not None, "start comes first"
-        await asyncio.wait({self._stepping})
-        if not self._stepping.cancelled():
-            self._stepping.result()
+    def failed(self, work: Request, error: WorkerError) -> None:
+        """End a request and tell its router why; a no-op when it has ended."""
+        active = self._active.get(work)
+        if active is None:
+            return
+        if isinstance(error, PassFailed):
+            work.num_failed_passes += 1
+            error = self._given_up(work) or error
+        self._tell_failure(work, error, active.outbox)
+        self._end(work, type(error).__name__)
 
-    async def stop(self, grace_s: float) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, then end everything."""
-        self._is_draining = True
-        await self._health.enter_graceful_shutdown()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._all_ended.wait()
-        except TimeoutError:
-            for request in list(self._active):
-                self._fail(request, Draining("the worker stops"))
-        for outbox in list(self._sessions):
+    async def wait_idle(self) -> None:
+        """Return when no request is left."""
+        await self._all_ended.wait()
+
+    def end_all(self, error: WorkerError) -> None:
+        """End all requests and sessions, and tell the routers why."""
+        for request in list(self._active):
+            self.failed(request, error)
+        for outbox in self._sessions:
             outbox.close()
-        if self._stepping is not None:
-            self._stepping.cancel()
-            await asyncio.wait({self._stepping})
+
+    async def wait_told(self) -> None:
+        """Return when no session is left."""
+        while self._sessions:
+            self._session_closed.clear()
+            await self._session_closed.wait()
+
+    async def close(self) -> None:
+        """End the sessions, and close connections and channels."""
+        for outbox in self._sessions:
+            outbox.close()
         await self._receivers.close()
-        await close_transports(self._transports, self._config.transfer_deadlines.abort_s)
-        self._scheduler.free_ended()
-        self._feed.publish()
 
     # What sessions ask for (see server.RequestSink).
 
     def open_session(self, router_id: str, incarnation: int) -> Outbox:
         """Begin a session; its answers appear in the outbox that is returned."""
-        if incarnation != self._identity.incarnation:
-            raise StaleIncarnation(
-                f"incarnation {incarnation} is asked for, this is {self._identity.incarnation}"
-            )
-        if self._is_draining:
-            raise Draining("the worker is draining")
+        self._context.check_incarnation(incarnation)
+        self._context.check_open()
         outbox = Outbox(max_tokens=self._config.max_outbox_tokens)
         self._sessions[outbox] = _Session(router_id)
         logger.info("session_opened", extra=fields(router=router_id))
@@ -199,6 +199,7 @@ class DecodeWorker:
     def close_session(self, outbox: Outbox) -> None:
         """Cancel all requests that answer to the outbox."""
         session = self._sessions.pop(outbox)
+        self._session_closed.set()
         for request in list(session.requests.values()):
             self._end(request, "session_ended")
         logger.info("session_closed", extra=fields(router=session.router_id))
@@ -211,27 +212,26 @@ class DecodeWorker:
         # A resumption replaces the attempt that the router has given up.
         self.cancel(request.request_id, outbox)
         try:
-            if self._is_draining:
-                raise Draining("the worker is draining")
+            self._context.check_open()
             check_request(
                 request,
                 config=self._config,
-                model=self._model,
-                num_waiting=self._scheduler.num_waiting,
+                model=self._context.model,
+                num_waiting=self.scheduler.num_waiting,
             )
-        except RequestError as error:
+        except WorkerError as error:
             self._tell_failure(request, error, outbox)
             return
         loop = asyncio.get_running_loop()
         active = _Active(request, outbox, submitted_at=loop.time())
         if request.timeout_s is not None:
-            late = RequestTimeout(f"the request took longer than {request.timeout_s:g} s")
-            active.timer = loop.call_later(request.timeout_s, self._fail, request, late)
+            late = TimedOut(f"the request took longer than {request.timeout_s:g} s")
+            active.timer = loop.call_later(request.timeout_s, self.failed, request, late)
         session.requests[request.request_id] = request
         self._active[request] = active
         self._all_ended.clear()
-        self._scheduler.submit(request)
-        self._wake()
+        self.scheduler.submit(request)
+        self._context.wake.set()
 
     def cancel(self, request_id: str, outbox: Outbox) -> None:
         """Forget a request and free what it holds; a no-op when it has ended."""
@@ -248,35 +248,35 @@ class DecodeWorker:
         request = self._sessions[outbox].requests.get(request_id)
         if request is None:
             return
-        self._scheduler.end(request, choices)
+        self.scheduler.end(request, choices)
         if request.is_ended:
             self._end(request, "cancelled")
         else:
             self._receivers.cancel(request)
-            self._wake()
+            self._context.wake.set()
 
-    def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
-        for delta in deltas:
-            active = self._active.get(delta.request)
-            if active is None:  # the outbox was overrun by a delta before this one
-                continue
-            active.outbox.push(delta)
-            if active.outbox.is_overrun:
-                # A router that reads nothing does not see its session end, so nobody else will.
-                for request in list(self._sessions[active.outbox].requests.values()):
-                    self._end(request, "slow_router")
-            elif delta.is_last_of_request:
-                self._end(delta.request, "done")
+    def _prefill_pass_failed(self, request: Request) -> None:
+        """Count a failed pass of a prefill worker; the request goes on unless it had too many."""
+        request.num_failed_passes += 1
+        if error := self._given_up(request):
+            self.failed(request, error)
 
-    def _fail(self, request: Request, error: RequestError) -> None:
-        active = self._active.get(request)
-        if active is not None:
-            self._tell_failure(request, error, active.outbox)
-            self._end(request, type(error).__name__)
+    def _given_up(self, request: Request) -> EngineFailed | None:
+        if request.num_failed_passes < self._config.max_request_failures:
+            return None
+        return EngineFailed(
+            f"{request.num_failed_passes} passes failed that computed for it, the last one for it "
+            "alone"
+        )
 
-    def _tell_failure(self, request: Request, error: RequestError, outbox: Outbox) -> None:
+    def _tell_failure(self, request: Request, error: WorkerError, outbox: Outbox) -> None:
         outbox.fail(
-            RequestFailure(request_id=request.request_id, attempt=request.attempt, error=error)
+            RequestFailure(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                error=error,
+                failed_passes=request.num_failed_passes,
+            )
         )
 
     def _end(self, request: Request, outcome: str) -> None:
@@ -287,9 +287,9 @@ class DecodeWorker:
         session = self._sessions.get(active.outbox)
         if session is not None:
             del session.requests[request.request_id]
-        self._scheduler.end(request)
+        self.scheduler.end(request)
         self._receivers.cancel(request)
-        self._wake()
+        self._context.wake.set()
         if not self._active:
             self._all_ended.set()
         stats = request.stats
@@ -308,16 +308,4 @@ class DecodeWorker:
                 prefill_retries=stats.prefill_retries,
                 preemptions=stats.preemptions,
             ),
-        )
-
-    def _wake(self) -> None:
-        self._loop.wake()
-
-    def _load(self) -> WorkerLoad:
-        return WorkerLoad(
-            steps=self._loop.num_steps,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            queued_tokens=self._scheduler.num_queued_tokens,
-            is_draining=self._is_draining,
         )

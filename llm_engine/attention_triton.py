@@ -8,19 +8,22 @@ sequence is resumed elsewhere from its prompt and drawn tokens.
 
 from contextlib import AbstractContextManager
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from attn_kernels.append import rotate_and_append
-from attn_kernels.prefill import PrefillAttention
+from attn_kernels.append.launch import rotate_and_append
+from attn_kernels.prefill.launch import PrefillAttention
 from llm_engine.decode_triton import (
     MAX_DECODE_ROWS,
     MAX_DECODE_TOKENS,
-    DecodeRow,
+    DecodeRows,
     Recordable,
     TritonDecode,
     decode_launches,
+    decode_rows,
 )
-from llm_engine.forward_batch import ForwardBatch
+from llm_engine.forward_batch import ForwardBatch, PassInputs
 
 
 class TritonAttention:
@@ -55,9 +58,11 @@ class TritonAttention:
         self._decode = TritonDecode(
             pages, num_qo_heads=num_qo_heads, scale=scale, sliding_window=sliding_window
         )
-        self._batch: ForwardBatch | None = None
+        self._batch: PassInputs | None = None
         self._has_prefill = False
-        self._decode_launches: list[list[DecodeRow]] = []
+        self._has_rows_planned = False  # the last plan was made by plan_rows
+        self._decode_launches: list[DecodeRows] = []
+        self._page_table: npt.NDArray[np.integer] = np.zeros(0, dtype=np.int64)
 
     def load_kernels(self) -> None:
         """Launch what a warm-up pass does not reach; on a GPU, within the context of its device."""
@@ -66,12 +71,33 @@ class TritonAttention:
     def plan(self, batch: ForwardBatch) -> None:
         """Plan both kernels for their tokens of the batch."""
         self._batch = batch
+        self._has_rows_planned = False
         self._plan_prefill(batch)
-        self._decode_launches = decode_launches(
-            batch, max_rows=MAX_DECODE_ROWS, max_tokens=MAX_DECODE_TOKENS
-        )
-        if self._decode_launches:
-            self._decode.plan(batch, self._decode_launches[0])
+        self._plan_decode(decode_rows(batch), batch.page_table)
+
+    def plan_rows(
+        self,
+        inputs: PassInputs,
+        rows: DecodeRows,
+        page_table: npt.NDArray[np.integer],
+        *,
+        is_next_step: bool,
+    ) -> None:
+        """Plan a pass of drawn tokens, one of each sequence.
+
+        Args:
+            inputs: Where the pass finds what it needs on the device.
+            rows: Its tokens.
+            page_table: The flat one, on the host.
+            is_next_step: Whether the last call was for the same rows over the same table, and each
+                sequence has the same pages and perhaps some more.
+        """
+        is_next_step &= self._has_rows_planned and len(self._decode_launches) == 1
+        self._batch = inputs
+        self._has_prefill = False
+        self._has_rows_planned = True
+        if not (is_next_step and self._decode.plan_next_step(rows.kv_lens)):
+            self._plan_decode(rows, page_table)
 
     def sharing_all(self) -> AbstractContextManager[None]:
         """Let plans share whatever drawn tokens have in common, whether it pays or not."""
@@ -107,13 +133,22 @@ class TritonAttention:
         batch = self._planned()
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         if self._has_prefill:
+            assert isinstance(batch, ForwardBatch), "prompts come in slices"
             tables = (batch.kv_page_indptr, batch.kv_page_indices)
             self._prefill.run(q_TNH, layer, *tables, out=out_TNH)
         for launch in self._decode_launches:
             if len(self._decode_launches) > 1:  # else the plan of the pass holds for all layers
-                self._decode.plan(batch, launch)
+                self._decode.plan(launch, self._page_table)
             self._decode.run(q_TNH, layer, batch.kv_page_indices, out_TNH=out_TNH)
         return out_TNH
+
+    def _plan_decode(self, rows: DecodeRows, page_table: npt.NDArray[np.integer]) -> None:
+        self._page_table = page_table
+        self._decode_launches = decode_launches(
+            rows, max_rows=MAX_DECODE_ROWS, max_tokens=MAX_DECODE_TOKENS
+        )
+        if self._decode_launches:
+            self._decode.plan(self._decode_launches[0], page_table)
 
     def _plan_prefill(self, batch: ForwardBatch) -> None:
         lens = zip(batch.qo_lens, batch.kv_lens, batch.prompt_lens, strict=True)
@@ -128,6 +163,6 @@ class TritonAttention:
             prompt_lens, prompt_ends, first_rows, slices = zip(*chunks, strict=True)
             self._prefill.plan(prompt_lens, prompt_ends, first_rows=first_rows, requests=slices)
 
-    def _planned(self) -> ForwardBatch:
+    def _planned(self) -> PassInputs:
         assert self._batch is not None, "plan comes first"
         return self._batch

@@ -1,43 +1,65 @@
-"""Passes without prompt tokens, launched as CUDA graphs: one call of the host for all layers.
+"""Steps of decode, launched as CUDA graphs: one call of the host from drawn tokens to drawn tokens.
 
 A layer has some ten kernels, and launching them one by one from Python takes the host longer than
 a step of decode takes the device. A graph repeats launches with the arguments they were recorded
-with. So what changes from pass to pass is brought to fixed addresses, attention reads the rest from
-its plan, and rows are padded to one of few sizes. Padding shows in no bit, as no row depends on
-another (docs/decisions/0006-the-same-bits-in-any-batch.md).
+with. So what changes from step to step lies at fixed addresses (`attn_kernels.seats`), attention
+reads the rest from its plan, and rows are padded to one of few sizes. Padding shows in no bit, as
+no row depends on another (docs/decisions/0006-the-same-bits-in-any-batch.md).
 
-Legend: T tokens of all slices, D hidden.
+A step needs no token on the host: it reads the last ones from the seats and leaves its own there.
+
+Legend: R rows.
 """
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kv_cache.layout import num_pages_for
+from attn_kernels.sampling.launch import Logprobs, TokenSampler
+from attn_kernels.seats import bodies
+from attn_kernels.tiles import to_device
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.decode_triton import MAX_DECODE_TOKENS, MIN_DECODE_ROWS, least_shared_len
-from llm_engine.forward_batch import ForwardBatch, build_forward_batch
-from llm_engine.model_config import ModelConfig
-from llm_engine.operations import Operations
-from llm_engine.sampling import SequenceSlice
+from llm_engine.decode_triton import MIN_DECODE_ROWS, DecodeRows, least_shared_len
+from llm_engine.device_batch import DeviceBatch
+from llm_engine.forward_batch import PassInputs
 from llm_engine.transformer import Decoder
-from llm_engine.weights import DecoderWeights
 from observability.logs import fields
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[[], Tensor]
-Recorder = Callable[[Work], Work]
-Kind = tuple[int, bool, bool]  # rows, whether they are few, whether prefixes are read once
+# Rows of a recording.
+NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MAX_LOGPROBS = 20  # of the contract; each row gets as many if one asks for any
+REPLAN_STEPS = 64  # steps of one batch after which prefixes are looked for anew
 
-# Rows of a recording; larger passes keep the device busy while the host launches the next kernel.
-NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MIN_TABLE_ENTRIES = MAX_DECODE_TOKENS // 16  # a launch in pages of 16 tokens
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnRows:
+    """What a step drew, on the device; valid until the next step of the same decoder begins."""
+
+    tokens_R: Tensor  # int32; -1: nothing could be drawn
+    logprobs: Logprobs | None  # of all rows, if one asked
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a recording holds for."""
+
+    num_rows: int
+    has_few_rows: bool  # for attention
+    shares_prefixes: bool
+    edits_logits: bool
+    has_logprobs: bool
+
+
+Work = Callable[[], DrawnRows]
+Recorder = Callable[[Work], Work]
 
 
 class CudaGraphRecorder:
@@ -63,84 +85,157 @@ class CudaGraphRecorder:
             finally:
                 graph.capture_end()
 
-        def repeat() -> Tensor:
+        def repeat() -> DrawnRows:
             graph.replay()
             return result
 
         return repeat
 
 
-class GraphedDecoder(Decoder):
-    """A decoder that records its passes without prompt tokens and repeats the recordings.
+class GraphedDecode:
+    """Launches steps of a device batch.
 
-    The first pass of a kind is launched kernel by kernel, which loads them; the second one is
-    recorded. A result of `hidden_states` is valid until the next call.
+    The first step of a kind is launched kernel by kernel, which loads them; the second one is
+    recorded.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        weights: DecoderWeights,
+        decoder: Decoder,
         attention: TritonAttention,
-        operations: Operations,
+        batch: DeviceBatch,
+        sampler: TokenSampler,
         make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
     ) -> None:
-        super().__init__(config, weights, attention, operations)
-        self._attention: TritonAttention = attention
+        self._decoder = decoder
+        self._attention = attention
+        self._batch = batch
+        self._sampler = sampler
         self._make_recorder = make_recorder
-        self._inputs = _Inputs(MIN_TABLE_ENTRIES, weights.embedding.device)
         self._recordings: _Recordings | None = None
+        self._row_seats: tuple[int, ...] = ()  # of the last step
+        self._num_padded = 0
+        self._num_same = 0  # steps since prefixes were looked for, all with these rows
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Record passes of all sizes that the first buffers of attention hold."""
-        for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, MIN_DECODE_ROWS)]:
-            self._record_rows(num_rows, 1, page_size)
-            kv_len = least_shared_len(page_size) + 1
-            if kv_len <= max_tokens:
+        """Record steps of all sizes that the first buffers of attention hold; overwrites page 0.
+
+        Args:
+            page_size: Of the pool.
+            max_tokens: Of a sequence.
+        """
+        num_seats = len(self._batch.lengths)
+        shared_len = least_shared_len(page_size) + 1
+        for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, min(MIN_DECODE_ROWS, num_seats))]:
+            self._record_rows(num_rows, 1)
+            if shared_len <= max_tokens:
                 with self._attention.sharing_all():
-                    self._record_rows(num_rows, kv_len, page_size)
+                    self._record_rows(num_rows, shared_len)
 
-    def hidden_states(self, batch: ForwardBatch) -> Tensor:
-        """Compute all tokens of a batch, append their K and V to the pages; return [T, D]."""
-        num_rows = len(batch.token_ids_T)
-        if any(batch.prompt_lens) or num_rows > NUM_ROWS[-1]:
-            return super().hidden_states(batch)
-        num_entries = len(batch.kv_page_indices)
-        if num_entries > len(self._inputs.kv_page_indices):
-            self._inputs = _Inputs(2 * num_entries, batch.kv_page_indices.device)
-            self._recordings = None
-        inputs = self._inputs.filled(batch, NUM_ROWS[bisect_left(NUM_ROWS, num_rows)])
-        self._attention.plan(inputs)
-        return self._run(inputs.token_ids_T)[:num_rows]
+    def launch(self, seats: tuple[int, ...], *, has_new: bool) -> DrawnRows:
+        """Compute the last token of each seat's sequence and draw the next one.
 
-    def _record_rows(self, num_rows: int, kv_len: int, page_size: int) -> None:
-        page_ids = [0] * num_pages_for(kv_len, page_size)
-        row = SequenceSlice(token_ids=[0], start=kv_len - 1, page_ids=page_ids, num_prompt_tokens=0)
-        device = self._inputs.token_ids_T.device
-        batch = build_forward_batch([row] * num_rows, page_size, device)
-        for _ in range(2):  # launched, then recorded
-            self.hidden_states(batch)
+        Args:
+            seats: One for each row.
+            has_new: Whether another sequence than in the last step may hold one of them.
+        """
+        batch = self._batch
+        index = np.array(seats, dtype=np.int64)
+        if has_new or seats != self._row_seats:
+            self._num_same = 0
+        if seats != self._row_seats:
+            self._set_rows(seats)
+        self._plan(index)
+        self._num_same += 1
+        edits_logits = batch.edits_logits(index)
+        has_logprobs = bool((batch.num_logprobs[index] >= 0).any())
+        drawn = self._run(edits_logits, has_logprobs)
+        batch.lengths[index] += 1
+        return drawn
 
-    def _run(self, token_ids_T: Tensor) -> Tensor:
-        work = partial(self._run_layers, token_ids_T)
+    def _set_rows(self, seats: tuple[int, ...]) -> None:
+        num_padded = NUM_ROWS[bisect_left(NUM_ROWS, len(seats))]
+        rows = np.full(num_padded, -1, dtype=np.int32)
+        rows[: len(seats)] = seats
+        row_seats = self._batch.seats.row_seats
+        row_seats[:num_padded].copy_(to_device(rows, row_seats.device))
+        self._row_seats, self._num_padded = seats, num_padded
+
+    def _plan(self, index: npt.NDArray[np.int64]) -> None:
+        batch = self._batch
+        page_table = batch.page_table.reshape(-1)
+        rows = DecodeRows(
+            kv_lens=batch.lengths[index],
+            rows=np.arange(len(index)),
+            table_starts=index * batch.page_table.shape[1],
+        )
+        is_next_step = 0 < self._num_same < REPLAN_STEPS
+        if not is_next_step:
+            self._num_same = 0
+        seats, num_rows = batch.seats, self._num_padded
+        inputs = PassInputs(
+            token_ids_T=seats.token_ids[:num_rows],
+            positions_T=seats.positions[:num_rows],
+            append_page_T=seats.append_page[:num_rows],
+            append_offset_T=seats.append_offset[:num_rows],
+            kv_page_indices=seats.page_table.view(-1),
+        )
+        self._attention.plan_rows(inputs, rows, page_table, is_next_step=is_next_step)
+
+    def _run(self, edits_logits: bool, has_logprobs: bool) -> DrawnRows:
+        num_rows = self._num_padded
+
+        def work() -> DrawnRows:
+            return self._work(num_rows, edits_logits, has_logprobs)
+
         launches = self._attention.recordable()
         if launches is None:
             return work()
-        if self._recordings is None or self._recordings.buffers is not launches.buffers:
-            self._recordings = _Recordings(launches.buffers, self._make_recorder())
-        kind = (len(token_ids_T), launches.has_few_rows, launches.shares_prefixes)
+        buffers = (launches.buffers, self._batch.seats.marks)
+        if self._recordings is None or not self._recordings.hold_for(buffers):
+            self._recordings = _Recordings(buffers, self._make_recorder())
+        kind = Kind(
+            num_rows, launches.has_few_rows, launches.shares_prefixes, edits_logits, has_logprobs
+        )
         return self._recordings.run(kind, work)
+
+    def _work(self, num_rows: int, edits_logits: bool, has_logprobs: bool) -> DrawnRows:
+        seats = self._batch.seats
+        params = seats.read(num_rows)
+        logits = self._decoder.logits(self._decoder.run_layers(seats.token_ids[:num_rows]))
+        edited = seats.edit(logits) if edits_logits else logits
+        tokens = self._sampler.sample(edited, params)
+        logprobs = None
+        if has_logprobs:
+            num_top = min(MAX_LOGPROBS, logits.shape[1])
+            logprobs = self._sampler.logprobs(logits, tokens, num_top)
+        seats.write(tokens)
+        return DrawnRows(tokens_R=tokens, logprobs=logprobs)
+
+    def _record_rows(self, num_rows: int, kv_len: int) -> None:
+        """Run a kind of step often enough to be recorded, in seats that nobody holds."""
+        batch = self._batch
+        seats = tuple(range(num_rows))
+        for _ in range(2):  # launched, then recorded
+            batch.lengths[:num_rows] = kv_len
+            batch.seats.state[:num_rows, bodies.LENGTH.value] = kv_len
+            self.launch(seats, has_new=True)
+        batch.lengths[:] = 0
+        batch.seats.state.zero_()
 
 
 class _Recordings:
-    """Recordings of passes by kind, as long as what they have the addresses of remains."""
+    """Recordings of steps by kind, as long as what they have the addresses of remains."""
 
-    def __init__(self, buffers: object, record: Recorder) -> None:
-        self.buffers = buffers
+    def __init__(self, buffers: Sequence[object], record: Recorder) -> None:
+        self._buffers = buffers
         self._record = record
         self._repeats: dict[Kind, Work | None] = {}  # None: launched once
 
-    def run(self, kind: Kind, work: Work) -> Tensor:
+    def hold_for(self, buffers: Sequence[object]) -> bool:
+        return all(own is other for own, other in zip(self._buffers, buffers, strict=True))
+
+    def run(self, kind: Kind, work: Work) -> DrawnRows:
         if kind not in self._repeats:
             result = work()
             self._repeats[kind] = None
@@ -150,37 +245,7 @@ class _Recordings:
             try:
                 repeat = self._record(work)
             except torch.OutOfMemoryError:  # slower, but nobody's request fails
-                logger.warning("pass_not_recorded", extra=fields(rows=kind[0]))
+                logger.warning("step_not_recorded", extra=fields(rows=kind.num_rows))
                 repeat = work
             self._repeats[kind] = repeat
         return repeat()
-
-
-class _Inputs:
-    """What differs from pass to pass, at fixed addresses."""
-
-    def __init__(self, max_entries: int, device: torch.device) -> None:
-        max_rows = NUM_ROWS[-1]
-        self.token_ids_T = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.positions_T = torch.zeros_like(self.token_ids_T)
-        self.append_page_T = torch.zeros_like(self.token_ids_T)
-        self.append_offset_T = torch.zeros_like(self.token_ids_T)
-        self.kv_page_indices = torch.zeros(max_entries, dtype=torch.int32, device=device)
-
-    def filled(self, batch: ForwardBatch, num_padded: int) -> ForwardBatch:
-        """Return the batch over these tensors, with rows that are computed and written nowhere."""
-        num_rows = len(batch.token_ids_T)
-        self.token_ids_T[:num_rows] = batch.token_ids_T
-        self.positions_T[:num_rows] = batch.positions_T
-        self.append_page_T[:num_rows] = batch.append_page_T
-        self.append_page_T[num_rows:num_padded] = -1
-        self.append_offset_T[:num_rows] = batch.append_offset_T
-        self.kv_page_indices[: len(batch.kv_page_indices)] = batch.kv_page_indices
-        return replace(
-            batch,
-            token_ids_T=self.token_ids_T[:num_padded],
-            positions_T=self.positions_T[:num_padded],
-            append_page_T=self.append_page_T[:num_padded],
-            append_offset_T=self.append_offset_T[:num_padded],
-            kv_page_indices=self.kv_page_indices,
-        )

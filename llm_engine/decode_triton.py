@@ -8,19 +8,21 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade import (
+from attn_kernels.cascade.launch import (
     MAX_NARROW_ROWS,
     CascadeAttention,
     HopperSharedTile,
     SharedTile,
     shared_tile,
 )
-from attn_kernels.decode import DEFAULT_RULE, DecodeAttention
+from attn_kernels.decode.launch import DEFAULT_RULE, DecodeAttention
 from attn_kernels.tiles import on_hopper
 from kv_cache.layout import num_pages_for
 from llm_engine.forward_batch import ForwardBatch
@@ -33,15 +35,15 @@ MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
 
 Attention = DecodeAttention | CascadeAttention
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeRow:
-    """A drawn token as the decode kernel sees it."""
+class DecodeRows(NamedTuple):
+    """Drawn tokens as the decode kernel sees them, as columns with a value for each."""
 
-    kv_len: int  # tokens that it attends to, itself included
-    row: int  # in the queries
-    slice_index: int  # in the page table
+    kv_lens: IntArray  # tokens that it attends to, itself included
+    rows: IntArray  # in the queries
+    table_starts: IntArray  # in the page table: where its sequence begins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,32 +55,37 @@ class Recordable:
     shares_prefixes: bool
 
 
-def decode_launches(
-    batch: ForwardBatch, *, max_rows: int, max_tokens: int
-) -> list[list[DecodeRow]]:
-    """Return the drawn tokens of a batch, cut into launches.
+def decode_rows(batch: ForwardBatch) -> DecodeRows:
+    """Return the drawn tokens of a batch."""
+    qo_lens = np.array(batch.qo_lens, dtype=np.int64)
+    num_drawn = qo_lens - np.array(batch.prompt_lens, dtype=np.int64)
+    owner = np.repeat(np.arange(len(qo_lens)), num_drawn)
+    # How many tokens of its slice follow a token: those of a slice count down to 0.
+    behind = np.cumsum(num_drawn)[owner] - 1 - np.arange(len(owner))
+    return DecodeRows(
+        kv_lens=np.array(batch.kv_lens, dtype=np.int64)[owner] - behind,
+        rows=np.cumsum(qo_lens)[owner] - 1 - behind,
+        table_starts=batch.table_starts[owner],
+    )
+
+
+def decode_launches(rows: DecodeRows, *, max_rows: int, max_tokens: int) -> list[DecodeRows]:
+    """Cut drawn tokens into launches.
 
     Args:
-        batch: The pass.
+        rows: In the order of the page table.
         max_rows: Most rows of a launch.
         max_tokens: Most keys of a launch, unless it has one row.
     """
-    launches: list[list[DecodeRow]] = []
-    num_tokens = 0
-    end_row = 0
-    lens = zip(batch.qo_lens, batch.kv_lens, batch.prompt_lens, strict=True)
-    for index, (qo_len, kv_len, prompt_len) in enumerate(lens):
-        end_row += qo_len
-        for tokens_behind in reversed(range(qo_len - prompt_len)):
-            row = DecodeRow(
-                kv_len=kv_len - tokens_behind, row=end_row - 1 - tokens_behind, slice_index=index
-            )
-            is_full = not launches or len(launches[-1]) == max_rows
-            if is_full or num_tokens + row.kv_len > max_tokens:
-                launches.append([])
-                num_tokens = 0
-            launches[-1].append(row)
-            num_tokens += row.kv_len
+    launches = []
+    first = 0
+    ends = np.cumsum(rows.kv_lens)
+    while first < len(ends):
+        limit = max_tokens + (int(ends[first - 1]) if first else 0)
+        end = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
+        end = min(end, first + max_rows)
+        launches.append(DecodeRows(*(column[first:end] for column in rows)))
+        first = end
     return launches
 
 
@@ -149,18 +156,29 @@ class TritonDecode:
             q = self._pages.new_zeros((2, self._num_qo_heads, head_dim))
             attention.run(q, 0, torch.from_numpy(table).to(self._pages.device))
 
-    def plan(self, batch: ForwardBatch, launch: list[DecodeRow]) -> None:
-        """Plan the rows of a launch."""
-        kv_lens = [each.kv_len for each in launch]
-        rows = [each.row for each in launch]
-        table_starts = batch.table_starts[[each.slice_index for each in launch]]
-        self._grow_for(len(launch), sum(kv_lens))
-        attention = self._attentions[0 if len(launch) <= self._few_rows else -1]
+    def plan(self, launch: DecodeRows, page_table: npt.NDArray[np.integer]) -> None:
+        """Plan the rows of a launch; `page_table` is the flat one, on the host."""
+        kv_lens, rows, table_starts = launch
+        self._grow_for(len(kv_lens), int(kv_lens.sum()))
+        attention = self._attentions[0 if len(kv_lens) <= self._few_rows else -1]
         if isinstance(attention, CascadeAttention):
-            attention.plan(kv_lens, table_starts, batch.page_table, rows=rows)
+            attention.plan(kv_lens, table_starts, page_table, rows=rows)
         else:
             attention.plan(kv_lens, rows=rows, table_starts=table_starts)
         self._planned = attention
+
+    def plan_next_step(self, kv_lens: IntArray) -> bool:
+        """Plan the same rows again, each with the same pages and some more, if that can be.
+
+        Prefixes that are read once stay as they are. Returns whether it is done.
+        """
+        attention = self._planned
+        fits = int(kv_lens.sum()) <= self._max_tokens
+        if self._sliding_window is not None or not isinstance(attention, CascadeAttention):
+            return False
+        if fits:
+            attention.plan_next_step(kv_lens)
+        return fits
 
     @contextmanager
     def sharing_all(self) -> Iterator[None]:

@@ -1,37 +1,58 @@
-"""The engine of a real model: slices in, tokens out, K and V left in the pages."""
+"""The engine of a real model: steps in, tokens out, K and V left in the pages.
 
+Life of a step:
+1. launch   what changes goes to the device, then the work: page copies, one token for each seat,
+            slices of sequences without a seat, and copies of what was drawn to the host
+2. read     wait until all of it has run; the tokens are Python's then
+
+On a GPU the next step may be launched before this one is read: it takes its tokens from the seats.
+Elsewhere a step has run when `launch` returns.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
+from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.errors import InvalidLogits
-from llm_engine.forward_batch import build_forward_batch
 from llm_engine.model_config import ModelConfig
-from llm_engine.sampler import sample
-from llm_engine.sampling import Draw, Drawn, SampledToken, SamplingParams, SequenceSlice
+from llm_engine.sampling import Draw, Drawn, SamplingParams, SequenceSlice
 from llm_engine.transformer import Decoder
+
+ReadResult = Callable[[], StepResult]  # waits for the step
+
+
+class Runner(Protocol):
+    """How steps run: beside the host, or while it waits."""
+
+    max_launched: int
+
+    def launch(self, step: EngineStep) -> ReadResult:
+        """Begin a step that was checked."""
+        ...
+
+    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
+        """Load and record what `launch` needs; may overwrite page 0."""
+        ...
 
 
 class Engine:
     """Implements engine_api.EngineLike. Made by load_engine; used by one thread at a time."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        storage: TorchPageStorage,
-        decoder: Decoder,
-        draw_tokens: Callable[[Tensor, Sequence[Draw]], list[SampledToken | None]] = sample,
+        self, config: ModelConfig, storage: TorchPageStorage, decoder: Decoder, runner: Runner
     ) -> None:
         self._config = config
         self._storage = storage
         self._decoder = decoder
-        self._draw_tokens = draw_tokens
+        self._runner = runner
+        self._launched: deque[ReadResult] = deque()
         self._max_context_tokens = min(
             config.max_context_tokens, storage.num_pages * storage.layout.page_size
         )
@@ -52,16 +73,25 @@ class Engine:
     def storage(self) -> TorchPageStorage:
         return self._storage
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
-        if not slices:
-            return []
-        for each in slices:
-            self._check(each)
+    @property
+    def max_launched(self) -> int:
+        return self._runner.max_launched
+
+    def launch(self, step: EngineStep) -> None:
+        assert len(self._launched) < self.max_launched, "read comes before another launch"
+        self._check(step)
         with torch.inference_mode(), self._on_device():
-            drawn = self._run(slices)
-            self._synchronize()
-        tokens = iter(drawn)
-        return [_all_or_none([next(tokens) for _ in each.draws]) for each in slices]
+            for source, target in step.copies:
+                self._storage.copy_page(source, target)
+            self._launched.append(self._runner.launch(step))
+
+    def read(self) -> StepResult:
+        return self._launched.popleft()()
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
+        """Run a step of slices alone; return what was drawn after each."""
+        self.launch(EngineStep(slices=tuple(slices)))
+        return list(self.read().slices)
 
     def warm_up(self) -> None:
         """Load every kernel of a pass, before traffic and before transfers; overwrites page 0.
@@ -73,7 +103,7 @@ class Engine:
         Kernels that only larger or sharing batches take, load_engine has launched before.
         """
         with torch.inference_mode(), self._on_device():
-            self._decoder.warm_up(
+            self._runner.warm_up(
                 page_size=self.layout.page_size, max_tokens=self._max_context_tokens
             )
         random = SamplingParams(top_k=2, top_p=0.9, logprobs=1)
@@ -99,43 +129,28 @@ class Engine:
         self._storage.digest_pages([0])
         self._storage.copy_page(0, 0)
 
-    def _run(self, slices: Sequence[SequenceSlice]) -> list[SampledToken | None]:
-        device = self._storage.device
-        batch = build_forward_batch(slices, self.layout.page_size, device)
-        hidden_TD = self._decoder.hidden_states(batch)
-        draws = [draw for each in slices for draw in each.draws]
-        if not draws:
-            return []
-        num_draws = np.array([len(each.draws) for each in slices])
-        last_tokens = np.cumsum(batch.qo_lens) - 1
-        rows = torch.from_numpy(last_tokens[num_draws > 0]).to(device, non_blocking=True)
-        logits_RV = self._decoder.logits(hidden_TD[rows])
-        if len(draws) > len(rows):
-            repeated = np.repeat(np.arange(len(rows)), num_draws[num_draws > 0])
-            logits_RV = logits_RV[torch.from_numpy(repeated).to(device, non_blocking=True)]
-        return self._draw_tokens(logits_RV, draws)
-
-    def _check(self, each: SequenceSlice) -> None:
+    def _check(self, step: EngineStep) -> None:
         """Assert what a GPU would answer with an unusable device or with foreign pages."""
-        end = each.start + len(each.token_ids)
-        assert end <= self._max_context_tokens, "the sequence is longer than context or pool"
-        assert min(each.token_ids) >= 0, "token id below 0"
-        assert max(each.token_ids) < self._config.vocab_size, "token id outside the vocabulary"
-        page_ids = each.page_ids[: num_pages_for(end, self.layout.page_size)]
+        for started in step.started:
+            self._check_pages(started.page_ids)
+            self._check_tokens([*started.prompt_token_ids, *started.output_token_ids])
+        for extended in step.extended:
+            self._check_pages(extended.page_ids)
+        for each in step.slices:
+            end = each.start + len(each.token_ids)
+            assert end <= self._max_context_tokens, "the sequence is longer than context or pool"
+            self._check_tokens(each.token_ids)
+            self._check_pages(each.page_ids[: num_pages_for(end, self.layout.page_size)])
+            assert all(draw.position == end for draw in each.draws), "a draw is elsewhere"
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        assert min(token_ids) >= 0, "token id below 0"
+        assert max(token_ids) < self._config.vocab_size, "token id outside the vocabulary"
+
+    def _check_pages(self, page_ids: Sequence[int]) -> None:
         assert min(page_ids) >= 0, "page id below 0"
         assert max(page_ids) < self._storage.num_pages, "page id outside the pool"
-        assert all(draw.position == end for draw in each.draws), "a draw is at another position"
 
     def _on_device(self) -> AbstractContextManager[object]:
         device = self._storage.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-    def _synchronize(self) -> None:
-        """Wait until the pages are final; the drawn tokens alone do not prove it."""
-        if self._storage.device.type == "cuda":
-            torch.cuda.current_stream(self._storage.device).synchronize()
-
-
-def _all_or_none(tokens: Sequence[SampledToken | None]) -> Drawn:
-    drawn = tuple(token for token in tokens if token is not None)
-    return drawn if len(drawn) == len(tokens) else None

@@ -1,18 +1,20 @@
-"""The engine as step loops see it; implemented by `engine.Engine`, `fake_engine.FakeEngine`."""
+"""The engine as step loops see it; implemented by `engine.Engine`, and by a fake one in tests."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageStorage
-from llm_engine.sampling import Drawn, SequenceSlice
+from llm_engine.engine_step import EngineStep, StepResult
 
 # Why a request fails for which nothing was drawn
 UNDRAWN = "no token can be drawn for it: the model's largest logit is NaN or infinite"
 
 
 class EngineLike(Protocol):
-    """Computes slices of sequences over pages; used by one thread at a time."""
+    """Computes steps over pages; used by one thread at a time.
+
+    Steps run in the order in which they are launched, and `read` returns their results in it.
+    """
 
     @property
     def layout(self) -> KVLayout: ...
@@ -20,23 +22,18 @@ class EngineLike(Protocol):
     @property
     def storage(self) -> PageStorage: ...
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
-        """Compute the slices in one pass and draw; blocks until pages and tokens are final.
+    @property
+    def max_launched(self) -> int:
+        """Steps that may be launched and not read: 2 where they run beside the host, else 1."""
+        ...
 
-        Returns what was drawn after each slice, in order. A slice may read pages that another slice
-        of the same batch shares, but no two slices write the same page.
+    def launch(self, step: EngineStep) -> None:
+        """Begin a step; where it runs beside the host, return before it ends.
+
+        A step that raises has no result, and what it computed has no meaning.
         """
         ...
 
-
-class EngineExecutor(Protocol):
-    """Runs an engine beside the event loop: in a thread in service, in virtual time in tests."""
-
-    @property
-    def engine(self) -> EngineLike: ...
-
-    async def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]: ...
-
-    async def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (source, target) in order."""
+    def read(self) -> StepResult:
+        """Wait for the oldest step that was not read; its pages and tokens are final then."""
         ...

@@ -1,14 +1,14 @@
-"""What can go wrong between a checkpoint folder and a token.
+"""What can go wrong between a checkpoint and a token.
 
 EngineError
-├── CheckpointError          the folder cannot be served; names the file, what was found and allowed
+├── CheckpointError          the files cannot be served; names file, what was found and allowed
 │   ├── CheckpointMissing        a file or a tensor is not there
 │   ├── CheckpointCorrupt        a file is there but cannot be read
-│   └── CheckpointMismatch       a tensor's shape or type contradicts config.json
-├── UnsupportedModel         config.json asks for something that is not implemented
+│   └── CheckpointMismatch       a tensor's shape or type contradicts the configuration
+├── UnsupportedModel         the model asks for something that is not implemented
+├── CacheUnusable            the user's cache cannot hold what a GGUF file says beside its weights
 ├── InvalidLogits            the model computes logits from which no token can be drawn
-├── NotEnoughMemory          the device cannot hold the weights and one page
-└── EngineClosed             a call after close()
+└── NotEnoughMemory          the device cannot hold the weights and one page
 """
 
 
@@ -33,7 +33,11 @@ class CheckpointMismatch(CheckpointError):
 
 
 class UnsupportedModel(EngineError):
-    """config.json asks for something that is not implemented."""
+    """The folder asks for something that is not implemented."""
+
+
+class CacheUnusable(EngineError):
+    """The user's cache folder cannot be written."""
 
 
 class InvalidLogits(EngineError):
@@ -42,7 +46,3 @@ class InvalidLogits(EngineError):
 
 class NotEnoughMemory(EngineError):
     """The device cannot hold the weights and one page."""
-
-
-class EngineClosed(EngineError):
-    """A call after close()."""

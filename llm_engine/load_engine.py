@@ -1,6 +1,6 @@
-"""From a checkpoint folder to a ready engine: check, load weights, plan memory, warm up."""
+"""From a checkpoint to a ready engine: check, load weights, plan memory, warm up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +12,18 @@ from kv_cache.layout import DTYPE_BYTES, KVLayout
 from kv_cache.torch_storage import DigestKernel, TorchPageStorage
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_torch import TorchAttention
-from llm_engine.checkpoint import fingerprint, read_checkpoint
-from llm_engine.engine import Engine
+from llm_engine.checkpoint import fingerprint
+from llm_engine.engine import Engine, Runner
 from llm_engine.errors import NotEnoughMemory
+from llm_engine.host_runner import HostRunner
+from llm_engine.kernel_shapes import check_kernel_shapes
+from llm_engine.limits import MAX_SEATS
 from llm_engine.load_progress import LoadProgress, ReportLoaded
 from llm_engine.memory_plan import MemoryPlan
-from llm_engine.model_config import DTYPES, ModelConfig, read_model_config
+from llm_engine.model_config import DTYPES, ModelConfig
+from llm_engine.model_files import open_model
 from llm_engine.operations import Operations, TorchOperations
 from llm_engine.rotary import rotary_table
-from llm_engine.sampling import Draw, SampledToken
 from llm_engine.transformer import Decoder
 from llm_engine.weights import DecoderWeights, load_weights
 
@@ -29,7 +32,7 @@ AttentionFactory = Callable[..., AttentionBackend]
 
 
 def load_engine(
-    model_dir: Path,
+    model: Path,
     *,
     page_size: int,
     num_pages: int | Literal["auto"],
@@ -37,13 +40,14 @@ def load_engine(
     dtype: str = "auto",
     attention: AttentionName = "auto",
     deterministic: bool = True,
+    num_seats: int = 256,
     memory: MemoryPlan | None = None,
     report_loaded: ReportLoaded = lambda done_bytes, total_bytes: None,
 ) -> Engine:
-    """Load a Hugging Face checkpoint; blocks for as long as the disk needs.
+    """Load a checkpoint; blocks for as long as the disk needs.
 
     Args:
-        model_dir: Folder with config.json and safetensors files.
+        model: Folder with config.json and safetensors files, GGUF file, or folder with one.
         page_size: Token slots in a page.
         num_pages: Pages in the pool; "auto" is as many as `memory` allows.
         device: "cpu", "cuda" or "cuda:1".
@@ -52,23 +56,31 @@ def load_engine(
         attention: "auto" is Triton on CUDA and torch elsewhere.
         deterministic: Where attention is Triton, compute also the rest with kernels that give a
             token the same bits in any batch; False leaves it to torch, which may be faster.
+        num_seats: Most sequences that decode at once, 0 to MAX_SEATS; without any, the engine
+            computes slices only.
         memory: Budget of "auto"; the defaults of MemoryPlan.
         report_loaded: Told now and then how far the weights are, unless they load at once.
 
     Raises:
-        CheckpointError: If the folder is incomplete, damaged or contradicts itself.
-        UnsupportedModel: If config.json asks for something that is not implemented.
+        CheckpointError: If the model is incomplete, damaged or contradicts itself.
+        UnsupportedModel: If it asks for something that is not implemented, or no Triton kernel
+            supports the shape of its heads.
+        CacheUnusable: If what a GGUF file says cannot be written to the user's cache.
         NotEnoughMemory: If weights and pages do not fit on the device.
         InvalidLogits: If the model's logits are NaN or infinite.
         ValueError: If an argument is out of range.
     """
     device = _check_device(device)
     uses_triton = _uses_triton(attention, device)
+    if not 0 <= num_seats <= MAX_SEATS:
+        raise ValueError(f"num_seats is {num_seats}, must be 0 to {MAX_SEATS}")
     if num_pages != "auto" and num_pages < 1:
         raise ValueError(f"num_pages is {num_pages}, must be at least 1, or 'auto'")
-    config = read_model_config(model_dir)
+    files = open_model(model)
+    config, tensors = files.config, files.tensors
+    if uses_triton:
+        check_kernel_shapes(files.source, config)
     dtype_name = _dtype_name(dtype, config, device)
-    tensors = read_checkpoint(model_dir, config)
     layout = KVLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -108,11 +120,13 @@ def load_engine(
     )
     has_own = uses_triton and deterministic
     operations = _triton_operations(weights) if has_own else TorchOperations()
-    if not (uses_triton and device.type == "cuda"):
-        engine = Engine(config, storage, Decoder(config, weights, backend, operations))
+    decoder = Decoder(config, weights, backend, operations)
+    runner: Runner
+    if uses_triton and device.type == "cuda":
+        runner = _device_runner(config, storage, decoder, backend, num_seats)
     else:
-        decoder = _graphed_decoder()(config, weights, backend, operations)
-        engine = Engine(config, storage, decoder, _triton_sampler())
+        runner = HostRunner(storage, decoder)
+    engine = Engine(config, storage, decoder, runner)
     engine.warm_up()
     return engine
 
@@ -192,19 +206,20 @@ def _triton_operations(weights: DecoderWeights) -> Operations:
     return TritonOperations()
 
 
-def _graphed_decoder() -> Callable[..., Decoder]:
-    from llm_engine.decode_graphs import GraphedDecoder
+def _device_runner(
+    config: ModelConfig,
+    storage: TorchPageStorage,
+    decoder: Decoder,
+    attention: AttentionBackend,
+    num_seats: int,
+) -> Runner:
+    from llm_engine.device_runner import make_device_runner
 
-    return GraphedDecoder
-
-
-def _triton_sampler() -> Callable[[Tensor, Sequence[Draw]], list[SampledToken | None]]:
-    from llm_engine.sampler_triton import TritonSampler
-
-    return TritonSampler()
+    with torch.cuda.device(storage.device):
+        return make_device_runner(config, storage, decoder, attention, num_seats=num_seats)
 
 
 def _digest_kernel() -> DigestKernel:
-    from attn_kernels.digest import digest_pages
+    from attn_kernels.pages.launch_digest import digest_pages
 
     return digest_pages

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 
 class Operations(Protocol):
-    """Two-dimensional where not said otherwise; inputs are never changed."""
+    """Two-dimensional where not said otherwise; inputs are not changed unless it says so."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T + bias for x [rows, num_in] and weight [num_out, num_in]."""
@@ -20,6 +20,10 @@ class Operations(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norm the last dimension and multiply it by weight; any leading dimensions."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to the residual, in its place, and return what rms_norm makes of the sum."""
         ...
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -35,6 +39,9 @@ class TorchOperations:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.rms_norm(residual.add_(x), weight, eps)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return silu(gate) * up

@@ -9,7 +9,14 @@ import math
 import torch
 from torch import Tensor
 
-from llm_engine.rope_config import DefaultRope, LinearRope, Llama3Rope, RopeConfig, YarnRope
+from llm_engine.rope_config import (
+    DefaultRope,
+    FactorsRope,
+    LinearRope,
+    Llama3Rope,
+    RopeConfig,
+    YarnRope,
+)
 
 
 def rotary_table(
@@ -37,6 +44,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return frequencies / rope.factor
         case Llama3Rope():
             return _llama3_frequencies(rope, frequencies)
+        case FactorsRope():
+            return frequencies / torch.tensor(rope.factors)
         case YarnRope():
             return _yarn_frequencies(rope, frequencies)
 

@@ -5,42 +5,54 @@ the last bit of a float64: another token is drawn only where two scores, or a ma
 agree in some 12 digits. Logprobs are float32 and may differ in the last bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_kernels.sampling import MAX_TOP_LOGPROBS, LogitEdits, RowParams, TokenSampler
+from attn_kernels.sampling.launch import LogitEdits, Logprobs, RowParams, TokenSampler
+from attn_kernels.tiles import to_device
 from llm_engine.logit_edits import logit_entries
-from llm_engine.sampler import logprobs_of, logprobs_wanted, sampled_tokens
+from llm_engine.sampler import logprobs_wanted
 from llm_engine.sampling import Draw, SampledToken
 
 MIN_ROWS = 64  # of the buffers, about 64 KB each
 
+ReadTokens = Callable[[], list[SampledToken | None]]  # once the device has come so far
+
 
 class TritonSampler:
-    """Callable like `llm_engine.sampler.sample`; owns the kernels' buffers, for one stream."""
+    """Owns the kernels' buffers, for one stream."""
 
     def __init__(self) -> None:
         self._kernels: TokenSampler | None = None
 
-    def __call__(self, logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
-        """Draw one token per row; blocks until the tokens are on the host.
+    def launch(self, logits_RV: Tensor, draws: Sequence[Draw]) -> ReadTokens:
+        """Draw one token per row.
 
         Args:
             logits_RV: Any float dtype; not modified.
             draws: What to draw from each row.
 
         Returns:
-            None for a row whose largest logit is NaN, inf, or -inf.
+            What returns the tokens, once all that is on the stream now has run: None for a row
+            whose largest logit is NaN, inf, or -inf.
         """
         device = logits_RV.device
         kernels = self._kernels_for(logits_RV)
         edits = _upload_edits(draws, device)
         logits = logits_RV if edits is None else logits_RV.float()
         tokens_R = kernels.sample(logits, _upload_params(draws, device), edits=edits)
-        return sampled_tokens(tokens_R.tolist(), _logprobs(kernels, logits_RV, draws, tokens_R))
+        wanted = logprobs_wanted(draws)
+        logprobs = None
+        if wanted:
+            rows = np.array(list(wanted), dtype=np.int64)
+            index = to_device(rows, device)
+            num_top = max(wanted.values())
+            logprobs = kernels.logprobs(logits_RV[index], tokens_R[index], num_top)
+        return read_later(tokens_R, logprobs, wanted, has_all_logprobs=False)
 
     def _kernels_for(self, logits_RV: Tensor) -> TokenSampler:
         num_rows, vocab_size = logits_RV.shape
@@ -52,6 +64,63 @@ class TritonSampler:
                 device=logits_RV.device,
             )
         return kernels
+
+
+def read_later(
+    tokens_R: Tensor,
+    logprobs: Logprobs | None,
+    wanted: dict[int, int],
+    *,
+    has_all_logprobs: bool,
+) -> ReadTokens:
+    """Begin to copy tokens to the host; return what returns them when the copies have ended.
+
+    Args:
+        tokens_R: [num_rows], int32; -1 where nothing could be drawn.
+        logprobs: Of the rows that want them, or of all.
+        wanted: The rows that want log probabilities |-> how many of the most probable tokens.
+        has_all_logprobs: Whether `logprobs` are of all rows.
+    """
+    tokens = _to_host(tokens_R)
+    if not wanted:
+        return lambda: [
+            SampledToken(token_id=token_id) if token_id >= 0 else None
+            for token_id in tokens.tolist()
+        ]
+    assert logprobs is not None, "rows want log probabilities that were not computed"
+    chosen, top, top_tokens = map(_to_host, (logprobs.chosen, logprobs.top, logprobs.top_tokens))
+
+    def read() -> list[SampledToken | None]:
+        rows = [*zip(chosen.tolist(), top.tolist(), top_tokens.tolist(), strict=True)]
+        if has_all_logprobs:
+            of_row = {row: rows[row] for row in wanted}
+        else:
+            of_row = dict(zip(wanted, rows, strict=True))
+        return [
+            _sampled(token_id, of_row.get(row), wanted.get(row, 0)) if token_id >= 0 else None
+            for row, token_id in enumerate(tokens.tolist())
+        ]
+
+    return read
+
+
+def _sampled(
+    token_id: int, found: tuple[float, list[float], list[int]] | None, num_top: int
+) -> SampledToken:
+    if found is None:
+        return SampledToken(token_id=token_id)
+    logprob, top, top_tokens = found
+    pairs = zip(top_tokens[:num_top], top[:num_top], strict=True)
+    return SampledToken(
+        token_id=token_id, logprob=logprob, top_logprobs=tuple(p for p in pairs if p[0] >= 0)
+    )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Begin to copy a tensor to memory of its own on the host."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    copy.copy_(tensor, non_blocking=True)
+    return copy
 
 
 def _upload_params(draws: Sequence[Draw], device: torch.device) -> RowParams:
@@ -68,7 +137,7 @@ def _upload_params(draws: Sequence[Draw], device: torch.device) -> RowParams:
         [[each.top_k for each in params], seeds, [draw.position for draw in draws]], dtype=np.int64
     )
     packed = np.concatenate((floats.view(np.int64), integers))  # one copy for all
-    temperature, top_p, min_p, top_k, seed, position = torch.from_numpy(packed).to(device)
+    temperature, top_p, min_p, top_k, seed, position = to_device(packed, device)
     return RowParams(
         temperature=temperature.view(torch.float64),
         top_p=top_p.view(torch.float64),
@@ -84,41 +153,12 @@ def _upload_edits(draws: Sequence[Draw], device: torch.device) -> LogitEdits | N
     if entries is None:
         return None
     return LogitEdits(
-        rows=torch.from_numpy(entries.rows_E).to(device),
-        tokens=torch.from_numpy(entries.tokens_E).to(device),
-        repetition=torch.from_numpy(entries.repetition_E).to(device),
-        subtract=torch.from_numpy(entries.subtract_E).to(device),
+        rows=to_device(entries.rows_E, device),
+        tokens=to_device(entries.tokens_E, device),
+        repetition=_floats(entries.repetition_E, device),
+        subtract=_floats(entries.subtract_E, device),
     )
 
 
-def _logprobs(
-    kernels: TokenSampler, logits_RV: Tensor, draws: Sequence[Draw], tokens_R: Tensor
-) -> dict[int, SampledToken]:
-    """Return the complete results of the rows that want logprobs: row |-> token."""
-    wanted = logprobs_wanted(draws)
-    if not wanted:
-        return {}
-    if max(wanted.values()) > MAX_TOP_LOGPROBS:
-        return logprobs_of(logits_RV.float(), draws, tokens_R.long())
-    index = torch.tensor(list(wanted), device=logits_RV.device)
-    found = kernels.logprobs(logits_RV[index], tokens_R[index], max(wanted.values()))
-    rows = zip(
-        wanted,
-        tokens_R[index].tolist(),
-        found.chosen.tolist(),
-        found.top_tokens.tolist(),
-        found.top.tolist(),
-        strict=True,
-    )
-    return {
-        row: SampledToken(
-            token_id=token,
-            logprob=logprob,
-            top_logprobs=tuple(
-                pair
-                for pair in zip(top_tokens[: wanted[row]], top[: wanted[row]], strict=True)
-                if pair[0] >= 0
-            ),
-        )
-        for row, token, logprob, top_tokens, top in rows
-    }
+def _floats(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
+    return to_device(values.view(np.int32), device).view(torch.float32)

@@ -32,32 +32,29 @@ class Decoder:
     def hidden_states(self, batch: ForwardBatch) -> Tensor:
         """Compute all tokens of a batch, append their K and V to the pages; return [T, D]."""
         self._attention.plan(batch)
-        return self._run_layers(batch.token_ids_T)
-
-    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Prepare for passes before they come; may overwrite page 0.
-
-        Args:
-            page_size: Of the pool.
-            max_tokens: Of a sequence.
-        """
+        return self.run_layers(batch.token_ids_T)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return the scores of the next token, [T, V], in the dtype of the weights."""
         normed_TD = self._norm(hidden_TD, self._weights.final_norm)
         return self._operations.linear(normed_TD, self._weights.lm_head, None)
 
-    def _run_layers(self, token_ids_T: Tensor) -> Tensor:
-        """Compute the tokens of the planned batch."""
-        hidden_TD = embedding(token_ids_T, self._weights.embedding)
-        for layer, weights in enumerate(self._weights.layers):
-            hidden_TD = hidden_TD + self._attend(layer, weights, hidden_TD)
-            hidden_TD = hidden_TD + self._feed_forward(weights, hidden_TD)
-        return hidden_TD
+    def run_layers(self, token_ids_T: Tensor) -> Tensor:
+        """Compute the tokens of the pass that attention has planned; return [T, D]."""
+        layers = self._weights.layers
+        residual_TD = embedding(token_ids_T, self._weights.embedding)
+        normed_TD = self._norm(residual_TD, layers[0].input_norm)
+        for layer, weights in enumerate(layers):
+            out_TD = self._attend(layer, weights, normed_TD)
+            normed_TD = self._add_norm(out_TD, residual_TD, weights.mlp_norm)
+            out_TD = self._feed_forward(weights, normed_TD)
+            if layer + 1 < len(layers):
+                normed_TD = self._add_norm(out_TD, residual_TD, layers[layer + 1].input_norm)
+        return residual_TD.add_(out_TD)
 
-    def _attend(self, layer: int, weights: LayerWeights, hidden_TD: Tensor) -> Tensor:
+    def _attend(self, layer: int, weights: LayerWeights, normed_TD: Tensor) -> Tensor:
         config = self._config
-        qkv = self._linear(self._norm(hidden_TD, weights.input_norm), weights.qkv)
+        qkv = self._linear(normed_TD, weights.qkv)
         num_heads = [config.num_qo_heads, config.num_kv_heads, config.num_kv_heads]
         q_TNH, k_TKH, v_TKH = torch.split(qkv.view(len(qkv), -1, config.head_dim), num_heads, dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
@@ -66,13 +63,16 @@ class Decoder:
         out_TNH = self._attention.attend(layer, q_TNH)
         return self._linear(out_TNH.flatten(1), weights.output)
 
-    def _feed_forward(self, weights: LayerWeights, hidden_TD: Tensor) -> Tensor:
-        gate_up = self._linear(self._norm(hidden_TD, weights.mlp_norm), weights.gate_up)
+    def _feed_forward(self, weights: LayerWeights, normed_TD: Tensor) -> Tensor:
+        gate_up = self._linear(normed_TD, weights.gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self._linear(self._operations.silu_mul(gate, up), weights.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._operations.rms_norm(x, weight, self._config.rms_norm_eps)
+
+    def _add_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor) -> Tensor:
+        return self._operations.add_rms_norm(x_TD, residual_TD, weight, self._config.rms_norm_eps)
 
     def _linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
         return self._operations.linear(x, weights.weight, weights.bias)

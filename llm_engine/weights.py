@@ -1,8 +1,8 @@
 """Weights of a decoder on their device, filled tensor by tensor from a checkpoint's files.
 
 Projections that read the same input are stored as one matrix, so that a layer has four matrix
-products. Each tensor of a file is cast and copied to its rows of that matrix; no second copy of
-the model ever exists.
+products. Each tensor of a file is cast and copied to its rows of that matrix, dequantized if it is
+of a GGUF file; no second copy of the model ever exists.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from llm_engine.checkpoint import Tensors
 from llm_engine.errors import CheckpointCorrupt
+from llm_engine.gguf_checkpoint import GGUFTensorEntry
+from llm_engine.gguf_weights import fill_from_gguf
 from llm_engine.model_config import ModelConfig
 
 
@@ -77,7 +79,7 @@ def load_weights(
         embedding = loader.join("model.embed_tokens.weight")
         layers = tuple(_load_layer(loader, config, layer) for layer in range(config.num_layers))
         final_norm = loader.join("model.norm.weight")
-        lm_head = embedding if config.has_tied_embeddings else loader.join("lm_head.weight")
+        lm_head = loader.join("lm_head.weight") if "lm_head.weight" in tensors else embedding
     return DecoderWeights(
         embedding=embedding, layers=layers, final_norm=final_norm, lm_head=lm_head
     )
@@ -127,18 +129,22 @@ class _Loader:
         joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
         first_row = 0
         for name, shape in zip(names, shapes, strict=True):
-            joined[first_row : first_row + shape[0]].copy_(self._read(name))
+            self._fill(joined[first_row : first_row + shape[0]], name)
             first_row += shape[0]
             entry = self._tensors[name]
             self._on_loaded(entry.end - entry.begin)
         return joined
 
-    def _read(self, name: str) -> Tensor:
-        path = self._tensors[name].path
+    def _fill(self, rows: Tensor, name: str) -> None:
+        entry = self._tensors[name]
         try:
-            if path not in self._files:
-                self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            tensor: Tensor = self._files[path].get_tensor(name)
+            if isinstance(entry, GGUFTensorEntry):
+                fill_from_gguf(rows, entry)
+                return
+            if entry.path not in self._files:
+                file = self._stack.enter_context(safe_open(entry.path, framework="pt"))
+                self._files[entry.path] = file
+            rows.copy_(self._files[entry.path].get_tensor(name))
         except (OSError, SafetensorError) as error:
-            raise CheckpointCorrupt(f"{path}: tensor {name} cannot be read: {error}") from error
-        return tensor
+            problem = f"{entry.path}: tensor {name} cannot be read: {error}"
+            raise CheckpointCorrupt(problem) from error

@@ -1,30 +1,34 @@
 """Ray actor of a prefill worker."""
 
+from credentials.cluster import ClusterCredentials
 from kv_transfer.transport import open_transports
-from llm_engine.actor import WorkerActor
-from llm_engine.engine_api import EngineExecutor
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
-from llm_engine.worker_process import ServedWorker
 from prefill_worker.config import PrefillConfig
-from prefill_worker.server import SERVICES
+from worker.actor import WorkerActor
+from worker.executor import EngineExecutor
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
 
 
 class PrefillActor(WorkerActor[PrefillConfig]):
     """One prefill worker."""
 
     pool = "prefill"
-    services = SERVICES
 
     def _build(
-        self, identity: WorkerIdentity, model: ModelInfo, executor: EngineExecutor
-    ) -> ServedWorker:
-        from prefill_worker.worker import PrefillWorker
+        self,
+        identity: WorkerIdentity,
+        model: ModelInfo,
+        executor: EngineExecutor,
+        credentials: ClusterCredentials,
+    ) -> WorkerHost:
+        from prefill_worker.worker import make_prefill_worker
 
-        return PrefillWorker(
+        return make_prefill_worker(
             config=self._config,
             identity=identity,
             model=model,
             executor=executor,
+            credentials=credentials,
             transports=open_transports(
                 executor.engine.storage, self._settings.device, self._settings.host
             ),

@@ -1,10 +1,13 @@
 """Whether a prompt can be computed here at all, before it costs anything."""
 
 from kv_cache.layout import num_pages_for
-from llm_engine.worker_identity import ModelInfo
 from prefill_worker.config import PrefillConfig
-from prefill_worker.errors import InvalidPrompt, Overloaded
+from prefill_worker.errors import InvalidPrompt
 from prefill_worker.request import Prompt
+from protos.sampling_limits import MAX_CHOICES
+from worker.errors import Overloaded
+from worker.identity import ModelInfo
+from worker.sampling_check import check_sampling
 
 
 def check_prompt(
@@ -30,10 +33,14 @@ def check_prompt(
         )
     try:
         model.check_tokens("token_ids", prompt.tokens)
+        check_sampling(prompt.params, model)
     except ValueError as error:
         raise InvalidPrompt(str(error)) from None
     if not prompt.choices:
         raise InvalidPrompt("choices is empty; at least one token is drawn")
+    if max(prompt.choices) >= MAX_CHOICES or len(set(prompt.choices)) < len(prompt.choices):
+        shown = ", ".join(map(str, prompt.choices[:MAX_CHOICES]))
+        raise InvalidPrompt(f"choices are {shown}; each must be below {MAX_CHOICES} and come once")
     num_pages = num_pages_for(num_tokens, page_size)
     if prompt.first_page >= num_pages:
         raise InvalidPrompt(f"first_page is {prompt.first_page}, must be below {num_pages}")

@@ -1,11 +1,11 @@
-"""One Prefill call: a prompt, the sender of its pages, and the leases that pin them.
+"""One Prefill call: a prompt, and the sender of its pages.
 
 Life of an attempt:
 1. grant     the prompt is queued; the receiver is told
-2. pages     handed to the sender as the step loop finishes them, each chunk under a lease
+2. pages     handed to the sender chunk by chunk, as the step loop finishes them
 3. result    the first tokens, told to the receiver as soon as they are drawn
-4. end       all pages acknowledged, or the sender failed: the messages end, and the leases when
-             nothing can read the pages any more
+4. end       all pages acknowledged, or the sender failed: the messages end, and the pages are
+             released when nothing can read them any more
 """
 
 import asyncio
@@ -13,17 +13,17 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from kv_cache.page_storage import PageStorage
-from kv_cache.prefix_cache import Lease
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferAborted, TransferError
-from kv_transfer.messages import ReceiverMessage, SenderMessage
+from kv_transfer.messages import ReceiverMessage
+from kv_transfer.protocol import Cancelled
 from kv_transfer.sender import Sender
 from kv_transfer.transport import Connection
 from observability.logs import fields
 from prefill_worker.request import FinishedPrompt, Progress, ReadyPages
 from prefill_worker.scheduler import Scheduler
-from prefill_worker.wire import PrefillResult, PrefillStart
+from prefill_worker.wire import PrefillFailure, PrefillMessage, PrefillResult, PrefillStart
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class Attempt:
         self._on_change = on_change
         self._scheduler = scheduler
         self._page_bytes = storage.page_bytes
-        self._leases: dict[int, Lease] = {}  # first page of a chunk |-> its lease
+        self._has_failed = False
         # What to tell the receiver; None ends the call. Bounded by the prompt's chunks.
-        self._messages: asyncio.Queue[SenderMessage | PrefillResult | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[PrefillMessage | None] = asyncio.Queue()
         self._sender = Sender(
             ticket=start.ticket,
             storage=storage,
@@ -63,9 +63,9 @@ class Attempt:
             run_blocking=run_blocking,
         )
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Tell the receiver that the prompt is accepted, and queue it."""
-        await self._sender.grant()
+        self._sender.grant()
         self._scheduler.submit(self.prompt)
         self._on_change()
 
@@ -81,10 +81,14 @@ class Attempt:
             # The side that gave up counts it, if it was a failure.
             if not isinstance(error, TransferAborted):
                 self._scheduler.totals.transfer_failures += 1
-        finally:
-            self._scheduler.end(self.prompt)
-            self._on_change()
-            self._messages.put_nowait(None)
+        except Exception:
+            # A bug; logged here, because one attempt's must not end the others.
+            logger.exception("attempt_crashed", extra=fields(request_id=self.prompt.request_id))
+            outcome = "crashed"
+            self._sender.driver.stream_lost("an internal error")
+        self._scheduler.end(self.prompt)
+        self._on_change()
+        self._messages.put_nowait(None)
         logger.info(
             "prefill_ended",
             extra=fields(
@@ -97,32 +101,32 @@ class Attempt:
                 s=round(loop.time() - started_at, 3),
             ),
         )
-        await self._release_leases()
+        await self._release_pages()
 
-    async def messages(self) -> AsyncIterator[SenderMessage | PrefillResult]:
+    async def messages(self) -> AsyncIterator[PrefillMessage]:
         """Yield what to tell the receiver, until the attempt ends."""
         while (message := await self._messages.get()) is not None:
             yield message
 
     async def handle(self, message: ReceiverMessage) -> None:
         """Take a message of the receiver."""
-        await self._sender.handle(message)
+        self._sender.driver.post(message)
 
     def call_ended(self) -> None:
         """Stop, unless everything is acknowledged: the receiver cannot be told or heard."""
-        self._sender.stream_lost("the call ended")
+        self._sender.driver.stream_lost("the call ended")
 
-    async def cancel(self, reason: str) -> None:
-        """Give up and tell the receiver."""
-        await self._sender.cancel(reason)
+    def fail(self, failure: PrefillFailure) -> None:
+        """Give up and tell the receiver why; the first reason counts."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._messages.put_nowait(failure)
+            self._sender.driver.post(Cancelled(failure.message))
 
     def progressed(self, progress: Progress) -> None:
         """Take finished pages, or the first tokens, from the step loop."""
         if isinstance(progress, ReadyPages):
-            self._leases[progress.first_page] = progress.lease
-            self._sender.chunk_computed(
-                progress.first_page, progress.lease.page_ids, progress.is_last
-            )
+            self._sender.chunk_computed(progress.first_page, progress.page_ids, progress.is_last)
             return
         assert isinstance(progress, FinishedPrompt)
         self._messages.put_nowait(
@@ -137,19 +141,16 @@ class Attempt:
         totals = self._scheduler.totals
         totals.pages_moved += num_pages
         totals.bytes_moved += num_pages * self._page_bytes
-        self._scheduler.release_lease(self._leases.pop(first_page))
-        self._on_change()  # a queued prompt may wait for pages
 
-    async def _release_leases(self) -> None:
+    async def _release_pages(self) -> None:
         try:
-            await self._sender.wait_quiescent()
+            await self._sender.driver.wait_quiescent()
         except ConnectionBroken as error:
             logger.error(
                 "pages_stuck", extra=fields(request_id=self.prompt.request_id, error=str(error))
             )
-        self._sender.call_when_quiescent(self._end_leases)
+        self._sender.driver.call_when_quiescent(self._transfer_ended)
 
-    def _end_leases(self) -> None:
-        while self._leases:
-            self._scheduler.release_lease(self._leases.popitem()[1])
-        self._on_change()
+    def _transfer_ended(self) -> None:
+        self._scheduler.transfer_ended(self.prompt)
+        self._on_change()  # a queued prompt may wait for pages

@@ -1,45 +1,40 @@
 """Configuration of a prefill worker; the composition root fills it from the cluster's."""
 
-import math
 from dataclasses import dataclass, field
 
 from kv_transfer.deadlines import TransferDeadlines
+from options.option import check_options, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConfig:
     """Limits and deadlines. Times are seconds."""
 
-    max_step_tokens: int = 2048  # computed in one step, over all prompts; 256 on CPUs
-    max_computing_prompts: int = 16  # prompts that hold pages and share the steps
-    max_queued_prompts: int = 1024  # more are refused before any work
-    max_overtakes: int = 8  # a queued prompt is passed over by at most so many later ones
-    chunk_pages: int = 16  # pages handed to the transfer at a time
+    max_step_tokens: int = option(
+        2048, "Tokens computed in one step, over all prompts; 256 on CPUs.", at_least=1
+    )
+    max_computing_prompts: int = option(
+        16, "Prompts that hold pages and share the steps.", at_least=1
+    )
+    max_queued_prompts: int = option(
+        1024, "Prompts that wait; more are refused before any work.", at_least=1
+    )
+    max_overtakes: int = option(
+        8, "Later prompts that may be admitted before one that waits.", at_least=0
+    )
+    chunk_pages: int = option(16, "Pages handed to the transfer at a time.", at_least=1)
+    max_failed_passes: int = option(
+        3, "Failed passes in a row, probes included; then the worker starts anew.", at_least=1
+    )
+    start_s: float = option(
+        5.0, "From the opening of a Prefill call to its first message.", above=0
+    )
+    heartbeat_s: float = option(0.5, "Between two heartbeats to a router.", above=0)
 
-    start_s: float = 5.0  # from the opening of a Prefill call to its first message
     transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
-
-    heartbeat_s: float = 0.5  # between two heartbeats to a router
-    hash_key: bytes = b""  # of the page hashes; the same in the whole cluster
+    hash_key: bytes = field(
+        default=b"", repr=False
+    )  # of page hashes; the same in the whole cluster
 
     def __post_init__(self) -> None:
-        """Raise ValueError with one line for each wrong option, beginning with its name."""
-        wrong = [
-            f"{name} is {getattr(self, name)}; it must be positive and finite"
-            for name in ("start_s", "heartbeat_s")
-            if not 0 < getattr(self, name) < math.inf
-        ]
-        wrong += [
-            f"{name} is {getattr(self, name)}; it must be 1 or more"
-            for name in (
-                "max_step_tokens",
-                "max_computing_prompts",
-                "max_queued_prompts",
-                "chunk_pages",
-            )
-            if getattr(self, name) < 1
-        ]
-        if self.max_overtakes < 0:
-            wrong.append(f"max_overtakes is {self.max_overtakes}; it must be 0 or more")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        check_options(self)

@@ -1,11 +1,8 @@
-"""Why a prefill worker refuses a connection or a prompt, or stops computing it.
+"""Why a prefill worker refuses a connection or a prompt, beside what worker/errors.py names.
 
-PrefillError
+WorkerError
 ├── InvalidPrompt        the prompt contradicts the contract or the model's limits
-├── Overloaded           too many prompts are queued already
-├── Draining             the worker is going away
-├── StartTimeout         the call did not begin in time
-├── StaleIncarnation     the decode worker means another start of this worker
+├── WrongReceiver        the call names another receiver than its caller
 ├── IncompatibleLayout   the two workers cannot exchange pages
 ├── ConnectionUnknown    the named connection does not exist any more; call Connect again
 ├── ConnectionFailed     the connection could not be made
@@ -14,42 +11,28 @@ PrefillError
 server.py maps them to status codes.
 """
 
-
-class PrefillError(Exception):
-    """Base of all refusals that a decode worker is told about."""
+from worker.errors import WorkerError
 
 
-class InvalidPrompt(PrefillError):
+class InvalidPrompt(WorkerError):
     """The prompt contradicts the contract or the model's limits."""
 
 
-class Overloaded(PrefillError):
-    """Too many prompts are queued already."""
+class WrongReceiver(WorkerError):
+    """The call names another receiver than its caller."""
 
 
-class Draining(PrefillError):
-    """The worker is going away."""
-
-
-class StartTimeout(PrefillError):
-    """The call did not begin in time."""
-
-
-class StaleIncarnation(PrefillError):
-    """The decode worker means another start of this worker."""
-
-
-class IncompatibleLayout(PrefillError):
+class IncompatibleLayout(WorkerError):
     """The two workers cannot exchange pages."""
 
 
-class ConnectionUnknown(PrefillError):
+class ConnectionUnknown(WorkerError):
     """The named connection does not exist any more."""
 
 
-class ConnectionFailed(PrefillError):
+class ConnectionFailed(WorkerError):
     """The connection could not be made."""
 
 
-class TransportUnknown(PrefillError):
+class TransportUnknown(WorkerError):
     """This worker does not offer the transport."""

@@ -3,7 +3,7 @@
 Life of a prompt:
 1. WAITING    for a place, for pages, or for others that compute pages of its prefix
 2. COMPUTING  all its pages are reserved; each step computes some of its tokens
-3. DONE       the first tokens are drawn; only leases hold its pages until they are acknowledged
+3. DONE       the first tokens are drawn; a lease holds its pages until no transfer reads them
 
 Its finished pages are handed to the transfer chunk by chunk, in COMPUTING and at its end.
 """
@@ -34,6 +34,7 @@ class Prompt:
     choices: tuple[int, ...]  # whose next token to draw
     first_page: int  # pages before it are not wanted
     salt: bytes = b""
+    is_suspect: bool = False  # a pass failed that computed for its request: it computes alone
 
     arrival: int = -1  # 0, 1, 2 ...
     num_overtakes: int = 0  # later prompts that were admitted before this one
@@ -41,18 +42,22 @@ class Prompt:
     pages: SequencePages | None = None  # while COMPUTING
     num_cached: int = 0  # tokens found in the cache
     num_computed: int = 0  # tokens whose K and V are in the pages, cached ones included
+    num_launched: int = 0  # tokens behind them that steps in flight compute
+    num_in_flight: int = 0  # steps in flight that touch its pages
     num_handed_pages: int = 0  # pages before this one were handed to the transfer, or not wanted
-    is_ended: bool = False  # cancelled or failed; what it holds is freed at the next step
+    lease: Lease | None = None  # of the handed pages, when DONE
+    is_read: bool = True  # a transfer may read the handed pages
+    is_ended: bool = False  # cancelled or failed; freed when no step in flight touches its pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyPages:
-    """Finished pages for the transfer; the lease pins them until it is released."""
+    """Finished pages for the transfer; they stay until `Scheduler.transfer_ended`."""
 
     prompt: Prompt
     first_page: int  # counted in pages of the prompt
+    page_ids: tuple[int, ...]
     is_last: bool
-    lease: Lease
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,25 +1,25 @@
 """Decides on a prefill worker which prompts get pages, and what each step computes.
 
-Pure: no clock, no task, no engine. The step loop calls `next_step`, runs the plan, and reports with
-`complete_step`, after `end_undrawn`, or with `fail_step`; between the two no page that the plan
-touches is given back.
+Pure: no clock, no task, no engine. The step loop calls `next_step`, launches the plan, and reports
+with `complete_step`, after `end_undrawn`, or with `fail_step`; between the two no page that the
+plan touches is given back, and further steps may be planned.
 
 Who goes first: the prompt with the longest cached prefix, because it costs least and its pages may
 be evicted if it waits; but a prompt is passed over at most `max_overtakes` times while it could
 run. A prompt whose next pages are being computed for another one waits for them, so nothing is
-computed twice. An admitted prompt holds all pages that it will ever need: no two half-finished
-prompts wait for each other.
+computed twice; it is parked by the page that it waits for and holds up nobody. An admitted prompt
+holds all pages that it will ever need: no two half-finished prompts wait for each other.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
-from kv_cache.prefix_cache import Lease, PrefixCache
-from llm_engine.sampling import Drawn
-from llm_engine.worker_load import WorkerTotals
+from kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from llm_engine.engine_step import StepResult
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import (
     FinishedPrompt,
@@ -29,8 +29,12 @@ from prefill_worker.request import (
     ReadyPages,
 )
 from prefill_worker.step_plan import PromptChunk, StepPlan
+from worker.load import WorkerTotals
+from worker.parking import Parking
+from worker.suspects import SuspectTurns
 
-ADMISSION_WINDOW = 16  # waiting prompts looked at per admission; bounds the cost of a long queue
+ADMISSION_WINDOW = 16  # waiting prompts of which the next is chosen
+MAX_LOOKS = 64  # matches in one step; bounds the cost of a long queue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +58,8 @@ def pick_next(runnable: Sequence[Runnable], max_overtakes: int) -> Prompt | None
 class Scheduler:
     """All prompts of a prefill worker and who holds which pages.
 
-    Invariants: a prompt is waiting, computing or neither; the queues are sorted by arrival and by
-    admission; a computing prompt has all its pages.
+    Invariants: a prompt is waiting, parked, computing or none of it; the queues are sorted by
+    arrival and by admission; a computing prompt has all its pages.
     """
 
     def __init__(self, *, config: PrefillConfig, cache: PrefixCache, page_size: int) -> None:
@@ -65,22 +69,24 @@ class Scheduler:
         self._page_size = page_size
         self._arrivals = itertools.count()
         self._waiting: list[Prompt] = []
+        self._parked: Parking[Prompt] = Parking(cache)
         self._computing: list[Prompt] = []
         self._has_ended_prompts = False
+        self._turns: SuspectTurns[Prompt] = SuspectTurns()
         self._is_admission_due = False  # something changed that may let a waiting prompt in
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._parked)
 
     @property
-    def num_computing(self) -> int:
+    def num_running(self) -> int:
         return len(self._computing)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that are not computed yet, cached ones of waiting prompts included."""
-        prompts = itertools.chain(self._waiting, self._computing)
+        prompts = itertools.chain(self._waiting, self._parked, self._computing)
         return sum(len(prompt.tokens) - prompt.num_computed for prompt in prompts)
 
     def submit(self, prompt: Prompt) -> None:
@@ -95,60 +101,79 @@ class Scheduler:
         prompt.is_ended = True
         self._has_ended_prompts = True
 
-    def release_lease(self, lease: Lease) -> None:
-        """Unpin pages that the receiver has, or will never get."""
-        self._cache.release_lease(lease)
-        self._is_admission_due = True
+    def transfer_ended(self, prompt: Prompt) -> None:
+        """Note that no transfer reads the prompt's pages any more; idempotent."""
+        prompt.is_read = False
+        if prompt.lease is not None:
+            self._cache.release_lease(prompt.lease)
+            self._is_admission_due = True
 
     def next_step(self) -> StepPlan:
         """Free what ended, admit, and choose what the next step computes; may be nothing."""
         self.free_ended()
-        admitted = self._admit()
+        for prompt in self._parked.take_woken():
+            bisect.insort(self._waiting, prompt, key=lambda each: each.arrival)
+            self._is_admission_due = True
+        admitted = self._admit() if self._is_admission_due else []
         ready = [each for prompt in admitted for each in self._hand_over(prompt)]
-        return StepPlan(chunks=tuple(self._pick_chunks()), ready=tuple(ready))
+        takes_part = self._turns.next_pass(self._computing)
+        computing = [prompt for prompt in self._computing if takes_part(prompt)]
+        plan = StepPlan(
+            chunks=tuple(self._pick_chunks(computing)),
+            ready=tuple(ready),
+            is_partial=self._is_admission_due,
+        )
+        self._count_in_flight(plan, 1)
+        return plan
 
     def free_ended(self) -> None:
-        """Free the pages of prompts that ended; only between steps."""
+        """Free the pages of prompts that ended, but for those that a step in flight touches."""
         if not self._has_ended_prompts:
             return
-        self._has_ended_prompts = False
         self._waiting = [prompt for prompt in self._waiting if not prompt.is_ended]
+        self._parked.remove(lambda prompt: prompt.is_ended)
         self._is_admission_due = True
-        for prompt in [prompt for prompt in self._computing if prompt.is_ended]:
-            self._stop_computing(prompt)
+        ended = [prompt for prompt in self._computing if prompt.is_ended]
+        for prompt in ended:
+            if not prompt.num_in_flight:
+                self._stop_computing(prompt)
+        self._has_ended_prompts = any(prompt.num_in_flight for prompt in ended)
 
-    def complete_step(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[Progress]:
-        """Apply what a plan's pass computed, and drew after each chunk."""
+    def complete_step(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Apply what a plan's step computed, and drew after each chunk."""
+        self._count_in_flight(plan, -1)
         progress: list[Progress] = []
-        for chunk, tokens in zip(plan.chunks, drawn, strict=True):
+        for chunk, tokens in zip(plan.chunks, result.slices, strict=True):
             if tokens is None:
                 continue
             prompt = chunk.prompt
             assert prompt.pages is not None
-            is_last = chunk.is_last
+            if prompt.num_computed != chunk.start:
+                assert prompt.is_ended, "a chunk is missing"
+                continue  # the step before failed, and what this one read had no meaning
             prompt.num_computed += chunk.num_tokens
             self.totals.computed_tokens += chunk.num_tokens
             self._cache.commit(prompt.pages, prompt.num_computed // self._page_size)
-            self._is_admission_due = True
             if prompt.is_ended:
                 continue
             progress += self._hand_over(prompt)
-            if is_last:
+            if chunk.is_last:
                 self._stop_computing(prompt)
                 self.totals.generated_tokens += len(tokens)
                 progress.append(FinishedPrompt(prompt=prompt, tokens=tokens))
         return progress
 
-    def end_undrawn(self, plan: StepPlan, drawn: Sequence[Drawn]) -> list[Prompt]:
+    def end_undrawn(self, plan: StepPlan, result: StepResult) -> list[Prompt]:
         """End the prompts for which no token could be drawn, and return them.
 
         What their chunks computed is not committed, so that nobody finds it in the cache.
         """
-        computed = zip(plan.chunks, drawn, strict=True)
+        computed = zip(plan.chunks, result.slices, strict=True)
         return self._end_all(chunk for chunk, tokens in computed if tokens is None)
 
     def fail_step(self, plan: StepPlan) -> list[Prompt]:
-        """End all prompts that took part in a pass that failed, and return them."""
+        """End all prompts that took part in a step that failed, and return them."""
+        self._count_in_flight(plan, -1)
         return self._end_all(plan.chunks)
 
     def check_integrity(self) -> None:
@@ -157,12 +182,18 @@ class Scheduler:
         assert len(self._computing) <= self._config.max_computing_prompts, "too many prompts"
         arrivals = [prompt.arrival for prompt in self._waiting]
         assert arrivals == sorted(arrivals), "the queue is not in order of arrival"
-        for prompt in self._waiting:
+        for prompt in (*self._waiting, *self._parked):
             assert prompt.state is PromptState.WAITING, "in the wrong queue"
             assert prompt.pages is None, "a waiting prompt holds pages"
         for prompt in self._computing:
             assert prompt.state is PromptState.COMPUTING, "in the wrong queue"
             assert prompt.pages is not None, "a computing prompt without pages"
+
+    def _count_in_flight(self, plan: StepPlan, change: int) -> None:
+        """Note that a step or a part of it was launched, 1, or is settled, -1."""
+        for chunk in plan.chunks:
+            chunk.prompt.num_launched += change * chunk.num_tokens
+            chunk.prompt.num_in_flight += change
 
     def _end_all(self, chunks: Iterable[PromptChunk]) -> list[Prompt]:
         ended = [chunk.prompt for chunk in chunks if not chunk.prompt.is_ended]
@@ -171,30 +202,46 @@ class Scheduler:
         return ended
 
     def _admit(self) -> list[Prompt]:
+        """Give pages to waiting prompts, and park those whose prefix is being computed."""
         admitted: list[Prompt] = []
-        if not self._is_admission_due:
-            return admitted
+        window: list[Runnable] = []  # of the first waiting prompts
+        num_looks = 0
         self._is_admission_due = False
         while len(self._computing) < self._config.max_computing_prompts:
-            prompt = pick_next(self._runnable(), self._config.max_overtakes)
-            if prompt is None or not self._reserve(prompt):
+            while len(window) < min(ADMISSION_WINDOW, len(self._waiting)):
+                if num_looks == MAX_LOOKS:
+                    self._is_admission_due = True  # the next step looks at more
+                    return admitted
+                num_looks += 1
+                prompt = self._waiting[len(window)]
+                if (match := self._match_or_park(prompt)) is not None:
+                    window.append(Runnable(prompt=prompt, num_cached_pages=match.num_ready_pages))
+            picked = pick_next(window, self._config.max_overtakes)
+            if picked is None:
+                break
+            window = [each for each in window if each.prompt is not picked]
+            # One admitted just now may be computing its prefix.
+            if self._match_or_park(picked) is None:
+                continue
+            if not self._reserve(picked):
                 break  # others must not take the pages that this one waits for
-            self._waiting.remove(prompt)
-            self._computing.append(prompt)
+            self._waiting.remove(picked)
+            self._computing.append(picked)
             for other in self._waiting:
-                if other.arrival > prompt.arrival:
+                if other.arrival > picked.arrival:
                     break
                 other.num_overtakes += 1
-            admitted.append(prompt)
+            admitted.append(picked)
         return admitted
 
-    def _runnable(self) -> list[Runnable]:
-        found = []
-        for prompt in self._waiting[:ADMISSION_WINDOW]:
-            match = self._cache.match(prompt.tokens, prompt.salt)
-            if not match.num_pending_pages:
-                found.append(Runnable(prompt=prompt, num_cached_pages=match.num_ready_pages))
-        return found
+    def _match_or_park(self, prompt: Prompt) -> PrefixMatch | None:
+        """Look up a waiting prompt; one whose prefix is pending is parked, and None returned."""
+        match = self._cache.match(prompt.tokens, prompt.salt)
+        if match.last_pending_page is None:
+            return match
+        self._waiting.remove(prompt)
+        self._parked.park(prompt, match.last_pending_page)
+        return None
 
     def _reserve(self, prompt: Prompt) -> bool:
         try:
@@ -208,19 +255,20 @@ class Scheduler:
         self.totals.cached_tokens += prompt.num_cached
         return True
 
-    def _pick_chunks(self) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Sequence[Prompt]) -> list[PromptChunk]:
         budget = self._config.max_step_tokens
         chunks = []
-        for prompt in self._computing:
-            num_tokens = min(budget, len(prompt.tokens) - prompt.num_computed)
-            if num_tokens == 0:
-                break
-            chunks.append(PromptChunk(prompt=prompt, num_tokens=num_tokens))
+        for prompt in computing:
+            start = prompt.num_computed + prompt.num_launched
+            num_tokens = min(budget, len(prompt.tokens) - start)
+            if num_tokens == 0 or prompt.is_ended:
+                continue  # a step in flight computes the last ones
+            chunks.append(PromptChunk(prompt=prompt, start=start, num_tokens=num_tokens))
             budget -= num_tokens
         return chunks
 
     def _hand_over(self, prompt: Prompt) -> list[ReadyPages]:
-        """Lease the finished pages that fill a chunk, or all that are left at the end."""
+        """Return the finished pages that fill a chunk, or all that are left at the end."""
         assert prompt.pages is not None
         num_pages = num_pages_for(len(prompt.tokens), self._page_size)
         is_done = prompt.num_computed == len(prompt.tokens)
@@ -237,16 +285,20 @@ class Scheduler:
                 ReadyPages(
                     prompt=prompt,
                     first_page=first_page,
+                    page_ids=tuple(prompt.pages.page_ids[first_page:end]),
                     is_last=end == num_pages,
-                    lease=self._cache.lease(prompt.pages, first_page, end - first_page),
                 )
             )
         return ready
 
     def _stop_computing(self, prompt: Prompt) -> None:
-        """Give the pages back: full ones stay in the tree, leased ones stay until acknowledged."""
+        """Give the pages back: full ones stay in the tree, handed ones until they are read."""
         assert prompt.pages is not None
+        assert not prompt.num_in_flight, "a step in flight touches its pages"
         self._computing.remove(prompt)
+        if prompt.is_read and prompt.num_handed_pages > prompt.first_page:
+            # One lease of all: each page is pinned once, however many chunks it is sent in.
+            prompt.lease = self._cache.lease(prompt.pages, prompt.num_handed_pages)
         self._cache.release(prompt.pages)
         self._is_admission_due = True
         prompt.pages = None

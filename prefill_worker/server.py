@@ -7,36 +7,32 @@ from typing import Protocol
 
 import grpc
 
+from credentials.gate import current_caller
+from credentials.party import Party
 from kv_transfer.errors import TransferError
 from kv_transfer.wire import receiver_message_from_proto
-from llm_engine.wire import worker_from_proto
-from llm_engine.worker_identity import WorkerIdentity
 from observability.logs import fields
 from prefill_worker.attempt import Attempt
 from prefill_worker.errors import (
     ConnectionFailed,
     ConnectionUnknown,
-    Draining,
     IncompatibleLayout,
     InvalidPrompt,
-    Overloaded,
-    PrefillError,
-    StaleIncarnation,
-    StartTimeout,
     TransportUnknown,
+    WrongReceiver,
 )
 from prefill_worker.wire import PrefillStart, response_to_proto, start_from_proto
 from protos import worker_pb2, worker_pb2_grpc
+from worker import server
+from worker.errors import TimedOut, WorkerError
 
 logger = logging.getLogger(__name__)
 
-SERVICES = ("pagewire.v1.PrefillService", "pagewire.v1.WorkerService")
-STATUS_CODES: dict[type[PrefillError], grpc.StatusCode] = {
+SERVICE = "pagewire.v1.PrefillService"
+STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
+    **server.STATUS_CODES,
     InvalidPrompt: grpc.StatusCode.INVALID_ARGUMENT,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Draining: grpc.StatusCode.UNAVAILABLE,
-    StartTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
-    StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
+    WrongReceiver: grpc.StatusCode.PERMISSION_DENIED,
     IncompatibleLayout: grpc.StatusCode.FAILED_PRECONDITION,
     ConnectionUnknown: grpc.StatusCode.ABORTED,  # decode workers connect anew on this code
     ConnectionFailed: grpc.StatusCode.UNAVAILABLE,
@@ -55,18 +51,18 @@ class PrefillSink(Protocol):
     async def connect(
         self,
         *,
-        receiver: WorkerIdentity,
+        receiver: Party,
         sender_incarnation: int,
         connection_id: str,
         transport: str,
         offer: bytes,
         layout: str,
     ) -> None:
-        """Run this side's half of a connection's set-up, or raise PrefillError."""
+        """Run this side's half of a connection's set-up, or raise WorkerError."""
         ...
 
-    async def open_attempt(self, start: PrefillStart) -> Attempt:
-        """Begin to compute a prompt, or raise PrefillError."""
+    async def open_attempt(self, start: PrefillStart, receiver: Party) -> Attempt:
+        """Begin to compute a prompt for a receiver, or raise WorkerError."""
         ...
 
 
@@ -79,16 +75,22 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     async def Connect(
         self, request: worker_pb2.ConnectRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ConnectResponse:
+        receiver = current_caller()
         try:
+            if (request.receiver.worker_id, request.receiver.incarnation) != (
+                receiver.name,
+                receiver.incarnation,
+            ):
+                raise WrongReceiver(f"receiver is not {receiver}, which makes the call")
             await self._sink.connect(
-                receiver=worker_from_proto(request.receiver),
+                receiver=receiver,
                 sender_incarnation=request.sender_incarnation,
                 connection_id=request.connection_id,
                 transport=request.transport,
                 offer=request.offer,
                 layout=request.layout,
             )
-        except PrefillError as error:
+        except WorkerError as error:
             await context.abort(STATUS_CODES[type(error)], str(error))
         return worker_pb2.ConnectResponse()
 
@@ -99,8 +101,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         requests = aiter(request_iterator)
         try:
-            attempt = await self._sink.open_attempt(await self._read_start(requests))
-        except PrefillError as error:
+            start = await self._read_start(requests)
+            attempt = await self._sink.open_attempt(start, receiver=current_caller())
+        except WorkerError as error:
             await context.abort(STATUS_CODES[type(error)], str(error))
         reading = asyncio.get_running_loop().create_task(_read(requests, attempt))
         try:
@@ -115,13 +118,19 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
             async with asyncio.timeout(self._sink.start_s):
                 first = await anext(requests, None)
         except TimeoutError:
-            raise StartTimeout(f"no start within {self._sink.start_s:g} s") from None
+            raise TimedOut(f"no start within {self._sink.start_s:g} s") from None
         if first is None or first.WhichOneof("message") != "start":
             raise InvalidPrompt("the first message of a call must be a start")
         try:
             return start_from_proto(first.start)
         except (ValueError, TransferError) as error:
             raise InvalidPrompt(str(error)) from None
+
+
+def status_number(error: WorkerError) -> int:
+    """Return the google.rpc.Code number of an error."""
+    number: int = STATUS_CODES[type(error)].value[0]
+    return number
 
 
 def register_prefill_service(server: grpc.aio.Server, sink: PrefillSink) -> None:
@@ -138,5 +147,7 @@ async def _read(requests: AsyncIterator[worker_pb2.PrefillRequest], attempt: Att
             await attempt.handle(receiver_message_from_proto(request.transfer))
     except (grpc.RpcError, TransferError) as error:
         logger.info("prefill_call_broken", extra=fields(error=repr(error)))
+    except Exception:
+        logger.exception("prefill_call_crashed")
     finally:
         attempt.call_ended()

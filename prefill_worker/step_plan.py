@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from llm_engine.drawing import next_draw
+from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SequenceSlice
 from prefill_worker.request import Prompt, ReadyPages
 
@@ -12,11 +13,12 @@ class PromptChunk:
     """The next tokens of a prompt."""
 
     prompt: Prompt
+    start: int  # index of the first of them in the prompt's tokens
     num_tokens: int
 
     @property
     def is_last(self) -> bool:
-        return self.prompt.num_computed + self.num_tokens == len(self.prompt.tokens)
+        return self.start + self.num_tokens == len(self.prompt.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,15 +27,34 @@ class StepPlan:
 
     chunks: tuple[PromptChunk, ...]
     ready: tuple[ReadyPages, ...]
+    is_partial: bool = False  # not all that may be admitted was looked at
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for the engine to do."""
+        return not self.chunks
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the pass computes."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
-    def slices(self, eos_token_ids: tuple[int, ...]) -> list[SequenceSlice]:
-        """Return the pass, one slice per chunk."""
-        return [_slice(chunk, eos_token_ids) for chunk in self.chunks]
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other step may be in flight with it."""
+        return any(chunk.prompt.is_suspect for chunk in self.chunks)
+
+    def halves(self) -> "tuple[StepPlan, ...]":
+        """Return two plans, each for half of the prompts; none if there is only one."""
+        if len(self.chunks) < 2:
+            return ()
+        middle = len(self.chunks) // 2
+        parts = self.chunks[:middle], self.chunks[middle:]
+        return tuple(StepPlan(chunks=chunks, ready=()) for chunks in parts)
+
+    def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
+        """Return what the engine does, one slice per chunk."""
+        return EngineStep(slices=tuple(_slice(chunk, eos_token_ids) for chunk in self.chunks))
 
 
 def _slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
@@ -52,9 +73,9 @@ def _slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
         for choice in (prompt.choices if chunk.is_last else ())
     )
     return SequenceSlice(
-        token_ids=prompt.tokens[prompt.num_computed : prompt.num_computed + chunk.num_tokens],
-        start=prompt.num_computed,
-        page_ids=prompt.pages.page_ids,
+        token_ids=prompt.tokens[chunk.start : chunk.start + chunk.num_tokens],
+        start=chunk.start,
+        page_ids=tuple(prompt.pages.page_ids),
         num_prompt_tokens=prompt.prompt_len,
         draws=draws,
     )

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from kv_transfer.messages import SenderMessage, Ticket
 from kv_transfer.wire import ticket_from_proto, transfer_message_to_proto
 from llm_engine.sampling import SampledToken
-from llm_engine.wire import logprobs_to_proto, sampling_from_proto
 from prefill_worker.request import Prompt
 from protos import worker_pb2
 from protos.token_ids import pack_token_ids, unpack_token_ids
+from worker.wire import logprobs_to_proto, sampling_from_proto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,17 @@ class PrefillResult:
     num_computed_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillFailure:
+    """Why the transfer is about to be aborted."""
+
+    code: int  # a google.rpc.Code number
+    message: str
+
+
+PrefillMessage = SenderMessage | PrefillResult | PrefillFailure
+
+
 def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
     """Read the first message.
 
@@ -44,6 +55,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
         choices=tuple(message.choices),
         first_page=message.first_page,
         salt=message.cache_salt,
+        is_suspect=message.failed_passes > 0,
     )
     return PrefillStart(
         ticket=ticket_from_proto(message.ticket),
@@ -52,8 +64,12 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
     )
 
 
-def response_to_proto(message: SenderMessage | PrefillResult) -> worker_pb2.PrefillResponse:
+def response_to_proto(message: PrefillMessage) -> worker_pb2.PrefillResponse:
     """Write a message to the receiver."""
+    if isinstance(message, PrefillFailure):
+        return worker_pb2.PrefillResponse(
+            failure=worker_pb2.PrefillFailure(code=message.code, message=message.message)
+        )
     if not isinstance(message, PrefillResult):
         return worker_pb2.PrefillResponse(transfer=transfer_message_to_proto(message))
     return worker_pb2.PrefillResponse(

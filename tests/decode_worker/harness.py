@@ -2,25 +2,30 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from credentials.channel import ProvenChannel
+from credentials.cluster import ClusterCredentials
+from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import make_decode_worker
 from kv_transfer.driver import run_inline
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
-from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
 from llm_engine.sampling import SamplingParams
-from llm_engine.wire import sampling_to_proto, worker_to_proto
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.worker import make_prefill_worker
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.token_ids import pack_token_ids, unpack_token_ids
+from tests.support.cluster_keys import credentials_of, proven, worker_credentials
+from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
+from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_executor import VirtualExecutor
-from tests.support.virtual_time import Process, seeded, wait_until
+from tests.support.virtual_time import Process, run_virtual, seeded, wait_until
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
+from worker.wire import sampling_to_proto, worker_to_proto
 
 MODEL = FakeModel(vocab_size=1000, eos_token_ids=(0,))
 PAGE_SIZE = 4
@@ -39,9 +44,10 @@ def prompt_of(num_tokens: int, *, seed: int = 0, prefix: Sequence[int] = ()) -> 
 class RunningWorker:
     identity: WorkerIdentity
     process: Process
+    credentials: ClusterCredentials
     executor: VirtualExecutor
     transport: LoopbackTransport
-    worker: Any  # PrefillWorker or DecodeWorker
+    worker: WorkerHost
     server: Any
 
     @property
@@ -81,6 +87,7 @@ class WorkerCluster:
     )
     prefills: list[RunningWorker] = field(default_factory=list)
     decode: RunningWorker = field(init=False)
+    router: ClusterCredentials = field(default_factory=lambda: credentials_of("router", "router-0"))
 
     async def start(self) -> "WorkerCluster":
         for index in range(self.num_prefill):
@@ -91,15 +98,23 @@ class WorkerCluster:
     async def session(
         self, incarnation: int | None = None, *, reads: bool = True
     ) -> "ScriptedRouter":
-        stub = worker_pb2_grpc.DecodeServiceStub(
-            self.grpc_network.channel(self.decode.identity.address)
-        )
+        stub = worker_pb2_grpc.DecodeServiceStub(self.router_channel(self.decode))
         router = ScriptedRouter(stub.Session(), self, reads=reads)
         hello = worker_pb2.SessionHello(
             router_id="router-0", incarnation=incarnation or self.decode.identity.incarnation
         )
         await router.call.write(worker_pb2.SessionRequest(hello=hello))
         return router
+
+    def router_channel(self, worker: RunningWorker) -> ProvenChannel:
+        """Return a router's channel to a worker."""
+        channel = self.grpc_network.channel(worker.identity.address)
+        return proven(channel, worker.identity, self.router)
+
+    def decode_channel(self, worker: RunningWorker) -> ProvenChannel:
+        """Return the decode worker's channel to a prefill worker."""
+        channel = self.grpc_network.channel(worker.identity.address)
+        return proven(channel, worker.identity, self.decode.credentials)
 
     def candidates(self) -> list[WorkerIdentity]:
         return [each.identity for each in self.prefills]
@@ -145,25 +160,27 @@ class WorkerCluster:
             max_context_tokens=MAX_CONTEXT_TOKENS,
             eos_token_ids=MODEL.eos_token_ids,
         )
+        credentials = worker_credentials(identity)
         process = Process(worker_id)
         with process.entered():
             executor = VirtualExecutor(
                 FakeEngine(MODEL, num_pages=num_pages, page_size=PAGE_SIZE), token_s=0.001
             )
             transport = LoopbackTransport(self.page_network, executor.engine.storage)
-            server = self.grpc_network.server(identity.address)
+            server = self.grpc_network.server(identity.address, [ServerGate(credentials)])
             common: dict[str, Any] = {
                 "identity": identity,
                 "model": model,
                 "executor": executor,
+                "credentials": credentials,
                 "transports": [transport],
                 "run_blocking": run_inline,
             }
-            worker: PrefillWorker | DecodeWorker
+            worker: WorkerHost
             if worker_id.startswith("prefill"):
-                worker = PrefillWorker(config=self.prefill_config, **common)
+                worker = make_prefill_worker(config=self.prefill_config, **common)
             else:
-                worker = DecodeWorker(
+                worker = make_decode_worker(
                     config=self.decode_config,
                     connect_channel=self.grpc_network.channel,
                     random_id=lambda: rng.randbytes(16),
@@ -175,6 +192,7 @@ class WorkerCluster:
         return RunningWorker(
             identity=identity,
             process=process,
+            credentials=credentials,
             executor=executor,
             transport=transport,
             worker=worker,
@@ -259,6 +277,7 @@ class ScriptedRouter:
         emitted: dict[int, list[int]] | None = None,
         candidates: Sequence[WorkerIdentity] | None = None,
         timeout_ms: int = 0,
+        failed_passes: int = 0,
         **params: Any,
     ) -> Stream:
         params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
@@ -284,6 +303,7 @@ class ScriptedRouter:
             ],
             prefill_candidates=[worker_to_proto(each) for each in candidates],
             timeout_ms=timeout_ms,
+            failed_passes=failed_passes,
         )
         await self.call.write(worker_pb2.SessionRequest(submit=submit))
         return stream
@@ -323,3 +343,20 @@ class ScriptedRouter:
                     assert not stream.ended.is_set(), "a failure after the end"
                     stream.failure = failure
                     stream.ended.set()
+
+
+Scenario = Callable[[WorkerCluster, ScriptedRouter], Awaitable[None]]
+
+
+def run(scenario: Scenario, cluster: WorkerCluster | None = None) -> None:
+    """Run a scenario; afterwards no living worker may hold a page for anybody."""
+
+    async def main() -> None:
+        running = await (cluster or WorkerCluster()).start()
+        router = await running.session()
+        await scenario(running, router)
+        await running.wait_free()
+        await router.close()
+        await running.stop()
+
+    run_virtual(main())

@@ -1,10 +1,13 @@
 """A state machine that drives the decode scheduler with a fake engine and fake transfers.
 
 Every token is compared with the oracle, so a page that was shared, reused or overwritten wrongly
-shows. Transfers commit in pieces, fail, and write late into pages that are in quarantine.
+shows. Up to two steps are in flight: anything may happen between the launch of one and its end,
+when it reads and writes its pages. Transfers commit in pieces, fail, and write late into pages that
+are in quarantine.
 """
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,12 +19,13 @@ from decode_worker.request import Choice, PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
 from kv_cache.layout import num_pages_for
-from kv_cache.page_pool import Quarantined
+from kv_cache.page_pool import PageState, Quarantined
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import next_draw
-from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
+from llm_engine.engine_step import StepResult
 from llm_engine.sampling import SamplingParams, SequenceSlice
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
+from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
+from worker.identity import ModelInfo, WorkerIdentity
 
 MODEL = FakeModel(vocab_size=50, eos_token_ids=(0,))
 PAGE_SIZE = 4
@@ -49,6 +53,25 @@ class Quarantine:
     pages: tuple[Quarantined, ...]
     page_ids: tuple[int, ...]
     steps_left: int = 3
+
+
+# Whether a step fails, and then those that compute its halves and what followed it.
+FAILURES = ((True,), (True, True), (True, False, True), (True,) * 6)
+MAYBE_FAILURES = st.sampled_from([()] * 16 + [*FAILURES])
+
+
+def pages_written_by(plan: StepPlan) -> set[int]:
+    """Return the pages that the engine writes between the launch of a step and its end."""
+    written = {copy.target for copy in plan.copies}
+    for choice in plan.decodes:
+        assert choice.pages is not None
+        # Its step is counted already.
+        written.add(choice.pages.page_ids[(choice.num_tokens + choice.num_unread - 2) // PAGE_SIZE])
+    for chunk in plan.chunks:
+        assert chunk.group.pages is not None
+        end = num_pages_for(chunk.start + chunk.num_tokens, PAGE_SIZE)
+        written.update(chunk.group.pages.page_ids[chunk.start // PAGE_SIZE : end])
+    return written
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -83,7 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled: set[tuple[Request, int]] = set()
         self.transfers: list[Transfer] = []
         self.quarantines: list[Quarantine] = []
-        self.plan: StepPlan | None = None
+        self.plans: deque[StepPlan] = deque()  # launched, not settled
+        self.written: deque[set[int]] = deque()  # page ids that each of them writes
 
     # What may happen, in any order.
 
@@ -127,36 +151,85 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests.append(request)
         self.scheduler.submit(request)
 
-    @precondition(lambda self: self.plan is None)
-    @rule()
-    def begin_step(self) -> None:
-        self.plan = self.scheduler.next_step()
+    @precondition(lambda self: len(self.plans) < self.engine.max_launched)
+    @rule(fails=MAYBE_FAILURES)
+    def begin_step(self, fails: Sequence[bool] = ()) -> None:
+        plan = self.scheduler.next_step()
         self.write_late()
-        self.check_plan(self.plan)
-        for group in self.plan.receives:
+        self.check_plan(plan)
+        for group in plan.receives:
             self.transfers.append(self.prefill(group))
-        may_wait = self.is_idle() or self.transfers or self.quarantines
-        assert may_wait or not self.plan.is_empty, "work is there, but none is done"
-        for copy in self.plan.copies:
-            self.engine.storage.copy_page(copy.source, copy.target)
-
-    @precondition(lambda self: self.plan is not None)
-    @rule(
-        fails=st.sampled_from([False] * 9 + [True]),
-        undrawn=st.sampled_from([None] * 9 + [0, 1, 2]),
-    )
-    def end_step(self, fails: bool, undrawn: int | None = None) -> None:
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
-        if fails:
-            self.finished.update(self.scheduler.fail_step(plan))
+        may_wait = self.is_idle() or self.plans or self.transfers or self.quarantines
+        assert may_wait or not plan.is_empty, "work is there, but none is done"
+        if plan.is_empty:
             return
-        slices = plan.slices(MODEL.eos_token_ids)
-        drawn = self.engine.forward(slices) if slices else []
-        if undrawn is not None and undrawn < len(drawn):
-            drawn[undrawn] = None
-        self.finished.update(self.scheduler.end_undrawn(plan, drawn))
-        self.take(self.scheduler.complete_step(plan, drawn))
+        if fails:
+            self.seen["failed launches"] += 1
+            while self.plans:
+                self.end_step()
+            self.recover([plan], fails)
+            return
+        self.seen["steps ahead"] += bool(self.plans and plan.decodes)
+        self.engine.launch(plan.engine_step(MODEL.eos_token_ids, is_again=False))
+        self.plans.append(plan)
+        self.written.append(pages_written_by(plan))
+
+    @precondition(lambda self: len(self.plans) == 1)
+    @rule(num_steps=st.integers(1, 6))
+    def run_ahead(self, num_steps: int) -> None:
+        """Launch each step before the one before it is settled, as the step loop does."""
+        for _ in range(num_steps):
+            self.begin_step()
+            if self.plans:
+                self.end_step()
+
+    @precondition(lambda self: self.plans)
+    @rule(undrawn=st.sampled_from([None] * 9 + [0, 1, 2]))
+    def end_step(self, undrawn: int | None = None) -> None:
+        self.written.popleft()
+        self.settle(self.plans.popleft(), undrawn)
+
+    @precondition(lambda self: self.plans)
+    @rule(fails=st.sampled_from(FAILURES))
+    def fail_step(self, fails: Sequence[bool]) -> None:
+        self.seen["failed steps"] += 1
+        self.seen["steps dropped"] += len(self.plans) - 1
+        for _ in self.plans:
+            self.engine.read()  # so its seats mean nothing
+        self.recover(self.plans, fails)
+        self.plans.clear()
+        self.written.clear()
+
+    def recover(self, plans: Iterable[StepPlan], fails: Sequence[bool]) -> None:
+        """Compute the first plan in halves, and those behind it again, as the step loop does.
+
+        Args:
+            fails: Of the first plan, then of those computed again, one after the other.
+        """
+        is_failing = iter(fails)
+        due = deque(plans)
+        while due:
+            plan = due.popleft()
+            if next(is_failing, False):
+                halves = plan.halves()
+                due.extendleft(reversed(halves))
+                if not halves:
+                    self.finished.update(self.scheduler.fail_step(plan))
+            else:
+                self.engine.launch(plan.engine_step(MODEL.eos_token_ids, is_again=True))
+                self.settle(plan)
+            self.scheduler.check_integrity()
+
+    def settle(self, plan: StepPlan, undrawn: int | None = None) -> None:
+        result = self.engine.read()
+        decodes, slices = list(result.decodes), list(result.slices)
+        for drawn in (decodes, slices):
+            if undrawn is not None and undrawn < len(drawn):
+                drawn[undrawn] = None
+        result = StepResult(decodes=decodes, slices=slices)
+        self.finished.update(self.scheduler.end_undrawn(plan, result))
+        self.seen["superfluous rows"] += sum(choice.is_ended for choice in plan.decodes)
+        self.take(self.scheduler.complete_step(plan, result))
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data(), then=st.sampled_from(["go on", "go on", "fail", "write late"]))
@@ -211,18 +284,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def is_consistent(self) -> None:
         self.scheduler.check_integrity()
+        for page_id in set().union(*self.written):
+            is_kept = self.cache.pool.state(page_id) is PageState.LIVE
+            assert is_kept, "a page that a step in flight writes was given back"
 
     def teardown(self) -> None:
         """Everyone who was not cancelled finishes, within a number of steps that work explains."""
         for _ in range(60 * (len(self.requests) + 1)):
-            if self.plan is not None:
-                self.end_step(False)
+            if self.plans:
+                self.end_step()
             for transfer in list(self.transfers):
                 assert transfer.group.pages is not None
                 self.receive(transfer, len(transfer.group.pages.page_ids))
                 self.finish_transfer(transfer)
             self.end_quarantines()
-            self.begin_step()
+            while len(self.plans) < self.engine.max_launched:
+                num_plans = len(self.plans)
+                self.begin_step()
+                if len(self.plans) == num_plans:
+                    break
             self.is_consistent()
             if self.is_idle():
                 break
@@ -250,6 +330,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         choices: list[Choice] = [*plan.decodes]
         choices += [choice for chunk in plan.chunks for choice in chunk.group.choices]
         assert not any(choice.is_ended for choice in choices), "a step for an ended choice"
+        for choice in plan.decodes:
+            num_output = len(choice.output) + choice.num_unread
+            assert num_output <= choice.request.params.max_tokens, "a step behind the length"
 
     def take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

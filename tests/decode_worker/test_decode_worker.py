@@ -1,7 +1,7 @@
 """A decode worker with prefill workers: whole requests, in virtual time, against the oracle."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,7 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
-from llm_engine.fake_engine import fake_tokens
+from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SamplingParams
 from protos import worker_pb2, worker_pb2_grpc
 from tests.decode_worker.harness import (
@@ -23,11 +22,13 @@ from tests.decode_worker.harness import (
     ScriptedRouter,
     WorkerCluster,
     prompt_of,
+    run,
 )
+from tests.support.fake_engine import fake_tokens
+from tests.support.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import run_virtual
 
-Scenario = Callable[[WorkerCluster, ScriptedRouter], Awaitable[None]]
 DEADLINES = TransferDeadlines(
     connect_s=1.0, grant_s=1.0, chunk_s=3.0, slot_s=3.0, post_s=0.5, transfer_s=0.5, ack_s=3.0
 )
@@ -35,21 +36,6 @@ DEADLINES = TransferDeadlines(
 
 def decode_config(**changes: Any) -> DecodeConfig:
     return replace(WorkerCluster().decode_config, **changes)
-
-
-def run(scenario: Scenario, cluster: WorkerCluster | None = None) -> WorkerCluster:
-    """Run a scenario on a cluster; afterwards no page may be held anywhere."""
-
-    async def main() -> WorkerCluster:
-        running = await (cluster or WorkerCluster()).start()
-        router = await running.session()
-        await scenario(running, router)
-        await running.wait_free()
-        await router.close()
-        await running.stop()
-        return running
-
-    return run_virtual(main())
 
 
 def test_tokens_equal_the_oracle_and_the_decode_worker_computes_no_prompt_token() -> None:
@@ -126,7 +112,7 @@ def test_a_second_request_moves_only_the_pages_that_are_missing() -> None:
         assert longer.stats.prefill_cached_tokens == 40
         assert longer.stats.prefill_computed_tokens == 10
         for worker in (cluster.decode, cluster.prefills[0]):
-            channel = cluster.grpc_network.channel(worker.identity.address)
+            channel = cluster.router_channel(worker)
             beats = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest())
             totals = (await anext(aiter(beats))).heartbeat.totals
             beats.cancel()
@@ -192,13 +178,13 @@ def test_choices_share_the_pages_of_their_prompt() -> None:
     peak = [0]
 
     async def watching(cluster: WorkerCluster, router: ScriptedRouter) -> None:
-        forward = cluster.decode.executor.forward
+        launch = cluster.decode.executor.launch
 
-        async def watched(slices: Any) -> Any:
+        async def watched(step: EngineStep) -> None:
             peak[0] = max(peak[0], cluster.decode.worker.cache.pool.counts().live)
-            return await forward(slices)
+            await launch(step)
 
-        cluster.decode.executor.forward = watched  # type: ignore[method-assign]
+        cluster.decode.executor.launch = watched  # type: ignore[method-assign]
         await scenario(cluster, router)
 
     run(watching)
@@ -483,21 +469,6 @@ def test_a_client_that_leaves_frees_all_pages_on_both_sides_within_a_second(
     )
 
 
-def test_a_pass_that_fails_ends_its_requests_and_nothing_else() -> None:
-    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
-        victim = await router.submit(prompt_of(20), max_tokens=30)
-        await victim.has_tokens.wait()
-        cluster.decode.executor.num_failing_passes = 1
-        await victim.ended.wait()
-        assert victim.failure.code == grpc.StatusCode.INTERNAL.value[0]
-        again = await router.submit(prompt_of(20), max_tokens=30)
-        await router.finish(again)
-
-        assert again.stats.decode_cached_tokens > 0
-
-    run(scenario)
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_request_for_which_nothing_can_be_drawn_fails_and_others_go_on(n: int) -> None:
     poison = 999
@@ -538,13 +509,38 @@ def test_a_failed_pass_of_a_prefill_worker_is_made_again_elsewhere() -> None:
     run(scenario, WorkerCluster(num_prefill=2))
 
 
+def test_a_second_failure_renews_the_distrust_of_a_prefill_worker() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        first, second = cluster.prefills
+        distrust_s = cluster.decode_config.distrust_s
+        for seed in range(2):
+            first.executor.num_failing_passes = 1
+            only_first = [first.identity]
+            await router.finish(
+                await router.submit(prompt_of(30, seed=seed), candidates=only_first)
+            )
+            await asyncio.sleep(0.6 * distrust_s)
+
+        await router.finish(await router.submit(prompt_of(30, seed=2)))
+        assert first.engine.num_computed_tokens < 30 == second.engine.num_computed_tokens
+
+        await asyncio.sleep(distrust_s)
+        await router.finish(await router.submit(prompt_of(30, seed=3)))
+        assert first.engine.num_computed_tokens >= 30 == second.engine.num_computed_tokens
+
+    run(scenario, WorkerCluster(num_prefill=2))
+
+
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "empty prompt": ({"prompt": ()}, "prompt_token_ids is empty"),
     "foreign token": ({"prompt": (1, 1000)}, "prompt_token_ids has id 1000, ids are below 1000"),
     "too long": ({"prompt": (1,) * 512}, "begins after 512 tokens, the context ends at 512"),
     "no choice": ({"prompt": (1,), "emitted": {}}, "choices has 0 entries, allowed are 1 to 32"),
     "too many choices": ({"prompt": (1,), "n": 33}, "choices has 33 entries"),
-    "nothing to draw": ({"prompt": (1,), "max_tokens": 0}, "max_tokens is 0, must be 1 or more"),
+    "foreign choice": ({"prompt": (1,), "emitted": {64: []}}, "choices has choice 64, must be"),
+    "nothing to draw": ({"prompt": (1,), "max_tokens": 0}, "sampling.max_tokens is 0, allowed is"),
+    "no number": ({"prompt": (1,), "temperature": math.nan}, "sampling.temperature is nan"),
+    "foreign stop": ({"prompt": (1,), "stop_token_ids": (1000,)}, "sampling.stop_token_ids has id"),
     "all drawn": ({"prompt": (1,), "emitted": {0: [1] * 8}}, "8 emitted tokens, max_tokens is 8"),
     "foreign emitted": ({"prompt": (1,), "emitted": {0: [4000]}}, "emitted_token_ids of choice 0"),
 }

@@ -7,18 +7,24 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import make_decode_worker
 from kv_transfer.tcp import TcpTransport
-from llm_engine.executor import ThreadExecutor
-from llm_engine.fake_engine import FakeEngine
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.worker import make_prefill_worker
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.decode_worker.harness import MODEL, PAGE_SIZE, ScriptedRouter, prompt_of
+from tests.support.cluster_keys import credentials_of, proven, role_of
+from tests.support.fake_engine import FakeEngine
+from tests.support.virtual_executor import AcceleratorError
+from worker.errors import EngineLost
+from worker.executor import ThreadExecutor
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
 
 
 class RealCluster:
@@ -27,19 +33,21 @@ class RealCluster:
     def __init__(self) -> None:
         self.servers: list[grpc.aio.Server] = []
         self.workers: dict[str, Any] = {}
+        self.engines: dict[str, FakeEngine] = {}
         self.identities: dict[str, WorkerIdentity] = {}
         self._transports: list[TcpTransport] = []
         self._executors: list[ThreadExecutor] = []
 
     async def start(self, worker_id: str) -> None:
-        server = grpc.aio.server()
+        incarnation = random.Random(worker_id).randrange(1, 2**63)
+        credentials = credentials_of(role_of(worker_id), worker_id, incarnation)
+        server = grpc.aio.server(interceptors=[ServerGate(credentials)])
         port = server.add_insecure_port("127.0.0.1:0")
         identity = WorkerIdentity(
-            worker_id=worker_id,
-            incarnation=random.Random(worker_id).randrange(1, 2**63),
-            address=f"127.0.0.1:{port}",
+            worker_id=worker_id, incarnation=incarnation, address=f"127.0.0.1:{port}"
         )
-        executor = ThreadExecutor(FakeEngine(MODEL, num_pages=256, page_size=PAGE_SIZE))
+        engine = self.engines[worker_id] = FakeEngine(MODEL, num_pages=256, page_size=PAGE_SIZE)
+        executor = ThreadExecutor(engine)
         transport = TcpTransport(executor.engine.storage, host="127.0.0.1")
         model = ModelInfo(
             name=MODEL.name,
@@ -48,22 +56,24 @@ class RealCluster:
             max_context_tokens=512,
             eos_token_ids=MODEL.eos_token_ids,
         )
-        worker: PrefillWorker | DecodeWorker
+        worker: WorkerHost
         if worker_id == "prefill":
-            worker = PrefillWorker(
+            worker = make_prefill_worker(
                 config=PrefillConfig(max_step_tokens=32, chunk_pages=2),
                 identity=identity,
                 model=model,
                 executor=executor,
+                credentials=credentials,
                 transports=[transport],
             )
         else:
             rng = random.Random(1)
-            worker = DecodeWorker(
+            worker = make_decode_worker(
                 config=DecodeConfig(local_prefill_max_tokens=0),
                 identity=identity,
                 model=model,
                 executor=executor,
+                credentials=credentials,
                 transports=[transport],
                 connect_channel=grpc.aio.insecure_channel,
                 random_id=lambda: rng.randbytes(16),
@@ -98,7 +108,9 @@ async def real_session() -> AsyncIterator[tuple[RealCluster, ScriptedRouter, grp
     cluster = RealCluster()
     await cluster.start("prefill")
     await cluster.start("decode")
-    channel = grpc.aio.insecure_channel(cluster.identities["decode"].address)
+    decode = cluster.identities["decode"]
+    channel = grpc.aio.insecure_channel(decode.address)
+    channel = proven(channel, decode, credentials_of("router", "router-0"))
     call = worker_pb2_grpc.DecodeServiceStub(channel).Session()
     router = ScriptedRouter(call, cluster)  # type: ignore[arg-type]
     hello = worker_pb2.SessionHello(
@@ -150,9 +162,41 @@ def test_requests_over_real_grpc_get_the_oracles_tokens_and_free_their_pages() -
     asyncio.run(main())
 
 
+def test_a_worker_whose_engine_fails_tells_everybody_before_it_ends() -> None:
+    async def main() -> None:
+        async with real_session() as (cluster, router, _):
+            streams = [await router.submit(prompt_of(20, seed=s), max_tokens=400) for s in range(4)]
+            for each in streams:
+                await each.has_tokens.wait()
+
+            def fails(slices: Any) -> Any:
+                raise AcceleratorError("injected: the device is gone")
+
+            cluster.engines["decode"].forward = fails  # type: ignore[method-assign]
+            async with asyncio.timeout(10):
+                with pytest.raises(EngineLost, match="the device is gone"):
+                    await cluster.workers["decode"].wait_failed()
+                for each in streams:
+                    await each.ended.wait()
+                await router.reading  # the session has ended in order
+
+            # One whose first token has just come may be in none of the steps in flight.
+            told = {(each.failure.code, each.failure.failed_passes) for each in streams}
+            aborted, unavailable = grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE
+            assert (aborted.value[0], 1) in told
+            assert told <= {(aborted.value[0], 1), (unavailable.value[0], 0)}
+            async with grpc.aio.insecure_channel(cluster.identities["decode"].address) as anybody:
+                check = await health_pb2_grpc.HealthStub(anybody).Check(
+                    health_pb2.HealthCheckRequest(service="pagewire.v1.DecodeService"), timeout=5.0
+                )
+            assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+    asyncio.run(main())
+
+
 def test_a_worker_describes_itself_beats_and_publishes_its_cache() -> None:
     async def main() -> None:
-        async with real_session() as (_, router, channel):
+        async with real_session() as (cluster, router, channel):
             await router.finish(await router.submit(prompt_of(50)), timeout_s=20.0)
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5.0)
@@ -177,10 +221,11 @@ def test_a_worker_describes_itself_beats_and_publishes_its_cache() -> None:
             assert len(snapshot.stored) == 16 * pages.cached
             assert snapshot.incarnation == info.worker.incarnation
 
-            for service in ("", "pagewire.v1.DecodeService", "pagewire.v1.WorkerService"):
-                check = await health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(service=service), timeout=5.0
-                )
-                assert check.status == health_pb2.HealthCheckResponse.SERVING
+            async with grpc.aio.insecure_channel(cluster.identities["decode"].address) as anybody:
+                for service in ("", "pagewire.v1.DecodeService", "pagewire.v1.WorkerService"):
+                    check = await health_pb2_grpc.HealthStub(anybody).Check(
+                        health_pb2.HealthCheckRequest(service=service), timeout=5.0
+                    )
+                    assert check.status == health_pb2.HealthCheckResponse.SERVING
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from decode_worker.config import DecodeConfig
 from decode_worker.request import (
     Choice,
     GroupState,
@@ -17,12 +18,14 @@ from decode_worker.request import (
 from decode_worker.scheduler import Scheduler, prefills_locally
 from decode_worker.step_plan import PromptChunk
 from kv_cache.errors import CacheError
+from kv_cache.prefix_cache import PrefixCache
 from llm_engine.sampling import SampledToken, SamplingParams
 from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine
+from worker.identity import ModelInfo
 
 SETTINGS = settings(
-    max_examples=120,
-    stateful_step_count=80,
+    max_examples=160,
+    stateful_step_count=70,
     deadline=None,
     derandomize=True,
     database=None,
@@ -45,6 +48,7 @@ def test_state_machine() -> None:
     # A run in which nothing happens would prove nothing.
     assert min(seen.values()) > 10, seen
     assert seen.keys() >= {"preemptions", "copies", "failed transfers", "shared steps"}
+    assert seen.keys() >= {"steps ahead", "superfluous rows", "failed launches", "steps dropped"}
 
 
 @pytest.mark.parametrize(
@@ -102,8 +106,8 @@ def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> Non
 
 
 class OverTheBudget(Scheduler):
-    def _pick_chunks(self, budget: int) -> list[PromptChunk]:
-        return super()._pick_chunks(budget + 3)
+    def _pick_chunks(self, computing: Any, budget: int) -> list[PromptChunk]:
+        return super()._pick_chunks(computing, budget + 3)
 
 
 class ForgetsQuarantine(Scheduler):
@@ -157,12 +161,60 @@ class DropsFailedTransfers(Scheduler):
 
 
 class AdvancesEndedRequests(Scheduler):
-    def complete_step(self, plan: Any, drawn: Any) -> list[TokenDelta]:
-        deltas = super().complete_step(plan, drawn)
-        for choice in plan.decodes:
-            if choice.is_ended and choice.pages is not None:
+    def complete_step(self, plan: Any, result: Any) -> list[TokenDelta]:
+        is_ended = [choice.is_ended for choice in plan.decodes]
+        deltas = super().complete_step(plan, result)
+        for choice, was_ended in zip(plan.decodes, is_ended, strict=True):
+            if was_ended:
                 deltas.append(self._advance(choice, SampledToken(token_id=1)))
         return deltas
+
+
+class FreesPagesInFlight(Scheduler):
+    """Frees what ended at once, although a step in flight still writes behind its last token."""
+
+    def free_ended(self) -> None:
+        for choice in self._running:
+            if choice.is_ended:
+                choice.num_in_flight = 0
+        super().free_ended()
+
+    def check_integrity(self) -> None:
+        pass
+
+
+class FreesPromptsInFlight(Scheduler):
+    def free_ended(self) -> None:
+        for group in self._computing:
+            if group.is_ended:
+                group.num_in_flight = 0
+        super().free_ended()
+
+    def check_integrity(self) -> None:
+        pass
+
+
+class PlansBehindTheLength(Scheduler):
+    def _is_last_token_launched(self, choice: Choice) -> bool:
+        return False
+
+
+class ComputesChunksTwice(Scheduler):
+    def _pick_chunks(self, computing: Any, budget: int) -> list[PromptChunk]:
+        for group in self._computing:
+            group.num_launched = 0
+        return super()._pick_chunks(computing, budget)
+
+
+class PreemptsInFlight(Scheduler):
+    def _num_pages_due(self) -> int:
+        return 0
+
+
+class ForgetsNewPages(Scheduler):
+    def _seat(self, decodes: Any) -> tuple[Any, Any]:
+        started, extended = super()._seat(decodes)
+        return started, extended[1:]
 
 
 @pytest.mark.parametrize(
@@ -178,9 +230,90 @@ class AdvancesEndedRequests(Scheduler):
         CommitsTooMuch,
         DropsFailedTransfers,
         AdvancesEndedRequests,
+        FreesPagesInFlight,
+        FreesPromptsInFlight,
+        PlansBehindTheLength,
+        ComputesChunksTwice,
+        PreemptsInFlight,
+        ForgetsNewPages,
     ],
 )
 def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
     machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"scheduler_class": bug})
     with pytest.raises((AssertionError, CacheError)):
         run_state_machine_as_test(machine, settings=HUNT)
+
+
+def scheduler_with(num_pages: int) -> Scheduler:
+    """A scheduler that may compute four short prompts itself."""
+    model = ModelInfo(
+        name="m",
+        fingerprint="f",
+        vocab_size=1000,
+        max_context_tokens=4 * num_pages,
+        eos_token_ids=(),
+    )
+    return Scheduler(
+        config=DecodeConfig(max_running_sequences=64, max_step_tokens=128),
+        cache=PrefixCache(num_pages=num_pages, page_size=4, fingerprint="f"),
+        model=model,
+        page_size=4,
+        page_bytes=1,
+    )
+
+
+def prompt_request(*tokens: int) -> Request:
+    return Request(
+        request_id="r",
+        attempt=0,
+        prompt=tokens,
+        params=SamplingParams(max_tokens=2),
+        emitted={0: ()},
+        candidates=CANDIDATES,
+    )
+
+
+def test_requests_that_wait_for_one_prefix_hold_up_nobody_behind_them() -> None:
+    scheduler = scheduler_with(num_pages=1000)
+    prefix = range(100)
+    scheduler.submit(prompt_request(*prefix, 100))
+    [receiving] = scheduler.next_step().receives
+    for index in range(60):
+        scheduler.submit(prompt_request(*prefix, 200 + index))
+    scheduler.submit(prompt_request(*range(500, 600)))
+
+    # Looked at in portions, without anything happening in between.
+    plans = [scheduler.next_step()]
+    while plans[-1].is_partial:
+        plans.append(scheduler.next_step())
+
+    received = [group for plan in plans for group in plan.receives]
+    assert [group.tokens[0] for group in received] == [500]
+    assert len(plans) <= 1 + 61 // 2, "the window is two in these tests"
+    assert scheduler.num_waiting == 62
+
+    scheduler.receive_failed(receiving, may_be_written=False)
+    assert [group.tokens[-1] for group in scheduler.next_step().receives] == [100]
+
+
+def test_a_request_that_waits_for_a_prefix_is_not_looked_up_again_with_every_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = scheduler_with(num_pages=1000)
+    prefix = range(400)
+    scheduler.submit(prompt_request(*prefix, 400))
+    [receiving] = scheduler.next_step().receives
+    matches: list[int] = []
+    right = PrefixCache.match
+    monkeypatch.setattr(
+        PrefixCache, "match", lambda self, *args: matches.append(1) or right(self, *args)
+    )
+    for index in range(20):
+        scheduler.submit(prompt_request(*prefix, 500 + index))
+    for num_pages in range(1, 101):
+        scheduler.receive_committed(receiving, num_pages)
+        while scheduler.next_step().is_partial:
+            pass
+
+    assert len(matches) <= 2 * 20 + 1
+    assert scheduler.num_waiting == 21

@@ -1,5 +1,6 @@
 """Runs an engine over whole requests, as a worker would: the smallest possible scheduler."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
 from llm_engine.engine_api import EngineLike
+from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
 
@@ -70,13 +72,104 @@ def make_sequences(
 
 
 def run(
-    engine: EngineLike, sequences: Sequence[DrivenSequence], *, chunk_size: int = 10**6
+    engine: EngineLike,
+    sequences: Sequence[DrivenSequence],
+    *,
+    chunk_size: int = 10**6,
+    grows: bool = False,
+    is_prefilled: bool = False,
 ) -> None:
-    """Compute all sequences in common batches; prompts in chunks while others decode."""
-    while running := [each for each in sequences if len(each.tokens) < each.params.max_tokens]:
-        results = engine.forward([each.next_slice(chunk_size) for each in running])
-        for each, drawn in zip(running, results, strict=True):
-            each.take(drawn)
+    """Compute all sequences in common steps, as far ahead of their tokens as the engine allows.
+
+    Known tokens come in chunks while other sequences decode in seats. With `grows` a sequence gets
+    a page only when a token needs it; with `is_prefilled` it begins in its seat.
+    """
+    runs = [_Run(seat, each, grows) for seat, each in enumerate(sequences)]
+    for each in runs:
+        each.is_prefilled = is_prefilled
+    launched: deque[tuple[list[_Run], list[_Run]]] = deque()
+    while True:
+        decoding = [each for each in runs if each.may_decode]
+        chunked = [each for each in runs if each.has_chunk]
+        if decoding or chunked:
+            started = tuple(each.start() for each in decoding if not each.is_seated)
+            extended = [more for each in decoding for more in each.next_token(engine)]
+            slices = tuple(each.next_chunk(chunk_size) for each in chunked)
+            decodes = tuple(each.seat for each in decoding)
+            engine.launch(
+                EngineStep(
+                    started=started, extended=tuple(extended), decodes=decodes, slices=slices
+                )
+            )
+            launched.append((decoding, chunked))
+        if not launched:
+            break
+        if len(launched) == engine.max_launched or not (decoding or chunked):
+            result = engine.read()
+            decoded, sliced = launched.popleft()
+            for each, token in zip(decoded, result.decodes, strict=True):
+                assert token is not None
+                each.sequence.take((token,))
+            for each, drawn in zip(sliced, result.slices, strict=True):
+                assert drawn is not None
+                each.sequence.take(drawn)
+                each.num_left -= len(drawn)
+                each.is_prefilled = bool(drawn)
+    engine.launch(EngineStep(ended=tuple(each.seat for each in runs if each.is_seated)))
+    engine.read()
+
+
+class _Run:
+    """How far a sequence is launched."""
+
+    def __init__(self, seat: int, sequence: DrivenSequence, grows: bool) -> None:
+        self.seat = seat
+        self.sequence = sequence
+        self.num_left = sequence.params.max_tokens - len(sequence.tokens)  # to be drawn
+        self.is_prefilled = False  # its next token is drawn in a seat
+        self.is_seated = False
+        self._grows = grows
+        self._num_pages = 0  # that the engine knows of
+
+    @property
+    def may_decode(self) -> bool:
+        return self.is_prefilled and self.num_left > 0
+
+    @property
+    def has_chunk(self) -> bool:
+        num_known = len(self.sequence.prompt) + len(self.sequence.tokens)
+        is_computed = self.sequence.num_computed >= num_known
+        return not (self.is_prefilled or is_computed) and self.num_left > 0
+
+    def next_chunk(self, chunk_size: int) -> SequenceSlice:
+        return self.sequence.next_slice(chunk_size)
+
+    def start(self) -> SeatStart:
+        sequence = self.sequence
+        self.is_seated = True
+        self._num_pages = len(sequence.page_ids)
+        if self._grows:
+            self._num_pages = num_pages_for(sequence.num_computed + 1, 16)
+        return SeatStart(
+            seat=self.seat,
+            prompt_token_ids=sequence.prompt,
+            output_token_ids=list(sequence.tokens),
+            page_ids=sequence.page_ids[: self._num_pages],
+            params=sequence.params,
+            choice=0,
+            eos_token_ids=(),
+        )
+
+    def next_token(self, engine: EngineLike) -> list[SeatPages]:
+        """Count a token that is launched; return the page that it needs, if it needs one."""
+        self.num_left -= 1
+        self.sequence.num_computed += 1
+        num_needed = num_pages_for(self.sequence.num_computed, engine.layout.page_size)
+        if num_needed <= self._num_pages:
+            return []
+        more = tuple(self.sequence.page_ids[self._num_pages : num_needed])
+        self._num_pages = num_needed
+        return [SeatPages(seat=self.seat, page_ids=more)]
 
 
 def computed_kv(engine: Engine, sequence: DrivenSequence) -> Tensor:

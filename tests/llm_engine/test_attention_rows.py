@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_kernels.linear import linear_tiles
+from attn_kernels.linear.launch_triton import linear_tiles
 from llm_engine import operations_triton
-from llm_engine.decode_triton import DecodeRow, decode_launches
+from llm_engine.decode_triton import DecodeRows, decode_launches, decode_rows
 from llm_engine.forward_batch import ForwardBatch, build_forward_batch
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
@@ -64,36 +64,35 @@ def batch_of(*starts_lens_prompts: tuple[int, int, int]) -> ForwardBatch:
     return build_forward_batch(slices, 16, torch.device("cpu"))
 
 
+def launches_of(batch: ForwardBatch, *, max_rows: int, max_tokens: int) -> list[DecodeRows]:
+    return decode_launches(decode_rows(batch), max_rows=max_rows, max_tokens=max_tokens)
+
+
 def test_drawn_tokens_are_rows_and_prompt_tokens_are_not() -> None:
     batch = batch_of((0, 5, 5), (9, 1, 10), (10, 1, 10), (7, 6, 10), (20, 3, 10))
 
-    (launch,) = decode_launches(batch, max_rows=1000, max_tokens=1000)
+    (launch,) = launches_of(batch, max_rows=1000, max_tokens=1000)
 
     assert batch.prompt_lens == (5, 1, 0, 3, 0)
-    assert launch == [
-        DecodeRow(kv_len=11, row=6, slice_index=2),
-        DecodeRow(kv_len=11, row=10, slice_index=3),
-        DecodeRow(kv_len=12, row=11, slice_index=3),
-        DecodeRow(kv_len=13, row=12, slice_index=3),
-        DecodeRow(kv_len=21, row=13, slice_index=4),
-        DecodeRow(kv_len=22, row=14, slice_index=4),
-        DecodeRow(kv_len=23, row=15, slice_index=4),
-    ]
+    assert launch.kv_lens.tolist() == [11, 11, 12, 13, 21, 22, 23]
+    assert launch.rows.tolist() == [6, 10, 11, 12, 13, 14, 15]
+    starts = batch.table_starts
+    assert launch.table_starts.tolist() == [starts[2], *[starts[3]] * 3, *[starts[4]] * 3]
 
 
 def test_many_keys_take_several_launches_each_bounded_and_with_at_least_one_row() -> None:
     batch = batch_of((10, 4, 10), (40, 1, 10))
 
-    launches = decode_launches(batch, max_rows=1000, max_tokens=25)
+    launches = launches_of(batch, max_rows=1000, max_tokens=25)
 
-    assert [[row.kv_len for row in launch] for launch in launches] == [[11, 12], [13], [14], [41]]
-    assert decode_launches(batch_of((0, 4, 10)), max_rows=1000, max_tokens=25) == []
+    assert [launch.kv_lens.tolist() for launch in launches] == [[11, 12], [13], [14], [41]]
+    assert launches_of(batch_of((0, 4, 10)), max_rows=1000, max_tokens=25) == []
 
 
 def test_many_rows_take_several_launches() -> None:
-    launches = decode_launches(batch_of((10, 4, 10), (40, 3, 10)), max_rows=3, max_tokens=1000)
+    launches = launches_of(batch_of((10, 4, 10), (40, 3, 10)), max_rows=3, max_tokens=1000)
 
-    assert [[row.kv_len for row in launch] for launch in launches] == [
+    assert [launch.kv_lens.tolist() for launch in launches] == [
         [11, 12, 13],
         [14, 41, 42],
         [43],

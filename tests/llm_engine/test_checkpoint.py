@@ -1,11 +1,13 @@
 """A folder that cannot be served is refused: file, tensor, what was found, what is needed."""
 
+import contextlib
 import json
 import re
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from llm_engine.errors import (
 )
 from llm_engine.load_engine import load_engine
 from llm_engine.model_config import read_model_config
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import edit_json, write_checkpoint
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -40,11 +42,6 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
     """A copy of the three checkpoints that the test may damage."""
     shutil.copytree(pristine, tmp_path, dirs_exist_ok=True)
     return tmp_path
-
-
-def edit_json(path: Path, **changes: object) -> None:
-    values = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in values.items() if value != "-"}))
 
 
 def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -119,14 +116,18 @@ def test_a_tensor_without_a_place(folder: Path) -> None:
     assert_refused(folder / "single", CheckpointMismatch, "q_proj.bias", "no place")
 
 
-def test_a_tied_output_and_old_rotary_tensors_are_ignored(folder: Path) -> None:
-    extra = {
-        "lm_head.weight": torch.zeros(211, 48),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
-    }
+def test_old_rotary_tensors_are_ignored(folder: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     edit_tensors(folder / "tied" / "model.safetensors", lambda tensors: tensors.update(extra))
 
     load(folder / "tied")
+
+
+def test_a_tied_output_of_another_shape_is_refused(folder: Path) -> None:
+    extra = {"lm_head.weight": torch.zeros(48, 211)}
+    edit_tensors(folder / "tied" / "model.safetensors", lambda tensors: tensors.update(extra))
+
+    assert_refused(folder / "tied", CheckpointMismatch, "lm_head.weight", "[48, 211]", "[211, 48]")
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 5, 100, 5000, -1])
@@ -186,7 +187,7 @@ def test_missing_and_corrupt_config(folder: Path) -> None:
         ("architectures", ["MixtralForCausalLM"], "LlamaForCausalLM"),
         ("architectures", "-", "LlamaForCausalLM"),
         ("num_key_value_heads", 4, "a divisor of num_attention_heads (6)"),
-        ("hidden_size", 0, "at least 1"),
+        ("hidden_size", 0, "from 1 to"),
         ("hidden_size", "48", "an integer"),
         ("hidden_size", "-", "required field"),
         ("head_dim", 7, "even"),
@@ -219,6 +220,7 @@ def test_a_field_that_cannot_be_served(
         ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"full_attention": {"rope_type": "default"}}, ["full_attention"]),
+        ({"rope_type": "factors", "factors": [1.0, "2"]}, ["factors", "numbers above 0"]),
     ],
 )
 def test_rotary_scaling_that_is_not_implemented(
@@ -229,16 +231,125 @@ def test_rotary_scaling_that_is_not_implemented(
     assert_refused(folder / "single", UnsupportedModel, "rope_scaling", *words)
 
 
-def test_a_window_on_some_layers_only_is_refused(folder: Path) -> None:
-    edit_json(
-        folder / "tied" / "config.json",
-        use_sliding_window=True,
-        sliding_window=16,
-        max_window_layers=1,
-        layer_types="-",
-    )
+@pytest.mark.parametrize(
+    "field",
+    [
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "vocab_size",
+    ],
+)
+@pytest.mark.parametrize("value", [10**9 + 10**10, 10**400, -(10**400)])
+def test_sizes_are_bounded_before_anything_is_made_of_them(
+    folder: Path, field: str, value: int
+) -> None:
+    edit_json(folder / "single" / "config.json", **{field: value})
 
-    assert_refused(folder / "tied", UnsupportedModel, "layer_types", "the same for all layers")
+    assert_refused(folder / "single", UnsupportedModel, "config.json", field, "an integer from")
+
+
+def test_numbers_of_layers_that_would_take_for_ever_are_refused_at_once(folder: Path) -> None:
+    edit_json(folder / "single" / "config.json", num_hidden_layers=10**9)
+
+    assert_refused(folder / "single", UnsupportedModel, "num_hidden_layers", "1 to 4096")
+
+
+@pytest.mark.parametrize("value", [10**400, 1e300, 1e-300, float("inf"), float("nan"), True, "1"])
+@pytest.mark.parametrize("field", ["factor", "beta_fast", "beta_slow"])
+def test_a_number_that_is_none_or_too_large_is_refused(
+    folder: Path, field: str, value: object
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    edit_json(folder / "single" / "config.json", rope_parameters=yarn | {field: value})
+
+    assert_refused(folder / "single", UnsupportedModel, field, "a number above 0, 1e-30 to 1e+30")
+
+
+@pytest.mark.parametrize("number", [1e-30, 1e30])
+@pytest.mark.parametrize("field", ["factor", "beta_fast", "beta_slow", "rope_theta"])
+def test_numbers_at_their_bounds_make_declared_errors(
+    folder: Path, field: str, number: float
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    edit_json(folder / "single" / "config.json", rope_parameters=yarn | {field: number})
+
+    with contextlib.suppress(EngineError):
+        load(folder / "single")
+
+
+def test_a_context_too_short_for_any_answer_is_refused(folder: Path) -> None:
+    edit_json(folder / "single" / "config.json", max_position_embeddings=2)
+    assert_refused(folder / "single", UnsupportedModel, "max_position_embeddings", "from 3 to")
+
+    edit_json(folder / "single" / "config.json", max_position_embeddings=3)
+    load(folder / "single")
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a": '])
+def test_json_of_great_depth_is_refused(folder: Path, opening: str) -> None:
+    deep = opening * 100_000
+    (folder / "single" / "config.json").write_text(f'{{"architectures": {deep}')
+    (folder / "sharded" / "model.safetensors.index.json").write_text(f'{{"weight_map": {deep}')
+    header = deep.encode()
+    (folder / "tied" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+    for name, file in (
+        ("single", "config.json"),
+        ("sharded", "model.safetensors.index.json"),
+        ("tied", "model.safetensors"),
+    ):
+        assert_refused(folder / name, CheckpointCorrupt, file)
+
+
+def test_an_integer_of_more_digits_than_python_reads_is_refused(folder: Path) -> None:
+    path = folder / "single" / "config.json"
+    path.write_text(path.read_text().replace("512", "1" * 5000))
+
+    assert_refused(folder / "single", CheckpointCorrupt, "config.json", "not valid JSON")
+
+
+def test_a_found_value_of_any_size_makes_a_short_error(folder: Path) -> None:
+    edit_json(folder / "single" / "config.json", architectures=["x" * 10**4] * 100)
+
+    with pytest.raises(UnsupportedModel) as raised:
+        load(folder / "single")
+    assert len(str(raised.value)) < 5000
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"head_dim": 24}, ["head_dim is 24", "a multiple of 16 up to 256"]),
+        ("qwen3", {"head_dim": 272}, ["head_dim is 272", "a multiple of 16 up to 256"]),
+        (
+            "qwen2",
+            {"head_dim": 16, "num_attention_heads": 17, "num_key_value_heads": 1},
+            ["num_attention_heads is 17", "1 to 16 times num_key_value_heads (1)"],
+        ),
+    ],
+)
+def test_heads_without_a_kernel_are_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    changes: dict[str, int],
+    words: list[str],
+) -> None:
+    write_checkpoint(tmp_path, family, num_hidden_layers=1, **changes)
+    read = Mock(side_effect=CheckpointMissing)
+    monkeypatch.setattr("llm_engine.load_engine.load_weights", read)
+
+    with pytest.raises(UnsupportedModel) as raised:
+        load_engine(tmp_path, page_size=16, num_pages=4, device="cpu", attention="triton")
+    assert all(word in str(raised.value) for word in ["config.json", *words])
+    read.assert_not_called()
+    with pytest.raises(CheckpointMissing):  # torch's attention takes any heads
+        load_engine(tmp_path, page_size=16, num_pages=4, device="cpu", attention="torch")
 
 
 def test_the_old_spelling_of_config_json_means_the_same(folder: Path) -> None:
@@ -286,3 +397,10 @@ def test_fingerprints_tell_weights_and_settings_apart_but_not_files(
     assert identity(folder / "retrained") != whole
     edit_json(folder / "sharded" / "config.json", rms_norm_eps=1e-4)
     assert identity(folder / "sharded") != whole
+
+
+def test_a_factor_for_each_frequency(folder: Path) -> None:
+    rope = {"rope_type": "factors", "factors": [1.0, 2.0, 4.0]}
+    edit_json(folder / "single" / "config.json", rope_parameters=rope)
+
+    assert_refused(folder / "single", UnsupportedModel, "factors is 'a list of 3'", "(4)")

@@ -1,4 +1,7 @@
-"""Passes that repeat a recording draw the tokens, and leave the pages, of passes that do not."""
+"""Steps that repeat a recording draw the tokens, and leave the pages, of steps that do not.
+
+Expected is what the same engine draws step by step, the host knowing each token before the next.
+"""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -11,16 +14,19 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from attn_kernels.cascade import CascadeAttention
-from attn_kernels.cascade_plan import CascadeEstimate
+from attn_kernels.cascade.launch import CascadeAttention
+from attn_kernels.cascade.plan import CascadeEstimate
 from llm_engine import (
     decode_graphs,
+    device_runner,
     operations_triton,  # noqa: F401  # else it stays interpreted
 )
-from llm_engine.decode_graphs import GraphedDecoder, Work
+from llm_engine.decode_graphs import DrawnRows, GraphedDecode, Work
+from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
+from llm_engine.engine_step import EngineStep
 from llm_engine.load_engine import load_engine
-from llm_engine.sampling import SamplingParams
+from llm_engine.sampling import SampledToken, SamplingParams
 from tests.llm_engine.driver import DrivenSequence, computed_kv, run
 from tests.support.checkpoints import write_checkpoint
 from tests.support.triton_interpreter import interpreted
@@ -31,22 +37,26 @@ PREFIX = [(7 * index) % 199 for index in range(256)]  # the least that is read o
 class LaunchRecorder:
     """Stands for a CUDA graph: a repetition must make the launches that were recorded.
 
-    Same kernels, same arguments; of tensors the same addresses, unless the pass made them.
+    Same kernels, same arguments; of tensors the same addresses, unless the step made them. Nothing
+    is launched while it is recorded.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
         self.num_recorded = 0
         self.num_repeated = 0
+        self.is_recording = False
         self._launches: list[tuple[object, ...]] | None = None
         self._known = known  # kept, so that no address is given out again
         self._addresses: set[int] = set()
 
     def __call__(self, work: Work) -> Work:
         self.num_recorded += 1
+        self.is_recording = True
         recorded, _ = self._run(work)
+        self.is_recording = False
         assert recorded
 
-        def repeat() -> Tensor:
+        def repeat() -> DrawnRows:
             self.num_repeated += 1
             launches, result = self._run(work)
             assert launches == recorded, "a launch differs from the recorded one"
@@ -59,7 +69,7 @@ class LaunchRecorder:
             values = [self._described(each) for each in (*args, *options.values())]
             self._launches.append((kernel.__name__, tuple(options), *values))
 
-    def _run(self, work: Work) -> tuple[list[tuple[object, ...]], Tensor]:
+    def _run(self, work: Work) -> tuple[list[tuple[object, ...]], DrawnRows]:
         self._known += unseen_tensors()
         self._addresses = {each.untyped_storage().data_ptr() for each in self._known}
         self._launches = launches = []
@@ -98,6 +108,8 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]
         def noted(self: JITFunction, *args: Any, **options: Any) -> Any:
             if made:
                 made[-1].note(self, args, options)
+                if made[-1].is_recording:
+                    return None
             return launch(self, *args, **options)
 
         monkeypatch.setattr(JITFunction, "run", noted)
@@ -126,26 +138,40 @@ def engine(
     )
 
 
-def with_recordings(engine: Engine) -> Engine:
+def ahead(engine: Engine, *, num_seats: int = 8) -> Engine:
+    """Return an engine over the same pages that records steps and runs ahead of the host."""
     plain = engine.decoder
-    decoder = GraphedDecoder(
-        plain._config,
-        plain._weights,
-        plain._attention,  # type: ignore[arg-type]  # load_engine was asked for Triton
-        plain._operations,
-        decode_graphs.CudaGraphRecorder,
+    runner = make_device_runner(
+        engine.config,
+        engine.storage,
+        plain,
+        plain._attention,
+        num_seats=num_seats,
+        make_recorder=decode_graphs.CudaGraphRecorder,
     )
-    return Engine(engine.config, engine.storage, decoder)
+    return Engine(engine.config, engine.storage, plain, runner)
 
 
-def sequence(prompt: list[int], page_ids: list[int], num_tokens: int) -> DrivenSequence:
-    params = SamplingParams(max_tokens=num_tokens, seed=len(prompt))
-    return DrivenSequence(prompt=prompt, page_ids=page_ids, params=params)
+def decode_of(engine: Engine) -> GraphedDecode:
+    assert isinstance(engine._runner, DeviceRunner)
+    decode = engine._runner._decode
+    assert decode is not None
+    return decode
+
+
+def sequence(
+    prompt: list[int], page_ids: list[int], num_tokens: int, **params: Any
+) -> DrivenSequence:
+    options = {"max_tokens": num_tokens, "seed": len(prompt)} | params
+    return DrivenSequence(prompt=prompt, page_ids=page_ids, params=SamplingParams(**options))
+
+
+Results = list[tuple[list[SampledToken], Tensor]]
 
 
 def results_of(
     engine: Engine, sequences: list[DrivenSequence], shared_pages: Sequence[int] = ()
-) -> list[tuple[list[int], Tensor]]:
+) -> Results:
     """Run sequences over pages full of NaN; return their tokens and their K and V.
 
     All begin with `shared_pages`, of which each finds the same random contents.
@@ -158,16 +184,18 @@ def results_of(
     )
     for each in sequences:
         each.tokens.clear()
+        each.drawn.clear()
         each.num_computed = len(shared_pages) * engine.layout.page_size
     run(engine, sequences)
-    return [(list(each.tokens), computed_kv(engine, each)) for each in sequences]
+    return [(list(each.drawn), computed_kv(engine, each)) for each in sequences]
 
 
-def assert_equal(
-    found: list[tuple[list[int], Tensor]], expected: list[tuple[list[int], Tensor]]
-) -> None:
+def assert_equal(found: Results, expected: Results) -> None:
     for (tokens, kv), (expected_tokens, expected_kv) in zip(found, expected, strict=True):
-        assert tokens == expected_tokens
+        assert [each.token_id for each in tokens] == [each.token_id for each in expected_tokens]
+        assert [len(each.top_logprobs) for each in tokens] == [
+            len(each.top_logprobs) for each in expected_tokens
+        ]
         assert torch.equal(kv, expected_kv)
 
 
@@ -185,29 +213,105 @@ def test_each_number_of_rows_is_recorded_when_it_comes_a_second_time(
     ]
     expected = results_of(engine, sequences)
 
-    found = results_of(with_recordings(engine), sequences)
+    found = results_of(ahead(engine), sequences)
 
     assert_equal(found, expected)
     (recorder,) = recorders
     assert recorder.num_recorded == 3
-    assert recorder.num_repeated == 9 - 3  # passes without prompts, less the first of each kind
+    assert recorder.num_repeated == 9 - 3  # steps of decode, less the first of each kind
 
 
-@pytest.mark.parametrize("growing", ["buffers", "table"])
-def test_what_grows_is_recorded_anew(
-    engine: Engine,
-    recorders: list[LaunchRecorder],
-    monkeypatch: pytest.MonkeyPatch,
-    growing: str,
+def test_penalties_bans_and_logprobs_follow_tokens_that_the_host_does_not_know(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    ends = tuple(range(0, 200, 2))  # more than half of what would be drawn
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5, "temperature": 0.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 1.0, "temperature": 0.0},
+        {"min_tokens": 6, "stop_token_ids": ends, "temperature": 0.0, "ignore_eos": True},
+        {"frequency_penalty": 0.5, "top_k": 5, "logprobs": 3},
+        {"logprobs": 0},
+        {},
+    ]
+    sequences = [
+        sequence([9 + index] * 3, [3 * index, 3 * index + 1], 9, **kind)
+        for index, kind in enumerate(kinds)
+    ]
+    expected = results_of(engine, sequences)
+
+    found = results_of(ahead(engine), sequences)
+
+    assert_equal(found, expected)
+    for (tokens, _), (expected_tokens, _) in zip(found, expected, strict=True):
+        for token, wanted in zip(tokens, expected_tokens, strict=True):
+            assert (token.logprob is None) == (wanted.logprob is None)
+            if token.logprob is not None:
+                assert token.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+                values = [value for _, value in token.top_logprobs]  # ids may tie
+                assert values == pytest.approx([v for _, v in wanted.top_logprobs], abs=1e-4)
+    plain = results_of(engine, [sequence([9] * 3, [0, 1], 9, temperature=0.0)])
+    assert plain[0][0] != found[0][0], "the penalty changed nothing"
+    banned = [each.token_id for each in found[2][0]]
+    assert not set(banned[:6]) & set(ends), "an end token came too early"
+    assert set(banned[6:]) & set(ends), "the ban did not end"
+
+
+def test_a_seat_goes_to_another_sequence_in_the_next_step(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    first = sequence([5, 6, 7], [3], 6, repetition_penalty=1.2)
+    second = sequence([9] * 20, [8, 2], 6)
+    expected = [results_of(engine, [each])[0] for each in (first, second)]
+    one_seat = ahead(engine, num_seats=1)
+
+    found = [results_of(one_seat, [each])[0] for each in (first, second)]
+
+    assert_equal(found, expected)
+
+
+def test_steps_are_read_in_the_order_of_their_launches_and_no_third_one_is_taken(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    running = ahead(engine)
+    one, other = sequence([1, 2], [0], 2), sequence([3] * 5, [1], 2)
+    expected = [results_of(engine, [each])[0][0][0] for each in (one, other)]
+    for each in (one, other):
+        each.num_computed = 0
+        each.tokens.clear()
+
+    running.launch(EngineStep(slices=(one.next_slice(9),)))
+    running.launch(EngineStep(slices=(other.next_slice(9),)))
+    with pytest.raises(AssertionError, match="read comes before another launch"):
+        running.launch(EngineStep())
+
+    assert [running.read().slices for _ in range(2)] == [[(token,)] for token in expected]
+
+
+def test_pages_that_a_sequence_gets_while_it_runs_are_those_that_it_writes(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    long = sequence([1] * 14, [7, 3, 5], 24)
+    (expected,) = results_of(engine, [long])
+    running = ahead(engine)
+    engine.storage.pages.fill_(torch.nan)
+    long.tokens.clear()
+    long.drawn.clear()
+    long.num_computed = 0
+
+    run(running, [long], grows=True)
+
+    assert_equal([(long.drawn, computed_kv(engine, long))], [expected])
+
+
+def test_buffers_that_grow_are_recorded_anew(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequences = [sequence([index + 1] * 14, [index, 20 + index], 4) for index in range(3)]
     expected = results_of(engine, sequences)
     monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4,))
-    if growing == "table":
-        monkeypatch.setattr(decode_graphs, "MIN_TABLE_ENTRIES", 2)
-    else:
-        engine.decoder._attention._decode._max_rows = 1  # type: ignore[attr-defined]
-    recorded = with_recordings(engine)
+    monkeypatch.setattr(device_runner, "NUM_ROWS", (4,))
+    engine.decoder._attention._decode._max_rows = 1  # type: ignore[attr-defined]
+    recorded = ahead(engine, num_seats=4)
 
     assert_equal(results_of(recorded, sequences[:1]), expected[:1])
     assert_equal(results_of(recorded, sequences), expected)
@@ -217,7 +321,24 @@ def test_what_grows_is_recorded_anew(
     assert min(each.num_repeated for each in recorders) > 0
 
 
-def test_passes_that_read_prefixes_once_have_recordings_of_their_own(
+def test_more_histories_than_expected_are_recorded_anew(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_kernels.seats.launch.MIN_MARKS_ROWS", 1)
+    sequences = [
+        sequence([index + 1] * 4, [index], 6, repetition_penalty=1.3) for index in range(3)
+    ]
+    expected = results_of(engine, sequences)
+    recorded = ahead(engine, num_seats=4)
+
+    assert_equal(results_of(recorded, sequences[:1]), expected[:1])
+    assert_equal(results_of(recorded, sequences), expected)
+    assert_equal(results_of(recorded, sequences), expected)
+
+    assert [each.num_recorded for each in recorders] == [1, 1]
+
+
+def test_steps_that_read_prefixes_once_have_recordings_of_their_own(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_shared = []
@@ -234,8 +355,9 @@ def test_passes_that_read_prefixes_once_have_recordings_of_their_own(
     sequences = [sequence([*PREFIX, last], [*shared, 40 + last], 9) for last in (5, 9)]
     expected = results_of(engine, sequences, shared)
     monkeypatch.setattr(CascadeAttention, "plan", sharing_now_and_then)
+    monkeypatch.setattr(decode_graphs, "REPLAN_STEPS", 1)
 
-    found = results_of(with_recordings(engine), sequences, shared)
+    found = results_of(ahead(engine), sequences, shared)
 
     assert_equal(found, expected)
     assert [each > 0 for each in num_shared] == [True, True, False, True, True, False, True, True]
@@ -243,13 +365,48 @@ def test_passes_that_read_prefixes_once_have_recordings_of_their_own(
     assert (recorder.num_recorded, recorder.num_repeated) == (2, 6)
 
 
-def test_passes_of_few_rows_have_buffers_and_recordings_of_their_own(
+def test_prefixes_are_looked_for_only_where_the_batch_changed(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("plan", "plan_next_step"):
+        known = getattr(CascadeAttention, name)
+
+        def noted(
+            self: CascadeAttention,
+            *args: Any,
+            _name: str = name,
+            _known: Any = known,
+            **options: Any,
+        ) -> Any:
+            calls.append(_name)
+            return _known(self, *args, **options)
+
+        monkeypatch.setattr(CascadeAttention, name, noted)
+    shared = list(range(16, 32))
+    sequences = [
+        sequence([*PREFIX, last], [*shared, 40 + last, 50 + last], num_tokens)
+        for last, num_tokens in ((5, 6), (6, 25))
+    ]
+    with monkeypatch.context() as plain:
+        plain.setattr(CascadeAttention, "plan_next_step", None)
+        expected = results_of(engine, sequences, shared)
+    calls.clear()
+
+    found = results_of(ahead(engine), sequences, shared)
+
+    assert_equal(found, expected)
+    assert calls == ["plan"] + ["plan_next_step"] * 4 + ["plan"] + ["plan_next_step"] * 18
+
+
+def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = engine.decoder._attention._decode  # type: ignore[attr-defined]
     monkeypatch.setattr(decode, "_few_rows", 2)
     monkeypatch.setattr(decode, "_attentions", decode._make_attentions(256, 1 << 20))
     monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4,))
+    monkeypatch.setattr(device_runner, "NUM_ROWS", (4,))
     sizes = []
     plan = CascadeAttention.plan
 
@@ -262,55 +419,55 @@ def test_passes_of_few_rows_have_buffers_and_recordings_of_their_own(
     expected = results_of(engine, sequences)
     monkeypatch.setattr(CascadeAttention, "plan", spy)
 
-    found = results_of(with_recordings(engine), sequences)
+    found = results_of(ahead(engine, num_seats=4), sequences)
 
     assert_equal(found, expected)
-    assert sizes == [256] * 3 + [2] * 3
+    assert sizes == [256, 2]
     (recorder,) = recorders
     assert (recorder.num_recorded, recorder.num_repeated) == (2, 4)
 
 
-def test_a_kind_of_pass_is_recorded_only_after_one_has_run(
+def test_a_kind_of_step_is_recorded_only_after_one_has_run(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded = with_recordings(engine)
+    recorded = ahead(engine)
     one = sequence([1, 2], [0], 6)
-    run_layers = recorded.decoder._run_layers
-    recorded.forward([one.next_slice(9)])
-    one.tokens.append(3)
+    expected = results_of(engine, [one])
+    run_layers = engine.decoder.run_layers
 
-    def fail(token_ids: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("planted")
+    def fail_for_one(token_ids: Tensor) -> Tensor:
+        if len(token_ids) == 1:
+            raise torch.OutOfMemoryError("planted")
+        return run_layers(token_ids)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorded.decoder, "_run_layers", fail)
+        patch.setattr(engine.decoder, "run_layers", fail_for_one)
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError):
-                recorded.forward([one.next_slice(9)])
-            one.num_computed -= 1
-    assert recorded.decoder._run_layers == run_layers
+                results_of(recorded, [one])
+            recorded.launch(EngineStep(ended=(0,)))
+            recorded.read()
     assert [each.num_recorded for each in recorders] == [0]
 
-    one.num_computed = 0
-    one.tokens.clear()
-    run(recorded, [one])
+    assert_equal(results_of(recorded, [one]), expected)
     assert [each.num_recorded for each in recorders] == [1]
 
 
 @pytest.mark.parametrize("num_pages", [17, 16])
-def test_passes_of_all_sizes_are_recorded_before_service(
+def test_steps_of_all_sizes_are_recorded_before_service(
     engine: Engine,
     recorders: list[LaunchRecorder],
     monkeypatch: pytest.MonkeyPatch,
     num_pages: int,
 ) -> None:
     monkeypatch.setattr(decode_graphs, "NUM_ROWS", (2, 4, 8))
+    monkeypatch.setattr(device_runner, "NUM_ROWS", (2, 4, 8))
     monkeypatch.setattr(decode_graphs, "MIN_DECODE_ROWS", 4)
-    recorded = with_recordings(engine)
+    recorded = ahead(engine)
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(4)]
     expected = results_of(engine, sequences)
 
-    recorded.decoder.warm_up(page_size=16, max_tokens=16 * num_pages)
+    decode_of(recorded).warm_up(page_size=16, max_tokens=16 * num_pages)
 
     (recorder,) = recorders
     assert recorder.num_recorded == (4 if num_pages == 17 else 2)  # too short to share else
@@ -318,7 +475,7 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     assert recorder.num_repeated == recorder.num_recorded + 3
 
 
-def test_a_pass_that_memory_does_not_suffice_to_record_is_launched_as_before(
+def test_a_step_that_memory_does_not_suffice_to_record_is_launched_as_before(
     engine: Engine,
     recorders: list[LaunchRecorder],
     monkeypatch: pytest.MonkeyPatch,
@@ -332,14 +489,24 @@ def test_a_pass_that_memory_does_not_suffice_to_record_is_launched_as_before(
 
     monkeypatch.setattr(LaunchRecorder, "__call__", fail)
 
-    assert_equal(results_of(with_recordings(engine), sequences), expected)
-    assert [each.message for each in caplog.records] == ["pass_not_recorded"]
+    assert_equal(results_of(ahead(engine), sequences), expected)
+    assert [each.message for each in caplog.records] == ["step_not_recorded"]
 
 
-def test_a_recording_over_tensors_of_one_pass_is_noticed(
+def test_a_recording_over_tensors_of_one_step_is_noticed(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs._Inputs, "filled", lambda self, batch, num_padded: batch)
+    recorded = ahead(engine)
+    decode = decode_of(recorded)
+    launch, seats = decode.launch, decode._batch.seats
+    kept: list[Tensor] = []  # so that each has another address
+
+    def launch_over_new_tensors(*args: Any, **options: Any) -> DrawnRows:
+        kept.append(seats.positions)
+        seats.positions = seats.positions.clone()
+        return launch(*args, **options)
+
+    monkeypatch.setattr(decode, "launch", launch_over_new_tensors)
 
     with pytest.raises(AssertionError, match="differs from the recorded one"):
-        run(with_recordings(engine), [sequence([1, 2], [0], 6)])
+        results_of(recorded, [sequence([1, 2], [0], 6)])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
-from attn_kernels.cascade_plan import CascadeEstimate
-from attn_kernels.prefix_tree import check_tree, prefix_tree
+from attn_kernels.cascade.launch import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
+from attn_kernels.cascade.plan import CascadeEstimate
+from attn_kernels.cascade.prefix_tree import check_tree, prefix_tree
 from llm_engine import decode_triton, operations_triton  # noqa: F401  # else it stays interpreted
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_torch import TorchAttention
@@ -204,7 +204,7 @@ def test_a_gpu_shares_where_its_instructions_are_known_to_give_the_bits(
         def element_size(self) -> int:
             return 2
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr("attn_kernels.tiles._major_capability", lambda device: major)
 
     assert reads_prefixes_once(CudaPages(), None) is expected  # type: ignore[arg-type]
 

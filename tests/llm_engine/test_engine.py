@@ -9,14 +9,15 @@ import torch
 
 from llm_engine import load_progress
 from llm_engine.engine import Engine
+from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.errors import InvalidLogits, NotEnoughMemory
-from llm_engine.executor import ThreadExecutor
 from llm_engine.load_engine import load_engine
 from llm_engine.load_progress import LoadProgress
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.sampling import SamplingParams, SequenceSlice
 from tests.llm_engine.driver import chunked_logits, generate, make_sequences, run
 from tests.support.checkpoints import write_checkpoint
+from worker.executor import ThreadExecutor
 
 VOCAB_SIZE = 211
 PARAMS = SamplingParams(max_tokens=24, seed=5, temperature=0.8, top_p=0.95, logprobs=1)
@@ -186,7 +187,11 @@ def test_the_engine_runs_in_its_thread_after_a_warm_up(engine: Engine) -> None:
     (sequence,) = make_sequences(engine, make_prompts(1))
     executor = ThreadExecutor(engine)
 
-    ((token,),) = asyncio.run(executor.forward([sequence.next_slice(1000)]))
+    async def step() -> StepResult:
+        await executor.launch(EngineStep(slices=(sequence.next_slice(1000),)))
+        return await executor.read()
+
+    [[token]] = asyncio.run(step()).slices
     executor.close()
 
     assert 0 <= token.token_id < VOCAB_SIZE

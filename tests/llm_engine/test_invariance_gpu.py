@@ -1,6 +1,7 @@
 """A sequence has the same tokens and the same bits of K and V in any batch, chunk or resumption."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Event, Thread
@@ -9,22 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade import CascadeAttention
-from attn_kernels.cascade_plan import CascadeEstimate
-from attn_kernels.jit.cascade import shared_prefix_kernel
-from attn_kernels.jit.cascade_hopper import shared_prefix_hopper_kernel
-from attn_kernels.jit.paged_decode import paged_decode_kernel
-from attn_kernels.jit.paged_decode_hopper import paged_decode_hopper_kernel
+from attn_kernels.cascade.bodies import shared_prefix_kernel
+from attn_kernels.cascade.bodies_hopper import shared_prefix_hopper_kernel
+from attn_kernels.cascade.launch import CascadeAttention
+from attn_kernels.cascade.plan import CascadeEstimate
+from attn_kernels.decode.bodies import paged_decode_kernel
+from attn_kernels.decode.bodies_hopper import paged_decode_hopper_kernel
 from kv_cache.layout import num_pages_for
 from llm_engine import sampler
-from llm_engine.decode_graphs import NUM_ROWS, GraphedDecoder
+from llm_engine.decode_graphs import NUM_ROWS, Kind
 from llm_engine.decode_triton import few_rows
+from llm_engine.device_runner import DeviceRunner
 from llm_engine.engine import Engine
-from llm_engine.forward_batch import build_forward_batch
+from llm_engine.engine_step import EngineStep
+from llm_engine.host_runner import HostRunner
 from llm_engine.load_engine import load_engine
 from llm_engine.sampler_triton import TritonSampler
-from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
-from llm_engine.transformer import Decoder
+from llm_engine.sampling import Draw, SampledToken, SamplingParams
 from tests.llm_engine.driver import DrivenSequence, computed_kv, make_sequences, run
 from tests.support.checkpoints import write_checkpoint
 
@@ -70,7 +72,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if window is not None:
         shape |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     write_checkpoint(folder, family, seed=1, dtype=torch.bfloat16, **shape)
-    return load_engine(folder, page_size=16, num_pages=2000, device="cuda")
+    return load_engine(folder, page_size=16, num_pages=2000, device="cuda", num_seats=300)
 
 
 def sequences_for(engine: Engine, sampling: str) -> list[DrivenSequence]:
@@ -191,7 +193,8 @@ def test_a_prefix_that_is_read_once_gives_the_bits_of_each_request_alone(
 
     expected = [result_of(engine, each) for each in sequences]
     has_cascade = engine.config.sliding_window != NARROW_WINDOW
-    assert len(shared_items) == (NUM_TOKENS - 1 if has_cascade else 0)
+    # Steps in which the batch changed, or prefixes were looked for again.
+    assert bool(shared_items) == has_cascade
     assert all(shared_items), "the planner shares in each step"
     assert num_loaded_kernels() == num_loaded, "kernels were loaded in service"
     for each, mine in zip(sequences[::9], expected[::9], strict=True):
@@ -215,8 +218,14 @@ def test_the_bits_differ_where_drawn_tokens_are_taken_for_prompt(engine: Engine)
     assert not same[:, :, :, 300:].all(), "then there is no need to tell them apart"
 
 
+def draw_with_triton(logits: Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
+    read = TritonSampler().launch(logits, draws)
+    torch.cuda.synchronize()
+    return read()
+
+
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
-@pytest.mark.parametrize("sample", [sampler.sample, TritonSampler()], ids=["torch", "triton"])
+@pytest.mark.parametrize("sample", [sampler.sample, draw_with_triton], ids=["torch", "triton"])
 def test_a_draw_does_not_depend_on_the_other_rows(
     sample: Callable[..., list[SampledToken]], vocab_size: int
 ) -> None:
@@ -245,29 +254,42 @@ def test_a_draw_does_not_depend_on_the_other_rows(
         assert mine.logprob == pytest.approx(other.logprob, rel=1e-6)
 
 
-def random_step(engine: Engine, num_rows: int, num_shared_pages: int) -> list[SequenceSlice]:
-    """Make a pass that draws a token for each row; pages hold random values."""
+def random_sequences(
+    engine: Engine, num_rows: int, num_shared_pages: int, num_tokens: int
+) -> list[DrivenSequence]:
+    """Make sequences of one drawn token each, over pages of random values."""
     rng = random.Random(num_rows)
     page_size = engine.layout.page_size
     page_ids = list(range(engine.storage.num_pages))
     rng.shuffle(page_ids)
     shared = [page_ids.pop() for _ in range(num_shared_pages)]
-    slices = []
-    for _ in range(num_rows):
-        num_own = rng.randint(1, 6)
-        start = (num_shared_pages + num_own) * page_size - rng.randint(1, page_size)
-        slices.append(
-            SequenceSlice(
-                token_ids=[rng.randrange(VOCAB_SIZE)],
-                start=start,
-                page_ids=shared + [page_ids.pop() for _ in range(num_own)],
-                num_prompt_tokens=num_shared_pages * page_size,
+    sequences = []
+    for index in range(num_rows):
+        num_own = rng.randint(1, 5)
+        length = (num_shared_pages + num_own) * page_size - rng.randint(0, page_size - 1)
+        params = replace([GREEDY, *SAMPLING][index % (1 + len(SAMPLING))], max_tokens=num_tokens)
+        sequences.append(
+            DrivenSequence(
+                prompt=[rng.randrange(VOCAB_SIZE) for _ in range(length - 1)],
+                page_ids=shared + [page_ids.pop() for _ in range(num_own + 1)],
+                params=params,
+                tokens=[rng.randrange(VOCAB_SIZE)],
+                num_computed=length - 1,
             )
         )
-    return slices
+    return sequences
 
 
-def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
+def decode_in_seats(
+    engine: Engine, sequences: Sequence[DrivenSequence]
+) -> list[tuple[list[int], Tensor]]:
+    """Run sequences whose prompts are computed; return their tokens and what their pages hold."""
+    found = [replace(each, tokens=list(each.tokens)) for each in sequences]
+    run(engine, found, is_prefilled=True)
+    return [result_of(engine, each) for each in found]
+
+
+def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = CascadeAttention.plan
@@ -283,10 +305,18 @@ def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
     monkeypatch.setattr(CascadeAttention, "plan", share_all)
     has_cascade = engine.config.sliding_window != NARROW_WINDOW
     group = engine.config.num_qo_heads // engine.config.num_kv_heads
-    decoder = engine.decoder
-    assert isinstance(decoder, GraphedDecoder)
+    assert isinstance(engine._runner, DeviceRunner)
+    decode = engine._runner._decode
+    assert decode is not None
+    by_host = Engine(
+        engine.config,
+        engine.storage,
+        engine.decoder,
+        HostRunner(engine.storage, engine.decoder, sampler.sample),
+    )
     generator = torch.Generator("cuda").manual_seed(3)
     engine.storage.pages.normal_(generator=generator)
+    before = engine.storage.pages.clone()
     stops = Event()
 
     def use_the_device() -> None:  # as transfers do, in a stream of their own
@@ -295,25 +325,58 @@ def test_recorded_passes_have_the_bits_of_passes_launched_kernel_by_kernel(
                 torch.ones(1 << 20, device="cuda").sum().item()
 
     # 300 rows are more than the first buffers of attention hold: the others are recorded once more.
-    passes = [(1, 0), (3, 0), (17, 0), (24, 200), (24, 0), (40, 200), (300, 200), (3, 0), (17, 200)]
+    steps = [(1, 0), (3, 0), (17, 0), (24, 200), (24, 0), (40, 200), (300, 200), (3, 0), (17, 200)]
     thread = Thread(target=use_the_device)
     thread.start()
     try:
-        for num_rows, num_shared_pages in passes:
-            slices = random_step(engine, num_rows, num_shared_pages)
-            batch = build_forward_batch(slices, engine.layout.page_size, engine.storage.device)
-            with torch.inference_mode():
-                expected = Decoder.hidden_states(decoder, batch).clone()
-                expected_pages = engine.storage.pages.clone()
-                for _ in range(4):
-                    found = decoder.hidden_states(batch)
-                    assert torch.equal(found, expected)
-                    assert torch.equal(engine.storage.pages, expected_pages)
+        for num_rows, num_shared_pages in steps:
+            sequences = random_sequences(engine, num_rows, num_shared_pages, 7)
+            engine.storage.pages.copy_(before)
+            expected = decode_in_seats(by_host, sequences)
+            engine.storage.pages.copy_(before)
+
+            found = decode_in_seats(engine, sequences)
+
+            for (tokens, kv), (expected_tokens, expected_kv) in zip(found, expected, strict=True):
+                assert tokens == expected_tokens
+                assert torch.equal(kv, expected_kv)
             num_padded = min(each for each in NUM_ROWS if each >= num_rows)
-            assert decoder._recordings is not None
-            is_few = num_rows <= few_rows(group) or not has_cascade
-            kind = (num_padded, is_few, has_cascade and num_shared_pages > 0)
-            assert decoder._recordings._repeats[kind] is not None
+            assert decode._recordings is not None
+            kind = Kind(
+                num_rows=num_padded,
+                has_few_rows=num_rows <= few_rows(group) or not has_cascade,
+                shares_prefixes=has_cascade and num_shared_pages > 0,
+                edits_logits=num_rows > 3,  # the fourth has a penalty
+                has_logprobs=False,
+            )
+            assert decode._recordings._repeats[kind] is not None
     finally:
         stops.set()
         thread.join()
+
+
+def test_a_step_launched_ahead_waits_for_no_host(engine: Engine) -> None:
+    """A slow kernel before each step changes no token, nor does a host that reads late."""
+    sequences = sequences_for(engine, "seeded")
+    run(engine, sequences)
+    expected = [result_of(engine, each) for each in sequences]
+    launch = engine.launch
+
+    def launch_behind_a_slow_kernel(step: EngineStep) -> None:
+        with torch.cuda.device(engine.storage.device):
+            torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
+        started = time.perf_counter()
+        launch(step)
+        took.append(time.perf_counter() - started)
+
+    took: list[float] = []
+    forget(engine, sequences, 0)
+    engine.launch = launch_behind_a_slow_kernel  # type: ignore[method-assign]
+    try:
+        run(engine, sequences)
+    finally:
+        del engine.launch
+
+    assert_same(engine, sequences, expected)
+    decoding = sorted(took[2:])
+    assert decoding[len(decoding) // 2] < 0.006, "a launch waited for the device"

@@ -1,21 +1,24 @@
 """PrefillService at its edges: what is refused, and what a decode worker leaves that vanishes."""
 
 import asyncio
+import math
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
-from kv_transfer.loopback import LoopbackNetwork
 from llm_engine.sampling import SamplingParams
-from llm_engine.wire import sampling_to_proto, worker_to_proto
 from prefill_worker.config import PrefillConfig
 from protos import worker_pb2, worker_pb2_grpc
 from protos.token_ids import pack_token_ids
 from tests.decode_worker.harness import PAGE_SIZE, WorkerCluster, prompt_of
+from tests.support.cluster_keys import credentials_of, proven
+from tests.support.loopback import LoopbackNetwork
 from tests.support.virtual_time import run_virtual
+from worker.wire import sampling_to_proto, worker_to_proto
 
 Scenario = Callable[[WorkerCluster, Any], Awaitable[None]]
 
@@ -25,12 +28,18 @@ def run(scenario: Scenario, cluster: WorkerCluster | None = None) -> None:
 
     async def main() -> None:
         running = await (cluster or WorkerCluster()).start()
-        channel = running.grpc_network.channel(running.prefills[0].identity.address)
+        channel = running.decode_channel(running.prefills[0])
         await scenario(running, worker_pb2_grpc.PrefillServiceStub(channel))
         await running.wait_free()
         await running.stop()
 
     run_virtual(main())
+
+
+def transfer_key(cluster: WorkerCluster) -> bytes:
+    prefill = cluster.prefills[0].identity.as_party("prefill")
+    decode = cluster.decode.credentials
+    return decode.transfer_key("connection-0", sender=prefill, receiver=decode.party)
 
 
 def connect_request(cluster: WorkerCluster, **changes: Any) -> worker_pb2.ConnectRequest:
@@ -40,7 +49,7 @@ def connect_request(cluster: WorkerCluster, **changes: Any) -> worker_pb2.Connec
         "sender_incarnation": prefill.identity.incarnation,
         "connection_id": "connection-0",
         "transport": "loopback",
-        "offer": decode.transport.offer("connection-0"),
+        "offer": decode.transport.offer("connection-0", transfer_key(cluster)),
         "layout": prefill.engine.layout.describe(),
         **changes,
     }
@@ -75,7 +84,7 @@ def start_of(cluster: WorkerCluster, prompt: tuple[int, ...], **changes: Any) ->
 
 async def num_failures(cluster: WorkerCluster) -> int:
     """Return the transfer failures that the prefill worker tells in its next heartbeat."""
-    channel = cluster.grpc_network.channel(cluster.prefills[0].identity.address)
+    channel = cluster.router_channel(cluster.prefills[0])
     beats = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest())
     beat = await anext(aiter(beats))
     beats.cancel()
@@ -109,9 +118,72 @@ def test_a_connection_that_cannot_work_is_refused(
     run(scenario)
 
 
+OTHER_DECODE = credentials_of("decode", "decode-1", 9)
+
+
+def other_stub(cluster: WorkerCluster) -> Any:
+    """Return the stub of another, genuine decode worker."""
+    identity = cluster.prefills[0].identity
+    channel = cluster.grpc_network.channel(identity.address)
+    return worker_pb2_grpc.PrefillServiceStub(proven(channel, identity, OTHER_DECODE))
+
+
+def test_a_decode_worker_connects_under_no_name_but_its_own() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        connection = await connect(cluster, stub)
+        genuine = cluster.decode.identity
+        for receiver in (genuine, replace(genuine, worker_id="decode-1")):
+            request = connect_request(cluster, receiver=worker_to_proto(receiver))
+            with pytest.raises(grpc.aio.AioRpcError, match="receiver is not decode-1") as caught:
+                await other_stub(cluster).Connect(request)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+        stale = replace(genuine, incarnation=genuine.incarnation + 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="receiver is not decode-0") as caught:
+            await stub.Connect(connect_request(cluster, receiver=worker_to_proto(stale)))
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert not connection.is_broken, "the genuine connection stays"
+
+    run(scenario)
+
+
+def test_an_attempt_uses_no_connection_and_no_ticket_of_another_worker() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        connection = await connect(cluster, stub)
+
+        foreign = other_stub(cluster).Prefill()
+        await foreign.write(start_of(cluster, prompt_of(30)))
+        error = await refusal(foreign)
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert "the ticket's receiver has incarnation" in str(error.details())
+
+        ticket = start_of(cluster, prompt_of(30)).start.ticket
+        ticket.receiver_incarnation = OTHER_DECODE.party.incarnation
+        foreign = other_stub(cluster).Prefill()
+        await foreign.write(start_of(cluster, prompt_of(30), ticket=ticket))
+        error = await refusal(foreign)
+        assert error.code() is grpc.StatusCode.ABORTED
+        assert "no connection 'connection-0'" in str(error.details())
+        assert not connection.is_broken
+
+    run(scenario)
+
+
 BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "empty": ({"token_ids": b"", "prompt_len": 0}, "INVALID_ARGUMENT", "prompt_len is 0"),
     "cut off": ({"token_ids": b"abc"}, "INVALID_ARGUMENT", "no multiple of 4"),
+    "no number": (
+        {"sampling": sampling_to_proto(SamplingParams(top_p=math.nan))},
+        "INVALID_ARGUMENT",
+        "sampling.top_p is nan, allowed is above 0, up to 1",
+    ),
+    "too many logprobs": (
+        {"sampling": sampling_to_proto(SamplingParams(logprobs=21))},
+        "INVALID_ARGUMENT",
+        "sampling.logprobs is 21, allowed is 0 to 20",
+    ),
+    "foreign choice": ({"choices": [0, 64]}, "INVALID_ARGUMENT", "choices are 0, 64; each must"),
+    "a choice twice": ({"choices": [1, 1]}, "INVALID_ARGUMENT", "choices are 1, 1; each must"),
     "foreign token": (
         {"token_ids": pack_token_ids([1] * 29 + [1000])},
         "INVALID_ARGUMENT",
@@ -151,8 +223,8 @@ def test_a_bad_start_is_refused(name: str) -> None:
 
 def test_a_small_pool_shortens_the_context_that_is_offered() -> None:
     async def scenario(cluster: WorkerCluster, stub: Any) -> None:
-        address = cluster.prefills[0].identity.address
-        worker = worker_pb2_grpc.WorkerServiceStub(cluster.grpc_network.channel(address))
+        channel = cluster.router_channel(cluster.prefills[0])
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
         info = await worker.GetInfo(worker_pb2.GetInfoRequest())
         assert info.model.max_context_tokens == 50 * PAGE_SIZE
         await connect(cluster, stub)

@@ -1,6 +1,6 @@
 """The prefill scheduler: order of admission, budget, one computation per page, leases."""
 
-from collections import Counter
+from collections import Counter, deque
 from typing import Any, ClassVar
 
 import pytest
@@ -16,13 +16,15 @@ from hypothesis.stateful import (
 
 from kv_cache.errors import CacheError
 from kv_cache.layout import num_pages_for
-from kv_cache.prefix_cache import Lease, PrefixCache
-from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
+from kv_cache.page_pool import PagePool
+from kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from llm_engine.engine_step import StepResult
 from llm_engine.sampling import SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
 from prefill_worker.scheduler import Runnable, Scheduler, pick_next
 from prefill_worker.step_plan import PromptChunk, StepPlan
+from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 
 MODEL = FakeModel(vocab_size=50)
 PAGE_SIZE = 4
@@ -79,7 +81,10 @@ def test_nobody_is_picked_from_an_empty_queue() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Drives the scheduler with a fake engine; a receiver acknowledges or leaves at any time."""
+    """Drives the scheduler with a fake engine, up to two steps of it in flight.
+
+    A receiver acknowledges or leaves at any time.
+    """
 
     scheduler_class = Scheduler
     seen: ClassVar[Counter[str]] = Counter()
@@ -94,8 +99,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts: list[Prompt] = []
         self.done: set[Prompt] = set()
         self.received: dict[Prompt, dict[int, Any]] = {}  # page of the prompt |-> contents
-        self.leases: list[tuple[ReadyPages, Any]] = []
-        self.plan: StepPlan | None = None
+        self.unread: list[tuple[ReadyPages, Any]] = []  # handed over, with contents at that time
+        self.plans: deque[StepPlan] = deque()  # launched, not settled
 
     @rule(
         prefix_len=st.integers(0, 32),
@@ -115,51 +120,65 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.received[prompt] = {}
         self.scheduler.submit(prompt)
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.plans) < self.engine.max_launched)
     @rule()
     def begin_step(self) -> None:
         waiting = {p for p in self.prompts if p.state is PromptState.WAITING and not p.is_ended}
-        self.plan = self.scheduler.next_step()
-        self.take(self.plan.ready)
-        may_wait = not self.scheduler.num_waiting or self.leases
-        assert may_wait or self.plan.chunks, "work is there, but none is done"
-        assert self.plan.num_tokens <= CONFIG.max_step_tokens, "over the token budget"
-        assert not any(chunk.prompt.is_ended for chunk in self.plan.chunks), "a step for nobody"
+        plan = self.scheduler.next_step()
+        self.take(plan.ready)
+        may_wait = not self.scheduler.num_waiting or self.unread or self.plans
+        assert may_wait or plan.chunks, "work is there, but none is done"
+        assert plan.num_tokens <= CONFIG.max_step_tokens, "over the token budget"
+        assert not any(chunk.prompt.is_ended for chunk in plan.chunks), "a step for nobody"
         self.seen["admitted"] += sum(p.state is PromptState.COMPUTING for p in waiting)
         self.seen["cached"] += sum(p.num_cached > 0 for p in waiting)
+        if plan.chunks:
+            self.seen["steps ahead"] += bool(self.plans)
+            self.engine.launch(plan.engine_step((), is_again=False))
+            self.plans.append(plan)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule(
         fails=st.sampled_from([False] * 9 + [True]),
         undrawn=st.sampled_from([None] * 9 + [0, 1, 2]),
     )
     def end_step(self, fails: bool, undrawn: int | None = None) -> None:
-        assert self.plan is not None
-        plan, self.plan = self.plan, None
-        if fails:
-            self.done.update(self.scheduler.fail_step(plan))
-            return
+        plan = self.plans.popleft()
         # The engine refuses a page that two prompts of a pass write.
-        drawn = self.engine.forward(plan.slices(())) if plan.chunks else []
+        drawn = list(self.engine.read().slices)
+        if fails:
+            self.recover(plan)
+            return
         if undrawn is not None and undrawn < len(drawn):
             drawn[undrawn] = None
-        self.done.update(self.scheduler.end_undrawn(plan, drawn))
-        self.take(self.scheduler.complete_step(plan, drawn))
+        result = StepResult(decodes=(), slices=drawn)
+        self.end(*self.scheduler.end_undrawn(plan, result))
+        self.take(self.scheduler.complete_step(plan, result))
 
-    @precondition(lambda self: self.leases)
+    def recover(self, plan: StepPlan) -> None:
+        """Fail half of a plan; compute the other half, and what followed it, again."""
+        dropped = list(self.plans)
+        self.plans.clear()
+        for _ in dropped:
+            self.engine.read()
+        failed, *others = plan.halves() or (plan,)
+        self.end(*self.scheduler.fail_step(failed))
+        for part in (*others, *dropped):
+            self.engine.launch(part.engine_step((), is_again=True))
+            self.plans.append(part)
+            self.end_step(False)
+
+    @precondition(lambda self: self.unread)
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.leases) - 1))
-        ready, contents = self.leases.pop(index)
-        self.check_contents(ready, contents)
-        self.scheduler.release_lease(ready.lease)
+        self.read(data.draw(st.integers(0, len(self.unread) - 1)))
 
     @precondition(lambda self: len(self.prompts) > len(self.done))
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         prompt = data.draw(st.sampled_from([p for p in self.prompts if p not in self.done]))
-        self.done.add(prompt)
         self.scheduler.end(prompt)
+        self.end(prompt)
         self.seen["cancelled"] += 1
 
     @invariant()
@@ -168,12 +187,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _ in range(20 * (len(self.prompts) + 1)):
-            if self.plan is not None:
+            while self.plans:
                 self.end_step(False)
-            while self.leases:
-                ready, contents = self.leases.pop()
-                self.check_contents(ready, contents)
-                self.scheduler.release_lease(ready.lease)
+            while self.unread:
+                self.read(0)
             if len(self.done) == len(self.prompts):
                 break
             self.begin_step()
@@ -195,13 +212,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages = self.received[ready.prompt]
         expected = max(pages) + 1 if pages else ready.prompt.first_page
         assert ready.first_page == expected, "a gap, or a page that is not wanted"
-        assert len(ready.lease.page_ids) <= CONFIG.chunk_pages
-        contents = self.engine.storage.export_pages(ready.lease.page_ids)
-        for index in range(len(ready.lease.page_ids)):
+        assert len(ready.page_ids) <= CONFIG.chunk_pages
+        contents = self.engine.storage.export_pages(ready.page_ids)
+        for index in range(len(ready.page_ids)):
             pages[ready.first_page + index] = contents[index]
         num_pages = num_pages_for(len(ready.prompt.tokens), PAGE_SIZE)
         assert ready.is_last == (max(pages) + 1 == num_pages)
-        self.leases.append((ready, contents))
+        self.unread.append((ready, contents))
 
     def take_tokens(self, finished: FinishedPrompt) -> None:
         prompt = finished.prompt
@@ -209,18 +226,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         for choice, token in zip(prompt.choices, finished.tokens, strict=True):
             expected = fake_tokens(prompt.tokens, prompt.params, model=MODEL, choice=choice)
             assert [token.token_id] == expected, "a wrong token"
-        self.done.add(prompt)
+        self.end(prompt)
         self.seen["finished"] += 1
         # Passed over by younger ones at most so often, and those that computed its prefix for it.
         self.seen["overtakes"] += prompt.num_overtakes
 
+    def end(self, *prompts: Prompt) -> None:
+        """No more pages come of these; their transfers end with the last page that is read."""
+        self.done.update(prompts)
+        reading = {ready.prompt for ready, _ in self.unread}
+        for prompt in prompts:
+            if prompt not in reading:
+                self.scheduler.transfer_ended(prompt)
+
+    def read(self, index: int) -> None:
+        ready, contents = self.unread.pop(index)
+        self.check_contents(ready, contents)
+        if ready.prompt in self.done:
+            self.end(ready.prompt)
+
     def check_contents(self, ready: ReadyPages, contents: Any) -> None:
-        now = self.engine.storage.export_pages(ready.lease.page_ids)
+        now = self.engine.storage.export_pages(ready.page_ids)
         last_len = (len(ready.prompt.tokens) - 1) % PAGE_SIZE + 1 if ready.is_last else PAGE_SIZE
         slot_bytes = now.shape[1] // PAGE_SIZE
-        assert (now[:-1] == contents[:-1]).all(), "a leased page changed"
+        assert (now[:-1] == contents[:-1]).all(), "a page changed before it was read"
         used = last_len * slot_bytes
-        assert (now[-1, :used] == contents[-1, :used]).all(), "a leased page changed"
+        assert (now[-1, :used] == contents[-1, :used]).all(), "a page changed before it was read"
 
 
 SETTINGS = settings(
@@ -240,35 +271,41 @@ def test_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
     seen = SchedulerMachine.seen
     assert min(seen.values()) > 50, seen
-    assert seen.keys() == {"admitted", "cached", "cancelled", "finished", "overtakes"}
+    things = {"admitted", "cached", "cancelled", "finished", "overtakes", "steps ahead"}
+    assert seen.keys() == things
 
 
 # Planted bugs: each must be found by the state machine.
 
 
 class ForgetsLeases(Scheduler):
-    def _hand_over(self, prompt: Prompt) -> list[ReadyPages]:
-        ready = super()._hand_over(prompt)
-        for each in ready:
-            self.release_lease(each.lease)
-        return ready
+    def _stop_computing(self, prompt: Prompt) -> None:
+        prompt.is_read = False
+        super()._stop_computing(prompt)
 
 
 class KeepsLeases(Scheduler):
-    def release_lease(self, lease: Lease) -> None:
+    def transfer_ended(self, prompt: Prompt) -> None:
         pass
 
 
+class LeasesWhatIsReadAlready(Scheduler):
+    def transfer_ended(self, prompt: Prompt) -> None:
+        super().transfer_ended(prompt)
+        prompt.is_read = True
+
+
 class ComputesPendingPages(Scheduler):
-    def _runnable(self) -> list[Runnable]:
-        return [Runnable(prompt=prompt, num_cached_pages=0) for prompt in self._waiting]
+    def _match_or_park(self, prompt: Prompt) -> PrefixMatch:
+        return self._cache.match(prompt.tokens, prompt.salt)
 
 
 class OverTheBudget(Scheduler):
-    def _pick_chunks(self) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Any) -> list[PromptChunk]:
         return [
-            PromptChunk(prompt=prompt, num_tokens=len(prompt.tokens) - prompt.num_computed)
-            for prompt in self._computing
+            PromptChunk(prompt=prompt, start=start, num_tokens=len(prompt.tokens) - start)
+            for prompt in computing
+            if (start := prompt.num_computed + prompt.num_launched) < len(prompt.tokens)
         ]
 
 
@@ -293,11 +330,29 @@ class ComputesForNobody(Scheduler):
         pass
 
 
+class FreesPagesInFlight(Scheduler):
+    def free_ended(self) -> None:
+        for prompt in self._computing:
+            if prompt.is_ended:
+                prompt.num_in_flight = 0
+        super().free_ended()
+
+
+class ComputesChunksTwice(Scheduler):
+    def _pick_chunks(self, computing: Any) -> list[PromptChunk]:
+        for prompt in self._computing:
+            prompt.num_launched = 0
+        return super()._pick_chunks(computing)
+
+
 @pytest.mark.parametrize(
     "bug",
     [
+        FreesPagesInFlight,
+        ComputesChunksTwice,
         ForgetsLeases,
         KeepsLeases,
+        LeasesWhatIsReadAlready,
         ComputesPendingPages,
         OverTheBudget,
         SendsUnwantedPages,
@@ -338,8 +393,8 @@ class Scene:
 
     def step(self) -> list[Progress]:
         plan = self.scheduler.next_step()
-        drawn = self.engine.forward(plan.slices(()))
-        return [*plan.ready, *self.scheduler.complete_step(plan, drawn)]
+        self.engine.launch(plan.engine_step((), is_again=False))
+        return [*plan.ready, *self.scheduler.complete_step(plan, self.engine.read())]
 
 
 def test_a_prompt_is_passed_over_at_most_as_often_as_configured() -> None:
@@ -384,7 +439,7 @@ def test_finished_chunks_are_handed_over_while_the_rest_is_computed() -> None:
     scene.submit(*range(1, 22), first_page=1)
     handed = [
         [
-            (p.first_page, len(p.lease.page_ids), p.is_last)
+            (p.first_page, len(p.page_ids), p.is_last)
             for p in scene.step()
             if isinstance(p, ReadyPages)
         ]
@@ -400,19 +455,86 @@ def test_cached_pages_are_handed_over_before_anything_is_computed() -> None:
     scene.finish_next()
     scene.submit(*range(1, 18), 40)
     ready = scene.scheduler.next_step().ready
-    assert [(p.first_page, len(p.lease.page_ids)) for p in ready] == [(0, 2), (2, 2)]
+    assert [(p.first_page, len(p.page_ids)) for p in ready] == [(0, 2), (2, 2)]
 
 
-def test_a_prompt_without_pages_waits_until_leases_end() -> None:
+def test_a_prompt_without_pages_waits_until_transfers_end() -> None:
     scene = Scene(num_pages=6)
     first = scene.submit(*range(1, 18))
-    progress = [p for _ in range(3) for p in scene.step()]
+    for _ in range(3):
+        scene.step()
     second = scene.submit(*range(20, 37))
     assert scene.step() == []
     assert second.state is PromptState.WAITING
-    for each in progress:
-        if isinstance(each, ReadyPages):
-            scene.scheduler.release_lease(each.lease)
+    scene.scheduler.transfer_ended(first)
     scene.step()
     assert first.state is PromptState.DONE
     assert second.state is PromptState.COMPUTING
+
+
+def test_a_long_prompt_pins_each_page_once_though_it_is_sent_in_many_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[int] = []
+    for name in ("lease", "end_lease"):
+        right = getattr(PagePool, name)
+
+        def counting(self: PagePool, page_ids: Any, right: Any = right) -> None:
+            pinned.extend(page_ids)
+            right(self, page_ids)
+
+        monkeypatch.setattr(PagePool, name, counting)
+    scene = Scene(num_pages=500, max_step_tokens=100, chunk_pages=1)
+    prompt = scene.submit(*[1 + index % 40 for index in range(2000)])
+
+    handed = [p for _ in range(20) for p in scene.step() if isinstance(p, ReadyPages)]
+    scene.scheduler.transfer_ended(prompt)
+
+    assert len(handed) == 500
+    assert len(pinned) == 2 * 500
+
+
+def count_matches(patch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the tokens of each look-up in the cache."""
+    looked_up: list[int] = []
+    right = PrefixCache.match
+
+    def counting(self: PrefixCache, token_ids: Any, salt: bytes = b"") -> PrefixMatch:
+        looked_up.append(len(token_ids))
+        return right(self, token_ids, salt)
+
+    patch.setattr(PrefixCache, "match", counting)
+    return looked_up
+
+
+def test_prompts_that_wait_for_one_prefix_hold_up_nobody_behind_them() -> None:
+    scene = Scene(num_pages=400, max_computing_prompts=4)
+    prefix = range(1, 33)
+    scene.submit(*prefix, 40)
+    scene.step()
+    for index in range(60):
+        scene.submit(*prefix, 41, 1 + index % 40, 2)
+    other = scene.submit(*range(33, 41))
+
+    for _ in range(2):
+        scene.scheduler.next_step()
+
+    assert other.state is PromptState.COMPUTING
+    assert scene.scheduler.num_waiting == 60
+
+
+def test_a_prompt_that_waits_for_a_prefix_is_looked_up_when_it_comes_and_when_it_may_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(num_pages=1000, max_computing_prompts=100, max_step_tokens=16)
+    prefix = [1 + index % 40 for index in range(800)]
+    scene.submit(*prefix, 40)
+    looked_up = count_matches(monkeypatch)
+    prompts = [scene.submit(*prefix, 41, 1 + index % 40, index // 40) for index in range(60)]
+
+    for _ in range(60):
+        scene.step()
+
+    assert all(prompt.num_cached == 800 for prompt in prompts)
+    # Three times each: parked, seen when it is woken, and picked; not again with each of 50 chunks.
+    assert len(looked_up) <= 4 * 60

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from credentials.party import Party, Role
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
@@ -11,6 +13,10 @@ class WorkerIdentity:
     worker_id: str  # stable name, "prefill-0"; survives restarts
     incarnation: int  # random 64-bit number, new at each start of the process
     address: str  # gRPC address, "host:port"
+
+    def as_party(self, role: Role) -> Party:
+        """Return who it is when it calls or is called."""
+        return Party(role=role, name=self.worker_id, incarnation=self.incarnation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

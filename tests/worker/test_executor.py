@@ -1,27 +1,28 @@
 import asyncio
 import threading
-from collections.abc import Sequence
 
 import pytest
 
-from llm_engine.errors import EngineClosed
-from llm_engine.executor import ThreadExecutor
-from llm_engine.fake_engine import FakeEngine, FakeModel, fake_tokens
-from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
+from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.sampling import Draw, SamplingParams, SequenceSlice
+from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
+from worker.errors import EngineClosed
+from worker.executor import ThreadExecutor
 
 MODEL = FakeModel()
 PARAMS = SamplingParams(max_tokens=1)
 
 
-def first_slice() -> SequenceSlice:
+def first_step() -> EngineStep:
     draw = Draw(params=PARAMS, seed=0, position=2, prompt_token_ids=[5, 6], output_token_ids=[])
-    return SequenceSlice(
+    prompt = SequenceSlice(
         token_ids=[5, 6], start=0, page_ids=[0], num_prompt_tokens=2, draws=(draw,)
     )
+    return EngineStep(slices=(prompt,))
 
 
 class GatedEngine(FakeEngine):
-    """A pass that ends only when the test lets it; fails if it is told to."""
+    """A step that ends only when the test lets it; fails if it is told to."""
 
     def __init__(self) -> None:
         super().__init__(MODEL, num_pages=4, page_size=4)
@@ -31,53 +32,65 @@ class GatedEngine(FakeEngine):
         self.failure: Exception | None = None
         self.finished = 0
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> list[tuple[SampledToken, ...]]:
+    def launch(self, step: EngineStep) -> None:
+        self.thread_names.add(threading.current_thread().name)
+        super().launch(step)
+
+    def read(self) -> StepResult:
         self.started.set()
         assert self.gate.wait(10)
         self.thread_names.add(threading.current_thread().name)
+        result = super().read()
         if self.failure is not None:
             raise self.failure
         self.finished += 1
-        return super().forward(slices)
+        return result
 
 
-def test_the_loop_runs_on_while_a_pass_computes() -> None:
+async def run_step(executor: ThreadExecutor) -> StepResult:
+    await executor.launch(first_step())
+    return await executor.read()
+
+
+def test_the_loop_runs_on_while_a_step_is_waited_for() -> None:
     engine = GatedEngine()
     executor = ThreadExecutor(engine)
 
-    async def run() -> list[tuple[SampledToken, ...]]:
-        call = asyncio.create_task(executor.forward([first_slice()]))
+    async def run() -> StepResult:
+        call = asyncio.create_task(run_step(executor))
+        await asyncio.to_thread(engine.started.wait, 10)
         await asyncio.sleep(0.01)
         assert not call.done()
         engine.gate.set()
         return await call
 
-    (drawn,) = asyncio.run(run())
+    (drawn,) = asyncio.run(run()).slices
     executor.close()
 
+    assert drawn is not None
     assert [drawn[0].token_id] == fake_tokens([5, 6], PARAMS, model=MODEL)
     assert engine.thread_names == {"engine_0"}
 
 
-def test_an_exception_propagates_and_the_next_pass_works() -> None:
+def test_an_exception_propagates_and_the_next_step_works() -> None:
     engine = GatedEngine()
     engine.gate.set()
     engine.failure = RuntimeError("the device is on fire")
     executor = ThreadExecutor(engine)
 
     with pytest.raises(RuntimeError, match="on fire"):
-        asyncio.run(executor.forward([first_slice()]))
+        asyncio.run(run_step(executor))
     engine.failure = None
-    asyncio.run(executor.forward([first_slice()]))
+    asyncio.run(run_step(executor))
     executor.close()
 
 
-def test_cancelling_a_call_waits_for_the_pass_that_writes_pages() -> None:
+def test_cancelling_a_read_waits_for_the_step_that_writes_pages() -> None:
     engine = GatedEngine()
     executor = ThreadExecutor(engine)
 
     async def run() -> None:
-        call = asyncio.create_task(executor.forward([first_slice()]))
+        call = asyncio.create_task(run_step(executor))
         await asyncio.to_thread(engine.started.wait, 10)
         call.cancel()
         await asyncio.sleep(0.01)
@@ -91,16 +104,9 @@ def test_cancelling_a_call_waits_for_the_pass_that_writes_pages() -> None:
     executor.close()
 
 
-def test_pages_are_copied_in_order_and_a_closed_executor_refuses() -> None:
-    engine = GatedEngine()
-    engine.gate.set()
-    executor = ThreadExecutor(engine)
-    asyncio.run(executor.forward([first_slice()]))
-
-    asyncio.run(executor.copy_pages([(0, 1), (1, 2)]))
+def test_a_closed_executor_refuses() -> None:
+    executor = ThreadExecutor(GatedEngine())
     executor.close()
 
-    assert engine.storage.slots[2].any()
-    assert (engine.storage.slots[2] == engine.storage.slots[0]).all()
     with pytest.raises(EngineClosed):
-        asyncio.run(executor.copy_pages([]))
+        asyncio.run(executor.launch(EngineStep()))

@@ -3,7 +3,10 @@
 import pytest
 
 from llm_engine.sampling import SampledToken, SamplingParams
-from llm_engine.wire import (
+from protos import common_pb2
+from protos.token_ids import pack_token_ids
+from worker.identity import WorkerIdentity
+from worker.wire import (
     logprobs_to_proto,
     sampled_from_proto,
     sampling_from_proto,
@@ -11,9 +14,6 @@ from llm_engine.wire import (
     worker_from_proto,
     worker_to_proto,
 )
-from llm_engine.worker_identity import WorkerIdentity
-from protos import common_pb2
-from protos.token_ids import pack_token_ids
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 5])

@@ -4,16 +4,18 @@ import asyncio
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import ray
 
-from llm_engine.engine_api import EngineExecutor
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
-from llm_engine.worker_process import ServedWorker, WorkerProcess, WorkerSettings
+from credentials.cluster import ClusterCredentials
+from credentials.secret import PartyKeys
 from observability.logs import configure_logging, fields
+from worker.executor import EngineExecutor
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
+from worker.process import WorkerProcess, WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +30,15 @@ class WorkerActor(ABC, Generic[Config]):
     Args:
         settings: Model, device and addresses.
         config: Limits and deadlines.
+        keys: With which it proves who it is.
         controller_name: Of the actor that hears of each start. A name, because Ray cannot start an
             actor again whose arguments hold a handle that is gone.
     """
 
     pool: ClassVar[str]
-    services: ClassVar[Sequence[str]]  # full names, for reflection
 
     async def __init__(  # type: ignore[misc] # Ray awaits it
-        self, settings: WorkerSettings, config: Config, controller_name: str
+        self, settings: WorkerSettings, config: Config, keys: PartyKeys, controller_name: str
     ) -> None:
         configure_logging(settings.log_level, settings.log_format)
         settings = replace(settings, host=settings.host or _own_host())
@@ -44,11 +46,11 @@ class WorkerActor(ABC, Generic[Config]):
         self._config = config
         self._controller = ray.get_actor(controller_name)
         self._process = WorkerProcess(
-            settings, announce=self._announce, report_loaded=self._report_loaded
+            settings, keys, announce=self._announce, report_loaded=self._report_loaded
         )
         is_restart = await self._was_ready()
         try:
-            await self._process.start(self._build, self.services)
+            await self._process.start(self._build)
         except Exception:
             if not is_restart:
                 raise  # the launcher reports it
@@ -73,8 +75,12 @@ class WorkerActor(ABC, Generic[Config]):
 
     @abstractmethod
     def _build(
-        self, identity: WorkerIdentity, model: ModelInfo, executor: EngineExecutor
-    ) -> ServedWorker:
+        self,
+        identity: WorkerIdentity,
+        model: ModelInfo,
+        executor: EngineExecutor,
+        credentials: ClusterCredentials,
+    ) -> WorkerHost:
         """Make the worker around the loaded engine."""
 
     async def _was_ready(self) -> bool:
@@ -102,7 +108,7 @@ class WorkerActor(ABC, Generic[Config]):
 
     async def _exit_when_failed(self) -> None:
         await self._process.wait_failed()
-        log.critical("step_loop_died", extra=fields(worker_id=self._settings.worker_id))
+        log.critical("worker_ends", extra=fields(worker_id=self._settings.worker_id))
         os._exit(1)
 
 

@@ -1,22 +1,37 @@
 """Runs an engine in one thread of its own, so that the event loop never waits for a pass."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from llm_engine.engine_api import EngineLike
-from llm_engine.errors import EngineClosed
-from llm_engine.sampling import Drawn, SequenceSlice
+from llm_engine.engine_step import EngineStep, StepResult
+from worker.errors import EngineClosed
 
 Result = TypeVar("Result")
+
+
+class EngineExecutor(Protocol):
+    """Runs an engine beside the event loop: in a thread in service, in virtual time in tests."""
+
+    @property
+    def engine(self) -> EngineLike: ...
+
+    async def launch(self, step: EngineStep) -> None:
+        """Do what EngineLike.launch does."""
+        ...
+
+    async def read(self) -> StepResult:
+        """Do what EngineLike.read does."""
+        ...
 
 
 class ThreadExecutor:
     """Calls run one after the other, in the order in which they were made; exceptions propagate.
 
-    A pass that has begun cannot be stopped: cancelling a call waits for its end, so that the
-    pages it writes can be handed out again when the call has returned, whatever the outcome.
+    A call that has begun cannot be stopped: cancelling waits for its end. A read that is cancelled
+    has read its step, whose pages can then be handed out again.
     """
 
     def __init__(self, engine: EngineLike) -> None:
@@ -28,15 +43,11 @@ class ThreadExecutor:
     def engine(self) -> EngineLike:
         return self._engine
 
-    async def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
-        return await self._run(lambda: self._engine.forward(slices))
+    async def launch(self, step: EngineStep) -> None:
+        await self._run(lambda: self._engine.launch(step))
 
-    async def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        def copy_in_order() -> None:
-            for source, target in copies:
-                self._engine.storage.copy_page(source, target)
-
-        await self._run(copy_in_order)
+    async def read(self) -> StepResult:
+        return await self._run(self._engine.read)
 
     def close(self) -> None:
         """End the thread after the call that runs; those still queued are cancelled."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from kv_cache.page_pool import PageCounts
 from llm_engine.sampling import SampledToken, SamplingParams
-from llm_engine.worker_identity import WorkerIdentity
-from llm_engine.worker_load import WorkerLoad, WorkerTotals
 from protos import common_pb2, inference_pb2
 from protos.token_ids import pack_token_ids, unpack_token_ids
+from worker.identity import WorkerIdentity
+from worker.load import WorkerLoad, WorkerTotals
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:

@@ -9,12 +9,33 @@ from grpc_health.v1 import health, health_pb2_grpc
 from kv_cache.event_log import EventBatch
 from kv_cache.layout import KVLayout
 from kv_cache.page_pool import PagePool
-from llm_engine.cache_feed import CacheFeed
-from llm_engine.wire import heartbeat_to_proto, worker_to_proto
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
-from llm_engine.worker_load import WorkerLoad, WorkerTotals
 from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from worker.cache_feed import CacheFeed
+from worker.errors import (
+    Draining,
+    EngineFailed,
+    InternalError,
+    Overloaded,
+    PassFailed,
+    StaleIncarnation,
+    TimedOut,
+    WorkerError,
+)
+from worker.identity import ModelInfo, WorkerIdentity
+from worker.load import WorkerLoad, WorkerTotals
+from worker.wire import heartbeat_to_proto, worker_to_proto
 
+WORKER_SERVICE = "pagewire.v1.WorkerService"
+# Each pool adds its own errors.
+STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
+    PassFailed: grpc.StatusCode.ABORTED,
+    EngineFailed: grpc.StatusCode.INTERNAL,
+    InternalError: grpc.StatusCode.INTERNAL,
+    StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
+}
 POOLS = {"prefill": common_pb2.POOL_PREFILL, "decode": common_pb2.POOL_DECODE}
 
 

@@ -7,44 +7,31 @@ way to announce. Nothing here knows Ray.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
-from llm_engine.engine_api import EngineExecutor
-from llm_engine.executor import ThreadExecutor
+from credentials.cluster import ClusterCredentials
+from credentials.gate import ServerGate
+from credentials.secret import PartyKeys
 from llm_engine.load_progress import ReportLoaded
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from observability.logs import fields
-from protos.grpc_options import LISTEN_OPTIONS, MESSAGE_OPTIONS
+from protos.addresses import join_address
+from protos.call_guard import CallGuard
+from protos.grpc_options import WORKER_CHANNEL_OPTIONS, WORKER_SERVER_OPTIONS
+from worker.executor import EngineExecutor, ThreadExecutor
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
 
 log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know this worker
-# A process that hangs keeps its connections: only pings tell. gRPC's own threads answer them, also
-# while Python computes.
-KEEPALIVE_MS = 1000
-PING_TIMEOUT_MS = 2000
-CHANNEL_OPTIONS = (
-    *MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the lower of the two; its default is 60 s
-    ("grpc.http2.max_pings_without_data", 0),  # no limit
-    ("grpc.min_reconnect_backoff_ms", PING_TIMEOUT_MS),  # also the longest time to connect
-)
-SERVER_OPTIONS = (
-    *MESSAGE_OPTIONS,
-    *LISTEN_OPTIONS,
-    # Otherwise a server ends connections that are pinged so often.
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
+MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has one for each prompt that waits
+LAST_WORDS_S = 0.5  # for what was written last to leave a process that is about to exit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +39,12 @@ class WorkerSettings:
     """What a worker process is started with; the cluster's configuration fills it."""
 
     worker_id: str  # "prefill-0"
-    model_dir: Path
+    model_dir: Path  # or GGUF file; see load_engine
     served_model_name: str
     device: str  # "cpu" or "cuda"; a CUDA worker sees exactly one GPU
     dtype: str  # "auto", "float32", "float16" or "bfloat16"
     deterministic: bool  # on a GPU; see load_engine
+    num_seats: int  # sequences that decode at once; 0 on prefill workers
     page_size: int  # token slots
     num_pages: int  # 0: as many as memory allows
     gpu_memory_fraction: float  # for pages, of what is free after the weights
@@ -68,62 +56,62 @@ class WorkerSettings:
     log_format: str  # "text" or "json"
 
 
-class ServedWorker(Protocol):
-    """PrefillWorker or DecodeWorker."""
-
-    def register(self, server: grpc.aio.Server) -> None: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self, grace_s: float) -> None: ...
-
-    async def wait_failed(self) -> None: ...
-
-
-BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor], ServedWorker]
+BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor, ClusterCredentials], WorkerHost]
 Announce = Callable[[WorkerIdentity], Awaitable[None]]
 
 
 def connect_channel(address: str) -> grpc.aio.Channel:
     """Open a channel to another worker."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=WORKER_CHANNEL_OPTIONS)
 
 
 class WorkerProcess:
     """Owns the executor, the server and the worker. Lives in the event loop that called start."""
 
     def __init__(
-        self, settings: WorkerSettings, *, announce: Announce, report_loaded: ReportLoaded
+        self,
+        settings: WorkerSettings,
+        keys: PartyKeys,
+        *,
+        announce: Announce,
+        report_loaded: ReportLoaded,
     ) -> None:
         self._settings = settings
+        self._keys = keys
         self._announce = announce
         self._report_loaded = report_loaded  # called in a thread
         self._executor: ThreadExecutor | None = None
         self._server: grpc.aio.Server | None = None
-        self._worker: ServedWorker | None = None
+        self._worker: WorkerHost | None = None
         self._announcing: asyncio.Task[None] | None = None
         self.identity: WorkerIdentity | None = None  # set by start
 
-    async def start(self, build: BuildWorker, services: Sequence[str]) -> None:
+    async def start(self, build: BuildWorker) -> None:
         """Load the model, serve, and announce; returns when requests can come.
 
         Args:
             build: Makes the worker around the loaded engine.
-            services: Full names of its gRPC services, for reflection.
         """
         settings = self._settings
-        executor = await asyncio.to_thread(_load_executor, settings, self._report_loaded)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        port = server.add_insecure_port(f"{settings.host}:0")
+        executor, model = await asyncio.to_thread(_load, settings, self._report_loaded)
+        incarnation = secrets.randbits(63) + 1  # 0 means none
+        credentials = ClusterCredentials(self._keys, incarnation)
+        server = grpc.aio.server(
+            interceptors=[ServerGate(credentials), CallGuard(max_calls=MAX_OPEN_CALLS)],
+            options=WORKER_SERVER_OPTIONS,
+        )
+        port = server.add_insecure_port(join_address(settings.host, 0))
         identity = WorkerIdentity(
             worker_id=settings.worker_id,
-            incarnation=secrets.randbits(63) + 1,  # 0 means none
-            address=f"{settings.host}:{port}",
+            incarnation=incarnation,
+            address=join_address(settings.host, port),
         )
-        worker = build(identity, _model_info(settings, executor), executor)
+        worker = build(identity, model, executor, credentials)
         worker.register(server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection([*services, health, reflection.SERVICE_NAME], server)
+        reflection.enable_server_reflection(
+            [*worker.services, health, reflection.SERVICE_NAME], server
+        )
         await server.start()
         await worker.start()
         self._executor, self._server, self._worker = executor, server, worker
@@ -142,12 +130,14 @@ class WorkerProcess:
         )
 
     async def wait_failed(self) -> None:
-        """Return only if the worker's step loop dies."""
+        """Return only if the worker cannot go on, when it has told everybody."""
         assert self._worker, "start has returned"
         try:
             await self._worker.wait_failed()
         except Exception:
-            log.exception("step_loop_failed", extra=fields(worker_id=self._settings.worker_id))
+            log.exception("worker_failed", extra=fields(worker_id=self._settings.worker_id))
+        if self._server:
+            await self._server.stop(LAST_WORDS_S)
 
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end everything."""
@@ -163,10 +153,16 @@ class WorkerProcess:
     async def _announce_for_ever(self, identity: WorkerIdentity) -> None:
         while True:
             await asyncio.sleep(ANNOUNCE_PERIOD_S)
-            await self._announce(identity)
+            try:
+                await self._announce(identity)
+            except Exception:
+                # A bug must not make the worker unknown to a controller that restarts.
+                log.exception("announce_crashed", extra=fields(worker_id=identity.worker_id))
 
 
-def _load_executor(settings: WorkerSettings, report_loaded: ReportLoaded) -> ThreadExecutor:
+def _load(
+    settings: WorkerSettings, report_loaded: ReportLoaded
+) -> tuple[ThreadExecutor, ModelInfo]:
     # torch takes seconds to import: only here, in the process that computes.
     import torch
 
@@ -182,6 +178,7 @@ def _load_executor(settings: WorkerSettings, report_loaded: ReportLoaded) -> Thr
         device=settings.device,
         dtype=settings.dtype,
         deterministic=settings.deterministic,
+        num_seats=settings.num_seats,
         memory=MemoryPlan(
             cuda_free_fraction=settings.gpu_memory_fraction,
             workers_per_gpu=settings.workers_per_gpu,
@@ -189,17 +186,11 @@ def _load_executor(settings: WorkerSettings, report_loaded: ReportLoaded) -> Thr
         ),
         report_loaded=report_loaded,
     )
-    return ThreadExecutor(engine)
-
-
-def _model_info(settings: WorkerSettings, executor: ThreadExecutor) -> ModelInfo:
-    from llm_engine.model_config import read_model_config
-
-    config = read_model_config(settings.model_dir)
-    return ModelInfo(
+    model = ModelInfo(
         name=settings.served_model_name,
-        fingerprint=executor.engine.layout.model_fingerprint,
-        vocab_size=config.vocab_size,
-        max_context_tokens=config.max_context_tokens,
-        eos_token_ids=config.eos_token_ids,
+        fingerprint=engine.layout.model_fingerprint,
+        vocab_size=engine.config.vocab_size,
+        max_context_tokens=engine.config.max_context_tokens,
+        eos_token_ids=engine.config.eos_token_ids,
     )
+    return ThreadExecutor(engine), model

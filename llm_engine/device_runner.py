@@ -1,0 +1,139 @@
+"""Runs steps beside the host, on Triton kernels: launched ahead, read one step later.
+
+What one step leaves to the next, its tokens and pages, stays on the device and on one stream. The
+host waits for nothing but the event behind the oldest step that it has not read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attn_kernels.sampling.launch import TokenSampler
+from attn_kernels.seats.launch import DeviceSeats
+from kv_cache.layout import num_pages_for
+from kv_cache.torch_storage import TorchPageStorage
+from llm_engine.attention import AttentionBackend
+from llm_engine.attention_triton import TritonAttention
+from llm_engine.decode_graphs import NUM_ROWS, CudaGraphRecorder, GraphedDecode, Recorder
+from llm_engine.device_batch import DeviceBatch
+from llm_engine.engine import ReadResult
+from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.model_config import ModelConfig
+from llm_engine.sampler_triton import ReadTokens, TritonSampler, read_later
+from llm_engine.sampling import SequenceSlice
+from llm_engine.slice_pass import drawn_after, draws_of, run_slices
+from llm_engine.transformer import Decoder
+
+
+class DeviceRunner:
+    """Implements engine.Runner.
+
+    Args:
+        storage: The pages.
+        decoder: Of slices.
+        batch: The seats; None runs slices only.
+        decode: Steps of the seats; None likewise.
+    """
+
+    max_launched = 2
+
+    def __init__(
+        self,
+        storage: TorchPageStorage,
+        decoder: Decoder,
+        batch: DeviceBatch | None,
+        decode: GraphedDecode | None,
+    ) -> None:
+        self._storage = storage
+        self._decoder = decoder
+        self._batch = batch
+        self._decode = decode
+        self._sampler = TritonSampler()
+
+    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
+        """Record steps of decode; overwrites page 0."""
+        if self._decode is not None:
+            self._decode.warm_up(page_size=page_size, max_tokens=max_tokens)
+
+    def launch(self, step: EngineStep) -> ReadResult:
+        # The decodes go first: recorded, they are launched at once, and the device is busy while
+        # the host launches the slices kernel by kernel.
+        read_decodes = self._launch_decodes(step)
+        read_slices = self._launch_slices(step.slices)
+        event = self._record_event()
+
+        def read() -> StepResult:
+            if event is not None:
+                event.synchronize()
+            return StepResult(
+                decodes=read_decodes(), slices=drawn_after(step.slices, read_slices())
+            )
+
+        return read
+
+    def _launch_decodes(self, step: EngineStep) -> ReadTokens:
+        if self._batch is None or self._decode is None:
+            assert not step.started, "this engine has no seats"
+            return list
+        self._batch.change(step)
+        if not step.decodes:
+            return list
+        drawn = self._decode.launch(step.decodes, has_new=bool(step.started))
+        counts = self._batch.num_logprobs
+        wanted = {
+            row: int(counts[seat]) for row, seat in enumerate(step.decodes) if counts[seat] >= 0
+        }
+        num_rows = len(step.decodes)
+        return read_later(drawn.tokens_R[:num_rows], drawn.logprobs, wanted, has_all_logprobs=True)
+
+    def _launch_slices(self, slices: Sequence[SequenceSlice]) -> ReadTokens:
+        if not slices:
+            return list
+        logits_RV = run_slices(self._storage, self._decoder, slices)
+        if logits_RV is None:
+            return list
+        return self._sampler.launch(logits_RV, draws_of(slices))
+
+    def _record_event(self) -> Any:
+        if self._storage.device.type != "cuda":
+            return None
+        # A blocking event lets the thread sleep; others may need the interpreter meanwhile.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def make_device_runner(
+    config: ModelConfig,
+    storage: TorchPageStorage,
+    decoder: Decoder,
+    attention: AttentionBackend,
+    *,
+    num_seats: int,
+    make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
+) -> DeviceRunner:
+    """Make the runner of a decoder whose attention is on Triton kernels.
+
+    Args:
+        num_seats: Most sequences that decode at once; 0 runs slices only.
+        make_recorder: Of steps of decode.
+    """
+    if num_seats == 0:
+        return DeviceRunner(storage, decoder, None, None)
+    assert isinstance(attention, TritonAttention), "recorded steps need its plans"
+    page_size = storage.layout.page_size
+    max_tokens = min(config.max_context_tokens, storage.num_pages * page_size)
+    max_rows = next(size for size in NUM_ROWS if size >= num_seats)
+    seats = DeviceSeats(
+        num_seats=num_seats,
+        pages_per_seat=num_pages_for(max_tokens, page_size),
+        page_size=page_size,
+        vocab_size=config.vocab_size,
+        max_rows=max_rows,
+        device=storage.device,
+    )
+    sampler = TokenSampler(vocab_size=config.vocab_size, max_rows=max_rows, device=storage.device)
+    batch = DeviceBatch(seats, config.vocab_size)
+    decode = GraphedDecode(decoder, attention, batch, sampler, make_recorder)
+    return DeviceRunner(storage, decoder, batch, decode)

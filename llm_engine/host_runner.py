@@ -1,0 +1,53 @@
+"""Runs a step while the host waits: all seats and slices in one pass, tokens known at once."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kv_cache.torch_storage import TorchPageStorage
+from llm_engine.engine import ReadResult
+from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.host_seats import HostSeats
+from llm_engine.sampler import sample
+from llm_engine.sampling import Draw, Drawn, SampledToken, SequenceSlice
+from llm_engine.slice_pass import drawn_after, draws_of, run_slices
+from llm_engine.transformer import Decoder
+
+
+class HostRunner:
+    """Implements engine.Runner on any device, with any attention back end."""
+
+    max_launched = 1
+
+    def __init__(
+        self,
+        storage: TorchPageStorage,
+        decoder: Decoder,
+        draw_tokens: Callable[[Tensor, Sequence[Draw]], list[SampledToken | None]] = sample,
+    ) -> None:
+        self._storage = storage
+        self._decoder = decoder
+        self._draw_tokens = draw_tokens
+        self._seats = HostSeats()
+
+    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
+        """Nothing is recorded."""
+
+    def launch(self, step: EngineStep) -> ReadResult:
+        self._seats.change(step)
+        slices = [*self._seats.slices(step.decodes), *step.slices]
+        drawn = self._run(slices) if slices else []
+        num_decodes = len(step.decodes)
+        decodes = [tokens[0] if tokens else None for tokens in drawn[:num_decodes]]
+        self._seats.take(step.decodes, decodes)
+        result = StepResult(decodes=decodes, slices=drawn[num_decodes:])
+        return lambda: result
+
+    def _run(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
+        logits_RV = run_slices(self._storage, self._decoder, slices)
+        tokens = [] if logits_RV is None else self._draw_tokens(logits_RV, draws_of(slices))
+        if self._storage.device.type == "cuda":
+            # The drawn tokens alone do not prove that the pages are final.
+            torch.cuda.current_stream(self._storage.device).synchronize()
+        return drawn_after(slices, tokens)

@@ -1,0 +1,28 @@
+"""Refuses models whose heads no kernel supports, before weights are read."""
+
+from pathlib import Path
+
+from attn_kernels.limits import group_refusal, head_dim_refusal
+from llm_engine.errors import UnsupportedModel
+from llm_engine.model_config import ModelConfig
+
+
+def check_kernel_shapes(source: Path, config: ModelConfig) -> None:
+    """Check that attention kernels support a model's heads.
+
+    Args:
+        source: File that the configuration was read from, for errors.
+        config: Of the model.
+
+    Raises:
+        UnsupportedModel: Names the key of config.json, what was found and what is allowed.
+    """
+    if allowed := head_dim_refusal(config.head_dim):
+        raise UnsupportedModel(
+            f"{source}: head_dim is {config.head_dim}, must be {allowed} on GPUs"
+        )
+    if allowed := group_refusal(config.num_qo_heads // config.num_kv_heads):
+        raise UnsupportedModel(
+            f"{source}: num_attention_heads is {config.num_qo_heads}, must be {allowed} times "
+            f"num_key_value_heads ({config.num_kv_heads}) on GPUs"
+        )

@@ -1,0 +1,107 @@
+"""Bugs of our own, planted: each costs at most the request that meets it, and never a page."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_worker.outbox import Outbox
+from decode_worker.receiving import PrefillReceivers
+from decode_worker.remote_prefill import RemotePrefill
+from decode_worker.request import TokenDelta
+from decode_worker.scheduler import Scheduler
+from kv_transfer.sender import Sender
+from prefill_worker.attempt import Attempt
+from tests.decode_worker.harness import ScriptedRouter, WorkerCluster, prompt_of, run
+from tests.support.virtual_time import run_virtual
+
+SOON_S = 5.0  # long before any deadline of a transfer
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+async def raises_later(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+async def stops_and_raises(attempt: RemotePrefill, reason: str) -> None:
+    assert attempt.receiver is not None
+    await attempt.receiver.driver.cancel(reason)
+    raise RuntimeError("planted")
+
+
+def raises_at_first_token(outbox: Outbox, delta: TokenDelta) -> None:
+    if delta.first_index == 0:
+        raise RuntimeError("planted")
+    push(outbox, delta)
+
+
+push = Outbox.push
+
+# (what is broken, by what, whether a prefill pass fails first, how the request ends)
+BUGS: dict[str, tuple[Any, str, Any, bool, str]] = {
+    "making an attempt": (PrefillReceivers, "_make_attempt", raises, False, "INTERNAL"),
+    "an attempt": (RemotePrefill, "run", raises_later, False, "OK"),
+    "giving up an attempt": (RemotePrefill, "stop", stops_and_raises, True, "INTERNAL"),
+    "closing an attempt": (RemotePrefill, "close", raises_later, False, "OK"),
+    "taking the result": (Scheduler, "receive_done", raises, False, "INTERNAL"),
+    "telling the first tokens": (Outbox, "push", raises_at_first_token, False, "INTERNAL"),
+    "committing pages": (Scheduler, "receive_committed", raises, False, "OK"),
+    "taking a request": (Scheduler, "submit", raises, False, "INTERNAL"),
+    "granting at the prefill worker": (Sender, "grant", raises, False, "OK"),
+    "sending at the prefill worker": (Sender, "run", raises_later, False, "OK"),
+    "handing pages to the sender": (Attempt, "progressed", raises, False, "OK"),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_costs_at_most_the_request_that_meets_it_and_no_page(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, method, bug, fails_first, end = BUGS[name]
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        other = await router.submit(prompt_of(20), max_tokens=40)
+        await other.has_tokens.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, bug)
+            cluster.prefills[0].executor.num_failing_passes = int(fails_first)
+            stream = await router.submit(prompt_of(30, seed=1), max_tokens=3)
+            async with asyncio.timeout(SOON_S):
+                await stream.ended.wait()
+        if end == "OK":
+            stream.assert_equals_oracle()
+        else:
+            assert stream.failure.code == grpc.StatusCode[end].value[0]
+        await router.finish(other)
+        await cluster.wait_free(timeout_s=SOON_S)
+        await router.finish(await router.submit(prompt_of(30, seed=1)))
+
+    run(scenario, WorkerCluster(num_prefill=2))
+    assert any("planted" in str(vars(record)) for record in caplog.records), "nothing was logged"
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_a_worker_ends_that_cannot_free_what_a_bug_left_behind(
+    is_prefill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        running = await WorkerCluster().start()
+        router = await running.session()
+        worker = running.prefills[0] if is_prefill else running.decode
+        with monkeypatch.context() as patch:
+            if is_prefill:
+                patch.setattr(Attempt, "_release_pages", raises_later)
+            else:
+                patch.setattr(Scheduler, "receive_done", raises)
+                patch.setattr(Scheduler, "abandon", raises)
+            await router.submit(prompt_of(30))
+            async with asyncio.timeout(SOON_S):
+                with pytest.raises(RuntimeError, match="planted"):
+                    await worker.worker.wait_failed()
+        router.call.cancel()
+
+    run_virtual(main())

@@ -1,0 +1,61 @@
+"""A worker in its process: a real engine behind real gRPC, and the end when that engine is lost."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from llm_engine.sampling import SamplingParams
+from protos import worker_pb2, worker_pb2_grpc
+from protos.token_ids import pack_token_ids
+from tests.cluster.in_process import start_worker
+from tests.support.checkpoints import write_checkpoint
+from tests.support.cluster_keys import credentials_of, proven
+from tests.support.virtual_executor import AcceleratorError
+from worker.wire import sampling_to_proto
+
+
+def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_actor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path)
+
+    async def scenario() -> None:
+        members: list[Any] = []
+        process = await start_worker(tmp_path, "decode-0", members)
+        [member] = members
+        router = credentials_of("router", "router-0")
+        async with grpc.aio.insecure_channel(member.address) as plain:
+            channel = proven(plain, member, router)
+            session = worker_pb2_grpc.DecodeServiceStub(channel).Session()
+            hello = worker_pb2.SessionHello(router_id="r", incarnation=member.incarnation)
+            await session.write(worker_pb2.SessionRequest(hello=hello))
+            submit = worker_pb2.SubmitRequest(
+                request_id="a",
+                prompt_token_ids=pack_token_ids([5, 6, 7]),
+                sampling=sampling_to_proto(SamplingParams(max_tokens=400, ignore_eos=True)),
+                choices=[worker_pb2.ChoiceState(choice=0)],
+            )
+            await session.write(worker_pb2.SessionRequest(submit=submit))
+            assert (await session.read()).deltas, "it decodes"
+
+            def is_lost(*_: Any) -> Any:
+                raise AcceleratorError("injected: the device is gone")
+
+            assert process._executor is not None
+            monkeypatch.setattr(process._executor.engine, "read", is_lost)
+            async with asyncio.timeout(20):
+                await process.wait_failed()
+                failures = []
+                while (message := await session.read()) is not grpc.aio.EOF:
+                    failures += message.failures
+            assert [each.code for each in failures] == [grpc.StatusCode.ABORTED.value[0]]
+            info = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await info
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await process.stop(0.0)
+
+    asyncio.run(scenario())

@@ -1,0 +1,1 @@
+"""What hosts an engine in either pool: process, actor, step loop, service, identity."""

@@ -1,0 +1,48 @@
+"""Tasks that run beside the calls of a worker, and what becomes of one that breaks."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from observability.logs import fields
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundTasks:
+    """Holds tasks until they end.
+
+    Work handles the errors that it expects, and the bugs after which it can still free what it
+    holds. One that raises all the same has left something half done: the worker must end.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._crash: Exception | None = None
+        self._crashed = asyncio.Event()
+
+    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run `work` beside the caller; `name` is for logs."""
+        task = asyncio.get_running_loop().create_task(self._guard(work, name), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait(self) -> None:
+        """Return when no task is left, those included that are started meanwhile."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def wait_crashed(self) -> None:
+        """Raise what the first task raised that broke."""
+        await self._crashed.wait()
+        assert self._crash is not None
+        raise self._crash
+
+    async def _guard(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        try:
+            await work
+        except Exception as error:
+            logger.critical("task_crashed", exc_info=True, extra=fields(task=name))
+            self._crash = self._crash or error
+            self._crashed.set()

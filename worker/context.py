@@ -1,0 +1,91 @@
+"""What the host and the pool of one worker share: who it is, its cache, its state."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from credentials.cluster import ClusterCredentials
+from kv_cache.prefix_cache import PrefixCache
+from kv_transfer.deadlines import TransferDeadlines
+from kv_transfer.transport import Transport
+from worker.background import BackgroundTasks
+from worker.errors import Draining, StaleIncarnation
+from worker.executor import EngineExecutor
+from worker.identity import ModelInfo, WorkerIdentity
+
+
+class HostConfig(Protocol):
+    """What the host reads of a pool's configuration."""
+
+    @property
+    def transfer_deadlines(self) -> TransferDeadlines: ...
+
+    @property
+    def max_failed_passes(self) -> int: ...
+
+    @property
+    def heartbeat_s(self) -> float: ...
+
+    @property
+    def hash_key(self) -> bytes: ...
+
+
+class WorkerContext:
+    """One start of one worker. Owned by the event loop that serves it.
+
+    Args:
+        config: Of the worker's pool.
+        identity: Which start of which worker this is.
+        model: What the executor's engine serves.
+        executor: Runs the engine without blocking the event loop. The caller closes it after the
+            worker has stopped.
+        credentials: Of this start; with them it calls other workers, and makes keys of connections.
+        transports: What pages can move over, best first; made for the engine's storage. The host
+            closes them.
+
+    Attributes:
+        model: As the engine's pages can serve it.
+        wake: Set it to have the scheduler look again: something was submitted, ended, committed or
+            freed.
+        is_draining: The worker takes nothing new.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: HostConfig,
+        identity: WorkerIdentity,
+        model: ModelInfo,
+        executor: EngineExecutor,
+        credentials: ClusterCredentials,
+        transports: Sequence[Transport],
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self.executor = executor
+        self.credentials = credentials
+        self.transports = tuple(transports)
+        self.storage = executor.engine.storage
+        self.layout = executor.engine.layout
+        self.model = model.within(self.storage.num_pages * self.layout.page_size)
+        self.cache = PrefixCache(
+            num_pages=self.storage.num_pages,
+            page_size=self.layout.page_size,
+            fingerprint=self.layout.model_fingerprint,
+            hash_key=config.hash_key,
+        )
+        self.tasks = BackgroundTasks()
+        self.wake = asyncio.Event()
+        self.is_draining = False
+
+    def check_incarnation(self, incarnation: int) -> None:
+        """Raise StaleIncarnation if a caller means another start of this worker."""
+        if incarnation != self.identity.incarnation:
+            raise StaleIncarnation(
+                f"incarnation {incarnation} is asked for, this is {self.identity.incarnation}"
+            )
+
+    def check_open(self) -> None:
+        """Raise Draining if the worker takes nothing new."""
+        if self.is_draining:
+            raise Draining("the worker is draining")

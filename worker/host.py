@@ -1,0 +1,235 @@
+"""Runs a worker of either pool: services, step loop, heartbeats, health, drain, failure.
+
+The pool brings its scheduler and its own service:
+1. register   the services and health are added to a server
+2. start      the step loop runs
+3. stop       new work is refused, running work has some time, then everything ends
+
+When the engine computes nothing any more, or a bug breaks the step loop or a background task,
+everything ends at once and `wait_failed` says so: the process must exit, and the next one is a new
+incarnation.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from kv_cache.errors import OutOfPages
+from kv_transfer.transport import close_transports
+from llm_engine.sampling import SequenceSlice
+from observability.logs import fields
+from worker.cache_feed import CacheFeed
+from worker.context import WorkerContext
+from worker.errors import Draining, WorkerError
+from worker.load import WorkerLoad, WorkerTotals
+from worker.server import WORKER_SERVICE, WorkerServicer, register_worker_services
+from worker.step_loop import Scheduler, StepListener, StepLoop
+
+logger = logging.getLogger(__name__)
+
+RESIGN_S = 1.0  # for telling everybody that the worker ends
+
+
+class PoolScheduler(Scheduler[Any, Any, Any], Protocol):
+    """A pool's scheduler, as the host sees it."""
+
+    @property
+    def totals(self) -> WorkerTotals: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_queued_tokens(self) -> int: ...
+
+    def free_ended(self) -> None:
+        """Free the pages of what has ended; only between steps."""
+        ...
+
+
+class Pool(StepListener[Any, Any, Any], Protocol):
+    """What differs between the pools."""
+
+    @property
+    def name(self) -> str:
+        """Return "prefill" or "decode"."""
+        ...
+
+    @property
+    def service(self) -> str:
+        """Return the full name of the pool's own gRPC service."""
+        ...
+
+    @property
+    def max_choices(self) -> int:
+        """Return the most choices of one request; 0 where there is no limit."""
+        ...
+
+    @property
+    def scheduler(self) -> PoolScheduler: ...
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the pool's own service to a server."""
+        ...
+
+    async def wait_idle(self) -> None:
+        """Return when nothing is being served."""
+        ...
+
+    def end_all(self, error: WorkerError) -> None:
+        """End what is being served, and tell the callers why."""
+        ...
+
+    async def wait_told(self) -> None:
+        """After end_all: return when all callers have been told."""
+        ...
+
+    async def close(self) -> None:
+        """Close sessions and connections, when no background task is left."""
+        ...
+
+
+class WorkerHost:
+    """One worker. Everything runs in the event loop that called `start`.
+
+    Args:
+        context: What it shares with the pool.
+        pool: What it serves.
+    """
+
+    def __init__(self, context: WorkerContext, pool: Pool) -> None:
+        self.cache = context.cache
+        self.services = (pool.service, WORKER_SERVICE)  # for health and reflection
+        self._context = context
+        self._pool = pool
+        self._scheduler = pool.scheduler
+        self._feed = CacheFeed(context.cache, context.identity.incarnation)
+        self._health = health.aio.HealthServicer()
+        self._loop: StepLoop[Any, Any, Any] = StepLoop(
+            scheduler=pool.scheduler,
+            listener=pool,
+            executor=context.executor,
+            eos_token_ids=context.model.eos_token_ids,
+            before_step=self._feed.publish,
+            wake=context.wake,
+            make_probe=self._probe,
+            max_failed_passes=context.config.max_failed_passes,
+        )
+        self._running: asyncio.Task[None] | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the pool's service, WorkerService and the health service to a server."""
+        self._pool.register(server)
+        context = self._context
+        servicer = WorkerServicer(
+            identity=context.identity,
+            pool=self._pool.name,
+            model=context.model,
+            layout=context.layout,
+            transports=[transport.name for transport in context.transports],
+            max_choices=self._pool.max_choices,
+            pages=context.cache.pool,
+            feed=self._feed,
+            load=self._load,
+            totals=self._scheduler.totals,
+            heartbeat_s=context.config.heartbeat_s,
+        )
+        register_worker_services(server, servicer, self._health)
+
+    async def start(self) -> None:
+        """Begin to step; returns at once."""
+        for service in self.services:
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self._running = asyncio.get_running_loop().create_task(self._run(), name="worker")
+
+    async def wait_failed(self) -> None:
+        """Raise what broke the worker, when everybody has been told: the process must exit then.
+
+        Returns after an orderly stop.
+        """
+        assert self._running is not None, "start comes first"
+        await asyncio.wait({self._running})
+        if not self._running.cancelled():
+            self._running.result()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new work, give what runs `grace_s` seconds, then end everything."""
+        self._context.is_draining = True
+        await self._health.enter_graceful_shutdown()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._pool.wait_idle()
+        except TimeoutError:
+            self._pool.end_all(Draining("the worker stops"))
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+        await self._context.tasks.wait()
+        await self._pool.close()
+        abort_s = self._context.config.transfer_deadlines.abort_s
+        await close_transports(self._context.transports, abort_s)
+        self._scheduler.free_ended()
+        self._feed.publish()
+
+    async def _run(self) -> None:
+        """Step; when that or a background task breaks, send everybody away and raise why."""
+        loop = asyncio.get_running_loop()
+        parts = {
+            loop.create_task(self._loop.run(), name="steps"),
+            loop.create_task(self._context.tasks.wait_crashed(), name="watch-tasks"),
+        }
+        try:
+            broken, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in parts:
+                task.cancel()
+            await asyncio.wait(parts)
+        error = next(iter(broken)).exception()
+        assert error is not None, "neither returns"
+        logger.critical(
+            "worker_broken",
+            extra=fields(worker_id=self._context.identity.worker_id, error=repr(error)),
+        )
+        await self._resign()
+        raise error
+
+    async def _resign(self) -> None:
+        """Send everybody away, so that they go on elsewhere at once."""
+        self._context.is_draining = True
+        await self._health.enter_graceful_shutdown()
+        self._pool.end_all(Draining("this worker fails"))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RESIGN_S):
+                await self._pool.wait_told()
+
+    @contextmanager
+    def _probe(self) -> Iterator[SequenceSlice | None]:
+        """Make a pass of one token on a page of its own."""
+        try:
+            pages = self.cache.reserve([0], incoming=False)
+        except OutOfPages:
+            yield None
+            return
+        try:
+            yield SequenceSlice(
+                token_ids=[0], start=0, page_ids=pages.page_ids, num_prompt_tokens=1
+            )
+        finally:
+            self.cache.release(pages)
+
+    def _load(self) -> WorkerLoad:
+        return WorkerLoad(
+            steps=self._loop.num_steps,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            queued_tokens=self._scheduler.num_queued_tokens,
+            is_draining=self._context.is_draining,
+        )

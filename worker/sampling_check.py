@@ -1,0 +1,44 @@
+"""Checks sampling parameters before they reach an engine, whoever sent them.
+
+Routers validate for people and complete what is unset. A value that an engine cannot take must not
+get there all the same: a pass that fails costs all requests of its batch.
+"""
+
+from llm_engine.sampling import SamplingParams
+from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
+from worker.identity import ModelInfo
+
+
+def check_sampling(params: SamplingParams, model: ModelInfo) -> None:
+    """Check complete parameters against the contract and the model.
+
+    Raises:
+        ValueError: Names the field, what was found and what is allowed.
+    """
+    for name, allowed in RANGES.items():
+        value = getattr(params, name)
+        if not allowed.holds(value):
+            raise ValueError(f"sampling.{name} is {value}, allowed is {allowed.allowed}")
+    most = {
+        "top_k": (0, model.vocab_size),
+        "seed": (0, MAX_SEED),
+        "max_tokens": (1, 2**32 - 1),
+        "min_tokens": (0, params.max_tokens),
+        "logprobs": (0, min(MAX_LOGPROBS, model.vocab_size)),
+    }
+    for name, (low, high) in most.items():
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"sampling.{name} is {value}, allowed is {low} to {high}")
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"sampling.stop_token_ids has {len(params.stop_token_ids)} ids, "
+            f"allowed are at most {MAX_STOP_TOKENS}"
+        )
+    model.check_tokens("sampling.stop_token_ids", params.stop_token_ids)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
+    if params.min_tokens and len(ends) >= model.vocab_size:
+        raise ValueError(
+            f"sampling.min_tokens is {params.min_tokens}, allowed is 0 where every token is a stop "
+            "token: none could be drawn before"
+        )

@@ -1,0 +1,311 @@
+"""Runs a scheduler's plans on the engine, step after step. No decision is made here.
+
+Life of a step:
+1. plan     the scheduler says what to compute; what needs no engine begins at once
+2. launch   the engine begins it; where it runs beside the host, the next step is planned and
+            launched meanwhile
+3. read     the step has ended, and its tokens are known
+4. settle   the scheduler is told what was drawn, and the pool what came of it
+
+After a step that failed:
+5. drop     what was launched behind it is read, and means nothing
+6. judge    an engine that computes nothing any more ends the worker
+7. again    else each half of its requests gets a step of its own, and all that was dropped follows,
+            one step at a time; in the end the request that fails alone is known, and the others
+            have lost nothing
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
+
+from llm_engine.device_errors import is_device_lost
+from llm_engine.engine_api import UNDRAWN
+from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.sampling import SequenceSlice
+from observability.logs import fields
+from worker.errors import Draining, EngineFailed, EngineLost, PassFailed, WorkerError
+from worker.executor import EngineExecutor
+
+logger = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """What a step computes for: a request or a prompt."""
+
+    @property
+    def request_id(self) -> str: ...
+
+
+PlanT = TypeVar("PlanT", bound="StepPlan")
+WorkT = TypeVar("WorkT", bound=Work)
+ProgressT = TypeVar("ProgressT")
+ProgressT_co = TypeVar("ProgressT_co", covariant=True)
+PlanT_contra = TypeVar("PlanT_contra", bound="StepPlan", contravariant=True)
+WorkT_co = TypeVar("WorkT_co", bound=Work, covariant=True)
+WorkT_contra = TypeVar("WorkT_contra", bound=Work, contravariant=True)
+ProgressT_contra = TypeVar("ProgressT_contra", contravariant=True)
+
+
+class StepPlan(Protocol):
+    """What one engine step computes."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for the engine to do."""
+        ...
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the next plan may compute more though nothing happens until then."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pass computes."""
+        ...
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other step may be in flight with it."""
+        ...
+
+    def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
+        """Return what the engine does; it stays as it is until the step is settled.
+
+        Args:
+            is_again: A step failed before, so the engine's seats mean nothing.
+        """
+        ...
+
+    def halves(self: PlanT) -> Sequence[PlanT]:
+        """Return two plans, each for half of the requests; none if there is only one request."""
+        ...
+
+
+class Scheduler(Protocol[PlanT, WorkT_co, ProgressT_co]):
+    """Decides what each step computes; from a plan to its report the plan's pages are fixed.
+
+    Plans are settled in the order in which they were made, some of them after later ones were made.
+    The halves of a plan may be settled one after the other in its stead.
+    """
+
+    def next_step(self) -> PlanT:
+        """Return what the next step computes; the plan may be empty."""
+        ...
+
+    def end_undrawn(self, plan: PlanT, result: StepResult) -> Sequence[WorkT_co]:
+        """End what no token could be drawn for, and return it."""
+        ...
+
+    def complete_step(self, plan: PlanT, result: StepResult) -> Sequence[ProgressT_co]:
+        """Apply what a plan's step drew, after `end_undrawn`."""
+        ...
+
+    def fail_step(self, plan: PlanT) -> Sequence[WorkT_co]:
+        """End all that took part in a step that failed, and return it."""
+        ...
+
+
+class StepListener(Protocol[PlanT_contra, WorkT_contra, ProgressT_contra]):
+    """What a pool does with the outcome of steps."""
+
+    def planned(self, plan: PlanT_contra) -> None:
+        """Begin what the plan asks for and the engine does not do; must not wait."""
+        ...
+
+    def progressed(self, progress: Sequence[ProgressT_contra]) -> None:
+        """Take what a step brought."""
+        ...
+
+    def failed(self, work: WorkT_contra, error: WorkerError) -> None:
+        """Tell the caller of something that the scheduler has ended."""
+        ...
+
+
+# Gives a pass that computes for nobody, while it is needed; None: there is no page for it.
+MakeProbe = Callable[[], AbstractContextManager[SequenceSlice | None]]
+
+
+class StepLoop(Generic[PlanT, WorkT, ProgressT]):
+    """One task; while nothing can be computed it waits to be woken.
+
+    Args:
+        scheduler: Plans, and is told what came of it.
+        listener: Hears of plans, progress and failures.
+        before_step: Called when the scheduler may have changed the cache.
+        wake: Set when the scheduler may have something new to plan.
+        make_probe: Makes a pass that shows whether the engine still computes.
+        max_failed_passes: In a row, probes included; then the engine counts as lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler[PlanT, WorkT, ProgressT],
+        listener: StepListener[PlanT, WorkT, ProgressT],
+        executor: EngineExecutor,
+        eos_token_ids: tuple[int, ...],
+        before_step: Callable[[], None],
+        wake: asyncio.Event,
+        make_probe: MakeProbe,
+        max_failed_passes: int,
+    ) -> None:
+        self.num_steps = 0  # that succeeded
+        self._scheduler = scheduler
+        self._listener = listener
+        self._executor = executor
+        self._eos_token_ids = eos_token_ids
+        self._before_step = before_step
+        self._wake = wake
+        self._make_probe = make_probe
+        self._max_failed_passes = max_failed_passes
+        self._num_failed = 0  # passes since the last that succeeded
+        self._unsettled: deque[PlanT] = deque()  # oldest first
+        self._num_launched = 0  # of them, the oldest
+
+    async def run(self) -> None:
+        """Step until cancelled; what was launched then ends, and nobody hears of its results.
+
+        Raises:
+            EngineLost: The engine computes nothing any more.
+        """
+        try:
+            while True:
+                self._wake.clear()
+                plan = self._scheduler.next_step()
+                self._before_step()
+                self._listener.planned(plan)
+                if not plan.is_empty:
+                    await self._begin(plan)
+                elif self._unsettled:
+                    await self._settle_oldest()
+                elif plan.is_partial:
+                    await asyncio.sleep(0)
+                else:
+                    await self._wake.wait()
+        finally:
+            await self._drop_launched()
+            for plan in self._unsettled:
+                self._scheduler.fail_step(plan)
+
+    async def _begin(self, plan: PlanT) -> None:
+        """Launch a plan, and settle as many as must be settled before the next is made."""
+        if plan.is_alone:
+            await self._settle_down_to(0)
+        self._unsettled.append(plan)
+        try:
+            await self._launch(plan.engine_step(self._eos_token_ids, is_again=False))
+        except Exception as error:
+            await self._settle_down_to(1)
+            if self._unsettled:  # else an older one failed as well, and this one was computed again
+                await self._recover(error)
+        most = 0 if plan.is_alone else self._executor.engine.max_launched - 1
+        await self._settle_down_to(most)
+
+    async def _settle_down_to(self, num_plans: int) -> None:
+        while len(self._unsettled) > num_plans:
+            await self._settle_oldest()
+
+    async def _settle_oldest(self) -> None:
+        try:
+            result = await self._read()
+        except Exception as error:
+            await self._recover(error)
+        else:
+            self._settle(self._unsettled.popleft(), result)
+
+    async def _launch(self, step: EngineStep) -> None:
+        self._num_launched += 1  # at once: a launch that is cancelled has happened all the same
+        try:
+            await self._executor.launch(step)
+        except Exception:
+            self._num_launched -= 1
+            raise
+
+    async def _read(self) -> StepResult:
+        try:
+            return await self._executor.read()
+        finally:
+            self._num_launched -= 1  # also when cancelled: its executor has waited for the end
+
+    async def _drop_launched(self) -> None:
+        """Wait until nothing is written any more: pages may be handed out again only then."""
+        while self._num_launched:
+            with contextlib.suppress(Exception):
+                await self._read()
+
+    async def _recover(self, error: Exception) -> None:
+        """After the oldest plan failed, compute it in halves, and all that followed it again."""
+        await self._drop_launched()
+        await self._halve(error)
+        while self._unsettled:
+            plan = self._unsettled[0]
+            try:
+                await self._launch(plan.engine_step(self._eos_token_ids, is_again=True))
+                result = await self._read()
+            except Exception as error:
+                await self._halve(error)
+            else:
+                self._settle(self._unsettled.popleft(), result)
+
+    async def _halve(self, error: Exception) -> None:
+        """Replace the oldest plan, which failed, with its halves; end it if it has none."""
+        logger.error(
+            "pass_failed", exc_info=error, extra=fields(tokens=self._unsettled[0].num_tokens)
+        )
+        await self._judge(error)
+        plan = self._unsettled.popleft()
+        halves = plan.halves()
+        self._unsettled.extendleft(reversed(halves))
+        if not halves:
+            self._fail(plan, PassFailed("the pass that computed for it failed"))
+
+    def _settle(self, plan: PlanT, result: StepResult) -> None:
+        self._num_failed = 0
+        self.num_steps += 1
+        for work in self._scheduler.end_undrawn(plan, result):
+            logger.error("no_token_drawn", extra=fields(request_id=work.request_id))
+            self._listener.failed(work, EngineFailed(UNDRAWN))
+        self._listener.progressed(self._scheduler.complete_step(plan, result))
+
+    def _fail(self, plan: PlanT, error: WorkerError) -> None:
+        for work in self._scheduler.fail_step(plan):
+            self._listener.failed(work, error)
+
+    async def _judge(self, error: Exception) -> None:
+        """Return if the engine still computes; else end all and raise EngineLost."""
+        self._num_failed += 1
+        if is_device_lost(error):
+            # What was computed may have done it, so whoever took part is told.
+            reason: WorkerError = PassFailed("the pass that computed for it lost the device")
+        else:
+            while self._num_failed < self._max_failed_passes:
+                computes = await self._probe()
+                if computes is None:
+                    return
+                if computes:
+                    self._num_failed = 0
+                    return
+                self._num_failed += 1
+            reason = Draining("the engine of this worker fails")
+        while self._unsettled:
+            self._fail(self._unsettled.popleft(), reason)
+        raise EngineLost(f"{type(error).__name__}: {error}") from error
+
+    async def _probe(self) -> bool | None:
+        """Return whether a pass for nobody succeeds; None: there is no page for one."""
+        with self._make_probe() as probe:
+            if probe is None:
+                return None
+            try:
+                await self._launch(EngineStep(slices=(probe,)))
+                await self._read()
+            except Exception:
+                logger.exception("probe_failed")
+                return False
+            return True
