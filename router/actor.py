@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ import ray
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from credentials.channel import ProvenChannel
+from credentials.cluster import ClusterCredentials
+from credentials.party import Party
+from credentials.secret import PartyKeys
 from observability.logs import configure_logging, fields
-from protos.grpc_options import LISTEN_OPTIONS, MAX_MESSAGE_BYTES, MESSAGE_OPTIONS
+from protos.addresses import join_address
+from protos.grpc_options import WORKER_CHANNEL_OPTIONS
 from router.config import RouterConfig
+from router.front import make_server
 from router.membership import WorkerMember
 from router.router import Router
 
@@ -23,21 +30,14 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know this router
 ANNOUNCE_TIMEOUT_S = 5.0
-MIN_PING_INTERVAL_MS = 10_000  # the client's own is three times as long
 SERVICE = "pagewire.v1.InferenceService"
 
 
-def server_options(config: RouterConfig) -> tuple[tuple[str, int], ...]:
-    """Return the options of the server that clients connect to."""
-    return (
-        *LISTEN_OPTIONS,
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # To parse a message holds up all streams.
-        ("grpc.max_receive_message_length", config.max_request_bytes),
-        # Clients ping while they wait. By default a server ends connections that are pinged more
-        # than once in five minutes without an answer on its way.
-        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-    )
+def connect_worker(credentials: ClusterCredentials, member: WorkerMember) -> ProvenChannel:
+    """Open a channel to one start of a worker."""
+    callee = Party(role=member.pool, name=member.worker_id, incarnation=member.incarnation)
+    channel = grpc.aio.insecure_channel(member.address, options=WORKER_CHANNEL_OPTIONS)
+    return ProvenChannel(channel, credentials.callee(callee))
 
 
 class RouterActor:
@@ -48,6 +48,7 @@ class RouterActor:
         model_dir: Folder of tokenizer and chat template.
         host, port: Where clients connect; port 0 takes a free one, anew at each start.
         log_level, log_format: See observability.logs.
+        keys: With which it proves who it is.
         controller_name: Of the actor that calls set_workers. A name, because Ray cannot start an
             actor again whose arguments hold a handle that is gone.
     """
@@ -60,6 +61,7 @@ class RouterActor:
         port: int,
         log_level: str,
         log_format: str,
+        keys: PartyKeys,
         controller_name: str,
     ) -> None:
         configure_logging(log_level, log_format)
@@ -67,17 +69,16 @@ class RouterActor:
         self._controller = ray.get_actor(controller_name)
         is_restart = await self._was_ready()
         try:
+            credentials = ClusterCredentials(keys, secrets.randbits(63) + 1)
             self._router = Router(
                 config=config,
                 model_dir=model_dir,
-                connect_channel=lambda address: grpc.aio.insecure_channel(
-                    address, options=MESSAGE_OPTIONS
-                ),
+                connect_channel=partial(connect_worker, credentials),
                 random_id=lambda: secrets.token_hex(16),
             )
-            self._server = grpc.aio.server(options=server_options(config))
-            host = f"[{host}]" if ":" in host else host  # IPv6
-            self._address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
+            self._server = make_server(config)
+            port = self._server.add_insecure_port(join_address(host, port))
+            self._address = join_address(host, port)
             self._router.register(self._server)
             health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
             names = [SERVICE, health, reflection.SERVICE_NAME]

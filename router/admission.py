@@ -3,16 +3,29 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from kv_cache.page_hash import page_hashes
+from kv_cache.page_hash import packed_page_hashes
+from protos.token_ids import TOKEN_BYTES
+from router.chat_format import ToolCallFormat, begins_in_reasoning, has_reasoning, tool_call_format
 from router.config import RouterConfig
 from router.errors import NoWorker, Overloaded
 from router.generation import Generation
 from router.model_folder import ModelFolder
-from router.prompt import Prompt, tokenize
+from router.prompt import Chat, Prompt, PromptEncoder
 from router.request import AskedSampling, GenerationRequest, ServedModel
-from router.validation import check_model, check_prompt, complete_sampling, end_token_ids
+from router.validation import (
+    MAX_REQUEST_FIELDS,
+    check_model,
+    check_packed_token_ids,
+    check_prompt,
+    check_tokens,
+    complete_sampling,
+    end_token_ids,
+)
 from router.worker_registry import WorkerRegistry
+
+T = TypeVar("T")
 
 
 class Admission:
@@ -23,6 +36,7 @@ class Admission:
         *,
         config: RouterConfig,
         folder: ModelFolder,
+        encoder: PromptEncoder,
         registry: WorkerRegistry,
         random_id: Callable[[], str],
     ) -> None:
@@ -31,14 +45,17 @@ class Admission:
         self.is_closed = False  # takes nothing new
         self._config = config
         self._folder = folder
+        self._encoder = encoder
         self._registry = registry
         self._random_id = random_id
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._folder.chat_template is not None
+        template = folder.chat_template.source if folder.chat_template else ""
+        self.has_chat_template = bool(template)
+        self.tool_call_format: ToolCallFormat | None = tool_call_format(template)
+        self.has_reasoning = has_reasoning(template)
+        self.max_request_bytes = config.max_request_bytes
+        self.max_request_fields = MAX_REQUEST_FIELDS
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -74,11 +91,23 @@ class Admission:
             return False
         return True
 
-    async def tokenize(self, model_name: str, prompt: Prompt) -> tuple[str, list[int]]:
-        """Return the text and the token ids that `admit` would use."""
+    async def tokenize(self, model_name: str, prompt: Prompt) -> tuple[str, bytes]:
+        """Return the text and the packed token ids that `admit` would use."""
         model = await self._model()
         check_model(model_name, model)
-        return await self._tokenize(prompt, model)
+        return await self._encode(prompt, model, lambda packed: packed)
+
+    async def detokenize(
+        self, model_name: str, packed: bytes, *, skip_special_tokens: bool, with_pieces: bool
+    ) -> tuple[str, list[str]]:
+        """Return the text of packed token ids, and if asked for the text of each by itself."""
+        model = await self._model()
+        check_model(model_name, model)
+        check_packed_token_ids("token_ids", packed)
+        check_tokens("token_ids", packed, model)
+        return await self._encoder.decode(
+            packed, skip_special_tokens=skip_special_tokens, with_pieces=with_pieces
+        )
 
     async def admit(
         self,
@@ -98,13 +127,17 @@ class Admission:
         """
         model = await self._model()
         check_model(model_name, model)
-        _, token_ids = await self._tokenize(prompt, model)
-        check_prompt(token_ids, model)
+
+        def check_and_hash(packed: bytes) -> tuple[bytes, tuple[bytes, ...]]:
+            check_prompt(packed, model)
+            return packed, self._page_hashes(packed, model)
+
+        text, (packed, page_hashes) = await self._encode(prompt, model, check_and_hash)
         sampling = complete_sampling(
             asked,
             defaults=self._folder.defaults,
             model=model,
-            prompt_len=len(token_ids),
+            prompt_len=len(packed) // TOKEN_BYTES,
             has_tokenizer=self._folder.tokenizer is not None,
             draw_seed=lambda: int(self._random_id()[:16], 16),
         )
@@ -113,24 +146,27 @@ class Admission:
             timeout_s = min(timeout_s, time_remaining_s)
         request = GenerationRequest(
             request_id=request_id,
-            token_ids=tuple(token_ids),
+            packed_token_ids=packed,
             sampling=sampling,
             end_token_ids=end_token_ids(sampling, model),
-            page_hashes=self._page_hashes(token_ids, model),
+            page_hashes=page_hashes,
             page_size=model.page_size,
             arrived_at=arrived_at,
             deadline_at=asyncio.get_running_loop().time() + timeout_s,
+            begins_in_reasoning=isinstance(prompt, Chat) and begins_in_reasoning(text),
         )
         return Generation(request, self._folder.tokenizer)
 
-    async def _tokenize(self, prompt: Prompt, model: ServedModel) -> tuple[str, list[int]]:
+    async def _encode(
+        self, prompt: Prompt, model: ServedModel, finish: Callable[[bytes], T]
+    ) -> tuple[str, T]:
         max_chars = self._config.prompt_chars_limit(model.max_context_tokens)
-        return await tokenize(prompt, self._folder, max_chars=max_chars)
+        return await self._encoder.encode(prompt, finish, max_chars=max_chars)
 
-    def _page_hashes(self, token_ids: list[int], model: ServedModel) -> tuple[bytes, ...]:
+    def _page_hashes(self, packed: bytes, model: ServedModel) -> tuple[bytes, ...]:
         return tuple(
-            page_hashes(
-                token_ids,
+            packed_page_hashes(
+                packed,
                 model.page_size,
                 fingerprint=model.fingerprint,
                 salt=self._config.cache_salt,

@@ -2,36 +2,43 @@
 
 The template runs in Jinja's immutable sandbox and sees plain values only. What it writes is
 bounded, and what makes huge strings or numbers at one stroke (products, powers, padding) is
-bounded or gone.
+bounded or gone. That is the inner wall: a template still finds ways to take time and memory, so
+routers render in a child process with limits (router/chat_renderer.py). Compiling is part of it,
+because Jinja then computes what is constant.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.errors import ChatTemplateError, RefusedByTemplate
+from router.errors import ChatTemplateError, RefusedByTemplate, WrongTools
 
+MAX_SOURCE_CHARS = 1_000_000
 _MAX_EXPONENT = 64
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 _PADDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template, parsed when it is made and compiled when it is first used.
 
     Args:
         source: Jinja text.
         special_tokens: Name |-> text; the template sees them as variables (`bos_token`).
         max_chars: Most characters that a rendering may have.
         now: Date for `strftime_now`.
+
+    Raises:
+        ChatTemplateError: The text is no template.
     """
 
     def __init__(
@@ -42,43 +49,78 @@ class ChatTemplate:
         max_chars: int,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        self._special_tokens = dict(special_tokens)
-        self._max_chars = max_chars
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self.max_chars = max_chars
         environment = _Sandbox(max_chars)
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        self._environment = environment
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ChatTemplateError(f"has {len(source)} characters, at most {MAX_SOURCE_CHARS}")
         try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ChatTemplateError(f"does not compile: {error}") from error
+            environment.parse(source)
+        except Exception as error:  # besides Jinja's own, those of depth and of huge numbers
+            raise ChatTemplateError(f"does not compile: {_in_words(error)}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt text for a chat, up to where the assistant's answer begins.
+    def compile(self) -> None:
+        """Compile the template, which may take any time and memory.
 
         Raises:
+            ChatTemplateError: It names a filter or a test that there is not.
+        """
+        _ = self._compiled
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools_json: str = "",
+    ) -> str:
+        """Return the prompt text for a chat, up to where the assistant's answer begins.
+
+        Args:
+            messages: As transformers hands them to a template: role, content, and what else a
+                message has (tool_calls, tool_call_id, name, reasoning_content); but arguments of
+                calls are text. The template sees the object, or the text where it is none.
+            tools_json: Functions that the model may call, as OpenAI's API describes them: a JSON
+                array of objects; empty: none.
+
+        Raises:
+            WrongTools: tools_json is something else.
             RefusedByTemplate: The template does not accept these messages, and says why.
             ChatTemplateError: The template failed or broke a rule of the sandbox.
+            MemoryError: It needed more memory than the process may have.
         """
+        tools = _tools(tools_json)
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(
-                messages=[dict(message) for message in messages],
-                tools=None,
+            for piece in self._compiled.generate(
+                messages=[_as_template_sees(message) for message in messages],
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **self.special_tokens,
             ):
                 num_chars += len(piece)
-                if num_chars > self._max_chars:
-                    raise ChatTemplateError(f"wrote more than {self._max_chars} characters")
+                if num_chars > self.max_chars:
+                    raise ChatTemplateError(f"wrote more than {self.max_chars} characters")
                 pieces.append(piece)
-        except (ChatTemplateError, RefusedByTemplate):
+        except (ChatTemplateError, RefusedByTemplate, MemoryError):
             raise
         except Exception as error:  # the template is foreign code and may raise anything
-            raise ChatTemplateError(f"failed: {type(error).__name__}: {error}") from error
+            raise ChatTemplateError(f"failed: {_in_words(error)}") from error
         return "".join(pieces)
+
+    @cached_property
+    def _compiled(self) -> Template:
+        try:
+            return self._environment.from_string(self.source)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ChatTemplateError(f"does not compile: {_in_words(error)}") from error
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -116,15 +158,64 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)  # variables set inside end with it
 
 
-def _tojson(value: object, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes HTML characters.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters. The order of arguments is that of transformers.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _as_template_sees(message: Mapping[str, Any]) -> dict[str, Any]:
+    seen = dict(message)
+    if "tool_calls" in seen:
+        seen["tool_calls"] = [
+            {**call, "function": _with_object(call["function"])} for call in seen["tool_calls"]
+        ]
+    return seen
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function whose arguments are an object, if they are one; models write other text."""
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    return {**function, "arguments": arguments} if isinstance(arguments, dict) else dict(function)
+
+
+def _tools(tools_json: str) -> list[dict[str, Any]] | None:
+    if not tools_json:
+        return None
+    try:
+        tools = json.loads(tools_json)
+    except RecursionError:
+        raise WrongTools("values nested too deeply") from None
+    except ValueError as error:
+        raise WrongTools(f"no JSON: {error}") from None
+    if isinstance(tools, list) and all(isinstance(each, dict) for each in tools):
+        return tools or None
+    raise WrongTools("another value")
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise RefusedByTemplate(message)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,16 +1,13 @@
 """Configuration of a router; the composition root fills it from the cluster's configuration."""
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+
+from options.option import check_options, option
 
 MAX_PROMPT_CHARS = 1_000_000
 CHARS_PER_TOKEN = 32  # of a text that could still fit into the context
 BYTES_PER_CHAR = 4  # the most in UTF-8
 BESIDE_PROMPT_BYTES = 8 * 2**20  # token ids of a context of 2**20, messages, stop strings
-
-# What __post_init__ asks of options; of the others that they are not negative
-AT_LEAST_ONE = {"max_active_requests", "max_prefill_candidates", "max_index_pages"}
-POSITIVE = {"prefill_tokens_per_s", "dead_after_s", "request_timeout_s"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,36 +15,91 @@ class RouterConfig:
     """Limits, deadlines and policy weights. Times are seconds, lengths are as named."""
 
     router_id: str = "router-0"  # in logs and session greetings
+    cache_salt: bytes = b""  # of the prefix cache; part of every page hash
+    page_hash_key: bytes = field(default=b"", repr=False)  # of the page hashes, as the workers'
+    local_prefill_max_tokens: int = 64  # as the decode workers are configured
+    max_running_sequences: int = 256  # likewise
 
     # Admission
-    max_active_requests: int = 1024  # more are refused with RESOURCE_EXHAUSTED before any work
-    retry_delay_s: float = 0.5  # suggested to clients that were refused
-    max_prompt_chars: int = 0  # of text or rendered chat; 0: 32 for each token of the context, at
-    # most 1,000,000, which take about half a second to tokenize
-    request_timeout_s: float = 3600.0  # for calls without a deadline of their own
-    slow_client_timeout_s: float = 30.0  # a client that takes nothing for so long is cancelled
-    cache_salt: bytes = b""  # of the prefix cache; part of every page hash
-    page_hash_key: bytes = b""  # the cluster's secret for page hashes; the same as the workers'
+    max_active_requests: int = option(
+        1024, "More are refused with RESOURCE_EXHAUSTED before any work.", at_least=1
+    )
+    max_connections: int = option(4096, "Of clients; more are closed at once.", at_least=1)
+    max_expected_wait_s: float = option(
+        30.0,
+        "A request that would wait longer before it starts is refused at once with "
+        "RESOURCE_EXHAUSTED; one that has begun never is.",
+        above=0,
+    )
+    retry_delay_s: float = option(
+        0.5, "Suggested to clients that were refused; more after a long wait.", at_least=0
+    )
+    max_prompt_chars: int = option(
+        0,
+        "Characters of text or rendered chat; 0: 32 for each token of the context, at most "
+        "1,000,000, which take about half a second to tokenize.",
+        at_least=0,
+    )
+    request_timeout_s: float = option(3600.0, "For calls without a deadline of their own.", above=0)
+    slow_client_timeout_s: float = option(
+        30.0, "A client that takes nothing for this long is cancelled.", at_least=0
+    )
 
     # Workers
-    dead_after_s: float = 2.0  # silence of a worker; heartbeats come every half second by default
-    stuck_after_s: float = 30.0  # heartbeats go on, sequences run, but no engine step was made
-    connect_timeout_s: float = 5.0  # of the first call to a worker
-    reconnect_delay_s: float = 0.2  # between attempts to reach a worker that cannot be reached
-    forget_dead_after_s: float = 60.0  # so long a dead worker stays in the cluster status
-    worker_wait_s: float = 30.0  # a request without a token yet waits so long for a decode worker;
-    # one that died takes seconds to come back, more with a large model
-    resume_wait_s: float = 30.0  # one whose client has tokens already waits so long
-    max_resumptions: int = 3  # attempts after the first
+    dead_after_s: float = option(
+        15.0,
+        "How long a worker may be silent while its connection holds; heartbeats are as late as its "
+        "event loop. A connection that breaks, or answers no ping within 3 s, counts at once.",
+        above=0,
+    )
+    stuck_after_s: float = option(
+        30.0, "Heartbeats go on and sequences run, but no engine step is made.", at_least=0
+    )
+    connect_timeout_s: float = option(5.0, "Of the first call to a worker.", at_least=0)
+    reconnect_delay_s: float = option(
+        0.2, "Between attempts to reach a worker that cannot be reached.", at_least=0
+    )
+    forget_dead_after_s: float = option(
+        60.0, "How long a dead worker stays in the cluster status.", at_least=0
+    )
+    worker_wait_s: float = option(
+        30.0,
+        "How long a request without a token waits for a decode worker; one that died takes "
+        "seconds to come back, more with a large model.",
+        at_least=0,
+    )
+    resume_wait_s: float = option(
+        30.0, "How long a resumed request waits for a decode worker.", at_least=0
+    )
+    max_resumptions: int = option(3, "Attempts after the first.", at_least=0)
 
     # Policy (see router/policy.py)
-    max_prefill_candidates: int = 3  # named to the decode worker, best first
-    prefill_tokens_per_s: float = 8000.0  # of one worker; turns tokens into seconds of work
-    new_work_weight: float = 2.0  # of tokens to compute again, against tokens to wait for
-    decode_load_s: float = 0.05  # cost of one request that a decode worker already has
-    page_pressure_s: float = 0.5  # cost of a decode worker whose pages are all referenced
-    speculative_ttl_s: float = 5.0  # own decisions count as cached so long
-    max_index_pages: int = 2_000_000  # about 250 MB
+    max_prefill_candidates: int = option(3, "Named to the decode worker, best first.", at_least=1)
+    prefill_tokens_per_s: float = option(
+        8000.0, "Of one worker; turns tokens into seconds of work.", above=0
+    )
+    new_work_weight: float = option(
+        2.0, "Of tokens to compute again, against tokens to wait for.", at_least=0
+    )
+    decode_load_s: float = option(
+        0.05,
+        "Cost of one request that a decode worker already has: twice 0.1 ms, by which it lengthens "
+        "a step, times 250 tokens.",
+        at_least=0,
+    )
+    page_pressure_s: float = option(
+        0.5, "Cost of a decode worker whose pages are all referenced.", at_least=0
+    )
+    nccl_bytes_per_s: float = option(150e9, "At which pages move between GPUs of a host.", above=0)
+    tcp_bytes_per_s: float = option(
+        1e9, "At which pages move over a network of 10 Gbit/s.", above=0
+    )
+    speculative_ttl_s: float = option(
+        5.0, "How long pages that a request is about to create count as cached.", at_least=0
+    )
+    max_index_pages: int = option(
+        2_000_000, "Page hashes in the prefix index; all of them take about 250 MB.", at_least=1
+    )
 
     @property
     def most_prompt_chars(self) -> int:
@@ -64,17 +116,4 @@ class RouterConfig:
         return BYTES_PER_CHAR * self.most_prompt_chars + BESIDE_PROMPT_BYTES
 
     def __post_init__(self) -> None:
-        """Raise ValueError with one line for each wrong option, beginning with its name."""
-        wrong = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int | float):
-                continue
-            if field.name in AT_LEAST_ONE and value < 1:
-                wrong.append(f"{field.name} is {value}; it must be 1 or more")
-            elif field.name in POSITIVE and not 0 < value < math.inf:
-                wrong.append(f"{field.name} is {value}; it must be positive and finite")
-            elif not 0 <= value < math.inf:
-                wrong.append(f"{field.name} is {value}; it must be 0 or more, and finite")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        check_options(self)

@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager
 import grpc
 
 from observability.logs import fields
-from protos.token_ids import pack_token_ids
 from router import wire
 from router.config import RouterConfig
 from router.errors import (
@@ -32,8 +31,8 @@ from router.errors import (
     RequestLost,
     RouterError,
 )
+from router.expected_wait import Demand, wait_to_hold_s
 from router.generation import Generation
-from router.membership import WorkerMember
 from router.placement import Placement
 from router.policy import PolicyWeights, RouteQuery, route
 from router.prefix_index import PrefixIndex
@@ -58,6 +57,7 @@ class Dispatcher:
             new_work_weight=config.new_work_weight,
             decode_load_s=config.decode_load_s,
             page_pressure_s=config.page_pressure_s,
+            local_prefill_max_tokens=config.local_prefill_max_tokens,
             max_prefill_candidates=config.max_prefill_candidates,
         )
         self._sessions: dict[Worker, Session] = {}
@@ -76,6 +76,17 @@ class Dispatcher:
             self._drivers.discard(driver)
             driver.cancel()
             await asyncio.wait([driver], timeout=1)
+
+    def check_room(self) -> None:
+        """Refuse a request that not even the smallest prompt would let start in time."""
+        now = asyncio.get_running_loop().time()
+        smallest = Demand(num_pages=1, mean_pages=1.0, num_sequences=1)
+        waits = [
+            wait_to_hold_s(worker.load(now).queue, smallest)
+            for worker in self._registry.ready("decode")
+        ]
+        if waits:
+            self._check_wait(min(waits))
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
         """Resume all requests of a worker that died."""
@@ -117,7 +128,9 @@ class Dispatcher:
 
     async def _attempt_until_done(self, stream: Stream) -> None:
         generation = stream.generation
-        refused: set[WorkerMember] = set()  # not to be tried again while there is another
+        # Names of workers that are not tried again while there is another. Names, because one whose
+        # engine fails comes back, idle, and would be the first choice again and again.
+        refused: set[str] = set()
         num_lost = 0
         patience_ends_at: float | None = None  # with workers that take nothing more
         while True:
@@ -126,7 +139,7 @@ class Dispatcher:
                 await self._attempt(stream, placement)
                 return
             except AttemptFailed as failed:
-                refused.add(placement.decode.member)
+                refused.add(placement.decode.member.worker_id)
                 if failed.is_overload:
                     now = asyncio.get_running_loop().time()
                     patience_ends_at = patience_ends_at or now + self._config.resume_wait_s
@@ -155,10 +168,10 @@ class Dispatcher:
                     ),
                 )
 
-    def _others(self, refused: set[WorkerMember]) -> list[Worker]:
-        return [w for w in self._registry.ready("decode") if w.member not in refused]
+    def _others(self, refused: set[str]) -> list[Worker]:
+        return [w for w in self._registry.ready("decode") if w.member.worker_id not in refused]
 
-    async def _candidates(self, generation: Generation, refused: set[WorkerMember]) -> list[Worker]:
+    async def _candidates(self, generation: Generation, refused: set[str]) -> list[Worker]:
         """Return the decode workers to choose from, waiting for one if there is none."""
         loop = asyncio.get_running_loop()
         is_new = generation.num_tokens == 0
@@ -172,33 +185,50 @@ class Dispatcher:
                 raise NoWorker(f"no decode worker for {wait_s:g} s; {_progress(generation)}")
         return self._others(refused) or ready
 
-    async def _place(self, generation: Generation, refused: set[WorkerMember]) -> Placement:
+    async def _place(self, generation: Generation, refused: set[str]) -> Placement:
         """Choose workers and count the request's load there."""
         decode_workers = await self._candidates(generation, refused)
         now = asyncio.get_running_loop().time()
         request = generation.request
         overlaps = self._index.match(request.page_hashes, now)
+        num_sequences = sum(not choice.is_finished for choice in generation.choices)
         decision = route(
             RouteQuery(
-                num_tokens=len(request.token_ids),
+                num_tokens=request.prompt_len,
+                num_sequences=num_sequences,
+                max_new_tokens=request.sampling.max_tokens,
                 page_size=request.page_size,
-                affinity=(request.page_hashes or (pack_token_ids(request.token_ids),))[0],
+                affinity=(request.page_hashes or (request.packed_token_ids,))[0],
             ),
-            decode_workers=[worker.load for worker in decode_workers],
-            prefill_workers=[each.load for each in self._registry.ready("prefill")],
+            decode_workers=[each.load(now) for each in decode_workers],
+            prefill_workers=[each.load(now) for each in self._registry.ready("prefill")],
             overlaps=overlaps,
             weights=self._weights,
         )
-        computing = decision.prefill_candidates[:1] or (decision.decode_worker,)
+        if generation.attempt < 0:
+            self._check_wait(decision.least_wait_s)
         expires_at = now + self._config.speculative_ttl_s
-        for worker_id in dict.fromkeys((decision.decode_worker, *computing)):
+        for worker_id in dict.fromkeys((decision.decode_worker, decision.computing_worker)):
             self._index.expect(worker_id, request.page_hashes, expires_at)
-        overlap = max(decision.decode_overlap, *decision.prefill_overlaps[:1], 0)
         return Placement(
             self._registry.get(decision.decode_worker),
             [self._registry.get(each) for each in decision.prefill_candidates],
-            len(request.token_ids) - overlap,
+            computing=self._registry.get(decision.computing_worker),
+            num_computed_tokens=decision.num_computed_tokens,
+            prompt_len=request.prompt_len,
+            num_pages=decision.num_received_pages,
+            num_sequences=num_sequences,
         )
+
+    def _check_wait(self, wait_s: float) -> None:
+        """Refuse a new request that could not start in time, with a delay after which it could."""
+        excess_s = wait_s - self._config.max_expected_wait_s
+        if excess_s > 0:
+            raise Overloaded(
+                f"a request waits about {wait_s:.0f} s before it starts, more than"
+                f" {self._config.max_expected_wait_s:g} s",
+                min(max(self._config.retry_delay_s, excess_s), self._config.max_expected_wait_s),
+            )
 
     async def _attempt(self, stream: Stream, placement: Placement) -> None:
         """Run one attempt to its end; raise AttemptFailed when another should follow."""
@@ -215,13 +245,14 @@ class Dispatcher:
             prefill_candidates=[worker.member for worker in placement.prefill],
             cache_salt=self._config.cache_salt,
             timeout_s=remaining_s,
+            failed_passes=generation.failed_passes,
         )
         session.add(stream, message)
         try:
             await over
         finally:
             session.remove(stream)
-            placement.release()
+            placement.release(asyncio.get_running_loop().time())
 
     def _session(self, worker: Worker) -> Session:
         session = self._sessions.get(worker)

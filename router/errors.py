@@ -12,6 +12,7 @@ RouterError
 
 ModelFolderError         a file of the model folder is missing or broken (at start)
 ChatTemplateError        a chat template is not valid or broke a rule of the sandbox
+  TemplateLimit          it took more time or memory than it may
 
 Inside the router only:
 AttemptFailed            this attempt is over, another worker may go on
@@ -92,6 +93,10 @@ class ChatTemplateError(Exception):
     """The model's chat template cannot be compiled or broke a rule of the sandbox."""
 
 
+class TemplateLimit(ChatTemplateError):
+    """The chat template took more time or memory than it may."""
+
+
 class AttemptFailed(Exception):
     """The worker, the session or the stream of deltas failed; the request can go on elsewhere."""
 
@@ -107,6 +112,10 @@ class DeltaGap(Exception):
 
 class RefusedByTemplate(Exception):
     """The template called raise_exception: it does not accept these messages."""
+
+
+class WrongTools(Exception):
+    """What was given as the tools of a chat is none; the message says what it is."""
 
 
 class WorkerGone(Exception):

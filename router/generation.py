@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from router.detokenizer import Detokenizer
+from router.detokenizer import Decoder, Detokenizer
 from router.errors import DeltaGap
 from router.request import GenerationRequest
 from router.stop_strings import StopStrings
-from router.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer, WithSpecialTokens
 
 
 class Finish(Enum):
@@ -78,6 +78,7 @@ class Failure:
     attempt: int
     code: int  # google.rpc.Code
     message: str
+    failed_passes: int = 0  # that computed for the request, on all its workers
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ class Choice:
         self.is_finished = False
         self._end_token_ids = request.end_token_ids
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self._detokenizer = _detokenizer(request, tokenizer)
         self._stop_strings = StopStrings(request.sampling.stop)
         self._min_tokens = request.sampling.min_tokens
         self._output: Output | None = None
@@ -200,6 +201,7 @@ class Generation:
         self.request = request
         self.choices = [Choice(i, request, tokenizer) for i in range(request.sampling.n)]
         self.attempt = -1  # of the last begin_attempt
+        self.failed_passes = 0  # as the last worker told that gave up; the next one must know
         self.num_resumptions = 0  # attempts that went on with what an earlier one had begun
         self.decode_workers: list[str] = []  # in order of use
         self.first_token_at: float | None = None  # loop time
@@ -288,3 +290,12 @@ class Generation:
     def take_outputs(self) -> list[Output]:
         """Return what the client has not got yet, one output per choice at most."""
         return [output for choice in self.choices if (output := choice.take())]
+
+
+def _detokenizer(request: GenerationRequest, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    decoder: Decoder = tokenizer
+    if not request.sampling.skip_special_tokens:
+        decoder = WithSpecialTokens(tokenizer)
+    return Detokenizer(decoder)

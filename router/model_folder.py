@@ -1,35 +1,36 @@
 """Reads what the router needs from a model folder: tokenizer, special tokens, template, defaults.
 
-No weights and no config.json: what the model can do comes from the workers.
+No weights: what the model can do comes from the workers.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from protos.sampling_limits import RANGES, Range
+from router.added_tokens import TokenFiles, WrongToken
 from router.chat_template import ChatTemplate
 from router.errors import ChatTemplateError, ModelFolderError
 from router.request import SamplingDefaults
 from router.tokenizer import Tokenizer
-from router.validation import RANGES, Range
 
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-# What generation_config.json may hold of it
+# Settings of generation_config.json that are defaults of requests; llm_engine/generation_config.py
+# lists all settings.
 _DEFAULTS = {
     **{name: RANGES[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
     "top_k": Range(
         lambda value: isinstance(value, int) and -1 <= value < 2**32, "an integer, -1 or 0 for off"
     ),
 }
+
+_REFUSED_SETTINGS = (
+    "auto_map",
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+    "fast_tokenizer_files",
+    "fix_mistral_regex",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,33 +48,41 @@ def read_model_folder(folder: Path, *, max_prompt_chars: int) -> ModelFolder:
     Raises:
         ModelFolderError: A file is missing or broken; the message names it.
     """
-    tokenizer_file = folder / "tokenizer.json"
-    config = _read_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(config)
-    try:
-        tokenizer = Tokenizer(
-            tokenizer_file.read_text(encoding="utf-8"),
-            special_tokens=special_tokens,
-            added_tokens=config.get("added_tokens_decoder") or {},
-        )
-    except FileNotFoundError:
-        raise ModelFolderError(
-            f"{tokenizer_file} is missing; the model folder must hold a tokenizer.json"
-        ) from None
-    except Exception as error:  # the tokenizers library raises plain Exception
-        raise ModelFolderError(f"{tokenizer_file} cannot be read: {error}") from error
+    files = TokenFiles(
+        config=_read_json(folder / "tokenizer_config.json"),
+        special_tokens_map=_read_json(folder / "special_tokens_map.json"),
+        added_tokens=_read_json(folder / "added_tokens.json"),
+    )
+    tokenizer = _read_tokenizer(folder / "tokenizer.json", files)
+    _check_settings(folder / "tokenizer_config.json", files.config, tokenizer)
     return ModelFolder(
         tokenizer=tokenizer,
-        chat_template=_read_chat_template(folder, config, special_tokens, max_prompt_chars),
-        defaults=_read_defaults(folder / "generation_config.json"),
+        chat_template=_read_chat_template(
+            folder, files.config, tokenizer.special_tokens, max_prompt_chars
+        ),
+        defaults=_read_defaults(folder),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str | None:
+    """Return what a file holds; None if there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFolderError(f"{path} cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is no file."""
+    text = _read_text(path)
+    if text is None:
         return {}
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ModelFolderError(f"{path} is not JSON: nested too deeply") from None
     except ValueError as error:
         raise ModelFolderError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -81,29 +90,42 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):  # a serialized AddedToken
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
+def _check_settings(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Refuse settings that change ids or text in transformers."""
+    # transformers ignores this one for BPE.
+    cleans_up = () if tokenizer.is_bpe else ("clean_up_tokenization_spaces",)
+    for name in (*_REFUSED_SETTINGS, *cleans_up):
+        if config.get(name):
+            raise ModelFolderError(
+                f"{name} in {path} is {config[name]!r:.200}, must be absent: tokenizer.json alone "
+                "defines how text is tokenized"
+            )
+
+
+def _read_tokenizer(path: Path, files: TokenFiles) -> Tokenizer:
+    text = _read_text(path)
+    if text is None:
+        raise ModelFolderError(f"{path} is missing; the model folder must hold a tokenizer.json")
+    try:
+        return Tokenizer(text, files)
+    except WrongToken as error:
+        raise ModelFolderError(f"{path.parent}: {error}") from error
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ModelFolderError(f"{path} cannot be read: {error}") from error
 
 
 def _read_chat_template(
-    folder: Path, config: dict[str, Any], special_tokens: dict[str, str], max_chars: int
+    folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], max_chars: int
 ) -> ChatTemplate | None:
     path = folder / "chat_template.jinja"
-    if path.exists():
-        source: object = path.read_text(encoding="utf-8")
-    else:
+    source: object = _read_text(path)
+    if source is None:
         path = folder / "tokenizer_config.json"
         source = config.get("chat_template")
-    if isinstance(source, list):  # [{"name": ..., "template": ...}, ...]
-        named = {each.get("name"): each.get("template") for each in source}
-        source = named.get("default")
+    if isinstance(source, list) and all(isinstance(each, dict) for each in source):
+        source = {each.get("name"): each.get("template") for each in source}
+    if isinstance(source, dict):
+        source = source.get("default")
     if not source:
         return None
     if not isinstance(source, str):
@@ -114,7 +136,10 @@ def _read_chat_template(
         raise ModelFolderError(f"chat template in {path}: {error}") from error
 
 
-def _read_defaults(path: Path) -> SamplingDefaults:
+def _read_defaults(folder: Path) -> SamplingDefaults:
+    path = folder / "generation_config.json"
+    if not path.exists():  # as in transformers
+        path = folder / "config.json"
     config = _read_json(path)
     asked = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
     if config.get("do_sample") is False:

@@ -1,17 +1,31 @@
-"""Decides who serves a request: a pure function of the request, the workers and their overlaps.
+"""Decides where a request is served: a pure function of the request and what workers hold and do.
 
-A worker's cost is the time that the request would take it, in seconds: the work in its queue, plus
-the tokens it would have to compute or receive, plus what its load slows down. The cheapest wins.
-New work weighs more than waiting: computing a prefix again takes from everybody, waiting for one
-that is being computed only from oneself.
-Overlap alone never decides: it saves exactly the work that it saves, and a busy worker loses what
-its queue costs. On decode workers overlap also groups requests that share a prefix: its pages are
-held once for all of them.
+The cost of a worker is a time in seconds, and the cheapest worker wins.
+
+A decode worker costs
+    wait      until it has pages and a place in its batch (router/expected_wait.py)
+  + load      num_requests x decode_load_s: the new request slows the steps of those that run
+              there, and they slow its own
+  + pressure  share of the pool that is in use with the request x page_pressure_s
+  + receive   tokens that its cache lacks x receive_s_per_token: bytes over bandwidth
+  + compute   the cost of the best prefill worker. A decode worker that lacks no more than
+              local_prefill_max_tokens computes those itself, if that is cheaper.
+
+A prefill worker costs the tokens in its queue, plus new_work_weight x the tokens that its cache
+lacks, over prefill_tokens_per_s. New work weighs more than waiting: computing a prefix again takes
+time from everybody, waiting for one that is being computed only from the request itself.
+
+What a decode worker lacks it receives, which takes milliseconds over NVLink. Only a prefill worker
+that lacks it, too, computes it, and that costs the same whichever decode worker is chosen. So the
+same prefix on another decode worker is worth little more than the transfer, and load decides.
+Without prefill workers a decode worker computes all that it lacks, and overlap is worth that.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from router.expected_wait import EXPECTED_NEW_TOKENS, DecodeQueue, Demand, wait_to_hold_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +36,7 @@ class PolicyWeights:
     new_work_weight: float
     decode_load_s: float
     page_pressure_s: float
+    local_prefill_max_tokens: int
     max_prefill_candidates: int
 
 
@@ -32,26 +47,32 @@ class WorkerLoad:
     worker_id: str
     num_requests: int = 0  # that it has now
     queued_tokens: int = 0  # prompt tokens that wait to be computed there
-    used_page_share: float = 0.0  # pages that cannot be evicted / all pages, 0..1
+    prefill_wait_s: float = 0.0  # until these are computed, as far as that is known
+    receive_s_per_token: float = 0.0  # of a decode worker: to receive a token's part of pages
+    queue: DecodeQueue = field(default_factory=DecodeQueue)  # of a decode worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteQuery:
     """What the decision depends on besides the workers."""
 
-    num_tokens: int
+    num_tokens: int  # of the prompt
+    num_sequences: int  # choices
+    max_new_tokens: int  # of each
     page_size: int
     affinity: bytes  # of the first page: sends cold prompts with one beginning to one place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteDecision:
-    """Who decodes, and who may prefill, best first."""
+    """Which worker decodes, and which may prefill, best first."""
 
     decode_worker: str
     prefill_candidates: tuple[str, ...]
-    decode_overlap: int  # tokens that the decode worker is expected to hold
-    prefill_overlaps: tuple[int, ...]  # the same of each candidate
+    computing_worker: str  # the one that is expected to compute the prompt
+    num_computed_tokens: int  # that it will have to compute
+    num_received_pages: int  # that the decode worker lacks
+    least_wait_s: float  # expected until the request could start anywhere
 
 
 def route(
@@ -71,43 +92,88 @@ def route(
         overlaps: worker_id |-> leading pages that it holds; absent is 0.
         weights: Of the costs.
     """
-    decode = _order(query, decode_workers, overlaps, weights, load_s=weights.decode_load_s)
-    prefill = _order(query, prefill_workers, overlaps, weights, load_s=0.0)
-    candidates = tuple(prefill[: weights.max_prefill_candidates])
+    costs = _Costs(query, overlaps, weights)
+    prefill = sorted(prefill_workers, key=lambda each: costs.ranked(each, costs.compute_s(each)))
+    best = prefill[0] if prefill else None
+    decode = min(decode_workers, key=lambda each: costs.ranked(each, costs.decode_s(each, best)))
+    computing = costs.computing(decode, best)
     return RouteDecision(
-        decode_worker=decode[0],
-        prefill_candidates=candidates,
-        decode_overlap=_overlap(query, overlaps, decode[0]),
-        prefill_overlaps=tuple(_overlap(query, overlaps, each) for each in candidates),
+        decode_worker=decode.worker_id,
+        prefill_candidates=tuple(
+            each.worker_id for each in prefill[: weights.max_prefill_candidates]
+        ),
+        computing_worker=computing.worker_id,
+        num_computed_tokens=costs.num_lacking(computing),
+        num_received_pages=costs.num_lacking_pages(decode),
+        least_wait_s=min(costs.wait_s(each, prefill) for each in decode_workers),
     )
 
 
-def _order(
-    query: RouteQuery,
-    workers: Sequence[WorkerLoad],
-    overlaps: Mapping[str, int],
-    weights: PolicyWeights,
-    *,
-    load_s: float,
-) -> list[str]:
-    def cost(worker: WorkerLoad) -> tuple[float, bytes]:
-        missing = query.num_tokens - _overlap(query, overlaps, worker.worker_id)
-        seconds = (
-            (worker.queued_tokens + weights.new_work_weight * missing)
-            / weights.prefill_tokens_per_s
-            + worker.num_requests * load_s
-            + worker.used_page_share * weights.page_pressure_s
+class _Costs:
+    """The costs of all workers for one request, seconds."""
+
+    def __init__(
+        self, query: RouteQuery, overlaps: Mapping[str, int], weights: PolicyWeights
+    ) -> None:
+        self._query = query
+        self._overlaps = overlaps
+        self._weights = weights
+
+    def ranked(self, worker: WorkerLoad, seconds: float) -> tuple[float, bytes]:
+        """Order equal workers differently for different prompts, so that cold prompts spread."""
+        name = self._query.affinity + worker.worker_id.encode()
+        return seconds, hashlib.blake2b(name, digest_size=8).digest()
+
+    def num_lacking(self, worker: WorkerLoad) -> int:
+        """Return the tokens that a worker's cache lacks: at least one, the last."""
+        num_tokens = self._query.num_tokens
+        num_cached = self._overlaps.get(worker.worker_id, 0) * self._query.page_size
+        return num_tokens - min(num_cached, num_tokens - 1)
+
+    def num_lacking_pages(self, worker: WorkerLoad) -> int:
+        return -(-self.num_lacking(worker) // self._query.page_size)
+
+    def compute_s(self, worker: WorkerLoad) -> float:
+        num_new = self._weights.new_work_weight * self.num_lacking(worker)
+        return (worker.queued_tokens + num_new) / self._weights.prefill_tokens_per_s
+
+    def decode_s(self, worker: WorkerLoad, prefill: WorkerLoad | None) -> float:
+        queue = worker.queue
+        share_in_use = 0.0
+        if queue.num_pages:
+            num_in_use = queue.num_pages - queue.num_free_pages + self.num_lacking_pages(worker)
+            share_in_use = num_in_use / queue.num_pages
+        receive_s = 0.0
+        if prefill is not None:
+            receive_s = self.num_lacking(worker) * worker.receive_s_per_token
+        return (
+            self._hold_s(worker)
+            + worker.num_requests * self._weights.decode_load_s
+            + share_in_use * self._weights.page_pressure_s
+            + receive_s
+            # At most what a prefill worker costs, so that no worker loses by holding more.
+            + min(
+                self.compute_s(each) for each in (self.computing(worker, prefill), prefill) if each
+            )
         )
-        return seconds, _tie_break(query.affinity, worker.worker_id)
 
-    return [worker.worker_id for worker in sorted(workers, key=cost)]
+    def computing(self, decode: WorkerLoad, prefill: WorkerLoad | None) -> WorkerLoad:
+        """Return the worker that computes the prompt if it is decoded there."""
+        is_little = self.num_lacking(decode) <= self._weights.local_prefill_max_tokens
+        return decode if prefill is None or is_little else prefill
 
+    def wait_s(self, decode: WorkerLoad, prefill: Sequence[WorkerLoad]) -> float:
+        """Return how long the request would wait before it could start on a decode worker."""
+        computing = [self.computing(decode, each) for each in prefill] or [decode]
+        return max(self._hold_s(decode), min(each.prefill_wait_s for each in computing))
 
-def _overlap(query: RouteQuery, overlaps: Mapping[str, int], worker_id: str) -> int:
-    # The last token is always computed, also where its page is held.
-    return min(overlaps.get(worker_id, 0) * query.page_size, query.num_tokens - 1)
-
-
-def _tie_break(affinity: bytes, worker_id: str) -> bytes:
-    """Order equal workers differently for different prompts, so that cold prompts spread."""
-    return hashlib.blake2b(affinity + worker_id.encode(), digest_size=8).digest()
+    def _hold_s(self, worker: WorkerLoad) -> float:
+        query = self._query
+        num_pages = self.num_lacking_pages(worker)
+        num_new_tokens = query.num_sequences * min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
+        demand = Demand(
+            num_pages=num_pages,
+            mean_pages=num_pages + num_new_tokens / query.page_size / 2,
+            num_sequences=query.num_sequences,
+        )
+        return wait_to_hold_s(worker.queue, demand)

@@ -1,11 +1,24 @@
 """A prompt as a front end hands it over, and how it becomes token ids."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
-from router.errors import ChatTemplateError, InvalidRequest, RefusedByTemplate
+from protos.token_ids import pack_token_ids, unpack_token_ids
+from router.chat_renderer import ChatRenderer
+from router.errors import ChatTemplateError, InvalidRequest, RefusedByTemplate, WrongTools
 from router.model_folder import ModelFolder
-from router.tokenizer import Tokenizer
+from router.off_loop import OffLoop
 from router.validation import check_packed_token_ids, check_text
+
+T = TypeVar("T")
+
+# What takes longer than half a millisecond; the way through a thread costs a third of one.
+LARGE_TEXT_CHARS = 1000
+LARGE_PACKED_BYTES = 16_384  # to check and hash
+LARGE_IDS_BYTES = 4000  # to turn into text
+LARGE_PIECES_BYTES = 160  # ... and each by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,66 +36,182 @@ class PackedTokens:
     packed: bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A function that the assistant called."""
+
+    name: str
+    arguments: str = ""  # as the model wrote them
+    id: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what ChatTemplate takes."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {**_given(id=self.id), "type": "function", "function": function}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatMessage:
+    """One message of a chat; empty fields do not exist for the template, but role and content."""
+
+    role: str
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        texts = (self.role, self.content, self.reasoning_content, self.tool_call_id, self.name)
+        calls = (text for call in self.tool_calls for text in (call.id, call.name, call.arguments))
+        return sum(map(len, texts)) + sum(map(len, calls))
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what ChatTemplate takes, with keys as transformers' documentation names them."""
+        return {
+            "role": self.role,
+            "content": self.content,
+            **_given(
+                reasoning_content=self.reasoning_content,
+                tool_calls=[call.for_template() for call in self.tool_calls],
+                tool_call_id=self.tool_call_id,
+                name=self.name,
+            ),
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """Messages for the model's template, which writes the special tokens itself."""
 
     field: str
-    messages: tuple[tuple[str, str], ...]  # (role, content)
+    messages: tuple[ChatMessage, ...]
+    tools_json: str = ""  # functions that the model may call; empty: none
 
 
 Prompt = Text | PackedTokens | Chat
 
 
-async def tokenize(prompt: Prompt, folder: ModelFolder, *, max_chars: int) -> tuple[str, list[int]]:
-    """Return the text that was tokenized ("" for token ids) and the token ids.
+class PromptEncoder:
+    """Turns prompts into token ids, with the text side of a model."""
 
-    Raises:
-        InvalidRequest: The prompt cannot become tokens.
-    """
-    if isinstance(prompt, PackedTokens):
-        return "", check_packed_token_ids(prompt.packed)
-    tokenizer = _require_tokenizer(prompt.field, folder)
-    if isinstance(prompt, Text):
-        check_text(prompt.field, prompt.text, max_chars)
-        return prompt.text, await tokenizer.encode_large(prompt.text, add_special_tokens=True)
-    text = _render(prompt, folder, max_chars)
-    return text, await tokenizer.encode_large(text, add_special_tokens=False)
+    def __init__(
+        self, *, folder: ModelFolder, renderer: ChatRenderer | None, off_loop: OffLoop
+    ) -> None:
+        self._folder = folder
+        self._renderer = renderer  # None: the model has no chat template
+        self._off_loop = off_loop
+
+    async def encode(
+        self, prompt: Prompt, finish: Callable[[bytes], T], *, max_chars: int
+    ) -> tuple[str, T]:
+        """Return the text of a prompt, "" for token ids, and what `finish` makes of its tokens.
+
+        Args:
+            prompt: As a front end hands it over.
+            finish: Called with the packed token ids; for a large prompt in a thread.
+            max_chars: Of a text, and of a chat with all its fields.
+
+        Raises:
+            InvalidRequest: The prompt cannot become tokens.
+            Overloaded: Too many prompts wait to be rendered or tokenized.
+        """
+        if isinstance(prompt, PackedTokens):
+            check_packed_token_ids("prompt.token_ids", prompt.packed)
+            if len(prompt.packed) <= LARGE_PACKED_BYTES:
+                return "", finish(prompt.packed)
+            work = partial(finish, prompt.packed)
+            return "", await self._off_loop.run(work, len(prompt.packed))
+        tokenizer = self._folder.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(prompt.field, "text", "token_ids: this router has no tokenizer")
+        if isinstance(prompt, Text):
+            check_text(prompt.field, prompt.text, max_chars)
+            text = prompt.text
+        else:
+            text = await self._render(prompt, max_chars)
+        # A template writes the special tokens itself.
+        adds_special_tokens = isinstance(prompt, Text)
+        if len(text) <= LARGE_TEXT_CHARS:
+            ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+            return text, finish(pack_token_ids(ids))
+
+        def encode_large() -> T:
+            ids = tokenizer.encode_unlocked(text, add_special_tokens=adds_special_tokens)
+            return finish(pack_token_ids(ids))
+
+        return text, await self._off_loop.run(encode_large, len(text))
+
+    async def decode(
+        self, packed: bytes, *, skip_special_tokens: bool, with_pieces: bool
+    ) -> tuple[str, list[str]]:
+        """Return the text of packed token ids, and if asked for the text of each by itself.
+
+        Raises:
+            InvalidRequest: The router has no tokenizer.
+            Overloaded: Too many prompts wait to be tokenized.
+        """
+        tokenizer = self._folder.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("token_ids", "ids", "none: this router has no tokenizer")
+
+        def work() -> tuple[str, list[str]]:
+            token_ids = unpack_token_ids(packed)
+            pieces = {each: tokenizer.piece(each) for each in set(token_ids if with_pieces else ())}
+            text = tokenizer.decode_unlocked(token_ids, skip_special_tokens=skip_special_tokens)
+            return text, [pieces[each] for each in token_ids] if with_pieces else []
+
+        if len(packed) <= (LARGE_PIECES_BYTES if with_pieces else LARGE_IDS_BYTES):
+            return work()
+        return await self._off_loop.run(work, len(packed))
+
+    async def _render(self, prompt: Chat, max_chars: int) -> str:
+        if self._renderer is None:
+            raise InvalidRequest(
+                prompt.field, "a chat", "text or token_ids: the model has no chat template"
+            )
+        _check_chat(prompt, max_chars)
+        field = f"{prompt.field}.messages"
+        messages = [each.for_template() for each in prompt.messages]
+        try:
+            return await self._renderer.render(messages, prompt.tools_json)
+        except WrongTools as wrong:
+            raise InvalidRequest(
+                f"{prompt.field}.tools_json", str(wrong), "a JSON array of objects"
+            ) from wrong
+        except RefusedByTemplate as refused:
+            raise InvalidRequest(
+                field, "messages that the template refuses", str(refused)
+            ) from refused
+        except ChatTemplateError as error:
+            raise InvalidRequest(
+                field, f"messages for which the model's template {error}", "other messages"
+            ) from error
 
 
-def _require_tokenizer(field: str, folder: ModelFolder) -> Tokenizer:
-    if folder.tokenizer is None:
-        raise InvalidRequest(field, "text", "token_ids: this router has no tokenizer")
-    return folder.tokenizer
-
-
-def _render(prompt: Chat, folder: ModelFolder, max_chars: int) -> str:
-    if folder.chat_template is None:
-        raise InvalidRequest(
-            prompt.field, "a chat", "text or token_ids: the model has no chat template"
-        )
+def _check_chat(prompt: Chat, max_chars: int) -> None:
     if not prompt.messages:
         raise InvalidRequest(f"{prompt.field}.messages", "none", "at least one message")
-    num_chars = 0
-    for index, (role, content) in enumerate(prompt.messages):
-        num_chars += len(role) + len(content)
-        if not role:
-            raise InvalidRequest(
-                f"{prompt.field}.messages[{index}].role",
-                "an empty role",
-                "a role of the model's template, such as user",
-            )
+    for refusal in _empty_names(prompt):
+        raise refusal
+    num_chars = len(prompt.tools_json) + sum(each.num_chars for each in prompt.messages)
     if num_chars > max_chars:
         raise InvalidRequest(prompt.field, f"{num_chars} characters", f"at most {max_chars}")
-    try:
-        return folder.chat_template.render(
-            [{"role": role, "content": content} for role, content in prompt.messages]
-        )
-    except RefusedByTemplate as refused:
-        raise InvalidRequest(
-            f"{prompt.field}.messages", "messages that the template refuses", str(refused)
-        ) from refused
-    except ChatTemplateError as error:
-        raise InvalidRequest(
-            f"{prompt.field}.messages", f"that the model's template {error}", "other messages"
-        ) from error
+
+
+def _empty_names(prompt: Chat) -> Iterator[InvalidRequest]:
+    """Find roles and functions without a name."""
+    for index, message in enumerate(prompt.messages):
+        field = f"{prompt.field}.messages[{index}]"
+        if not message.role:
+            allowed = "a role of the model's template, such as user"
+            yield InvalidRequest(f"{field}.role", "an empty role", allowed)
+        for number, call in enumerate(message.tool_calls):
+            if not call.name:
+                name = f"{field}.tool_calls[{number}].name"
+                yield InvalidRequest(name, "an empty name", "the name of the called function")
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value}

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, fields
 
-MAX_CHOICES = 64  # n of any request
+from protos.sampling_limits import MAX_CHOICES
+from protos.token_ids import TOKEN_BYTES
 
 _CAPACITIES = ("max_context_tokens", "max_choices")  # in which workers may differ
 
@@ -51,6 +52,7 @@ class AskedSampling:
     ignore_eos: bool = False
     n: int | None = None
     logprobs: int | None = None
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,7 @@ class Sampling:
     ignore_eos: bool
     n: int
     logprobs: int | None  # None: none
+    skip_special_tokens: bool = True  # in the text; the router's own business, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +93,16 @@ class GenerationRequest:
     """An admitted request: everything that dispatch needs to get it served."""
 
     request_id: str  # 32 hexadecimal digits
-    token_ids: tuple[int, ...]  # the prompt
+    packed_token_ids: bytes  # the prompt, as protos.token_ids packs it
     sampling: Sampling
     end_token_ids: frozenset[int]  # those that end a choice and are not part of its text
     page_hashes: tuple[bytes, ...]  # of the prompt's full pages
     page_size: int
     arrived_at: float  # loop time
     deadline_at: float  # loop time
+    begins_in_reasoning: bool = False  # see GenerateResponse in protos/inference.proto
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.packed_token_ids) // TOKEN_BYTES

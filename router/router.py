@@ -9,12 +9,17 @@ import grpc
 
 from observability.logs import fields
 from router.admission import Admission
+from router.chat_renderer import ChatRenderer, ChildRenderer
+from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.errors import ChatTemplateError, ModelFolderError
 from router.health import Health
 from router.membership import WorkerMember
 from router.model_folder import ModelFolder, read_model_folder
+from router.off_loop import OffLoop, RunBlocking
 from router.prefix_index import PrefixIndex
+from router.prompt import PromptEncoder
 from router.server import InferenceServicer, add_to_server
 from router.worker_registry import WorkerRegistry
 
@@ -28,8 +33,10 @@ class Router:
         config: Limits and weights.
         model_dir: Folder with tokenizer.json, chat template and generation_config.json; None serves
             token ids only (no text, no chat, no stop strings).
-        connect_channel: Makes a grpc.aio channel to a worker's address.
+        connect_channel: Makes a grpc.aio channel to one start of a worker.
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
+        make_renderer: Makes what renders chats with the model's template.
+        run_blocking: Runs what grows with a prompt.
 
     Raises:
         ModelFolderError: A file of the model folder cannot be used.
@@ -40,12 +47,16 @@ class Router:
         *,
         config: RouterConfig,
         model_dir: Path | None,
-        connect_channel: Callable[[str], grpc.aio.Channel],
+        connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         random_id: Callable[[], str],
+        make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
+        run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         folder = ModelFolder()
         if model_dir is not None:
             folder = read_model_folder(model_dir, max_prompt_chars=config.most_prompt_chars)
+        self._model_dir = model_dir
+        self._renderer = make_renderer(folder.chat_template) if folder.chat_template else None
         self.index = PrefixIndex(max_pages=config.max_index_pages)
         self.registry = WorkerRegistry(
             config=config,
@@ -55,7 +66,15 @@ class Router:
         )
         self.dispatcher = Dispatcher(config=config, registry=self.registry, index=self.index)
         self.admission = Admission(
-            config=config, folder=folder, registry=self.registry, random_id=random_id
+            config=config,
+            folder=folder,
+            encoder=PromptEncoder(
+                folder=folder,
+                renderer=self._renderer,
+                off_loop=OffLoop(run_blocking, retry_delay_s=config.retry_delay_s),
+            ),
+            registry=self.registry,
+            random_id=random_id,
         )
         self._servicer = InferenceServicer(
             admission=self.admission,
@@ -74,7 +93,17 @@ class Router:
         self._health.add_to_server(server)
 
     async def start(self) -> None:
-        """Begin to report health; workers are followed from `set_workers` on."""
+        """Get ready for chats and report health; workers are followed from `set_workers` on.
+
+        Raises:
+            ModelFolderError: The chat template cannot be used.
+        """
+        if self._renderer:
+            try:
+                await self._renderer.start()
+            except ChatTemplateError as error:
+                await self._renderer.close()
+                raise ModelFolderError(f"chat template of {self._model_dir}: {error}") from error
         self._health_task = asyncio.create_task(self._health.run(), name="router-health")
 
     async def set_workers(self, workers: Iterable[WorkerMember]) -> None:
@@ -96,3 +125,5 @@ class Router:
             await self.admission.wait_idle(1.0)
         await self.dispatcher.stop()
         await self.registry.stop()
+        if self._renderer:
+            await self._renderer.close()

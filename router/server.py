@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -12,9 +13,9 @@ from grpc_status import rpc_status
 
 from observability.logs import fields
 from protos import inference_pb2, inference_pb2_grpc
-from protos.token_ids import pack_token_ids
 from router import wire
 from router.admission import Admission
+from router.delivery import Delivery, Message
 from router.dispatch import Dispatcher
 from router.errors import (
     DeadlineExceeded,
@@ -28,14 +29,17 @@ from router.errors import (
     UnknownModel,
 )
 from router.generation import Generation
+from router.many_calls import ManyCalls, Send
 from router.prefix_index import PrefixIndex
-from router.prompt import Chat, PackedTokens, Prompt, Text
+from router.prompt import PackedTokens, Prompt, Text
+from router.session import Stream
 from router.validation import check_num_messages
 from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
 _ERROR_DOMAIN = "pagewire"
+_MOST_RESULTS = 128  # in a message of GenerateMany
 # The first class that an error is an instance of decides.
 _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
@@ -47,6 +51,8 @@ _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
     (SlowClient, grpc.StatusCode.CANCELLED),
 )
 _CODES_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+# Takes all messages of a call to its caller.
+_Deliver = Callable[[AsyncGenerator[inference_pb2.GenerateResponse, None]], Awaitable[None]]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -72,35 +78,48 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        record = _Record(self._random_id(), asyncio.get_running_loop().time())
+        async def deliver(
+            messages: AsyncGenerator[inference_pb2.GenerateResponse, None],
+        ) -> None:
+            await self._delivery(messages, context).run()
+
+        async with _answering(context):
+            await self._generate(request, context.time_remaining(), deliver)
+
+    async def GenerateMany(
+        self,
+        requests: AsyncIterator[inference_pb2.GenerateManyRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        cancelled = status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="cancelled")
+        calls = ManyCalls(self._play, cancelled_status=cancelled.SerializeToString())
+        reader = asyncio.create_task(_read_calls(requests, calls), name="many-calls")
         try:
-            with self._admission.slot():
-                await self._generate(request, context, record)
-            record.outcome = "ok"
-            self._admission.num_finished += 1
-        except RouterError as error:
-            record.outcome = _code(error).name
-            await _abort(context, error)
-        except asyncio.CancelledError:
-            record.outcome = "CANCELLED"
-            raise
-        except Exception:
-            # Nothing that one request does may reach the others.
-            logger.exception("request_crashed", extra=fields(request_id=record.request_id))
-            record.outcome = "INTERNAL"
-            await _abort(context, _internal_error())
+            async with _answering(context):
+                await self._delivery(_results(calls), context).run()
         finally:
-            record.log()
+            reader.cancel()
+            await calls.stop()
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
-        try:
+        async with _answering(context), self._served(self._record()):
             prompt = _prompt(request, "input")
-            text, token_ids = await self._admission.tokenize(request.model, prompt)
-        except RouterError as error:
-            await _abort(context, error)
-        return inference_pb2.TokenizeResponse(token_ids=pack_token_ids(token_ids), text=text)
+            text, packed = await self._admission.tokenize(request.model, prompt)
+        return inference_pb2.TokenizeResponse(token_ids=packed, text=text)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        async with _answering(context), self._served(self._record()):
+            text, pieces = await self._admission.detokenize(
+                request.model,
+                request.token_ids,
+                skip_special_tokens=request.skip_special_tokens,
+                with_pieces=request.with_pieces,
+            )
+        return inference_pb2.DetokenizeResponse(text=text, pieces=pieces)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -108,7 +127,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         served = self._registry.model
         if served is None:
             return inference_pb2.ListModelsResponse()
-        model = wire.model(served, has_chat_template=self._admission.has_chat_template)
+        model = wire.model(
+            served,
+            has_chat_template=self._admission.has_chat_template,
+            tool_call_format=self._admission.tool_call_format,
+            has_reasoning=self._admission.has_reasoning,
+            max_request_bytes=self._admission.max_request_bytes,
+            max_request_fields=self._admission.max_request_fields,
+        )
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def GetClusterStatus(
@@ -125,39 +151,83 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             index_pages=self._index.num_pages,
         )
 
+    async def _play(self, start: inference_pb2.GenerateManyRequest, send: Send) -> bytes:
+        """Run one call of many."""
+
+        async def deliver(
+            messages: AsyncGenerator[inference_pb2.GenerateResponse, None],
+        ) -> None:
+            async with aclosing(messages):
+                async for message in messages:
+                    await send(message)
+
+        try:
+            await self._generate(
+                start.start, start.timeout_ms / 1000 or None, deliver, start.interval_ms / 1000
+            )
+        except RouterError as error:
+            status: bytes = _status(error).SerializeToString()
+            return status
+        return b""
+
     async def _generate(
         self,
         request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext,
-        record: "_Record",
+        time_remaining_s: float | None,
+        deliver: _Deliver,
+        interval_s: float = 0.0,
     ) -> None:
-        generation = await self._admission.admit(
-            request_id=record.request_id,
-            model_name=request.model,
-            prompt=_prompt(request, "prompt"),
-            asked=wire.asked_sampling(request.sampling),
-            arrived_at=record.arrived_at,
-            time_remaining_s=context.time_remaining(),
-        )
-        record.generation = generation
-        async with self._dispatcher.serve(generation) as stream:
-            while outputs := await stream.next_outputs():
-                messages = [wire.response(record.request_id, output) for output in outputs]
-                if generation.is_finished:  # and this is the last of it
-                    messages[-1].usage.CopyFrom(_usage(generation))
-                for message in messages:
-                    await self._write(context, message)
-
-    async def _write(
-        self, context: grpc.aio.ServicerContext, message: inference_pb2.GenerateResponse
-    ) -> None:
+        record = self._record()
         try:
-            async with asyncio.timeout(self._slow_client_timeout_s):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowClient(
-                f"the client took nothing for {self._slow_client_timeout_s:g} s"
+            async with self._served(record):
+                self._dispatcher.check_room()
+                record.generation = await self._admission.admit(
+                    request_id=record.request_id,
+                    model_name=request.model,
+                    prompt=_prompt(request, "prompt"),
+                    asked=wire.asked_sampling(request.sampling),
+                    arrived_at=record.arrived_at,
+                    time_remaining_s=time_remaining_s,
+                )
+                async with self._dispatcher.serve(record.generation) as stream:
+                    await deliver(_responses(stream, interval_s))
+                self._admission.num_finished += 1
+        finally:
+            record.log()
+
+    @asynccontextmanager
+    async def _served(self, record: "_Record") -> AsyncIterator[None]:
+        """Hold a place for a request, and note how it ends: if not well, with a RouterError."""
+        try:
+            with self._admission.slot():
+                yield
+            record.outcome = "ok"
+        except RouterError as error:
+            record.outcome = _code(error).name
+            raise
+        except asyncio.CancelledError:
+            record.outcome = "CANCELLED"
+            raise
+        except Exception:
+            # Nothing that one request does may reach the others.
+            logger.exception("request_crashed", extra=fields(request_id=record.request_id))
+            record.outcome = "INTERNAL"
+            raise RequestFailed(
+                grpc.StatusCode.INTERNAL.value[0], "internal error; see the router's log"
             ) from None
+
+    def _record(self) -> "_Record":
+        return _Record(self._random_id(), asyncio.get_running_loop().time())
+
+    def _delivery(
+        self, messages: AsyncGenerator[Message, None], context: grpc.aio.ServicerContext
+    ) -> Delivery[Message]:
+        return Delivery(
+            messages,
+            begin=lambda: context.send_initial_metadata(()),
+            write=context.write,
+            timeout_s=self._slow_client_timeout_s,
+        )
 
 
 def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
@@ -194,7 +264,7 @@ class _Record:
             extra=fields(
                 request_id=self.request_id,
                 outcome=self.outcome,
-                prompt_tokens=len(generation.request.token_ids),
+                prompt_tokens=generation.request.prompt_len,
                 completion_tokens=generation.num_tokens,
                 ttft_ms=ttft_ms,
                 total_ms=round(total_ms, 1),
@@ -213,10 +283,33 @@ def _prompt(request: Any, field: str) -> Prompt:
         return PackedTokens(request.token_ids)
     if kind == "chat":
         check_num_messages(f"{field}.chat.messages", len(request.chat.messages))
-        messages = tuple((message.role, message.content) for message in request.chat.messages)
-        return Chat(f"{field}.chat", messages)
+        return wire.chat(f"{field}.chat", request.chat)
     kinds = (each.name for each in request.DESCRIPTOR.oneofs_by_name[field].fields)
     raise InvalidRequest(field, "nothing", f"one of {', '.join(kinds)}")
+
+
+async def _responses(
+    stream: Stream, interval_s: float
+) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    generation = stream.generation
+    while outputs := await stream.next_outputs():
+        messages = [wire.response(generation.request, output) for output in outputs]
+        if generation.is_finished:  # and this is the last of it
+            messages[-1].usage.CopyFrom(_usage(generation))
+        for message in messages:
+            yield message
+        if interval_s:
+            await stream.gather(interval_s)
+
+
+async def _results(calls: ManyCalls) -> AsyncGenerator[inference_pb2.GenerateManyResponse, None]:
+    while results := await calls.take():
+        # A caller that reads late gets much at once, and no message may be too long.
+        for first in range(0, len(results), _MOST_RESULTS):
+            part = results[first : first + _MOST_RESULTS]
+            yield inference_pb2.GenerateManyResponse(
+                results=[wire.call_result(*each) for each in part]
+            )
 
 
 def _usage(generation: Generation) -> inference_pb2.Usage:
@@ -224,7 +317,7 @@ def _usage(generation: Generation) -> inference_pb2.Usage:
     stats = wire.request_stats(generation.stats)
     stats.resumptions = generation.num_resumptions
     return inference_pb2.Usage(
-        prompt_tokens=len(generation.request.token_ids),
+        prompt_tokens=generation.request.prompt_len,
         completion_tokens=generation.num_tokens,
         stats=stats,
         ttft_ms=timings.ttft_ms,
@@ -234,10 +327,6 @@ def _usage(generation: Generation) -> inference_pb2.Usage:
     )
 
 
-def _internal_error() -> RequestFailed:
-    return RequestFailed(grpc.StatusCode.INTERNAL.value[0], "internal error; see the router's log")
-
-
 def _code(error: RouterError) -> grpc.StatusCode:
     if isinstance(error, RequestFailed):
         code = _CODES_BY_NUMBER.get(error.code, grpc.StatusCode.UNKNOWN)
@@ -245,8 +334,33 @@ def _code(error: RouterError) -> grpc.StatusCode:
     return next(code for kind, code in _CODES if isinstance(error, kind))
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: RouterError) -> NoReturn:
-    """End the call with a status that programs can read: reason, fields, retry delay."""
+async def _read_calls(
+    requests: AsyncIterator[inference_pb2.GenerateManyRequest], calls: ManyCalls
+) -> None:
+    error = None
+    try:
+        async for each in requests:
+            if each.HasField("start"):
+                calls.start(each.call_id, each)
+            else:
+                calls.cancel(each.call_id)
+            await calls.wait_taken()
+    except Exception as found:  # whatever ends the reading ends the stream
+        error = found
+    calls.close(error)
+
+
+@asynccontextmanager
+async def _answering(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """End a call with the status of what goes wrong."""
+    try:
+        yield
+    except RouterError as error:
+        await _abort(context, _status(error))
+
+
+def _status(error: RouterError) -> status_pb2.Status:
+    """Return a status that programs can read: reason, fields, retry delay."""
     status = status_pb2.Status(code=_code(error).value[0], message=str(error))
     reason = error_details_pb2.ErrorInfo(reason=_reason(error), domain=_ERROR_DOMAIN)
     status.details.add().Pack(reason)
@@ -259,6 +373,10 @@ async def _abort(context: grpc.aio.ServicerContext, error: RouterError) -> NoRet
         delay = Duration()
         delay.FromMilliseconds(int(1000 * error.retry_delay_s))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+async def _abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
     raise AssertionError("abort always raises")

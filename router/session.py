@@ -6,6 +6,7 @@ another, as the next attempt.
 """
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -29,7 +30,7 @@ class Stream:
         self.placement: Placement | None = None
         self._attempt_over: asyncio.Future[None] | None = None
         self._ready = asyncio.Event()  # there is something to take, or the end
-        self._is_over = False
+        self._over = asyncio.Event()
         self._error: RouterError | None = None
 
     async def next_outputs(self) -> list[Output]:
@@ -42,13 +43,19 @@ class Stream:
             outputs = self.generation.take_outputs()
             if outputs:
                 return outputs
-            if self._is_over:
+            if self._over.is_set():
                 if self._error:
                     raise self._error
                 return []
             # No deadline here: the task that drives the request has one, and ends this.
             await self._ready.wait()
             self._ready.clear()
+
+    async def gather(self, seconds: float) -> None:
+        """Let outputs gather for so long, or until nothing more comes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
 
     def begin_attempt(self) -> "asyncio.Future[None]":
         self._attempt_over = asyncio.get_running_loop().create_future()
@@ -61,13 +68,14 @@ class Stream:
         over = self._attempt_over
         if over is None or over.done():
             return
+        now = asyncio.get_running_loop().time()
         try:
-            is_fresh = self.generation.accept(delta, asyncio.get_running_loop().time())
+            is_fresh = self.generation.accept(delta, now)
         except DeltaGap as gap:
             self.fail_attempt(AttemptFailed(str(gap)))
             return
         if is_fresh and self.placement:
-            self.placement.prefilled()
+            self.placement.prefilled(now)
         if self.generation.is_finished:
             over.set_result(None)
         self._ready.set()
@@ -76,6 +84,7 @@ class Stream:
         """End the attempt because the worker says so, unless that is stale."""
         if not self.generation.fail_attempt(failure.attempt):
             return
+        self.generation.failed_passes = failure.failed_passes
         if failure.code in _RETRYABLE:
             self.fail_attempt(AttemptFailed(failure.message, is_refusal=True))
         elif failure.code == _RESOURCE_EXHAUSTED:
@@ -89,8 +98,8 @@ class Stream:
 
     def end(self, error: RouterError | None) -> None:
         """Let the client's call see the end; the first end counts."""
-        if not self._is_over:
-            self._is_over = True
+        if not self._over.is_set():
+            self._over.set()
             # A deadline may pass between the last token and this; the client has its result.
             self._error = None if self.generation.is_finished else error
             self._ready.set()

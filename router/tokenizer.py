@@ -1,95 +1,108 @@
 """Text to token ids and back, equal to transformers' AutoTokenizer with the same files."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-_ADDED_TOKEN_FIELDS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}
-_LARGE_TEXT_CHARS = 50_000  # about 50 ms of tokenizing: longer would hold up other streams
+from router.added_tokens import TokenFiles
 
 
 class Tokenizer:
-    """A tokenizer.json with the added tokens of its tokenizer_config.json.
+    """A tokenizer.json with the added tokens of the files beside it.
 
-    Its post-processor alone says which special tokens a prompt gets: where there is a
-    tokenizer.json, transformers ignores `add_bos_token` and `add_eos_token` too.
+    tokenizer.json alone defines how text is split, and its post-processor which special tokens a
+    prompt gets. transformers likewise ignores `add_bos_token` and `add_eos_token`, but replaces the
+    splitting of two tokenizer classes (docs/decisions/0014-what-a-model-folder-may-say.md).
 
     Args:
         serialized: Content of tokenizer.json.
-        special_tokens: Name |-> text, such as bos_token |-> "<s>"; those unknown are added.
-        added_tokens: Id |-> AddedToken fields, as in `added_tokens_decoder`.
+        files: The files beside it.
+
+    Attributes:
+        special_tokens: Name, such as bos_token |-> text.
+
+    Raises:
+        WrongToken: If a file describes a token wrongly.
     """
 
-    def __init__(
-        self,
-        serialized: str,
-        *,
-        special_tokens: Mapping[str, str] | None = None,
-        added_tokens: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        special_tokens = special_tokens or {}
+    def __init__(self, serialized: str, files: TokenFiles | None = None) -> None:
+        files = files or TokenFiles()
         self._tokenizer = HuggingFaceTokenizer.from_str(serialized)
         self._tokenizer.no_truncation()  # a prompt that is too long is refused, never cut
         self._tokenizer.no_padding()
-        self._add_tokens(special_tokens, added_tokens or {})
+        tokens = files.tokens(self._tokenizer.get_added_tokens_decoder())
+        self._tokenizer.add_tokens(list(tokens.added))
+        self._tokenizer.encode_special_tokens = files.config.get("split_special_tokens") is True
+        self.special_tokens = tokens.named
         self._special_ids = frozenset(
             token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
 
+    @property
+    def is_bpe(self) -> bool:
+        return type(self._tokenizer.model).__name__ == "BPE"
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text; special tokens written in it count as such."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    async def encode_large(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the same without holding up the event loop when the text is long."""
-        if len(text) <= _LARGE_TEXT_CHARS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        # encode_batch releases the interpreter lock, encode does not.
-        [encoding] = await asyncio.to_thread(
-            self._tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens
-        )
+    def encode_unlocked(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the same in a thread, without the interpreter lock most of the time."""
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens; unknown ids have no text."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, by default without special ones; unknown ones have none."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_unlocked(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the same in a thread, without the interpreter lock most of the time."""
+        [text] = self._tokenizer.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return str(text)
+
+    def piece(self, token_id: int) -> str:
+        """Return the text that a token, special or not, adds within a text.
+
+        It has the leading blank that `decode` drops at the beginning of a text.
+        """
+        once = self.decode([token_id], skip_special_tokens=False)
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :] if twice.startswith(once) else once
+
+    def is_known(self, token_id: int) -> bool:
+        """Whether the vocabulary has a token by this id."""
+        return self._tokenizer.id_to_token(token_id) is not None
 
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` does not skip this token: it is known and not special."""
-        return (
-            token_id not in self._special_ids and self._tokenizer.id_to_token(token_id) is not None
-        )
+        return token_id not in self._special_ids and self.is_known(token_id)
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token by its text; None: there is no such token."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special or not."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
-    def _add_tokens(
-        self, special_tokens: Mapping[str, str], added_tokens: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Add what the configuration has and tokenizer.json lacks, as transformers does."""
-        known = {repr(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
-        for _, fields in sorted(added_tokens.items(), key=lambda item: int(item[0])):
-            token = AddedToken(
-                **{name: fields[name] for name in _ADDED_TOKEN_FIELDS & fields.keys()}
-            )
-            if repr(token) not in known:
-                add = (
-                    self._tokenizer.add_special_tokens
-                    if token.special
-                    else self._tokenizer.add_tokens
-                )
-                add([token])
-        texts = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
-        for text in special_tokens.values():
-            if text not in texts:
-                self._tokenizer.add_special_tokens([AddedToken(text, special=True)])
+
+class WithSpecialTokens:
+    """A tokenizer's decoder whose text has the special tokens, too; see router.detokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def has_text(self, token_id: int) -> bool:
+        return self._tokenizer.is_known(token_id)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -4,43 +4,17 @@ Each refusal is an `InvalidRequest` that names the field, what was found and wha
 sampling parameters it names all fields that are wrong.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from protos.token_ids import unpack_token_ids
+from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
+from protos.token_ids import TOKEN_BYTES, largest_token_id, unpack_token_ids
 from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
 
-MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_STOP_TOKENS = 256
-MAX_SEED = 2**64 - 1
 MAX_MESSAGES = 10_000
-# Divisors of logits: beyond these float32 overflows, and the draw would be of NaN.
-MIN_DIVISOR, MAX_DIVISOR = 1e-3, 1e3
-DIVISORS = f"{MIN_DIVISOR:g} to {MAX_DIVISOR:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The values that a sampling parameter may have, also as a model's default."""
-
-    holds: Callable[[float], bool]  # False for NaN
-    allowed: str
-
-
-RANGES = {
-    "temperature": Range(
-        lambda value: value == 0 or MIN_DIVISOR <= value <= MAX_DIVISOR,
-        f"0 for greedy, or {DIVISORS}",
-    ),
-    "top_p": Range(lambda value: 0 < value <= 1, "above 0, up to 1"),
-    "min_p": Range(lambda value: 0 <= value <= 1, "0 to 1"),
-    "repetition_penalty": Range(lambda value: MIN_DIVISOR <= value <= MAX_DIVISOR, DIVISORS),
-    "presence_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
-    "frequency_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
-}
+MAX_REQUEST_FIELDS = 10 * MAX_MESSAGES  # with their messages; nine make one with a call of a tool
 
 
 def check_model(name: str, model: ServedModel) -> None:
@@ -49,13 +23,10 @@ def check_model(name: str, model: ServedModel) -> None:
         raise UnknownModel("model", _quote(name), f"{_quote(model.name)}, or empty")
 
 
-def check_packed_token_ids(packed: bytes) -> list[int]:
-    """Return the ids of a packed prompt."""
-    if len(packed) % 4:
-        raise InvalidRequest(
-            "prompt.token_ids", f"{len(packed)} bytes", "packed uint32: a multiple of 4 bytes"
-        )
-    return unpack_token_ids(packed)
+def check_packed_token_ids(field: str, packed: bytes) -> None:
+    """Refuse packed ids that are cut off."""
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidRequest(field, f"{len(packed)} bytes", "packed uint32: a multiple of 4 bytes")
 
 
 def check_text(field: str, text: str, max_chars: int) -> None:
@@ -72,24 +43,37 @@ def check_num_messages(field: str, num_messages: int) -> None:
         raise InvalidRequest(field, f"{num_messages} messages", f"at most {MAX_MESSAGES}")
 
 
-def check_prompt(token_ids: Sequence[int], model: ServedModel) -> None:
+def check_prompt(packed: bytes, model: ServedModel) -> None:
     """Refuse a prompt that is empty, leaves no room for output or has foreign token ids."""
-    if not token_ids:
+    num_tokens = len(packed) // TOKEN_BYTES
+    if not num_tokens:
         raise InvalidRequest("prompt", "no tokens", "at least one token")
-    if len(token_ids) >= model.max_context_tokens:
+    if num_tokens >= model.max_context_tokens:
         raise InvalidRequest(
             "prompt",
-            f"{len(token_ids)} tokens",
+            f"{num_tokens} tokens",
             f"at most {model.max_context_tokens - 1}: the context holds"
             f" {model.max_context_tokens} with at least one token of output",
         )
-    if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
+    _check_vocabulary("prompt.token_ids", packed, model)
+
+
+def check_tokens(field: str, packed: bytes, model: ServedModel) -> None:
+    """Refuse more tokens than the context holds, and foreign token ids."""
+    num_tokens = len(packed) // TOKEN_BYTES
+    if num_tokens > model.max_context_tokens:
+        allowed = f"at most {model.max_context_tokens}, what the context holds"
+        raise InvalidRequest(field, f"{num_tokens} tokens", allowed)
+    if packed:
+        _check_vocabulary(field, packed, model)
+
+
+def _check_vocabulary(field: str, packed: bytes, model: ServedModel) -> None:
+    if largest_token_id(packed) >= model.vocab_size:
         index, token_id = next(
-            (i, t) for i, t in enumerate(token_ids) if not 0 <= t < model.vocab_size
+            (i, t) for i, t in enumerate(unpack_token_ids(packed)) if t >= model.vocab_size
         )
-        raise InvalidRequest(
-            f"prompt.token_ids[{index}]", str(token_id), f"0 to {model.vocab_size - 1}"
-        )
+        raise InvalidRequest(f"{field}[{index}]", str(token_id), f"0 to {model.vocab_size - 1}")
 
 
 def complete_sampling(
@@ -150,6 +134,7 @@ def complete_sampling(
             if asked.logprobs is None
             else integer("logprobs", asked.logprobs, 0, 0, min(MAX_LOGPROBS, model.vocab_size))
         ),
+        skip_special_tokens=asked.skip_special_tokens,
     )
     refusals.raise_any()
     return sampling

@@ -6,11 +6,14 @@ from typing import Any
 import grpc
 
 from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from protos.sampling_limits import MAX_CHOICES
 from protos.token_ids import pack_token_ids, unpack_token_ids
+from router.chat_format import ToolCallFormat
 from router.generation import Delta, Failure, Finish, Output, WorkerStats
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
-from router.request import MAX_CHOICES, AskedSampling, GenerationRequest, ServedModel
+from router.prompt import Chat, ChatMessage, ToolCall
+from router.request import AskedSampling, GenerationRequest, ServedModel
 from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 _POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
@@ -19,6 +22,12 @@ _FINISHES = {
     common_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
 }
 _FINISH_NUMBERS = {finish: number for number, finish in _FINISHES.items()}
+_TOOL_CALL_FORMATS = {
+    None: inference_pb2.TOOL_CALL_FORMAT_UNSPECIFIED,
+    ToolCallFormat.LLAMA3_JSON: inference_pb2.TOOL_CALL_FORMAT_LLAMA3_JSON,
+    ToolCallFormat.HERMES: inference_pb2.TOOL_CALL_FORMAT_HERMES,
+    ToolCallFormat.MISTRAL: inference_pb2.TOOL_CALL_FORMAT_MISTRAL,
+}
 _OPTIONAL_SAMPLING = (
     "temperature",
     "top_p",
@@ -63,6 +72,8 @@ async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
             eos_token_ids=tuple(info.eos_token_ids),
             max_choices=min(info.model.max_choices or MAX_CHOICES, MAX_CHOICES),
         ),
+        transports=tuple(info.transports),
+        page_bytes=info.page_bytes,
     )
 
 
@@ -83,6 +94,7 @@ def heartbeat(response: worker_pb2.WatchResponse) -> WorkerHeartbeat:
         queued_tokens=beat.queued_tokens,
         num_pages=pages.total,
         num_used_pages=pages.live + pages.leased + pages.incoming + pages.quarantine,
+        num_computed_tokens=beat.totals.computed_tokens,
         is_draining=beat.draining,
         message=beat.SerializeToString(),
     )
@@ -131,6 +143,7 @@ def submit(
     prefill_candidates: Sequence[WorkerMember],
     cache_salt: bytes,
     timeout_s: float,
+    failed_passes: int,
 ) -> worker_pb2.SessionRequest:
     """Make the message that hands a request to a decode worker.
 
@@ -141,13 +154,14 @@ def submit(
         prefill_candidates: Best first.
         cache_salt: Part of the page hashes.
         timeout_s: The worker gives up after it.
+        failed_passes: As the worker told that had it last.
     """
     sampling = request.sampling
     return worker_pb2.SessionRequest(
         submit=worker_pb2.SubmitRequest(
             request_id=request.request_id,
             attempt=attempt,
-            prompt_token_ids=pack_token_ids(request.token_ids),
+            prompt_token_ids=request.packed_token_ids,
             sampling=common_pb2.SamplingParams(
                 **{name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING},
                 stop_token_ids=sampling.stop_token_ids,
@@ -160,6 +174,7 @@ def submit(
             prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
             cache_salt=cache_salt,
             timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
+            failed_passes=failed_passes,
         )
     )
 
@@ -192,6 +207,7 @@ def session_events(response: worker_pb2.SessionResponse) -> list[Delta | Failure
             attempt=failure.attempt,
             code=failure.code,
             message=failure.message,
+            failed_passes=failure.failed_passes,
         )
         for failure in response.failures
     ]
@@ -205,14 +221,17 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
         stop=tuple(params.stop),
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        skip_special_tokens=(
+            params.skip_special_tokens if params.HasField("skip_special_tokens") else True
+        ),
     )
 
 
-def response(request_id: str, output: Output) -> inference_pb2.GenerateResponse:
+def response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:
     """Convert a piece of a choice for the client."""
     finish = output.finish
     return inference_pb2.GenerateResponse(
-        request_id=request_id,
+        request_id=request.request_id,
         choice=output.choice,
         text=output.text,
         token_ids=pack_token_ids(output.token_ids),
@@ -220,7 +239,36 @@ def response(request_id: str, output: Output) -> inference_pb2.GenerateResponse:
         logprobs=output.logprobs,
         finish_reason=_FINISH_NUMBERS[finish] if finish else common_pb2.FINISH_REASON_UNSPECIFIED,
         stopped_by=output.stopped_by,
+        begins_in_reasoning=request.begins_in_reasoning,
     )
+
+
+def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
+    """Convert a chat; `field` is its name in the request."""
+    messages = tuple(
+        ChatMessage(
+            role=each.role,
+            content=each.content,
+            reasoning_content=each.reasoning_content,
+            tool_calls=tuple(
+                ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+                for call in each.tool_calls
+            ),
+            tool_call_id=each.tool_call_id,
+            name=each.name,
+        )
+        for each in prompt.messages
+    )
+    return Chat(field, messages, prompt.tools_json)
+
+
+def call_result(
+    call_id: int, result: inference_pb2.GenerateResponse | bytes
+) -> inference_pb2.CallResult:
+    """Convert a part of a call of many, or its end with a serialized status."""
+    if isinstance(result, bytes):
+        return inference_pb2.CallResult(call_id=call_id, error_status=result)
+    return inference_pb2.CallResult(call_id=call_id, response=result)
 
 
 def request_stats(stats: WorkerStats) -> common_pb2.RequestStats:
@@ -228,7 +276,15 @@ def request_stats(stats: WorkerStats) -> common_pb2.RequestStats:
     return common_pb2.RequestStats(**{name: getattr(stats, name) for name in _STATS})
 
 
-def model(served: ServedModel, *, has_chat_template: bool) -> inference_pb2.Model:
+def model(
+    served: ServedModel,
+    *,
+    has_chat_template: bool,
+    tool_call_format: ToolCallFormat | None,
+    has_reasoning: bool,
+    max_request_bytes: int,
+    max_request_fields: int,
+) -> inference_pb2.Model:
     """Convert the served model."""
     return inference_pb2.Model(
         name=served.name,
@@ -237,6 +293,10 @@ def model(served: ServedModel, *, has_chat_template: bool) -> inference_pb2.Mode
         page_size=served.page_size,
         has_chat_template=has_chat_template,
         max_choices=served.max_choices,
+        tool_call_format=_TOOL_CALL_FORMATS[tool_call_format],
+        has_reasoning=has_reasoning,
+        max_request_bytes=max_request_bytes,
+        max_request_fields=max_request_fields,
     )
 
 

@@ -4,9 +4,13 @@ Life of a worker's entry (one per incarnation):
     CONNECTING  announced by the controller; GetInfo and the first heartbeat are awaited
     READY       heartbeats arrive; takes requests
     DRAINING    heartbeats arrive and say so; finishes what it has
-    DEAD        silent, stuck, its stream or session broke, or another incarnation replaced it.
-                While it is a member the registry goes on trying to reach it, and it may become
-                READY again.
+    DEAD        its connection or a session broke, it is stuck or was silent for long, or another
+                incarnation replaced it. While it is a member the registry goes on trying to reach
+                it, and it may become READY again.
+
+Whether a worker lives its connection says: gRPC's own threads answer pings, however late its event
+loop and thus its heartbeats are. Whether it works its progress says. Silence alone counts only when
+it lasts long.
 
 A worker leaves when it is not announced and not alive. Not being announced is no reason by itself:
 a controller that was started again knows only those workers that have announced themselves since.
@@ -28,13 +32,16 @@ from observability.logs import fields
 from router import wire
 from router.config import RouterConfig
 from router.errors import WorkerGone
+from router.expected_wait import DecodeQueue, HoldingTime, TokenRate
 from router.membership import PoolName, WorkerMember
 from router.policy import WorkerLoad
 from router.prefix_index import PrefixIndex
 from router.request import ServedModel
-from router.worker_report import WorkerHeartbeat
+from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 logger = logging.getLogger(__name__)
+
+STALE_HEARTBEAT_S = 1.5  # three of them by default; nobody is refused because of older ones
 
 
 class Worker:
@@ -48,10 +55,22 @@ class Worker:
         self.misfit = ""  # why it can never serve beside the others
         self.heartbeat: WorkerHeartbeat | None = None
         self.heartbeat_at = 0.0  # loop time
+        self.max_sequences = 0  # places in its batch; 0: unknown, or a prefill worker
+        self.receive_s_per_token = 0.0  # of pages, over the transport that it prefers
         self.num_requests = 0  # that this router has there now
+        self.num_sequences = 0  # of them, choices
+        self.num_waiting = 0  # of them, requests before their first token
+        self.num_waiting_tokens = 0  # of their prompts
+        self.num_awaited_pages = 0  # that their prompts need
         self.queued_tokens = 0  # of them, prompt tokens to compute before their first token
+        self.holding = HoldingTime()  # of them
+        self._token_rate = TokenRate()
         self._foreign_requests = 0  # that others had there at the last heartbeat
+        self._foreign_sequences = 0
         self._foreign_tokens = 0
+        # Of both, what had its pages at the last heartbeat.
+        self._num_served = 0.0
+        self._num_served_pages = 0.0
         self.broken = asyncio.Event()  # set to make the registry reconnect
         self.task: asyncio.Task[None] | None = None
 
@@ -63,15 +82,48 @@ class Worker:
         self.heartbeat, self.heartbeat_at = beat, now
         self._foreign_requests = max(0, beat.num_running + beat.num_waiting - self.num_requests)
         self._foreign_tokens = max(0, beat.queued_tokens - self.queued_tokens)
+        self._foreign_sequences = max(0, beat.num_running + beat.num_waiting - self.num_sequences)
+        self._token_rate.observe(
+            num_computed=beat.num_computed_tokens, num_queued=beat.queued_tokens, now=now
+        )
+        self._note_served(beat)
 
-    @property
-    def load(self) -> WorkerLoad:
+    def load(self, now: float) -> WorkerLoad:
+        """Return the load of this moment."""
+        queued_tokens = self.queued_tokens + self._foreign_tokens
         return WorkerLoad(
             worker_id=self.member.worker_id,
             num_requests=self.num_requests + self._foreign_requests,
-            queued_tokens=self.queued_tokens + self._foreign_tokens,
-            used_page_share=self.heartbeat.used_page_share if self.heartbeat else 0.0,
+            queued_tokens=queued_tokens,
+            prefill_wait_s=self._token_rate.seconds(queued_tokens),
+            receive_s_per_token=self.receive_s_per_token,
+            queue=self._queue(now),
         )
+
+    def _queue(self, now: float) -> DecodeQueue:
+        beat = self.heartbeat
+        if beat is None or now - self.heartbeat_at > STALE_HEARTBEAT_S:
+            return DecodeQueue()
+        return DecodeQueue(
+            num_pages=beat.num_pages,
+            num_free_pages=beat.num_pages - beat.num_used_pages,
+            num_holding=beat.num_running + self._num_served,
+            num_waiting=max(0.0, self.num_waiting - self._num_served),
+            num_awaited_pages=max(0.0, self.num_awaited_pages - self._num_served_pages),
+            max_sequences=self.max_sequences,
+            num_sequences=self.num_sequences + self._foreign_sequences,
+            holding_s=self.holding.mean_s(now),
+        )
+
+    def _note_served(self, beat: WorkerHeartbeat) -> None:
+        """Note which part of the requests without a first token holds its pages already.
+
+        A decode worker counts the prompts of the others as queued, and what it computes itself.
+        """
+        num_tokens = max(1, self.num_waiting_tokens)
+        share = 1 - min(1.0, beat.queued_tokens / num_tokens)
+        self._num_served = share * self.num_waiting
+        self._num_served_pages = share * self.num_awaited_pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +143,7 @@ class WorkerRegistry:
         self,
         *,
         config: RouterConfig,
-        connect_channel: Callable[[str], grpc.aio.Channel],
+        connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         index: PrefixIndex,
         on_lost: Callable[[Worker, str], None],
     ) -> None:
@@ -99,7 +151,7 @@ class WorkerRegistry:
 
         Args:
             config: Deadlines.
-            connect_channel: Makes a channel to a worker's address.
+            connect_channel: Makes a channel to one start of a worker.
             index: Kept up to date with the caches of living workers.
             on_lost: Called with the reason when a worker that was in use becomes DEAD.
         """
@@ -124,7 +176,9 @@ class WorkerRegistry:
                 self._depart(worker)
         for worker_id, member in self._announced.items():
             if worker_id not in self._workers:
-                worker = Worker(member, self._connect_channel(member.address))
+                worker = Worker(member, self._connect_channel(member))
+                if member.pool == "decode":
+                    worker.max_sequences = self._config.max_running_sequences
                 self._workers[worker_id] = worker
                 worker.task = asyncio.create_task(self._follow(worker), name=f"follow-{worker_id}")
         self._notify()
@@ -257,6 +311,7 @@ class WorkerRegistry:
         if info.pool != worker.member.pool:
             raise WorkerGone(f"is in pool {info.pool}, was announced as {worker.member.pool}")
         self._adopt_model(worker, info.model)
+        worker.receive_s_per_token = self._receive_s_per_token(info)
         worker.state = "CONNECTING"
         events = asyncio.create_task(
             self._follow_cache(worker), name=f"cache-events-{worker.member.worker_id}"
@@ -288,6 +343,11 @@ class WorkerRegistry:
             max_context_tokens=min(each.max_context_tokens for each in models),
             max_choices=min(each.max_choices for each in models),
         )
+
+    def _receive_s_per_token(self, info: WorkerInfo) -> float:
+        rates = {"nccl": self._config.nccl_bytes_per_s, "tcp": self._config.tcp_bytes_per_s}
+        rate = rates.get(info.transports[0]) if info.transports else None
+        return info.page_bytes / info.model.page_size / rate if rate else 0.0
 
     async def _watch(self, worker: Worker, call: Any) -> None:
         loop = asyncio.get_running_loop()

@@ -14,6 +14,8 @@ class WorkerInfo:
     incarnation: int
     pool: PoolName | None  # None: it did not say
     model: ServedModel
+    transports: tuple[str, ...]  # for pages, best first
+    page_bytes: int  # 0: it did not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +29,6 @@ class WorkerHeartbeat:
     queued_tokens: int  # prompt tokens not yet computed
     num_pages: int
     num_used_pages: int  # that cannot be evicted
+    num_computed_tokens: int  # prompt tokens, since the worker's start
     is_draining: bool
     message: bytes  # all of it, as it came, for the cluster status
-
-    @property
-    def used_page_share(self) -> float:
-        return self.num_used_pages / self.num_pages if self.num_pages else 0.0

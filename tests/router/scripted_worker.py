@@ -9,11 +9,14 @@ from typing import Any
 
 import grpc
 
+from kv_transfer.driver import run_inline
 from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.membership import PoolName, WorkerMember
+from router.off_loop import RunBlocking
 from router.router import Router
+from tests.support.inline_renderer import InlineRenderer
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import seeded, wait_until
 
@@ -59,13 +62,18 @@ class Session:
         self.outbox.put_nowait(worker_pb2.SessionResponse(deltas=deltas))
 
     def fail(
-        self, submit: worker_pb2.SubmitRequest, code: grpc.StatusCode, message: str = "no"
+        self,
+        submit: worker_pb2.SubmitRequest,
+        code: grpc.StatusCode,
+        message: str = "no",
+        failed_passes: int = 0,
     ) -> None:
         failure = worker_pb2.RequestFailure(
             request_id=submit.request_id,
             attempt=submit.attempt,
             code=code.value[0],
             message=message,
+            failed_passes=failed_passes,
         )
         self.outbox.put_nowait(worker_pb2.SessionResponse(failures=[failure]))
 
@@ -234,15 +242,22 @@ class RouterUnderTest:
     """A router with scripted workers."""
 
     def __init__(
-        self, config: RouterConfig, model_dir: Path | None = None, *, window_bytes: int = 65536
+        self,
+        config: RouterConfig,
+        model_dir: Path | None = None,
+        *,
+        window_bytes: int = 65536,
+        run_blocking: RunBlocking = run_inline,
     ) -> None:
-        self.network = MemoryNetwork(window_bytes=window_bytes)
+        self.network = MemoryNetwork(window_bytes=window_bytes, ping_s=3.0)
         rng = seeded(0, "router")
         self.router = Router(
             config=config,
             model_dir=model_dir,
-            connect_channel=self.network.channel,
+            connect_channel=lambda member: self.network.channel(member.address),
             random_id=lambda: rng.randbytes(16).hex(),
+            make_renderer=InlineRenderer,
+            run_blocking=run_blocking,
         )
         self.workers: dict[str, ScriptedWorker] = {}
         self.server = self.network.server("router:1")
@@ -308,10 +323,13 @@ async def running_router(
     *workers: ScriptedWorker,
     model_dir: Path | None = None,
     window_bytes: int = 65536,
+    run_blocking: RunBlocking = run_inline,
     **config: Any,
 ) -> AsyncIterator[RouterUnderTest]:
     """A started router; at the end it must be idle, and it stops."""
-    tested = RouterUnderTest(RouterConfig(**config), model_dir, window_bytes=window_bytes)
+    tested = RouterUnderTest(
+        RouterConfig(**config), model_dir, window_bytes=window_bytes, run_blocking=run_blocking
+    )
     tested.router.register(tested.server)
     await tested.router.start()
     await tested.server.start()

@@ -28,6 +28,12 @@ TEMPLATES = [
     "{% for m in messages %}{% generation %}{{ m.content.split('x')[0].upper() }}"
     "{% endgeneration %}{% endfor %}{{ tools is none }}",
     "{{ (messages | map(attribute='role') | list) | tojson(indent=2) }}",
+    "{{ messages | tojson(true) }}{{ messages | tojson(False, 1) }}",
+    "{{ messages | tojson(ensure_ascii=true, indent=2, sort_keys=true) }}",
+    "{{ messages[1] | tojson(separators=(',', ':')) }}",
+    "{{ messages[1] | tojson(false, none, ('; ', '=')) }}",
+    "{{ pad_token }}{{ image_token }}{{ sep_token is defined }}",
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
     "{{ '%s!' % messages[0]['role'] }} {{ '-' * 10 }} {{ 7 % 4 }} {{ 2 ** 8 }}",
 ]
 
@@ -48,8 +54,10 @@ def test_rendering_equals_that_of_transformers(tmp_path: Path, source: str) -> N
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin|>",
-        "eos_token": "<|end|>",
+        "image_token": "<image>",
     }
+    names = {"eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text(source)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -72,6 +80,7 @@ def test_rendering_equals_that_of_transformers(tmp_path: Path, source: str) -> N
             {"name": "tool_use", "template": "no"},
             {"name": "default", "template": "{{ messages[0].role }}"},
         ]},
+        {"chat_template": {"tool_use": "no", "default": "{{ messages[0].role }}"}},
     ],
 )  # fmt: skip
 def test_a_template_of_the_tokenizer_config_is_found(

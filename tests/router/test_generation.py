@@ -1,5 +1,6 @@
 import pytest
 
+from protos.token_ids import pack_token_ids
 from router.errors import DeltaGap
 from router.generation import Delta, Finish, Generation, Output, WorkerStats
 from router.request import AskedSampling, GenerationRequest, SamplingDefaults, ServedModel
@@ -31,7 +32,7 @@ def generation(
     )
     request = GenerationRequest(
         request_id="r",
-        token_ids=(5, 6, 7),
+        packed_token_ids=pack_token_ids([5, 6, 7]),
         sampling=sampling,
         end_token_ids=frozenset(end_ids),
         page_hashes=(),

@@ -560,6 +560,10 @@ def test_the_same_over_real_sockets(model_dir: Path, tokenizer: Tokenizer) -> No
                 answer.messages.append(message)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Generate(GenerateRequest(text="x", model="other"), timeout=20).read()
+            chat = inference_pb2.ChatPrompt()
+            chat.messages.add(role="user", content="the fox")
+            tokenized = await stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat))
+            assert tokenized.text == "<|begin|>[user]the fox[assistant]"
             call = stub.Generate(GenerateRequest(text="x"), timeout=20)
             await call.read()
             call.cancel()

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from protos.token_ids import pack_token_ids
 from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
 from router.validation import (
@@ -182,19 +183,19 @@ def test_an_unknown_model_is_refused_and_an_empty_name_is_the_only_model() -> No
 )
 def test_a_bad_prompt_is_refused(token_ids: list[int], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_prompt(token_ids, MODEL)
+        check_prompt(pack_token_ids(token_ids), MODEL)
 
     assert caught.value.field == field
 
 
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
-    check_prompt([99] * 31, MODEL)
+    check_prompt(pack_token_ids([99] * 31), MODEL)
 
 
 def test_packed_token_ids_must_be_whole() -> None:
-    assert check_packed_token_ids(b"\x01\x00\x00\x00\x00\x01\x00\x00") == [1, 256]
+    check_packed_token_ids("prompt.token_ids", b"\x01\x00\x00\x00\x00\x01\x00\x00")
     with pytest.raises(InvalidRequest, match="multiple of 4"):
-        check_packed_token_ids(b"\x01\x00\x00")
+        check_packed_token_ids("prompt.token_ids", b"\x01\x00\x00")
 
 
 @pytest.mark.parametrize("text", ["", "x" * 11])

@@ -1,0 +1,45 @@
+"""What a chat template tells about the answers of its model: how they call functions, and reason.
+
+The template shows the model the format that it was trained with, so its text has the format's
+markers. Pure.
+"""
+
+from enum import Enum
+
+REASONING_BEGINS = "<think>"
+
+
+class ToolCallFormat(Enum):
+    """How a model writes the functions that it calls; see protos/inference.proto."""
+
+    LLAMA3_JSON = "llama3_json"
+    HERMES = "hermes"
+    MISTRAL = "mistral"
+
+
+# Within <tool_call> of templates that are not Hermes's: of Qwen3-Coder, of GLM
+_NO_JSON_WITHIN_TAGS = ("<function=", "<arg_key>")
+
+
+def tool_call_format(template: str) -> ToolCallFormat | None:
+    """Return the format of the tool calls that a template (its Jinja text) teaches, if known."""
+    if "tools" not in template:
+        return None
+    if "[TOOL_CALLS]" in template:
+        return ToolCallFormat.MISTRAL
+    if "<tool_call>" in template:
+        is_json = not any(each in template for each in _NO_JSON_WITHIN_TAGS)
+        return ToolCallFormat.HERMES if is_json else None
+    if "<|start_header_id|>" in template and "parameters" in template:
+        return ToolCallFormat.LLAMA3_JSON
+    return None
+
+
+def has_reasoning(template: str) -> bool:
+    """Tell whether a template (its Jinja text) knows reasoning."""
+    return REASONING_BEGINS in template
+
+
+def begins_in_reasoning(rendered: str) -> bool:
+    """Tell whether a rendered chat has begun the reasoning that its answer goes on with."""
+    return rendered.rstrip().endswith(REASONING_BEGINS)

@@ -1,0 +1,81 @@
+"""Takes a request's messages to its client, and notices a client that stopped reading."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+from router.errors import SlowClient
+
+Message = TypeVar("Message")
+
+
+class Delivery(Generic[Message]):
+    """The messages of one call on their way.
+
+    A write that the client holds up is never cancelled: gRPC would keep its memory, and could
+    not send a status behind it. It is left alone and ends with the call.
+
+    Args:
+        messages: What to write, in order.
+        begin: Sends the headers, before the first message. gRPC would send them with it, and then
+            no status while the client holds it up.
+        write: Returns when the client has room for the next message.
+        timeout_s: Longest time that one write may take.
+    """
+
+    def __init__(
+        self,
+        messages: AsyncGenerator[Message, None],
+        *,
+        begin: Callable[[], Awaitable[None]],
+        write: Callable[[Message], Awaitable[None]],
+        timeout_s: float,
+    ) -> None:
+        self._messages = messages
+        self._begin = begin
+        self._write = write
+        self._timeout_s = timeout_s
+        self._blocked_since: float | None = None  # loop time; a write is under way
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Write all messages.
+
+        Raises:
+            SlowClient: The client took nothing for too long.
+        """
+        loop = asyncio.get_running_loop()
+        writing = loop.create_task(self._write_all())
+        try:
+            while not writing.done():
+                since = loop.time() if self._blocked_since is None else self._blocked_since
+                remaining_s = since + self._timeout_s - loop.time()
+                if remaining_s <= 0:
+                    raise SlowClient(f"the client took nothing for {self._timeout_s:g} s")
+                await asyncio.wait({writing}, timeout=remaining_s)
+            writing.result()
+        finally:
+            self._is_over = True
+            if self._blocked_since is None:
+                writing.cancel()
+            writing.add_done_callback(_retrieve)
+
+    async def _write_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        has_begun = False
+        async with aclosing(self._messages) as messages:
+            async for message in messages:
+                self._blocked_since = loop.time()
+                if not has_begun:
+                    has_begun = True
+                    await self._begin()
+                await self._write(message)
+                self._blocked_since = None
+                if self._is_over:
+                    return
+
+
+def _retrieve(writing: "asyncio.Task[None]") -> None:
+    if not writing.cancelled():
+        writing.exception()  # of a call that is over

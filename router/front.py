@@ -1,0 +1,59 @@
+"""The gRPC server that clients connect to, with the limits that no client may pass.
+
+What these limits leave open, one client may still take from the others: places among the active
+requests, until callers are known by name.
+"""
+
+import grpc
+
+from protos.call_guard import CallGuard
+from protos.grpc_options import LISTEN_OPTIONS, MAX_MESSAGE_BYTES, MAX_STREAM_AGE_S
+from router.config import RouterConfig
+from router.validation import MAX_REQUEST_FIELDS
+
+MIN_PING_INTERVAL_MS = 10_000  # the client's own is three times as long
+KEEPALIVE_MS = 30_000  # a client whose host is gone leaves no other sign
+PING_TIMEOUT_MS = 20_000
+IDLE_MS = 600_000  # a client's channel connects again by itself
+CONNECTION_AGE_MS = 3_600_000
+MAX_INT = 2**31 - 1
+
+
+def make_server(config: RouterConfig) -> grpc.aio.Server:
+    """Return a server without services and ports."""
+    guard = CallGuard(max_calls=max_open_calls(config), max_fields=MAX_REQUEST_FIELDS)
+    return grpc.aio.server(options=server_options(config), interceptors=[guard])
+
+
+def max_open_calls(config: RouterConfig) -> int:
+    """Return how many calls of a method may be open: those that are served, and as many that end.
+
+    A call that was refused, or whose client reads nothing, ends when its status is delivered.
+    """
+    return 2 * config.max_active_requests
+
+
+def server_options(config: RouterConfig) -> tuple[tuple[str, int], ...]:
+    """Return the options of the server that clients connect to."""
+    # Enough for the last call that begins on the last stream of a connection.
+    grace_s = 2 * MAX_STREAM_AGE_S + config.request_timeout_s
+    return (
+        *LISTEN_OPTIONS,
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # To parse a message holds up all streams.
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        # Of one connection. Calls that come before the client knows it break, so that it leaves
+        # the guard room to refuse them with a reason.
+        ("grpc.max_concurrent_streams", 2 * max_open_calls(config)),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        # The only way to end a call whose client takes neither messages nor the status.
+        ("grpc.max_connection_age_ms", CONNECTION_AGE_MS),
+        ("grpc.max_connection_age_grace_ms", min(MAX_INT, int(1000 * grace_s))),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        # Clients ping while they wait. By default a server ends connections that are pinged more
+        # than once in five minutes without an answer on its way.
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+    )

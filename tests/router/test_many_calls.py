@@ -1,0 +1,292 @@
+"""GenerateMany: many calls over one stream, each as Generate would answer it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+
+from protos import common_pb2, inference_pb2
+from protos.token_ids import pack_token_ids, unpack_token_ids
+from tests.router.scripted_worker import (
+    RouterUnderTest,
+    ScriptedWorker,
+    honest,
+    running_router,
+    tokens,
+)
+from tests.support.virtual_time import run_virtual, wait_until
+
+
+def asking(max_tokens: int = 5, **fields: Any) -> inference_pb2.GenerateRequest:
+    fields.setdefault("token_ids", pack_token_ids([5, 6, 7]))
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
+    return inference_pb2.GenerateRequest(sampling=sampling, **fields)
+
+
+@dataclass
+class Caller:
+    """The caller's end of a stream: what came of each call, and how many messages carried it."""
+
+    call: Any
+    responses: dict[int, list[inference_pb2.GenerateResponse]] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)  # call id |-> code, OK for a success
+    num_messages: int = 0
+
+    async def start(
+        self,
+        call_id: int,
+        request: inference_pb2.GenerateRequest,
+        ms: int = 0,
+        *,
+        interval_ms: int = 0,
+    ) -> None:
+        await self.call.write(
+            inference_pb2.GenerateManyRequest(
+                call_id=call_id, start=request, timeout_ms=ms, interval_ms=interval_ms
+            )
+        )
+
+    async def cancel(self, call_id: int) -> None:
+        await self.call.write(inference_pb2.GenerateManyRequest(call_id=call_id))
+
+    async def read(self) -> bool:
+        message = await self.call.read()
+        if message is grpc.aio.EOF:
+            return False
+        self.num_messages += 1
+        for result in message.results:
+            assert result.call_id not in self.ends, "nothing follows the end of a call"
+            if result.error_status:
+                status = status_pb2.Status.FromString(result.error_status)
+                self.ends[result.call_id] = grpc_code(status)
+                continue
+            self.responses.setdefault(result.call_id, []).append(result.response)
+            if result.response.HasField("usage"):
+                self.ends[result.call_id] = "OK"
+        return True
+
+    async def read_until_ended(self, *call_ids: int) -> None:
+        while not set(call_ids) <= self.ends.keys():
+            assert await self.read(), "the stream ended before its calls"
+
+    def token_ids(self, call_id: int) -> list[int]:
+        return [
+            token_id
+            for response in self.responses[call_id]
+            for token_id in unpack_token_ids(response.token_ids)
+        ]
+
+
+def grpc_code(status: status_pb2.Status) -> str:
+    return next(each.name for each in grpc.StatusCode if each.value[0] == status.code)
+
+
+@asynccontextmanager
+async def calling(tested: RouterUnderTest) -> AsyncIterator[Caller]:
+    call = tested.stub.GenerateMany()
+    try:
+        yield Caller(call)
+    finally:
+        call.cancel()
+        await wait_until(lambda: tested.router.admission.num_active == 0, timeout_s=5)
+
+
+def test_many_calls_share_messages_and_get_what_generate_gives() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            for call_id in range(20):
+                await caller.start(call_id, asking(max_tokens=10))
+            await caller.read_until_ended(*range(20))
+
+            alone = await tested.generate(max_tokens=10)
+            for call_id in range(20):
+                assert caller.token_ids(call_id) == alone.token_ids() == tokens(0, 10)
+                assert caller.responses[call_id][-1].usage.completion_tokens == 10
+            assert caller.num_messages < 40, "20 x 10 tokens travel together"
+
+    run_virtual(scenario())
+
+
+def test_tokens_within_the_interval_of_a_call_travel_together_and_its_end_is_not_late() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            took_s, num_messages = [], []
+            for interval_ms in (0, 100, 60_000):
+                began_at, caller.num_messages = loop.time(), 0
+                await caller.start(interval_ms, asking(max_tokens=50), interval_ms=interval_ms)
+                await caller.read_until_ended(interval_ms)
+                took_s.append(loop.time() - began_at)
+                num_messages.append(caller.num_messages)
+
+                assert caller.token_ids(interval_ms) == tokens(0, 50)
+            assert max(took_s) - min(took_s) < 0.01
+            assert num_messages[0] >= 50 > 20 > num_messages[1] > num_messages[2] == 2
+
+    run_virtual(scenario())
+
+
+def test_a_refused_call_ends_with_its_status_and_leaves_the_others_alone() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            await caller.start(1, asking(max_tokens=10))
+            await caller.start(2, asking(model="another"))
+            await caller.start(3, inference_pb2.GenerateRequest())
+            await caller.read_until_ended(1, 2, 3)
+
+            assert caller.ends == {1: "OK", 2: "NOT_FOUND", 3: "INVALID_ARGUMENT"}
+            assert caller.token_ids(1) == tokens(0, 10)
+
+    run_virtual(scenario())
+
+
+def test_calls_are_limited_as_single_ones_are() -> None:
+    async def scenario() -> None:
+        router = running_router(ScriptedWorker("decode-0"), max_active_requests=2)
+        async with router as tested, calling(tested) as caller:
+            for call_id in range(3):
+                await caller.start(call_id, asking())
+            await caller.read_until_ended(0, 1, 2)
+
+            assert caller.ends == {0: "OK", 1: "OK", 2: "RESOURCE_EXHAUSTED"}
+
+    run_virtual(scenario())
+
+
+def test_a_cancelled_call_frees_the_worker_and_says_so() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker) as tested, calling(tested) as caller:
+            await caller.start(1, asking(max_tokens=400))
+            await caller.start(2, asking(max_tokens=10))
+            await caller.read()
+            await caller.cancel(1)
+            await caller.cancel(7)  # there is none
+            await caller.read_until_ended(1, 2)
+
+            assert caller.ends == {1: "CANCELLED", 2: "OK"}
+            assert worker.cancels == [worker.submits[0].request_id]
+            await caller.start(1, asking())  # its id is free again
+            del caller.ends[1]
+            await caller.read_until_ended(1)
+
+    run_virtual(scenario())
+
+
+def test_a_call_cancelled_before_it_began_ends_too() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            await asyncio.gather(caller.start(1, asking()), caller.cancel(1))
+            await caller.read_until_ended(1)
+
+            assert caller.ends == {1: "CANCELLED"}
+
+    run_virtual(scenario())
+
+
+def test_the_end_of_the_stream_frees_all_its_calls() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker) as tested:
+            async with calling(tested) as caller:
+                for call_id in range(3):
+                    await caller.start(call_id, asking(max_tokens=400))
+                await caller.read()
+            await wait_until(lambda: len(worker.cancels) == 3, timeout_s=1)
+
+    run_virtual(scenario())
+
+
+def test_a_caller_that_has_closed_its_side_gets_the_rest() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            await caller.start(1, asking())
+            await caller.call.done_writing()
+            while await caller.read():
+                pass
+
+            assert caller.ends == {1: "OK"}
+            assert await caller.call.code() is grpc.StatusCode.OK
+
+    run_virtual(scenario())
+
+
+def test_a_call_has_its_own_time_limit() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            await caller.start(1, asking(max_tokens=400), ms=100)
+            await caller.start(2, asking(max_tokens=30))
+            await caller.read_until_ended(1, 2)
+
+            assert caller.ends == {1: "DEADLINE_EXCEEDED", 2: "OK"}
+
+    run_virtual(scenario())
+
+
+def test_the_id_of_a_running_call_ends_the_stream() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            await caller.start(1, asking(max_tokens=400))
+            await caller.start(1, asking())
+
+            with pytest.raises(grpc.aio.AioRpcError, match="call_id") as refused:
+                await caller.read_until_ended(1)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run_virtual(scenario())
+
+
+def test_a_caller_that_reads_late_gets_every_token_in_few_messages() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0", serve=honest)
+        async with running_router(worker, window_bytes=512) as tested, calling(tested) as caller:
+            for call_id in range(8):
+                await caller.start(call_id, asking(max_tokens=300))
+            await asyncio.sleep(10)
+            assert tested.router.admission.num_finished == 0
+            await caller.read_until_ended(*range(8))
+
+            assert all(caller.token_ids(each) == tokens(0, 300) for each in range(8))
+            assert sum(len(each) for each in caller.responses.values()) < 8 * 300
+
+    run_virtual(scenario())
+
+
+def test_a_caller_that_starts_calls_and_reads_nothing_is_not_read_either() -> None:
+    async def scenario() -> None:
+        router = running_router(ScriptedWorker("decode-0"), window_bytes=512)
+        async with router as tested, calling(tested) as caller:
+            num_started = 0
+
+            async def start_all() -> None:
+                nonlocal num_started
+                for call_id in range(4000):
+                    await caller.start(call_id, inference_pb2.GenerateRequest())
+                    num_started += 1
+
+            starting = asyncio.create_task(start_all())
+            await asyncio.sleep(10.0)
+            assert 1024 < num_started < 2000, "each ends with a status, which the router keeps"
+            await caller.read_until_ended(*range(4000))
+            await starting
+
+    run_virtual(scenario())
+
+
+def test_a_caller_that_never_reads_loses_the_stream_and_holds_nothing() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0")
+        router = running_router(worker, window_bytes=512, slow_client_timeout_s=5.0)
+        async with router as tested, calling(tested) as caller:
+            for call_id in range(8):
+                await caller.start(call_id, asking(max_tokens=400))
+            await asyncio.sleep(20)
+
+            assert tested.router.admission.num_active == 0
+
+    run_virtual(scenario())
