@@ -1,0 +1,70 @@
+"""Ray actor of an HTTP gateway: serves beside a router, which it asks for its address."""
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+
+from http_gateway.config import GatewayConfig
+from http_gateway.server import GatewayServer
+from observability.logs import configure_logging
+from pagewire import UnavailableError
+
+log = logging.getLogger(__name__)
+
+FIND_TIMEOUT_S = 5.0  # a router that starts anew answers later; clients are told meanwhile
+
+
+class GatewayActor:
+    """One gateway; `__init__` returns when it listens. It never touches CUDA.
+
+    Args:
+        config: Limits.
+        host, port: Where clients connect.
+        log_level, log_format: See observability.logs.
+        router_name: Of the router's actor. A name, because Ray cannot start an actor again whose
+            arguments hold a handle that is gone.
+    """
+
+    async def __init__(  # type: ignore[misc] # Ray awaits it
+        self,
+        config: GatewayConfig,
+        host: str,
+        port: int,
+        log_level: str,
+        log_format: str,
+        router_name: str,
+    ) -> None:
+        configure_logging(log_level, log_format)
+        self._router_name = router_name
+        self._server = GatewayServer(self._find_router, config=config, host=host, port=port)
+        try:
+            self._address = await self._server.start()
+        except Exception:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise  # the launcher reports it
+            # Ray gives up an actor whose constructor raises, but starts a dead process again.
+            log.exception("gateway_start_failed")
+            os._exit(1)
+
+    async def wait_ready(self) -> str:
+        """Return the address of the HTTP server."""
+        return self._address
+
+    async def stop(self, grace_s: float) -> None:
+        """Give running answers `grace_s` seconds, then end everything but the actor."""
+        await self._server.stop(grace_s)
+
+    async def pid(self) -> int:
+        """Return the process id on its host."""
+        return os.getpid()
+
+    async def _find_router(self) -> str:
+        """Return where the router is now: its port may be another one after each start."""
+        try:
+            call: Any = ray.get_actor(self._router_name).wait_ready.remote()
+            return str(await asyncio.wait_for(call, FIND_TIMEOUT_S))
+        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+            raise UnavailableError(f"the router starts: {error}", code="UNAVAILABLE") from error

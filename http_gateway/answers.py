@@ -1,0 +1,97 @@
+"""What a router answers to one HTTP request: the messages of one call or several, as they come.
+
+Messages that arrive while nobody looks are kept, and taken together: a slow client costs the
+gateway the text that it has not taken yet, and no other client anything.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from pagewire import PagewireError, TimeoutError  # noqa: A004 - like asyncio's
+
+MARGIN_S = 5.0  # that a router gets to keep a time limit
+
+Message = tuple[int, Any]  # number of the call, its GenerateResponse
+
+
+class Answers:
+    """The calls of one HTTP request, for one reader.
+
+    Args:
+        num_calls: That were started.
+        cancel: Cancels what still runs; called once, when the reader closes early.
+        tick_s: So often `next` returns without news.
+        timeout_s: The time limit of the calls. The router keeps it; one that no longer answers is
+            given up a little later.
+    """
+
+    def __init__(
+        self, num_calls: int, *, cancel: Callable[[], None], tick_s: float, timeout_s: float
+    ) -> None:
+        self._num_running = num_calls
+        self._cancel = cancel
+        self._tick_s = tick_s
+        self.failed_call = 0  # which one ended them
+        self._arrived: list[Message] = []
+        self._error: PagewireError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_news = False  # since the last tick
+        self._loop = asyncio.get_running_loop()
+        self._ticker = self._loop.call_later(tick_s, self._tick)
+        late = TimeoutError(f"the router is silent after {timeout_s:g} s", code="DEADLINE_EXCEEDED")
+        self._deadline = self._loop.call_later(timeout_s + MARGIN_S, self.fail, 0, late)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was taken and nothing more comes."""
+        return not self._num_running and not self._arrived
+
+    async def next(self) -> list[Message]:
+        """Wait for news and return all there are; nothing after a period without any.
+
+        Raises:
+            PagewireError: A call failed, and everything that arrived before was taken.
+        """
+        if not self._arrived and self._num_running and self._error is None:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        arrived, self._arrived = self._arrived, []
+        if not arrived and self._error is not None:
+            raise self._error
+        return arrived
+
+    def close(self) -> None:
+        """Cancel what still runs; harmless when repeated."""
+        self._ticker.cancel()
+        self._deadline.cancel()
+        if self._num_running:
+            self._num_running = 0
+            self._cancel()
+
+    def add(self, call: int, response: Any, *, is_last: bool) -> None:
+        """Take a message of a call; the last one ends it."""
+        self._arrived.append((call, response))
+        if is_last:
+            self._num_running -= 1
+        self._has_news = True
+        self._wake()
+
+    def fail(self, call: int, error: PagewireError) -> None:
+        """End with the error of a call, after what has arrived."""
+        if self._error is None:
+            self._error, self.failed_call = error, call
+        self._wake()
+
+    def _tick(self) -> None:
+        if not self._has_news:
+            self._wake()
+        self._has_news = False
+        self._ticker = self._loop.call_later(self._tick_s, self._tick)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

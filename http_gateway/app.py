@@ -1,0 +1,85 @@
+"""The ASGI application: which endpoint answers which path, and what no endpoint answers."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from http_gateway.chat import ChatCompletions
+from http_gateway.completions import Completions
+from http_gateway.config import GatewayConfig
+from http_gateway.errors import HttpError
+from http_gateway.exchange import Endpoint, Exchange, RequestLog
+from http_gateway.metrics import Metrics
+from http_gateway.models import Models
+from http_gateway.probes import Probes
+from http_gateway.responses import Responses
+from http_gateway.token_texts import TokenTexts
+from http_gateway.tokens import Tokens
+from http_gateway.wire import RouterLink
+
+Answer = Callable[[Exchange, dict[str, Any]], Awaitable[None]]
+
+
+def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
+    """Return the application that answers for one router."""
+    metrics = Metrics()
+    texts = TokenTexts(link)
+    models, tokens, probes = Models(link), Tokens(link), Probes(link)
+
+    def get(path: str, answer: Answer) -> Route:
+        endpoint = Endpoint(path, answer, config=config, metrics=metrics, reads_body=False)
+        return Route(path, endpoint, methods=["GET"])
+
+    def post(path: str, answer: Answer) -> Route:
+        endpoint = Endpoint(path, answer, config=config, metrics=metrics)
+        return Route(path, endpoint, methods=["POST"])
+
+    middleware = []
+    if config.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+            )
+        )
+    app = Starlette(
+        routes=[
+            post("/v1/chat/completions", ChatCompletions(link, texts).answer),
+            post("/v1/completions", Completions(link, texts, config).answer),
+            post("/v1/responses", Responses(link, texts).answer),
+            get("/v1/models", models.list),
+            get("/v1/models/{model:path}", models.show),
+            post("/tokenize", tokens.tokenize),
+            post("/detokenize", tokens.detokenize),
+            get("/health", probes.health),
+            get("/ready", probes.ready),
+            get("/metrics", probes.metrics),
+        ],
+        middleware=middleware,
+        exception_handlers={HTTPException: _no_endpoint},
+    )
+    return RequestLog(app, metrics)
+
+
+async def _no_endpoint(request: Request, error: Exception) -> Response:
+    """Answer for a path that there is none for, or not by this method."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    shown = f"{request.method[:20]} {request.url.path[:100]}"
+    if error.status_code == 405:
+        refusal = HttpError(405, f"{shown}: allowed: {headers['Allow']}", code="method_not_allowed")
+    else:
+        message = f"{shown}: there is no such endpoint; see docs/http.md for all"
+        refusal = HttpError(error.status_code, message, code="not_found")
+    request.scope["record"].outcome = refusal.code
+    return Response(refusal.body, error.status_code, headers=headers, media_type="application/json")

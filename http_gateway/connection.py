@@ -1,0 +1,299 @@
+"""One HTTP/1.1 connection: uvicorn's protocol, with the limits that it lacks.
+
+uvicorn bounds neither the head of a request nor the time that it takes, lets any number of requests
+be pipelined, notices no client that leaves while another request waits, and never ends a write that
+nobody takes. What is refused here never reached the application, and is answered in its format.
+"""
+
+import asyncio
+import logging
+import socket
+from enum import Enum, auto
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from http_gateway.config import GatewayConfig
+from http_gateway.errors import INVALID, SERVER, HttpError
+from observability.logs import fields
+
+log = logging.getLogger(__name__)
+
+MAX_HEADERS = 100
+MAX_PIPELINED = 8  # requests that wait behind one that is answered
+LINGER_S = 1.0  # for a client that still sends what nobody reads
+# Notice a peer that vanished without a word within a minute: seconds of silence, between probes,
+# and number of probes.
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+class _Part(Enum):
+    """What of a request is being read."""
+
+    BETWEEN = auto()  # two requests
+    HEAD = auto()
+    BODY = auto()
+
+
+class Connection(HttpToolsProtocol):
+    """A guarded connection; its application is called only with whole, small heads.
+
+    Args:
+        limits: The gateway's.
+        uvicorn: What uvicorn constructs its protocols with.
+    """
+
+    def __init__(self, limits: GatewayConfig, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._limits = limits
+        self._head_bytes = 0  # of the whole parts of the head that is being read
+        self._unparsed_bytes = 0  # that came for it and may not be whole
+        self._num_headers = 0
+        self._part = _Part.BETWEEN
+        self._upgrade_body = 0  # bytes of a body that the parser takes for another protocol
+        self._is_deaf = False  # reads and drops: the connection is about to close
+        self._refusal: HttpError | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, or refuse it as one too many."""
+        super().connection_made(transport)
+        self._raw = transport
+        self.transport = _GentleTransport(transport, self)  # type: ignore[assignment]
+        if sock := transport.get_extra_info("socket"):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(_too_many_connections(self._limits.max_connections))
+            return
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request that is being answered, also where others wait behind it."""
+        super().connection_lost(exc)
+        for timer in (self._head_timer, self._write_timer, self._linger_timer):
+            if timer:
+                timer.cancel()
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self._is_answering:
+            assert self._answering
+            self._disconnect(self._answering)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, unless the connection is about to close."""
+        self._unset_keepalive_if_required()
+        if self._is_deaf:
+            return
+        before = self._part
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or _invalid(error))
+            return
+        if self._part is _Part.BODY or self._is_answering:
+            return
+        if self._head_timer is None:
+            self._await_head()
+        if self._part is before:  # what is not whole yet was not counted
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > self._limits.max_head_bytes:
+                self._refuse(_large_head(self._limits.max_head_bytes))
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            if self._upgrade_body:
+                body, data = data[: self._upgrade_body], data[self._upgrade_body :]
+                self._upgrade_body -= len(body)
+                self.on_body(body)
+                if not self._upgrade_body:
+                    self.on_message_complete()
+                continue
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:  # no other protocol is spoken here
+                data = data[upgrade.args[0] :]
+
+    # Parser callbacks: what they raise ends the parsing.
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        super().on_message_begin()
+        self._head_bytes = self._num_headers = self._unparsed_bytes = 0
+        self._part = _Part.HEAD
+
+    def on_url(self, url: bytes) -> None:
+        """Count a part of the request's target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header, or a trailer of a chunked body."""
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """End a head: the request waits, or is answered."""
+        self._part = _Part.BODY
+        if self._head_timer:
+            self._head_timer.cancel()
+            self._head_timer = None
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop_with(HttpError(400, f"more than {MAX_PIPELINED} requests wait here"))
+        if self.parser.should_upgrade():
+            self._upgrade_body = int(dict(self.headers).get(b"content-length", b"0"))
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End a request's body."""
+        if self._upgrade_body:
+            return  # it still comes
+        self._part = _Part.BETWEEN
+        super().on_message_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > self._limits.max_head_bytes or self._num_headers > MAX_HEADERS:
+            self._stop_with(_large_head(self._limits.max_head_bytes))
+
+    def _stop_with(self, refusal: HttpError) -> None:
+        self._refusal = refusal
+        raise refusal
+
+    # Ends.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, unless this one's body still comes and nobody reads it."""
+        if self._part is _Part.BODY and not self.pipeline:
+            self.server_state.total_requests += 1
+            self.close_gently()
+            return
+        super().on_response_complete()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answering is not None and not self._answering.response_complete
+
+    def _disconnect(self, cycle: RequestResponseCycle) -> None:
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+    def _await_head(self) -> None:
+        seconds = self._limits.head_timeout_s
+        self._head_timer = self.loop.call_later(seconds, self._refuse, _slow_head(seconds))
+
+    def _refuse(self, refusal: HttpError) -> None:
+        """Answer what never became a request, and close; only close while another is answered."""
+        self._is_deaf = True
+        self.pipeline.clear()
+        if self._is_answering:
+            assert self._answering
+            is_in_body = self._part is _Part.BODY and self.cycle is self._answering
+            if self._answering.response_started or not is_in_body:
+                self._answering.keep_alive = False
+                return
+            self._disconnect(self._answering)  # it waits for the rest of its body
+        log.info("connection_refused", extra=fields(status=refusal.status, reason=str(refusal)))
+        body = refusal.body
+        head = [
+            b"HTTP/1.1 %d %b" % (refusal.status, REASONS[refusal.status]),
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+            *(f"{name}: {value}".encode() for name, value in refusal.headers),
+        ]
+        self._raw.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
+        self.close_gently()
+
+    def close_gently(self) -> None:
+        """Close, but let a client that still sends read the answer first.
+
+        To close a socket that holds unread data resets the connection, and the client may lose what
+        it has not read yet.
+        """
+        if self._linger_timer or self._raw.is_closing():
+            return
+        if not self._is_deaf and self._part is not _Part.BODY:
+            self._raw.close()
+            return
+        self._is_deaf = True
+        if self._raw.can_write_eof():
+            self._raw.write_eof()
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(LINGER_S, self._raw.close)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no more answers are written."""
+        return self._linger_timer is not None or self._raw.is_closing()
+
+    def pause_writing(self) -> None:
+        """Give a client that takes nothing some time."""
+        super().pause_writing()
+        seconds = self._limits.slow_client_timeout_s
+        self._write_timer = self.loop.call_later(seconds, self._drop_slow_client)
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        super().resume_writing()
+        if self._write_timer:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _drop_slow_client(self) -> None:
+        log.info("slow_client", extra=fields(seconds=self._limits.slow_client_timeout_s))
+        self._raw.abort()
+
+
+class _GentleTransport:
+    """The transport as uvicorn sees it: to close it is left to the connection."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self.write = transport.write
+        self.get_extra_info = transport.get_extra_info
+        self.close = connection.close_gently
+        self._connection = connection
+
+    def is_closing(self) -> bool:
+        return self._connection.is_closing
+
+
+def _invalid(error: httptools.HttpParserError) -> HttpError:
+    return HttpError(400, f"this is no HTTP/1.1 request: {error}", code="invalid_http")
+
+
+def _large_head(max_bytes: int) -> HttpError:
+    message = f"the request's head takes more than {max_bytes} bytes, or {MAX_HEADERS} lines"
+    return HttpError(431, message, code="headers_too_large")
+
+
+def _slow_head(seconds: float) -> HttpError:
+    message = f"no whole request line and headers within {seconds:g} s"
+    return HttpError(408, message, kind=INVALID, code="request_timeout")
+
+
+def _too_many_connections(limit: int) -> HttpError:
+    return HttpError(
+        503,
+        f"{limit} connections are open, the limit of this gateway",
+        kind=SERVER,
+        code="too_many_connections",
+        headers=(("retry-after", "1"),),
+    )

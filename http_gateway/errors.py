@@ -1,0 +1,120 @@
+"""Errors in the format of OpenAI's API, and what those of the router become.
+
+HttpError        a status and {"error": {"message", "type", "param", "code"}}
+ClientLeft       the client closed the connection: nobody is left to be told
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+
+import pagewire
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+CLIENT_CLOSED = 499  # as nginx calls it, for logs: nobody gets it
+_TOO_MANY_TOKENS = re.compile(r"found \d+ tokens")  # as the router says it of a prompt
+
+RenameField = Callable[[str], str]  # a field as gRPC names it |-> as HTTP does
+
+
+class ClientLeft(Exception):
+    """The client closed the connection."""
+
+
+class HttpError(Exception):
+    """Ends a request.
+
+    Args:
+        status: Of HTTP.
+        message: For people.
+        kind: `type` of the error.
+        param: The field that is wrong.
+        code: For programs.
+        headers: Further ones of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> bytes:
+        """The JSON of the answer, also that of an event in the middle of a stream."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+
+def refused(param: str, found: str, allowed: str, *, code: str | None = None) -> HttpError:
+    """Make the error for one wrong field."""
+    return HttpError(400, f"{param}: found {found}; allowed: {allowed}", param=param, code=code)
+
+
+def http_error(error: pagewire.PagewireError, rename: RenameField) -> HttpError:
+    """Return what an error of the client or of the router is in HTTP."""
+    match error:
+        case pagewire.InvalidRequestError():
+            return _invalid(error, rename)
+        case pagewire.NotFoundError():
+            return HttpError(404, error.message, param="model", code="model_not_found")
+        case pagewire.AuthenticationError(code="UNAUTHENTICATED"):
+            return HttpError(401, error.message, code="invalid_api_key")
+        case pagewire.AuthenticationError():
+            return HttpError(403, error.message, code="permission_denied")
+        case pagewire.OverloadedError():
+            return HttpError(
+                429,
+                error.message,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers=_retry_after(error.retry_after_s),
+            )
+        case pagewire.TimeoutError():
+            return HttpError(504, error.message, kind=SERVER, code="timeout")
+        case pagewire.CancelledError():
+            return HttpError(CLIENT_CLOSED, error.message, kind=SERVER, code="cancelled")
+        case pagewire.TransportError() | pagewire.ClosedError():
+            return HttpError(503, error.message, kind=SERVER, code="unavailable")
+        case _:
+            return HttpError(500, error.message, kind=SERVER, code="internal_error")
+
+
+def _invalid(error: pagewire.InvalidRequestError, rename: RenameField) -> HttpError:
+    if not error.violations:
+        return HttpError(400, error.message)
+    first = error.violations[0]
+    is_too_long = first.field == "prompt" and _TOO_MANY_TOKENS.match(first.description)
+    return HttpError(
+        400,
+        "\n".join(f"{rename(each.field)}: {each.description}" for each in error.violations),
+        param=rename(first.field),
+        code="context_length_exceeded" if is_too_long else None,
+    )
+
+
+def _retry_after(seconds: float | None) -> tuple[tuple[str, str], ...]:
+    """Return the headers that say when to try again: whole seconds, and as OpenAI's, exactly."""
+    if seconds is None:
+        return ()
+    exact = str(math.ceil(1000 * seconds))
+    return (("retry-after", str(math.ceil(seconds))), ("retry-after-ms", exact))

@@ -1,0 +1,270 @@
+"""One request and its answer: what an endpoint reads and writes, and what the log says of it."""
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+import pagewire
+from http_gateway.body import read_json
+from http_gateway.config import GatewayConfig
+from http_gateway.errors import CLIENT_CLOSED, SERVER, ClientLeft, HttpError, http_error
+from http_gateway.metrics import Metrics
+from observability.logs import fields
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
+PROBES = {"/health", "/ready", "/metrics"}  # asked all the time, so not worth a line each
+EVENT_STREAM = (
+    ("content-type", "text/event-stream; charset=utf-8"),
+    ("cache-control", "no-cache"),
+    ("x-accel-buffering", "no"),  # asks nginx to pass events on at once
+)
+
+
+class Record:
+    """What the log and the metrics say of one request: never what it holds."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.path = ""  # one of the gateway's own; empty: unknown
+        self.status = 0
+        self.outcome = "ok"
+        self.model = ""
+        self.is_stream = False
+        self.router_request_id = ""
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.first_token_at = 0.0  # loop time
+        self.started_at = asyncio.get_running_loop().time()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the request came."""
+        return asyncio.get_running_loop().time() - self.started_at
+
+    def write(self, method: str) -> None:
+        """Write the line."""
+        ttft_ms = None
+        if self.first_token_at:
+            ttft_ms = round(1000 * (self.first_token_at - self.started_at), 1)
+        generation = {
+            "model": self.model,
+            "stream": self.is_stream,
+            "router_request_id": self.router_request_id,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "ttft_ms": ttft_ms,
+        }
+        log.log(
+            logging.DEBUG if self.path in PROBES else logging.INFO,
+            "http_request",
+            extra=fields(
+                request_id=self.request_id,
+                method=method,
+                path=self.path or "-",
+                status=self.status,
+                outcome=self.outcome,
+                total_ms=round(1000 * self.elapsed_s, 1),
+                **(generation if self.model else {}),
+            ),
+        )
+
+
+class Exchange:
+    """One request as an endpoint sees it."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, config: GatewayConfig, metrics: Metrics
+    ) -> None:
+        self.record: Record = scope["record"]
+        self.config = config
+        self.metrics = metrics
+        self.rename_field: Callable[[str], str] = lambda field: field  # see http_gateway.errors
+        self.stream_error: Callable[[HttpError], bytes] = _error_event
+        self.is_streaming = False
+        self.path_params: dict[str, str] = scope.get("path_params", {})
+        self._headers = dict(scope["headers"])
+        self._receive = receive
+        self._send = send
+        self._send_body: Send = scope["send_body"]
+        self._is_body_left = False
+        self._has_started = False
+        self._has_ended = False
+
+    async def read_json(self) -> dict[str, Any]:
+        """Return the request's JSON object; raises HttpError, or ClientLeft."""
+        self._is_body_left = True
+        value = await read_json(self._headers, self._receive, self.config)
+        self._is_body_left = False
+        return value
+
+    async def run(self, answer: Awaitable[None]) -> None:
+        """Run what answers until it ends or the client leaves; what it raises is answered, too.
+
+        Raises:
+            ClientLeft: Nobody waits for the answer any more.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch_client())
+                try:
+                    await self._answer(answer)
+                finally:
+                    watching.cancel()
+        except* ClientLeft:
+            raise ClientLeft from None
+
+    async def answer_json(self, body: object) -> None:
+        """Answer with JSON."""
+        encoded = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        await self.answer(200, encoded, (("content-type", "application/json"),))
+
+    async def answer(
+        self, status: int, body: bytes, headers: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """Answer with a whole body."""
+        await self._start(status, (*headers, ("content-length", str(len(body)))))
+        self._has_ended = True
+        await self._send_body({"type": "http.response.body", "body": body})
+
+    async def send_events(self, events: bytes) -> None:
+        """Send events as soon as the client takes them; the first ones begin the answer."""
+        if not self._has_started:
+            self.is_streaming = True
+            await self._start(200, EVENT_STREAM)
+        await self._send_body({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_events(self, events: bytes) -> None:
+        """Send the last events and end the answer."""
+        if not self._has_started:
+            await self.send_events(b"")
+        self._has_ended = True
+        await self._send_body({"type": "http.response.body", "body": events})
+
+    async def fail(self, error: HttpError) -> None:
+        """Answer with an error: by its status, or by an event where the answer has begun."""
+        self.record.outcome = error.code or "invalid"
+        if self._has_ended:
+            return
+        if self._has_started:
+            await self.end_events(self.stream_error(error))
+            return
+        self.record.status = error.status
+        headers = [("content-type", "application/json"), *error.headers]
+        if self._is_body_left:
+            headers.append(("connection", "close"))
+        await self.answer(error.status, error.body, headers)
+
+    async def _answer(self, answer: Awaitable[None]) -> None:
+        try:
+            await answer
+        except HttpError as error:
+            await self.fail(error)
+        except pagewire.PagewireError as error:
+            await self.fail(http_error(error, self.rename_field))
+        except Exception:
+            # Nothing that one request does may reach the others.
+            log.exception("request_crashed", extra=fields(request_id=self.record.request_id))
+            await self.fail(internal_error())
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._has_ended:
+            raise ClientLeft
+
+    async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+        self._has_started = True
+        encoded = [(name.encode(), value.encode()) for name, value in headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+class Endpoint:
+    """An ASGI application for one path: reads the request, and answers it while a client waits.
+
+    Args:
+        path: As the route has it, for log and metrics.
+        answer: Answers an exchange; what it raises becomes an error's answer.
+        reads_body: Whether it is given the request's JSON object, else an empty one.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        answer: Callable[[Exchange, dict[str, Any]], Awaitable[None]],
+        *,
+        config: GatewayConfig,
+        metrics: Metrics,
+        reads_body: bool = True,
+    ) -> None:
+        self._path = path
+        self._answer = answer
+        self._config = config
+        self._metrics = metrics
+        self._reads_body = reads_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        scope["record"].path = self._path
+        exchange = Exchange(scope, receive, send, self._config, self._metrics)
+        try:
+            body = await exchange.read_json() if self._reads_body else {}
+            await exchange.run(self._answer(exchange, body))
+        except HttpError as error:  # of the body
+            await exchange.fail(error)
+        except ClientLeft:
+            record = exchange.record
+            record.status, record.outcome = CLIENT_CLOSED, "client_left"
+
+
+class RequestLog:
+    """The outermost ASGI application: names each request, counts it and writes its line."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; nothing is raised."""
+        record = scope["record"] = Record(_request_id(scope))
+        scope["send_body"] = send  # of what lies between, nothing has to do with bodies
+        header = (b"x-request-id", record.request_id.encode())
+
+        async def send_noted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        self._metrics.begin()
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            log.exception("request_crashed", extra=fields(request_id=record.request_id))
+            raise  # uvicorn ends the connection
+        finally:
+            self._metrics.end(record.path, scope["method"], record.status)
+            record.write(scope["method"])
+
+
+def internal_error() -> HttpError:
+    """Make the error for a fault of the gateway's own."""
+    message = "internal error; see the gateway's log"
+    return HttpError(500, message, kind=SERVER, code="internal_error")
+
+
+def _error_event(error: HttpError) -> bytes:
+    return b"data: " + error.body + b"\n\n"
+
+
+def _request_id(scope: Scope) -> str:
+    """Return the client's own name for a request, if it gave a sensible one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

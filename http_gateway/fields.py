@@ -1,0 +1,121 @@
+"""The fields of a request's JSON object: taken one by one, until none is left that nobody reads.
+
+A field that is null is as good as absent, as in OpenAI's API.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from http_gateway.errors import HttpError, refused
+from pagewire.arguments import shown, shown_with_type
+
+Value = TypeVar("Value")
+Default = TypeVar("Default")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A field that this gateway knows and cannot do."""
+
+    reason: str
+    off: tuple[Any, ...] = ()  # values that ask for nothing, as clients send them by default
+
+
+class Fields:
+    """The fields of one object, with checked types.
+
+    Args:
+        values: The object.
+        path: Of it in the request, "tools[0].function"; empty: the request itself.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+        self._left = {name: value for name, value in values.items() if value is not None}
+        self._path = path
+
+    def name(self, field: str) -> str:
+        """Return the path of a field in the request."""
+        return f"{self._path}.{field}" if self._path else field
+
+    def take(self, field: str) -> Any:
+        """Return a field of any type; None: it is absent."""
+        return self._left.pop(field, None)
+
+    def text(self, field: str, default: str = "") -> str:
+        """Return a text."""
+        return self._typed(field, str, "a string", default)
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """Return a switch."""
+        return self._typed(field, bool, "true or false", default)
+
+    def array(self, field: str) -> list[Any]:
+        """Return a list; empty where it is absent."""
+        return self._typed(field, list, "an array", [])
+
+    def object(self, field: str) -> "Fields":
+        """Return an object; without fields where it is absent."""
+        return Fields(self._typed(field, dict, "an object", {}), self.name(field))
+
+    def choice(self, field: str, allowed: tuple[str, ...], default: str) -> str:
+        """Return one of several texts."""
+        value = self.text(field, default)
+        if value not in allowed:
+            raise self.refused(field, shown(value), " or ".join(map(repr, allowed)))
+        return value
+
+    def integer(self, field: str, low: int, high: int) -> int | None:
+        """Return an integer within bounds, or None where it is absent."""
+        value = self._typed(field, int, f"an integer, {low} to {high}", None)
+        if value is not None and not low <= value <= high:
+            raise self.refused(field, shown(value), f"{low} to {high}")
+        return value
+
+    def refuse_unsupported(self, table: Mapping[str, Unsupported]) -> None:
+        """Refuse fields that are known and not supported, unless they ask for nothing."""
+        for field, known in table.items():
+            value = self._left.pop(field, None)
+            if value is not None and not any(
+                type(value) is type(off) and value == off for off in known.off
+            ):
+                allowed = " or ".join(["absent", *map(repr, known.off)])
+                raise refused(
+                    self.name(field),
+                    f"{shown(value)}, which is not supported: {known.reason}",
+                    allowed,
+                    code="unsupported_parameter",
+                )
+
+    def drop(self, *fields: str) -> None:
+        """Take fields that change nothing here."""
+        for field in fields:
+            self._left.pop(field, None)
+
+    def refuse_others(self) -> None:
+        """Refuse what nobody took: it would be lost without a word."""
+        if self._left:
+            field = self.name(next(iter(self._left)))
+            message = f"unknown parameter: {shown(field)}"
+            raise HttpError(400, message, param=field[:200], code="unknown_parameter")
+
+    def refused(self, field: str, found: str, allowed: str) -> HttpError:
+        """Make the error for a wrong value of a field."""
+        return refused(self.name(field), found, allowed)
+
+    def _typed(
+        self, field: str, kind: type[Value], allowed: str, default: Default
+    ) -> Value | Default:
+        value = self._left.pop(field, None)
+        if value is None:
+            return default
+        if type(value) is not kind:  # a bool is no integer
+            raise self.refused(field, shown_with_type(value), allowed)
+        return value
+
+
+def as_object(value: object, path: str) -> Fields:
+    """Return the fields of an item of an array, which must be an object."""
+    if not isinstance(value, dict):
+        raise refused(path, shown_with_type(value), "an object")
+    return Fields(value, path)

@@ -1,0 +1,135 @@
+"""Messages and tools of a chat as OpenAI's API has them, made into those of the client."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from http_gateway.errors import refused
+from http_gateway.fields import Fields, Unsupported, as_object
+from pagewire import Model
+from pagewire.arguments import shown, shown_with_type
+
+# Templates know no developers: these messages have taken the place of system messages.
+_ROLES = {"developer": "system"}
+_KEPT = ("name", "reasoning_content", "tool_calls", "tool_call_id")
+_UNSUPPORTED = {
+    "audio": Unsupported("there is no audio"),
+    "function_call": Unsupported("it is deprecated; use tool_calls"),
+    "refusal": Unsupported("templates know none", off=("",)),
+}
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # type |-> the field that holds its text
+_FUNCTION_NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+NAMES = {
+    "prompt.chat.messages": "messages",
+    "prompt.chat.tools_json": "tools",
+    "prompt.chat.tools": "tools",
+    "prompt.chat": "messages",
+    "prompt": "messages",
+    "input.chat.messages": "messages",
+    "input.chat.tools_json": "tools",
+    "input.chat.tools": "tools",
+    "input.chat": "messages",
+    "input.text": "prompt",
+    "input": "prompt",
+}
+
+
+def take_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Take the messages of a request, which the client's validator then checks."""
+    messages = fields.array("messages")
+    if not messages:
+        raise refused("messages", "none", "at least one message")
+    return [_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
+
+
+def take_tools(fields: Fields, model: Model) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Take the tools of a request, as the template is to see them, and their functions' names.
+
+    Raises:
+        HttpError: Also where the model's calls could not be told from its text.
+    """
+    choice = fields.take("tool_choice")
+    if choice not in (None, "auto", "none"):
+        allowed = "'auto' or 'none': a model cannot be made to call a function yet"
+        raise refused("tool_choice", shown(choice), allowed, code="unsupported_parameter")
+    tools = fields.array("tools")
+    names = [_tool_name(each, f"tools[{i}]") for i, each in enumerate(tools)]
+    if choice == "none" or not tools:
+        return [], []
+    if model.tool_call_format is None:
+        found = "tools, but the model's chat template teaches no format of calls that is known"
+        raise refused("tools", found, "none", code="unsupported_parameter")
+    return tools, names
+
+
+def chat_field(field: str) -> str:
+    """Return what a request calls a field of a chat that gRPC names."""
+    for grpc_name, name in NAMES.items():
+        if field.startswith(grpc_name):
+            return name + field[len(grpc_name) :]
+    return field
+
+
+def _message(value: object, path: str) -> dict[str, Any]:
+    fields = as_object(value, path)
+    fields.refuse_unsupported(_UNSUPPORTED)
+    fields.drop("annotations")  # of an answer that a client sends back
+    role = fields.text("role")
+    message = {"role": _ROLES.get(role, role)}
+    content = fields.take("content")
+    kept = {name: found for name in _KEPT if (found := fields.take(name)) is not None}
+    fields.refuse_others()
+    if content is not None:
+        message["content"] = content_text(content, f"{path}.content")
+    return {**message, **kept}
+
+
+def content_text(content: object, path: str, types: Mapping[str, str] = _TEXT_PARTS) -> str:
+    """Return the text of a message, whose parts are joined as they are.
+
+    Args:
+        content: A text, or an array of parts.
+        path: Of it in the request.
+        types: Of the parts that it may have |-> the field that holds their text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused(path, shown_with_type(content), "a string, or an array of text parts")
+    return "".join(_part(each, f"{path}[{i}]", types) for i, each in enumerate(content))
+
+
+def _part(value: object, path: str, types: Mapping[str, str]) -> str:
+    fields = as_object(value, path)
+    kind = fields.text("type")
+    if kind not in types:
+        allowed = f"{' or '.join(map(repr, types))}: this gateway takes text only"
+        raise refused(f"{path}.type", shown(kind), allowed)
+    text = fields.text(types[kind])
+    fields.drop("annotations", "logprobs")
+    fields.refuse_others()
+    return text
+
+
+def _tool_name(value: object, path: str) -> str:
+    tool = as_object(value, path)
+    kind = tool.text("type")
+    if kind != "function":
+        raise refused(f"{path}.type", shown(kind), "'function'")
+    function = tool.object("function")
+    tool.refuse_others()
+    return check_function(function)
+
+
+def check_function(function: Fields) -> str:
+    """Return the name of a function that a model may call, and check the rest of its fields."""
+    name = function.text("name")
+    if not _FUNCTION_NAME.fullmatch(name):
+        raise function.refused("name", shown(name), "1 to 128 letters, digits, or any of _ - . :")
+    function.text("description")
+    function.object("parameters")
+    if function.flag("strict"):
+        allowed = "false: arguments are what the model writes, no schema is enforced yet"
+        raise refused(function.name("strict"), "true", allowed, code="unsupported_parameter")
+    function.refuse_others()
+    return name

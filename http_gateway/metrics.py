@@ -1,0 +1,114 @@
+"""What /metrics tells. Names end as vLLM's do where they mean the same; docs/http.md lists them."""
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from protos import inference_pb2
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000)
+SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+TOKENS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
+BY_MODEL = ("model_name",)
+
+
+class Metrics:
+    """The counters of one gateway; `expose` renders them for Prometheus."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call] # series that tell when others began; nobody asks
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._requests = Counter(
+            "pagewire_http_requests",
+            "Requests that were answered, by path, method and status.",
+            ("path", "method", "status"),
+            registry=self._registry,
+        )
+        self._running = Gauge(
+            "pagewire_num_requests_running",
+            "Requests that are being answered.",
+            registry=self._registry,
+        )
+        self._success = self._counter(
+            "request_success", "Choices that ended, by reason.", ("finished_reason",)
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
+        self._cached_tokens = self._counter(
+            "prefix_cache_hits", "Tokens of prompts that were found in a cache."
+        )
+        self._looked_up_tokens = self._counter(
+            "prefix_cache_queries", "Tokens of prompts that were looked up in caches."
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", SECONDS
+        )
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first, of a call.",
+            SECONDS_PER_TOKEN,
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds", "From a request to the end of its answer.", SECONDS
+        )
+        self._prompt_length = self._histogram(
+            "request_prompt_tokens", "Tokens of a prompt.", TOKENS
+        )
+        self._answer_length = self._histogram(
+            "request_generation_tokens", "Tokens generated for a prompt.", TOKENS
+        )
+
+    def begin(self) -> None:
+        """Count a request that has come."""
+        self._running.inc()
+
+    def end(self, path: str, method: str, status: int) -> None:
+        """Count a request that is over; `path` is one of the gateway's own, or empty."""
+        self._running.dec()
+        self._requests.labels(path, method, str(status)).inc()
+
+    def call_finished(self, model: str, usage: inference_pb2.Usage, cached_tokens: int) -> None:
+        """Count a call that the router answered in full."""
+        self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self._looked_up_tokens.labels(model).inc(usage.prompt_tokens)
+        self._cached_tokens.labels(model).inc(cached_tokens)
+        self._generation_tokens.labels(model).inc(usage.completion_tokens)
+        self._prompt_length.labels(model).observe(usage.prompt_tokens)
+        self._answer_length.labels(model).observe(usage.completion_tokens)
+        if usage.tpot_ms:
+            self._per_token.labels(model).observe(usage.tpot_ms / 1000)
+
+    def choice_finished(self, model: str, reason: str) -> None:
+        """Count a choice that ended."""
+        self._success.labels(model, reason).inc()
+
+    def first_token(self, model: str, seconds: float) -> None:
+        """Note when the first token of a request came."""
+        self._first_token.labels(model).observe(seconds)
+
+    def answered(self, model: str, seconds: float) -> None:
+        """Note how long a whole answer took."""
+        self._latency.labels(model).observe(seconds)
+
+    def expose(self) -> bytes:
+        """Return the text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, meaning: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"pagewire_{name}", meaning, BY_MODEL + labels, registry=self._registry)
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"pagewire_{name}", meaning, BY_MODEL, registry=self._registry, buckets=buckets
+        )

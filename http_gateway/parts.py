@@ -1,0 +1,56 @@
+"""What an answer's text consists of, once it is read: reasoning, content, and calls of tools."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """It calls a function."""
+
+    index: int  # among the calls of the answer
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Some more of a call's arguments, as the model writes them."""
+
+    index: int
+    text: str
+
+
+Part = Reasoning | Content | CallBegins | CallArguments
+
+
+class PartReader(Protocol):
+    """Reads text that comes in pieces; the parts do not depend on how it is cut."""
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]:
+        """Return what was held back; the text ends here."""
+        ...
+
+
+def held(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` that `marker` may begin with, short of it."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

@@ -1,0 +1,99 @@
+"""The input of /v1/responses, made into messages and tools of a chat."""
+
+from typing import Any
+
+from http_gateway.errors import refused
+from http_gateway.fields import Fields, as_object
+from http_gateway.messages import content_text
+from pagewire.arguments import check_text, shown, shown_with_type
+
+_ROLES = {"developer": "system"}
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_ITEMS = "'message', 'reasoning', 'function_call' or 'function_call_output'"
+
+
+def input_messages(instructions: str, value: object) -> list[dict[str, Any]]:
+    """Return the messages of an input, instructions first."""
+    messages: list[dict[str, Any]] = []
+    if check_text("instructions", instructions):
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(value, str) and value:
+        return [*messages, {"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        found = "none" if value in (None, "", []) else shown_with_type(value)
+        raise refused("input", found, "a string, or an array of items")
+    turns = _Turns(messages)
+    for index, each in enumerate(value):
+        turns.add(as_object(each, f"input[{index}]"))
+    if not messages:
+        raise refused("input", "no message", "at least one")
+    return messages
+
+
+def chat_tools(fields: Fields) -> Fields:
+    """Take tools as /v1/responses has them, and return them as those of a chat."""
+    tools = []
+    for index, each in enumerate(fields.array("tools")):
+        tool = as_object(each, f"tools[{index}]")
+        function = dict(each)
+        kind = tool.text("type")
+        if kind != "function":
+            raise refused(f"tools[{index}].type", shown(kind), "'function'")
+        del function["type"]
+        kept = {name: value for name, value in function.items() if value is not None}
+        tools.append({"type": "function", "function": kept})
+    return Fields({"tools": tools, "tool_choice": fields.take("tool_choice")})
+
+
+class _Turns:
+    """Puts items together: reasoning and calls belong to one message of the assistant."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self._messages = messages
+        self._reasoning = ""  # of the message that follows
+
+    def add(self, item: Fields) -> None:
+        """Add an item."""
+        kind = item.text("type", "message")
+        item.drop("id", "status", "phase")
+        match kind:
+            case "message":
+                self._add_message(item)
+            case "reasoning":
+                self._add_reasoning(item)
+            case "function_call":
+                self._add_call(item)
+            case "function_call_output":
+                output = content_text(item.take("output"), item.name("output"), _TEXTS)
+                message = {"role": "tool", "tool_call_id": item.text("call_id"), "content": output}
+                self._messages.append(message)
+            case _:
+                raise item.refused("type", shown(kind), _ITEMS)
+        item.refuse_others()
+
+    def _add_message(self, item: Fields) -> None:
+        role = item.text("role")
+        content = content_text(item.take("content"), item.name("content"), _TEXTS)
+        message: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
+        if role == "assistant":
+            message |= self._take_reasoning()
+        self._messages.append(message)
+
+    def _add_reasoning(self, item: Fields) -> None:
+        item.drop("summary", "encrypted_content")
+        types = {"reasoning_text": "text"}
+        self._reasoning += content_text(item.array("content"), item.name("content"), types)
+
+    def _add_call(self, item: Fields) -> None:
+        function = {"name": item.text("name"), "arguments": item.text("arguments")}
+        call = {"id": item.text("call_id"), "type": "function", "function": function}
+        last = self._messages[-1] if self._messages else {}
+        if last.get("role") != "assistant":
+            last = {"role": "assistant", "content": ""}
+            self._messages.append(last)
+        last |= self._take_reasoning()
+        last.setdefault("tool_calls", []).append(call)
+
+    def _take_reasoning(self) -> dict[str, str]:
+        reasoning, self._reasoning = self._reasoning, ""
+        return {"reasoning_content": reasoning} if reasoning else {}

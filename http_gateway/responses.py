@@ -1,0 +1,230 @@
+"""POST /v1/responses: text and calls of functions, without storage."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
+from http_gateway.chat import WITHOUT_EFFECT
+from http_gateway.errors import refused
+from http_gateway.exchange import Exchange
+from http_gateway.fields import Fields, Unsupported
+from http_gateway.generation import FINISH_REASONS, Generation
+from http_gateway.messages import chat_field, take_tools
+from http_gateway.response_events import ResponseBuilder
+from http_gateway.response_input import chat_tools, input_messages
+from http_gateway.sampling import field_name, take_sampling
+from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
+from http_gateway.wire import RouterLink
+from pagewire import Model
+from pagewire.arguments import MAX_LOGPROBS, shown
+from pagewire.wire import chat_request
+from protos import inference_pb2
+from protos.token_ids import TOKEN_BYTES
+
+LOGPROBS = "message.output_text.logprobs"  # in `include`
+_STATELESS = "nothing is stored: send the whole conversation as input"
+UNSUPPORTED = {
+    "background": Unsupported("an answer lives as long as its request", off=(False,)),
+    "context_management": Unsupported("a conversation is not shortened"),
+    "conversation": Unsupported(_STATELESS),
+    "max_tool_calls": Unsupported("there are no tools of the server's own"),
+    "moderation": Unsupported("nothing is moderated"),
+    "previous_response_id": Unsupported(_STATELESS),
+    "prompt": Unsupported("there are no stored prompts"),
+    "reasoning": Unsupported("the chat template decides", off=({},)),
+    "service_tier": Unsupported("there is one tier", off=("auto", "default")),
+    "store": Unsupported(_STATELESS, off=(False,)),
+    "truncation": Unsupported("a conversation is not shortened", off=("disabled",)),
+}
+_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseRequest:
+    """A checked request."""
+
+    call: inference_pb2.GenerateRequest
+    is_stream: bool
+    tools: Sequence[str]  # names of functions that may be called
+    is_parallel: bool
+    has_logprobs: bool
+    echoed: dict[str, Any]  # fields that the answer repeats
+
+
+def parse_response(body: dict[str, Any], model: Model) -> ResponseRequest:
+    """Check a request."""
+    echoed = {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "temperature": body.get("temperature"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_logprobs": body.get("top_logprobs") or 0,
+        "top_p": body.get("top_p"),
+    }
+    fields = Fields(body)
+    fields.refuse_unsupported(UNSUPPORTED)
+    fields.drop(*WITHOUT_EFFECT)
+    is_stream = fields.flag("stream")
+    _refuse_options(fields)
+    messages = input_messages(fields.text("instructions"), fields.take("input"))
+    tools, functions = take_tools(chat_tools(fields), model)
+    is_parallel = fields.flag("parallel_tool_calls", True)
+    has_logprobs = _takes_logprobs(fields)
+    top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
+    if top_logprobs and not has_logprobs:
+        raise fields.refused("top_logprobs", str(top_logprobs), f"0 without {LOGPROBS!r} included")
+    sampled = ("temperature", "top_p")
+    options = take_sampling(fields, {}, openai=sampled, max_tokens=("max_output_tokens",))
+    model_name = fields.text("model")
+    fields.refuse_others()
+    if has_logprobs:
+        options["logprobs"] = top_logprobs
+    if tools and model.tool_call_format in SPECIAL_MARKERS:
+        options["skip_special_tokens"] = False
+    return ResponseRequest(
+        call=chat_request(messages, tools, model_name, options),
+        is_stream=is_stream,
+        tools=functions,
+        is_parallel=is_parallel,
+        has_logprobs=has_logprobs,
+        echoed=echoed,
+    )
+
+
+class Responses:
+    """Creates responses."""
+
+    def __init__(self, link: RouterLink, texts: TokenTexts) -> None:
+        self._link = link
+        self._texts = texts
+
+    async def answer(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        """Create one."""
+        exchange.rename_field = lambda name: field_name(_input_field(name), _NAMES)
+        model = await self._link.model()
+        request = parse_response(body, model)
+        generation = Generation(
+            self._link, self._texts, exchange, model, [request.call], is_stream=request.is_stream
+        )
+        head = {
+            "id": f"resp_{exchange.record.request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model.name,
+        }
+        builder = ResponseBuilder(head, request.echoed)
+        answer = _Answer(request, model, generation, builder)
+        async with generation:
+            if request.is_stream:
+                exchange.stream_error = builder.fail
+                await answer.stream(exchange)
+            else:
+                await answer.read()
+                await exchange.answer_json(builder.response())
+
+
+class _Answer:
+    """Feeds what comes to a builder."""
+
+    def __init__(
+        self,
+        request: ResponseRequest,
+        model: Model,
+        generation: Generation,
+        builder: ResponseBuilder,
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._generation = generation
+        self._builder = builder
+        self._reader: AnswerText | None = None
+        self._reasoning_tokens = 0
+
+    async def read(self) -> None:
+        """Read the whole answer."""
+        async for batch in self._generation.batches():
+            if self._request.has_logprobs:
+                await self._generation.load_texts(batch)
+            for _, response in batch:
+                self._add(response)
+        self._builder.end(self._usage())
+
+    async def stream(self, exchange: Exchange) -> None:
+        """Send events as they come."""
+        has_begun = False
+        async for batch in self._generation.batches():
+            if self._request.has_logprobs:
+                await self._generation.load_texts(batch)
+            events = "" if has_begun else self._builder.begin()
+            has_begun = True
+            events += "".join(self._add(response) for _, response in batch)
+            if events:
+                await exchange.send_events(events.encode())
+        await exchange.end_events(self._builder.end(self._usage()).encode())
+
+    def _add(self, response: inference_pb2.GenerateResponse) -> str:
+        if self._reader is None:
+            self._reader = AnswerText(
+                self._model,
+                begins_in_reasoning=response.begins_in_reasoning,
+                tools=self._request.tools,
+                is_parallel=self._request.is_parallel,
+            )
+        if self._reader.is_reasoning:
+            self._reasoning_tokens += len(response.token_ids) // TOKEN_BYTES
+        parts = self._reader.push(response.text)
+        finish = FINISH_REASONS.get(response.finish_reason)
+        if finish:
+            parts += self._reader.finish()
+        logprobs: list[dict[str, Any]] = []
+        if self._request.has_logprobs:
+            drawn = drawn_tokens(response, (), is_stop=finish == "stop")
+            logprobs = chat_logprobs(drawn, self._generation.texts)
+        return self._builder.add(parts, logprobs, finish)
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self._generation.counts
+        return {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+            "output_tokens": counts.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        }
+
+
+def _input_field(field: str) -> str:
+    """Return what a request calls a field of its chat: it calls the messages input."""
+    name = chat_field(field)
+    return "input" if name.startswith("messages") else name
+
+
+def _refuse_options(fields: Fields) -> None:
+    """Refuse what asks for more than plain text, as it comes."""
+    text = fields.object("text")
+    text.refuse_unsupported(
+        {
+            "format": Unsupported(
+                "answers cannot be held to a format yet", off=({"type": "text"},)
+            ),
+            "verbosity": Unsupported("the model decides"),
+        }
+    )
+    text.refuse_others()
+    options = fields.object("stream_options")
+    if options.flag("include_obfuscation"):
+        raise options.refused("include_obfuscation", "true", "false: nothing is padded")
+    options.refuse_others()
+
+
+def _takes_logprobs(fields: Fields) -> bool:
+    included = fields.array("include")
+    for index, each in enumerate(included):
+        if each != LOGPROBS:
+            raise refused(f"include[{index}]", shown(each), repr(LOGPROBS))
+    return bool(included)

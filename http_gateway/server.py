@@ -1,0 +1,105 @@
+"""The gateway as a server: a listening socket, uvicorn around the application, an orderly end."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from http_gateway.app import build_app
+from http_gateway.config import GatewayConfig
+from http_gateway.connection import Connection
+from http_gateway.wire import FindRouter, RouterLink
+from observability.logs import fields
+from protos.addresses import join_address
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+
+
+class GatewayServer:
+    """Serves HTTP for one router, in the event loop that starts it.
+
+    Args:
+        find_router: Says where the router is; asked again when a connection breaks.
+        config: Limits.
+        host, port: Where clients connect; port 0 takes a free one.
+    """
+
+    def __init__(
+        self, find_router: FindRouter, *, config: GatewayConfig, host: str, port: int
+    ) -> None:
+        self._find_router = find_router
+        self._config = config
+        self._host = host
+        self._port = port
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._link: RouterLink | None = None
+
+    async def start(self) -> str:
+        """Listen; return the address, host:port.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        listener = _listen(self._host, self._port)
+        self._link = RouterLink(
+            self._find_router,
+            request_timeout_s=self._config.request_timeout_s,
+            tick_s=self._config.comment_period_s,
+        )
+        settings: dict[str, Any] = {
+            "app": build_app(self._link, self._config),
+            "http": partial(Connection, self._config),
+            "ws": "none",
+            "lifespan": "off",
+            "log_config": None,
+            "log_level": "critical",  # what happens is logged here, with fields
+            "access_log": False,  # the application writes its own
+            "proxy_headers": False,
+            "server_header": False,
+            "timeout_keep_alive": self._config.idle_timeout_s,
+        }
+        self._server = _Server(uvicorn.Config(**settings))
+        serving = self._server.serve(sockets=[listener])
+        self._serving = asyncio.create_task(serving, name="http-gateway")
+        address = join_address(self._host, listener.getsockname()[1])
+        log.info("gateway_ready", extra=fields(address=address))
+        return address
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing more, give running answers `grace_s` seconds, then end them."""
+        if not (self._server and self._serving and self._link):
+            return
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        self._server.should_exit = True
+        await self._serving
+        await self._link.aclose()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: whoever started it says when to stop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,110 @@
+"""Texts of single tokens, which log probabilities show: asked of the router once for each token."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from http_gateway.wire import RouterLink
+from protos import common_pb2, inference_pb2
+from protos.token_ids import unpack_token_ids
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+Drawn = tuple[int, common_pb2.TokenLogprobs]  # token id, its log probabilities
+
+
+class TokenTexts:
+    """A cache of the vocabulary's texts; they are as many as it has tokens, at most."""
+
+    def __init__(self, link: RouterLink) -> None:
+        self._link = link
+        self._model = ""
+        self._texts: dict[int, str] = {}  # token id |-> text, "" where it has none
+
+    def __getitem__(self, token_id: int) -> str:
+        return self._texts[token_id]
+
+    async def load(self, model: str, responses: Iterable[inference_pb2.GenerateResponse]) -> None:
+        """Make the texts known of all tokens that some responses name."""
+        if model != self._model:
+            self._model, self._texts = model, {}
+        wanted: set[int] = set()
+        for response in responses:
+            wanted.update(unpack_token_ids(response.token_ids))
+            for entry in response.logprobs:
+                wanted.update(unpack_token_ids(entry.top_token_ids))
+        if missing := sorted(wanted - self._texts.keys()):
+            _, pieces = await self._link.detokenize(missing, model, with_pieces=True)
+            self._texts.update(zip(missing, pieces, strict=True))
+
+
+def drawn_tokens(
+    response: inference_pb2.GenerateResponse, stop: Sequence[str], *, is_stop: bool
+) -> list[Drawn]:
+    """Return the tokens of a response with their log probabilities, but for the end token.
+
+    Args:
+        response: Of a request for log probabilities.
+        stop: The request's stop strings.
+        is_stop: Whether the choice ends with this response, by a token or a string.
+    """
+    drawn = list(zip(unpack_token_ids(response.token_ids), response.logprobs, strict=False))
+    is_end_token = is_stop and response.stopped_by not in stop
+    return drawn[:-1] if is_end_token else drawn
+
+
+def chat_logprobs(drawn: Sequence[Drawn], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return tokens as chats, and responses, have them."""
+    return [
+        {
+            **_token(texts[token_id], entry.logprob),
+            "top_logprobs": [
+                _token(texts[other], logprob)
+                for other, logprob in zip(
+                    unpack_token_ids(entry.top_token_ids), entry.top_logprobs, strict=True
+                )
+            ],
+        }
+        for token_id, entry in drawn
+    ]
+
+
+def completion_logprobs(
+    drawn: Sequence[Drawn], texts: TokenTexts, offset: int, *, has_top: bool
+) -> dict[str, Any]:
+    """Return tokens as completions have them.
+
+    Args:
+        drawn: The tokens.
+        texts: Of them.
+        offset: Of the first one in the text, characters.
+        has_top: Whether the most probable ones were asked for, too.
+    """
+    tokens = [texts[token_id] for token_id, _ in drawn]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    tops = [
+        {
+            texts[other]: max(logprob, LEAST_LOGPROB)
+            for other, logprob in zip(
+                unpack_token_ids(entry.top_token_ids), entry.top_logprobs, strict=True
+            )
+        }
+        for _, entry in drawn
+    ]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for _, entry in drawn],
+        "top_logprobs": tops if has_top else None,
+        "text_offset": offsets,
+    }
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    # A token that is a part of a character has no text of its own, and its bytes are not known.
+    is_partial = "\ufffd" in text
+    return {
+        "token": text,
+        "logprob": max(logprob, LEAST_LOGPROB),
+        "bytes": None if is_partial else [*text.encode()],
+    }

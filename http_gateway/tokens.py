@@ -1,0 +1,67 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from typing import Any
+
+from http_gateway.exchange import Exchange
+from http_gateway.fields import Fields, Unsupported
+from http_gateway.messages import chat_field, take_messages, take_tools
+from http_gateway.wire import RouterLink
+from pagewire.wire import tokenize_chat_request, tokenize_request
+
+# What a generation would not do either
+_OF_TEXT = {"add_special_tokens": Unsupported("a prompt has them", off=(True,))}
+_OF_CHAT = {
+    "add_generation_prompt": Unsupported("the assistant answers next", off=(True,)),
+    "add_special_tokens": Unsupported("the chat template writes them", off=(False,)),
+    "chat_template": Unsupported("the model's own is used"),
+    "chat_template_kwargs": Unsupported("the chat template takes none", off=({},)),
+    "continue_final_message": Unsupported("the assistant answers next", off=(False,)),
+}
+
+
+class Tokens:
+    """Turns text into tokens and back."""
+
+    def __init__(self, link: RouterLink) -> None:
+        self._link = link
+
+    async def tokenize(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        """Return the tokens of a prompt or a chat, as a generation takes them."""
+        exchange.rename_field = chat_field
+        model = await self._link.model()
+        fields = Fields(body)
+        name = fields.text("model")
+        with_pieces = fields.flag("return_token_strs")
+        if body.get("messages") is None:
+            fields.refuse_unsupported(_OF_TEXT)
+            prompt = fields.take("prompt")
+            fields.refuse_others()
+            request = tokenize_request(prompt, name)
+        else:
+            fields.refuse_unsupported(_OF_CHAT)
+            messages = take_messages(fields)
+            tools, _ = take_tools(fields, model)
+            fields.refuse_others()
+            request = tokenize_chat_request(messages, tools, name)
+        token_ids = await self._link.tokenize(request)
+        pieces = None
+        if with_pieces:
+            _, pieces = await self._link.detokenize(token_ids, name, with_pieces=True)
+        await exchange.answer_json(
+            {
+                "count": len(token_ids),
+                "max_model_len": model.max_context_tokens,
+                "tokens": token_ids,
+                "token_strs": pieces,
+            }
+        )
+
+    async def detokenize(self, exchange: Exchange, body: dict[str, Any]) -> None:
+        """Return the text of tokens, special ones included."""
+        exchange.rename_field = lambda name: name.replace("token_ids", "tokens", 1)
+        fields = Fields(body)
+        name = fields.text("model")
+        token_ids = fields.take("tokens")
+        fields.refuse_others()
+        text, _ = await self._link.detokenize(token_ids, name)
+        await exchange.answer_json({"prompt": text})

@@ -1,0 +1,623 @@
+"""Bad input of every kind: a clear error at once, nothing for a worker, no other stream held up."""
+
+import gzip
+import json
+import socket
+import time
+
+import pytest
+
+from protos.token_ids import unpack_token_ids
+from router.tokenizer import Tokenizer
+from tests.http_gateway.canaries import SONG, singing
+from tests.http_gateway.parrot import MARKS, parrot, write_folder
+from tests.http_gateway.raw_http import exchange, is_closed, read_answer, request
+from tests.http_gateway.serving import gateway, real_router
+
+AT_ONCE_S = 1.0
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+USER = {"role": "user", "content": "BAD"}
+BASES = {
+    CHAT: {"messages": [USER]},
+    TEXT: {"prompt": "BAD"},
+    RESPONSE: {"input": "BAD"},
+    "/tokenize": {"prompt": "BAD"},
+    "/detokenize": {"tokens": [1]},
+}
+HUGE = "9" * 4000
+NUMBERS = ['"1"', "true", "[1]", "{}", "1e999", "-1e999", HUGE, f"-{HUGE}"]
+TEXTS = ["5", "true", "[]", "{}", '"\\ud800"']
+SWITCHES = ["0", "1", '"true"', "[]"]
+INTEGERS = [*NUMBERS, "0.5", "-1"]
+SAMPLING = {
+    "temperature": [*NUMBERS, "-0.1", "0.0001", "1001"],
+    "top_p": [*NUMBERS, "0", "1.01", "-1"],
+    "top_k": [*NUMBERS, "0.5", "-2", "4294967296"],
+    "min_p": [*NUMBERS, "-0.1", "1.1"],
+    "repetition_penalty": [*NUMBERS, "0", "-1"],
+    "seed": [*NUMBERS, "0.5", "18446744073709551616", "-9223372036854775809"],
+    "min_tokens": INTEGERS,
+    "stop_token_ids": ["5", '"a"', "[true]", "[-1]", "[4294967296]", "[1.5]", "[500]", "{}"],
+    "ignore_eos": SWITCHES,
+    "skip_special_tokens": SWITCHES,
+    "model": TEXTS,
+    "stream": SWITCHES,
+    "stream_options": ["5", '"x"', "[]", '{"include_usage": 1}', '{"foo": 1}'],
+    "unheard_of": ["1", "[]", '"x"'],
+}
+PENALTIES = {
+    "presence_penalty": [*NUMBERS, "2.1", "-2.1"],
+    "frequency_penalty": [*NUMBERS, "2.1", "-2.1"],
+    "stop": ["5", "true", '""', '["a", ""]', "[5]", '{"a": 1}', json.dumps(["a"] * 17)],
+    "n": [*INTEGERS, "0", "65"],
+    "max_tokens": [*INTEGERS, "0", "4294967296"],
+    "logit_bias": ['{"1": 5}', "5", "[]"],
+}
+FIELDS = {
+    CHAT: {
+        **SAMPLING,
+        **PENALTIES,
+        "max_completion_tokens": [*INTEGERS, "0"],
+        "logprobs": [*SWITCHES, "5"],
+        "top_logprobs": [*INTEGERS, "21", "5"],  # the last one without logprobs
+        "messages": [
+            "[]",
+            "{}",
+            '"x"',
+            "5",
+            "[5]",
+            "[[]]",
+            "[{}]",
+            '[{"role": "user"}]',
+            '[{"role": "", "content": "x"}]',
+            '[{"role": 5, "content": "x"}]',
+            '[{"role": "user", "content": 5}]',
+            '[{"role": "user", "content": {}}]',
+            '[{"role": "user", "content": ["x"]}]',
+            '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]',
+            '[{"role": "user", "content": [{"type": "text", "text": 5}]}]',
+            '[{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]',
+            '[{"role": "user", "content": "x", "colour": "red"}]',
+            '[{"role": "user", "content": "\\udfff"}]',
+            '[{"role": "user", "content": "x", "name": 5}]',
+            '[{"role": "assistant", "tool_calls": "x"}]',
+            '[{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}]',
+            '[{"role": "assistant", "content": "x", "audio": {"id": "a"}}]',
+            '[{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]',
+            json.dumps([USER] * 10_001),
+            json.dumps([{"role": "user", "content": "BAD" * 50_000}]),
+        ],
+        "tools": ["5", '"x"', "{}", "[5]", '[{"type": "function"}]'],
+        "tool_choice": ['"required"', "5", '{"type": "function"}'],
+        "parallel_tool_calls": SWITCHES,
+        "response_format": ['{"type": "json_object"}', '"json"', "5"],
+        "functions": ['[{"name": "f"}]'],
+        "function_call": ['"auto"'],
+        "modalities": ['["text", "audio"]'],
+        "audio": ['{"voice": "x"}'],
+        "prediction": ['{"type": "content"}'],
+        "reasoning_effort": ['"high"'],
+        "verbosity": ['"low"'],
+        "service_tier": ['"flex"'],
+        "store": ["true", "0"],
+        "web_search_options": ["{}"],
+    },
+    TEXT: {
+        **SAMPLING,
+        **PENALTIES,
+        "prompt": [
+            "5",
+            "true",
+            "{}",
+            "[]",
+            '""',
+            '["a", ""]',
+            '["a", 5]',
+            "[1, true]",
+            "[1, 500]",
+            "[-1]",
+            "[1.5]",
+            "[[1], []]",
+            '[[1], "a"]',
+            "[[[1]]]",
+            "[4294967296]",
+            json.dumps(["a"] * 65),
+            json.dumps([1] * 5000),
+            json.dumps("x" * 200_000),
+        ],
+        "logprobs": [*INTEGERS, "21"],
+        "echo": SWITCHES,
+        "best_of": ["2", '"1"', "0"],
+        "suffix": ['"x"', "5"],
+    },
+    RESPONSE: {
+        **SAMPLING,
+        "input": [
+            "5",
+            "[]",
+            '""',
+            "{}",
+            "[5]",
+            '[{"type": "item_reference", "id": "x"}]',
+            '[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]',
+            '[{"role": "user", "content": 5}]',
+            '[{"role": 5, "content": "x"}]',
+            '[{"type": "function_call", "name": "", "arguments": "", "call_id": "c"}]',
+            '[{"type": "function_call_output", "call_id": 5, "output": "x"}]',
+            '[{"type": "reasoning", "content": "x"}]',
+        ],
+        "instructions": TEXTS,
+        "max_output_tokens": [*INTEGERS, "0"],
+        "top_logprobs": [*INTEGERS, "21", "3"],
+        "include": ["5", '["reasoning.encrypted_content"]', '"x"'],
+        "text": ["5", '{"format": {"type": "json_object"}}', '{"verbosity": "low"}', '{"x": 1}'],
+        "tools": ["5", '[{"type": "web_search"}]', '[{"type": "function", "name": "f"}]'],
+        "store": ["true"],
+        "background": ["true"],
+        "previous_response_id": ['"r"'],
+        "conversation": ['"c"'],
+        "truncation": ['"auto"'],
+        "reasoning": ['{"effort": "high"}'],
+        "prompt": ['{"id": "p"}'],
+        "presence_penalty": ["1"],
+    },
+    "/tokenize": {
+        "prompt": ["5", '""', "[1]", "{}"],
+        "messages": ["5", "[]", "[5]"],
+        "add_special_tokens": ["false", "0"],
+        "return_token_strs": SWITCHES,
+        "model": TEXTS,
+    },
+    "/detokenize": {
+        "tokens": ["5", '"x"', "[500]", "[-1]", "[true]", "{}", json.dumps([1] * 5000)],
+        "model": TEXTS,
+    },
+}
+LIMITS = {
+    "max_body_mib": 1,
+    "head_timeout_s": 0.4,
+    "body_timeout_s": 0.4,
+    "idle_timeout_s": 0.4,
+    "max_connections": 30,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("model"), MARKS["plain"])
+
+
+@pytest.fixture(scope="module")
+def worker(folder):
+    return parrot(folder)
+
+
+@pytest.fixture(scope="module")
+def served(folder, worker):
+    with gateway(lambda: real_router(worker, folder), **LIMITS) as running, singing(running):
+        yield running
+    tokenizer = Tokenizer((folder / "tokenizer.json").read_text())
+    prompts = {tokenizer.decode(unpack_token_ids(each.prompt_token_ids)) for each in worker.submits}
+    assert not [each for each in prompts if "BAD" in each], "no bad request reached a worker"
+
+
+@pytest.fixture
+def address(served):
+    return served.host_and_port
+
+
+def with_field(path, field, value):
+    """A request's body with a field given as JSON text, such as Python cannot write."""
+    given = {name: json.dumps(each) for name, each in BASES[path].items()} | {field: value}
+    return "{" + ", ".join(f"{json.dumps(name)}: {each}" for name, each in given.items()) + "}"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(path, field) for path, fields in FIELDS.items() for field in fields]
+)
+def test_every_wrong_value_is_refused_by_its_field(address, path, field):
+    for value in FIELDS[path][field]:
+        answer = exchange(address, request(path, with_field(path, field, value)))
+
+        shown = f"{field} = {value[:80]}: {answer.status} {answer.body[:300]!r}"
+        assert answer.status == (404 if answer.error["code"] == "model_not_found" else 400), shown
+        assert answer.error["type"] == "invalid_request_error", shown
+        assert (answer.error["param"] or "").startswith(field), shown
+        assert field in answer.error["message"], shown
+        assert len(answer.body) < 1500, shown
+        assert answer.seconds < AT_ONCE_S, shown
+        assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_a_request_without_what_it_needs_says_what_is_missing(address, path):
+    answer = exchange(address, request(path, "{}"))
+
+    assert answer.status == 400
+    assert answer.error["param"] == next(iter(BASES[path]))
+
+
+DEEP = "[" * 100_000
+WRONG_BODIES = {
+    "nothing": (b"", "no JSON object"),
+    "an array": (b"[]", "it must be an object"),
+    "a number": (b"5", "it must be an object"),
+    "null": (b"null", "it must be an object"),
+    "cut off": (b'{"messages": [', "no JSON object"),
+    "two objects": (b"{}{}", "Extra data"),
+    "single quotes": (b"{'a': 1}", "no JSON object"),
+    "a comment": (b'{"a": 1 /* x */}', "no JSON object"),
+    "a repeated key": (b'{"messages": [], "messages": []}', "'messages' is given twice"),
+    "a repeated key inside": (b'{"a": {"b": 1, "b": 2}}', "'b' is given twice"),
+    "NaN": (b'{"temperature": NaN}', "NaN is no JSON number"),
+    "Infinity": (b'{"temperature": -Infinity}', "-Infinity is no JSON number"),
+    "bad UTF-8": (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
+    "UTF-16": ('{"prompt": "x"}'.encode("utf-16"), "is not UTF-8"),
+    "a byte order mark": (b"\xef\xbb\xbf{}", "BOM"),
+    "a control character": (b'{"prompt": "\x00"}', "no JSON object"),
+    "an endless number": (b'{"seed": ' + b"1" * 100_000 + b"}", "no JSON object"),
+    "deep arrays": (b'{"a": ' + DEEP.encode(), "no JSON object"),
+    "deep objects": (b'{"a":' * 100_000, "no JSON object"),
+    "many values": (b'{"a": [' + b"[]," * 400_000 + b"[]]}", "more than"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BODIES)
+def test_what_is_no_json_object_is_refused_with_the_place(address, name):
+    body, words = WRONG_BODIES[name]
+    answer = exchange(address, request(CHAT, body))
+
+    if len(body) > 2**20:
+        assert answer.status == 413
+        return
+    assert answer.status == 400
+    assert answer.error["code"] == "invalid_json"
+    assert words in answer.error["message"]
+    assert answer.seconds < AT_ONCE_S
+
+
+def test_values_nested_deeper_than_a_parser_goes_are_refused_where_they_stand(address):
+    nested = "[" * 900 + "]" * 900
+    for path, field in ((CHAT, "stop"), (TEXT, "prompt"), (RESPONSE, "input")):
+        answer = exchange(address, request(path, with_field(path, field, nested)))
+
+        assert answer.status == 400
+        assert answer.error["param"].startswith(field) or "nested" in answer.error["message"]
+
+
+HEADERS = {
+    "a form": ({"content_type": "application/x-www-form-urlencoded"}, 415, "content-type"),
+    "text": ({"content_type": "text/plain"}, 415, "content-type"),
+    "no type": ({"content_type": None}, 415, "content-type"),
+    "compressed": ({"content_encoding": "gzip"}, 415, "content-encoding"),
+    "twice compressed": ({"content_encoding": "gzip, gzip"}, 415, "content-encoding"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_other_types_of_content_are_refused(address, name):
+    headers, status, param = HEADERS[name]
+    bomb = gzip.compress(b" " * 2**20)
+    answer = exchange(address, request(CHAT, bomb, **headers))
+
+    assert (answer.status, answer.error["param"]) == (status, param)
+    assert answer.seconds < AT_ONCE_S
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_may_be_called_so_in_any_case_and_with_parameters(address, kind):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+
+    assert exchange(address, request(CHAT, body, content_type=kind)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("PUT", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/metrics", 405, "method_not_allowed"),
+        ("OPTIONS", CHAT, 405, "method_not_allowed"),
+        ("GET", "/", 404, "not_found"),
+        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("GET", "/v1/responses/resp_1", 404, "not_found"),
+        ("GET", "/" + "x" * 8000, 404, "not_found"),
+        ("GET", "/%00%ff%fe", 404, "not_found"),
+        ("GET", "/../../etc/passwd", 404, "not_found"),
+    ],
+)
+def test_other_paths_and_methods_are_refused(address, method, path, status, code):
+    answer = exchange(address, request(path, method=method))
+
+    assert (answer.status, answer.error["code"]) == (status, code)
+    assert len(answer.body) < 1000
+    assert answer.seconds < AT_ONCE_S
+
+
+def test_an_endpoint_that_is_not_there_does_not_read_what_comes(address):
+    head = request("/v1/embeddings", content_type="application/json", content_length="100000000")
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(head + b"x" * 10_000)
+        answer = read_answer(connection, time.monotonic())
+
+        assert answer.status == 404
+        assert is_closed(connection)
+
+
+# Bodies
+
+
+def test_a_request_beyond_what_the_router_reads_is_refused_and_ends_no_other(folder):
+    # 8 MiB for what is no prompt; see RouterConfig.max_request_bytes.
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    router = real_router(parrot(folder), folder, max_prompt_chars=1000)
+    with gateway(lambda: router) as served, singing(served):
+        for body in (
+            {"prompt": "x" * 9 * 2**20},
+            {"messages": [{"role": "user", "content": "x" * 9 * 2**20}]},
+            {"prompt": "x", "stop": ["y" * 9 * 2**20]},
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [call] * 30_000}]},
+        ):
+            path = CHAT if "messages" in body else TEXT
+            answer = exchange(served.host_and_port, request(path, json.dumps(body)))
+
+            assert answer.status in (400, 413), answer.body[:300]
+            assert b"allowed: at most" in answer.body or b"characters" in answer.body
+            assert len(answer.body) < 1000
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(address):
+    head = request(CHAT, content_type="application/json", content_length=str(2**40))
+    answer = exchange(address, head)
+
+    assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+    assert answer.error["message"] == "the body takes more than 1 MiB"
+    assert answer.headers["connection"] == "close"
+    assert answer.seconds < AT_ONCE_S
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_is_too_large_is_refused_and_its_sender_can_read_why(address, is_chunked):
+    size = 3 * 2**20
+    if is_chunked:
+        chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+        head = request(CHAT, content_type="application/json", transfer_encoding="chunked")
+        data = head + chunk * (size // 65536) + b"0\r\n\r\n"
+    else:
+        data = request(CHAT, b" " * size)
+
+    answer = exchange(address, data)
+
+    assert answer.status == 413
+
+
+def test_a_body_without_end_is_refused(address):
+    head = request(CHAT, content_type="application/json", transfer_encoding="chunked")
+    with socket.create_connection(address, timeout=5) as connection:
+        started = time.monotonic()
+        connection.sendall(head)
+        for _ in range(10):  # slowly, so that its size is not what ends it
+            connection.sendall(b"1\r\n \r\n")
+            time.sleep(0.05)
+        answer = read_answer(connection, started)
+
+        assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+        assert answer.seconds < AT_ONCE_S + 0.4
+        assert is_closed(connection)
+
+
+def test_a_body_that_stays_away_is_refused(address):
+    answer = exchange(address, request(CHAT, content_type="application/json", content_length="99"))
+
+    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+    assert answer.seconds < AT_ONCE_S
+
+
+def test_a_broken_chunk_is_refused_at_once(address):
+    head = request(CHAT, content_type="application/json", transfer_encoding="chunked")
+    answer = exchange(address, head + b"zz\r\n{}\r\n0\r\n\r\n")
+
+    assert (answer.status, answer.error["code"]) == (400, "invalid_http")
+    assert answer.seconds < 0.3, "not only when the time for the body is over"
+
+
+def test_expected_continuation_is_asked_for_unless_the_body_is_refused(address):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    with socket.create_connection(address, timeout=5) as connection:
+        head = request(CHAT, body, expect="100-continue")[: -len(body)]
+        connection.sendall(head)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert read_answer(connection, 0.0).status == 200
+    big = request(
+        CHAT, content_type="application/json", content_length=str(2**30), expect="100-continue"
+    )
+    assert exchange(address, big).status == 413
+
+
+# Heads
+
+WRONG_HEADS = {
+    "no HTTP": b"hello\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "another version": b"GET /health HTTP/9.9\r\n\r\n",
+    "an unknown method": b"BREW /health HTTP/1.1\r\n\r\n",
+    "a header without a colon": b"GET /health HTTP/1.1\r\nhost gateway\r\n\r\n",
+    "a blank in a name": b"GET /health HTTP/1.1\r\nho st: x\r\n\r\n",
+    "a null byte": b"GET /health HTTP/1.1\r\nhost: \x00\r\n\r\n",
+    "two lengths": b"POST /x HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nx",
+    "length and chunks": b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1\r\n"
+    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a negative length": b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+    "an endless length": b"POST /v1/completions HTTP/1.1\r\ncontent-length: "
+    + b"9" * 30
+    + b"\r\n\r\n",
+    "a folded header": b"GET /health HTTP/1.1\r\nhost: x\r\n y\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_HEADS)
+def test_what_is_no_request_is_refused_and_the_connection_closed(address, name):
+    with socket.create_connection(address, timeout=5) as connection:
+        started = time.monotonic()
+        connection.sendall(WRONG_HEADS[name])
+        answer = read_answer(connection, started)
+
+        assert (answer.status, answer.error["code"]) == (400, "invalid_http")
+        assert answer.seconds < AT_ONCE_S
+        assert is_closed(connection)
+
+
+LARGE_HEADS = {
+    "one header": b"GET /health HTTP/1.1\r\nx: " + b"a" * 40_000 + b"\r\n\r\n",
+    "a header without end": b"GET /health HTTP/1.1\r\nx: " + b"a" * 400_000,
+    "a name without end": b"GET /health HTTP/1.1\r\n" + b"a" * 400_000,
+    "many headers": b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 200 + b"\r\n",
+    "a path without end": b"GET /" + b"a" * 400_000,
+    "a long path": b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n",
+    "trailers": request(TEXT, content_type="application/json", transfer_encoding="chunked")
+    + b"2\r\n{}\r\n0\r\n"
+    + b"x: y\r\n" * 200
+    + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("name", LARGE_HEADS)
+def test_a_head_that_is_too_large_is_refused(address, name):
+    answer = exchange(address, LARGE_HEADS[name])
+
+    assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
+    assert answer.seconds < AT_ONCE_S
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"\r\n"])
+def test_a_head_that_does_not_come_is_refused(address, sent):
+    answer = exchange(address, sent)
+
+    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+    assert answer.seconds < AT_ONCE_S
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_more_time(address):
+    with socket.create_connection(address, timeout=5) as connection:
+        started = time.monotonic()
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        for _ in range(12):
+            connection.sendall(b"x")
+            time.sleep(0.05)
+        answer = read_answer(connection, started)
+
+    assert answer.status == 408
+
+
+def test_empty_lines_without_end_are_no_way_to_stay(address):
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(request("/health", method="GET"))
+        assert read_answer(connection, 0.0).status == 200
+        started = time.monotonic()
+        for _ in range(12):
+            connection.sendall(b"\r\n")
+            time.sleep(0.05)
+
+        assert read_answer(connection, started).status == 408
+
+
+# Connections
+
+
+def test_a_connection_is_kept_for_further_requests_and_closed_when_idle(address):
+    with socket.create_connection(address, timeout=5) as connection:
+        for _ in range(3):
+            connection.sendall(request("/health", method="GET"))
+            assert read_answer(connection, 0.0).status == 200
+        connection.sendall(request(CHAT, '{"messages": 5}'))
+        assert read_answer(connection, 0.0).status == 400
+        connection.sendall(request("/health", method="GET"))
+        assert read_answer(connection, 0.0).status == 200
+        started = time.monotonic()
+
+        assert is_closed(connection)
+        assert 0.2 < time.monotonic() - started < 2
+
+
+def test_pipelined_requests_are_answered_in_order(address):
+    bodies = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(3)]
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(b"".join(request(CHAT, json.dumps(each)) for each in bodies))
+        data = b""
+        while data.count(b"finish_reason") < 3:
+            data += connection.recv(65536)
+
+    assert [data.index(f"say {i}".encode()) for i in range(3)] == sorted(
+        data.index(f"say {i}".encode()) for i in range(3)
+    )
+
+
+def test_a_flood_of_pipelined_requests_is_cut_short(address, worker):
+    before = len(worker.submits)
+    body = json.dumps({"messages": [{"role": "user", "content": SONG}]})
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(request(CHAT, body) * 500)
+
+        assert read_answer(connection, 0.0).status == 200
+        assert is_closed(connection)
+    assert len(worker.submits) - before < 20
+
+
+def test_garbage_behind_a_request_does_not_reach_its_answer(address):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True})
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(request(CHAT, body) + b"\x00\x01garbage\r\n\r\n")
+        answer = read_answer(connection, time.monotonic())
+
+        assert answer.status == 200
+        assert b"[DONE]" in answer.body
+        assert is_closed(connection)
+
+
+def test_an_upgrade_is_not_made_and_the_request_answered(address):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    for upgrade in ("h2c", "websocket"):
+        data = request(CHAT, body, connection="upgrade", upgrade=upgrade)
+        answer = exchange(address, data)
+
+        assert answer.status == 200
+        assert json.loads(answer.body)["choices"][0]["message"]["content"] == "hi"
+
+
+def test_more_connections_than_allowed_are_refused_and_the_others_go_on(address):
+    connections = [socket.create_connection(address, timeout=5) for _ in range(40)]
+    try:
+        answers = []
+        for each in connections:
+            each.settimeout(0.2)
+            try:
+                answers.append(read_answer(each, 0.0))
+            except TimeoutError:
+                answers.append(None)
+        refused = [each for each in answers if each and each.status == 503]
+        assert 8 <= len(refused) <= 14
+        assert {each.error["code"] for each in refused} == {"too_many_connections"}
+        assert {each.headers["retry-after"] for each in refused} == {"1"}
+    finally:
+        for each in connections:
+            each.close()
+    time.sleep(0.1)
+    assert exchange(address, request("/health", method="GET")).status == 200
+
+
+def test_a_client_that_sends_nothing_more_is_taken_for_gone(address, worker):
+    cancelled = len(worker.cancels)
+    body = json.dumps({"messages": [{"role": "user", "content": SONG * 3}]})
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(request(CHAT, body))
+        time.sleep(0.1)
+        connection.shutdown(socket.SHUT_WR)
+
+        assert is_closed(connection, within_s=1)
+    deadline = time.monotonic() + 1
+    while len(worker.cancels) == cancelled:
+        assert time.monotonic() < deadline, "its request is not cancelled"
+        time.sleep(0.01)

@@ -1,0 +1,433 @@
+"""Ends of all kinds: of clients, of routers, of calls and of the gateway itself."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import grpc
+import openai
+import pytest
+
+from http_gateway import answers, wire
+from http_gateway.config import GatewayConfig
+from http_gateway.server import GatewayServer
+from protos import common_pb2
+from router import front
+from tests.http_gateway.canaries import singing
+from tests.http_gateway.conftest import openai as client_of
+from tests.http_gateway.parrot import parrot, write_folder
+from tests.http_gateway.raw_http import exchange, is_closed, read_answer, request
+from tests.http_gateway.serving import gateway, real_router, scripted
+from tests.pagewire.scripted_service import abort, response, retry_after, serving, usage, violation
+
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES = {
+    CHAT: {"messages": [{"role": "user", "content": "x"}]},
+    TEXT: {"prompt": "x"},
+    RESPONSE: {"input": "x"},
+}
+STOP = common_pb2.FINISH_REASON_STOP
+
+
+def body_of(path, **options):
+    return json.dumps({**BODIES[path], **options})
+
+
+def until(condition, within_s=3.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+async def two_words(call, context):
+    yield response("Hello ", [1])
+    yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
+
+
+async def never_begins(call, context):
+    await asyncio.sleep(60)
+    yield
+
+
+async def never_ends(call, context):
+    yield response("a", [1])
+    await asyncio.sleep(60)
+
+
+async def floods(call, context):
+    for index in range(10_000):
+        yield response("x" * 10_000, [1], first_index=index)
+        await asyncio.sleep(0.001)
+
+
+def test_calls_outlive_the_connections_that_a_router_ends_for_their_age(monkeypatch, tmp_path):
+    monkeypatch.setattr(front, "CONNECTION_AGE_MS", 200)
+    for module in (front, wire):
+        monkeypatch.setattr(module, "MAX_STREAM_AGE_S", 0.2)
+    folder = write_folder(tmp_path)
+    router = real_router(parrot(folder), folder, request_timeout_s=1.0)
+    with gateway(lambda: router) as served, singing(served):
+        time.sleep(2.5)  # the first connection ends after 1.6 s
+        link = served.server._link
+        assert len(link._streams) <= 3, "of those that are over none is kept"
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("script", [never_begins, never_ends])
+def test_a_client_that_leaves_cancels_its_call_at_the_router(path, is_stream, script):
+    with gateway(lambda: scripted(script)) as served:
+        with socket.create_connection(served.host_and_port) as connection:
+            connection.sendall(request(path, body_of(path, stream=is_stream)))
+            until(lambda: served.backend.requests)
+        until(served.backend.cancelled.is_set)
+
+
+def waiting(cancelled, fails=()):
+    """A script whose calls wait until they are cancelled, and are noted then; some fail at once."""
+
+    async def script(call, context):
+        if call.text in fails:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "no worker")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(call.text)
+            raise
+        yield
+
+    return script
+
+
+def test_a_client_that_leaves_cancels_all_calls_of_a_batch():
+    cancelled = []
+    with gateway(lambda: scripted(waiting(cancelled))) as served:
+        with socket.create_connection(served.host_and_port) as connection:
+            connection.sendall(request(TEXT, body_of(TEXT, prompt=["a", "b", "c"])))
+            until(lambda: len(served.backend.requests) == 3)
+        until(lambda: sorted(cancelled) == ["a", "b", "c"])
+
+
+def test_a_call_of_a_batch_that_fails_ends_the_others():
+    cancelled = []
+    with gateway(lambda: scripted(waiting(cancelled, fails="b"))) as served:
+        answer = exchange(
+            served.host_and_port, request(TEXT, body_of(TEXT, prompt=["a", "b", "c"]))
+        )
+        assert answer.status == 503
+        until(lambda: sorted(cancelled) == ["a", "c"])
+
+
+def test_a_client_that_takes_nothing_is_disconnected_and_holds_up_nobody():
+    async def script(call, context):
+        follow = floods if call.text == "flood" else two_words
+        async for each in follow(call, context):
+            yield each
+
+    backend = gateway(lambda: scripted(script), slow_client_timeout_s=0.5)
+    with backend as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(served.host_and_port)
+        connection.sendall(request(TEXT, body_of(TEXT, prompt="flood", stream=True)))
+        until(lambda: served.backend.requests)
+        for _ in range(10):
+            answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
+            assert answer.seconds < 1.0
+            time.sleep(0.05)
+        until(served.backend.cancelled.is_set)
+        assert is_closed(connection)
+
+
+# Errors of the router
+
+
+ERRORS = [
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, (retry_after(1.2),), 429, "rate_limit_exceeded"),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, (), 429, "rate_limit_exceeded"),
+    (grpc.StatusCode.UNAVAILABLE, (), 503, "unavailable"),
+    (grpc.StatusCode.ABORTED, (), 503, "unavailable"),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, (), 504, "timeout"),
+    (grpc.StatusCode.CANCELLED, (), 499, "cancelled"),
+    (grpc.StatusCode.INTERNAL, (), 500, "internal_error"),
+    (grpc.StatusCode.UNKNOWN, (), 500, "internal_error"),
+    (grpc.StatusCode.UNAUTHENTICATED, (), 401, "invalid_api_key"),
+    (grpc.StatusCode.PERMISSION_DENIED, (), 403, "permission_denied"),
+    (grpc.StatusCode.NOT_FOUND, (), 404, "model_not_found"),
+    (grpc.StatusCode.INVALID_ARGUMENT, (violation("sampling.top_p", "bad"),), 400, None),
+]
+
+
+@pytest.fixture(scope="module")
+def failing():
+    """A gateway whose router fails as the prompt says: by number, after some text or at once."""
+
+    async def script(call, context):
+        text = call.text or call.chat.messages[-1].content
+        number, _, when = text.partition(" ")
+        code, details, _, _ = ERRORS[int(number)]
+        if when == "late":
+            yield response("some text", [1])
+        await abort(context, code, "told why", *details)
+
+    with gateway(lambda: scripted(script)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("number", range(len(ERRORS)))
+def test_an_error_before_the_first_token_has_its_status(failing, number):
+    _, details, status, code = ERRORS[number]
+    for is_stream in (False, True):
+        body = body_of(TEXT, prompt=str(number), stream=is_stream)
+        answer = exchange(failing.host_and_port, request(TEXT, body))
+
+        assert (answer.status, answer.error["code"]) == (status, code)
+        words = "top_p: bad" if status == 400 else "told why"
+        assert answer.error["message"] == words
+        assert answer.headers.get("retry-after") == ("2" if details and status == 429 else None)
+        if details and status == 429:
+            assert answer.headers["retry-after-ms"] == "1200"
+        kind = "rate_limit_error" if status == 429 else "server_error"
+        assert answer.error["type"] == (
+            "invalid_request_error" if status in (400, 401, 403, 404) else kind
+        )
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_error_in_the_middle_of_a_stream_is_an_event(failing, path):
+    prompt = {"prompt": "2 late"}
+    if path == CHAT:
+        prompt = {"messages": [{"role": "user", "content": "2 late"}]}
+    body = json.dumps({**prompt, "stream": True})
+    answer = exchange(failing.host_and_port, request(path, body))
+
+    events = [each for each in answer.body.split(b"\n\n") if b"data: " in each]
+    assert answer.status == 200
+    assert b"some text" in answer.body
+    error = json.loads(events[-1].partition(b"data: ")[2])["error"]
+    assert (error["code"], error["message"]) == ("unavailable", "told why")
+    assert b"[DONE]" not in answer.body, "nothing looks like a whole answer"
+
+
+def test_openais_client_raises_what_a_stream_ends_with(failing):
+    stream = client_of(failing).completions.create(model="tiny", prompt="2 late", stream=True)
+
+    with pytest.raises(openai.APIError, match="told why"):
+        for _ in stream:
+            pass
+
+
+def test_openais_client_raises_its_errors_by_status(failing):
+    kinds = {
+        429: openai.RateLimitError,
+        401: openai.AuthenticationError,
+        403: openai.PermissionDeniedError,
+        503: openai.InternalServerError,
+    }
+    for number, (_, _, status, _) in enumerate(ERRORS):
+        if status in kinds:
+            with pytest.raises(kinds[status], match="told why"):
+                client_of(failing).completions.create(model="tiny", prompt=str(number))
+
+
+def test_a_response_that_fails_in_the_middle_says_so_by_its_own_event(failing):
+    stream = client_of(failing).responses.create(model="tiny", input="2 late", stream=True)
+
+    last = list(stream)[-1]
+
+    assert last.type == "response.failed"
+    assert last.response.status == "failed"
+    assert last.response.error.message == "told why"
+
+
+# Waiting
+
+
+def test_a_stream_that_waits_gets_comments_which_clients_skip():
+    async def script(call, context):
+        await asyncio.sleep(0.45)
+        async for each in two_words(call, context):
+            yield each
+
+    with gateway(lambda: scripted(script), comment_period_s=0.1) as served:
+        raw = exchange(served.host_and_port, request(TEXT, body_of(TEXT, stream=True)))
+        stream = client_of(served).completions.create(model="tiny", prompt="x", stream=True)
+
+        assert raw.body.count(b": waiting\n\n") >= 2
+        assert raw.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert raw.headers["cache-control"] == "no-cache"
+        assert "".join(each.choices[0].text for each in stream) == "Hello there"
+
+
+def test_an_error_behind_a_comment_is_an_event():
+    async def script(call, context):
+        await asyncio.sleep(0.25)
+        await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        yield
+
+    with gateway(lambda: scripted(script), comment_period_s=0.1) as served:
+        for path, sign in ((TEXT, b'"code": "rate_limit_exceeded"'), (RESPONSE, b"failed")):
+            answer = exchange(served.host_and_port, request(path, body_of(path, stream=True)))
+
+            assert answer.status == 200
+            assert sign in answer.body
+
+
+def test_a_router_that_hangs_is_given_up_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(answers, "MARGIN_S", 0.1)
+    with gateway(lambda: scripted(never_begins), request_timeout_s=0.1) as served:
+        answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
+
+        assert (answer.status, answer.error["code"]) == (504, "timeout")
+        until(served.backend.cancelled.is_set)
+
+
+def test_the_router_is_asked_to_gather_what_nobody_waits_for():
+    async def at_once(call, context):
+        yield response("x", [1], finish_reason=STOP, usage=usage())
+
+    for config, asked in (({}, 0), ({"stream_interval_s": 0.2}, 200)):
+        with gateway(lambda: scripted(at_once), **config) as served:
+            for is_stream in (True, False):
+                body = body_of(TEXT, stream=is_stream)
+                assert exchange(served.host_and_port, request(TEXT, body)).status == 200
+            assert served.backend.intervals_ms == [asked, 1000]
+
+
+# Routers that leave
+
+
+def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
+    async def scenario():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        where = [f"127.0.0.1:{port}"]
+
+        async def find_router():
+            return where[0]
+
+        server = GatewayServer(find_router, config=GatewayConfig(), host="127.0.0.1", port=0)
+        host, _, http_port = (await server.start()).rpartition(":")
+        address = (host, int(http_port))
+
+        async def ask(path=TEXT):
+            return await asyncio.to_thread(exchange, address, request(path, body_of(path)))
+
+        try:
+            away = await ask()
+            assert (away.status, away.error["code"]) == (503, "unavailable")
+            assert away.seconds < 1.0
+            health = await asyncio.to_thread(exchange, address, request("/health", method="GET"))
+            ready = await asyncio.to_thread(exchange, address, request("/ready", method="GET"))
+            assert (health.status, ready.status) == (200, 503)
+            for _ in range(2):  # another port each time, as that of a router that Ray starts anew
+                async with serving(two_words) as (router, _):
+                    where[0] = router
+                    assert (await ask()).status == 200
+                    assert (await ask()).status == 200
+                async with asyncio.timeout(5):
+                    while (await ask()).status == 200:
+                        await asyncio.sleep(0.01)
+        finally:
+            await server.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_lose_their_router_fail_and_say_why():
+    async def scenario():
+        async with serving(never_ends) as (router, service):
+
+            async def find_router():
+                return router
+
+            server = GatewayServer(find_router, config=GatewayConfig(), host="127.0.0.1", port=0)
+            host, _, port = (await server.start()).rpartition(":")
+            address = (host, int(port))
+            calls = [
+                asyncio.to_thread(exchange, address, request(TEXT, body_of(TEXT, stream=stream)))
+                for stream in (False, True)
+            ]
+            running = asyncio.gather(*calls)
+            async with asyncio.timeout(5):
+                while len(service.requests) < 2:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+        try:
+            return await running
+        finally:
+            await server.stop(0.0)
+
+    whole, stream = asyncio.run(scenario())
+
+    assert whole.status == 503
+    assert b'"error"' in stream.body
+    assert b"[DONE]" not in stream.body
+
+
+# The gateway's own end
+
+
+def test_a_gateway_that_stops_finishes_what_runs_and_takes_nothing_new():
+    release = threading.Event()
+
+    async def script(call, context):
+        yield response("Hello ", [1])
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
+
+    with gateway(lambda: scripted(script)) as served:
+        with (
+            socket.create_connection(served.host_and_port) as running,
+            socket.create_connection(served.host_and_port) as idle,
+        ):
+            running.sendall(request(TEXT, body_of(TEXT, stream=True)))
+            until(lambda: served.backend.requests)
+            stopping = threading.Thread(target=lambda: served.run(served.server.stop(5.0)))
+            stopping.start()
+            assert is_closed(idle)
+            with pytest.raises(ConnectionError):
+                socket.create_connection(served.host_and_port)
+            release.set()
+            answer = read_answer(running, time.monotonic())
+        stopping.join(5)
+
+        assert b"there" in answer.body
+        assert b"[DONE]" in answer.body
+
+
+def test_a_gateway_that_stops_ends_what_takes_longer_than_its_grace():
+    with (
+        gateway(lambda: scripted(never_ends)) as served,
+        socket.create_connection(served.host_and_port) as running,
+    ):
+        running.sendall(request(TEXT, body_of(TEXT, stream=True)))
+        until(lambda: served.backend.requests)
+        started = time.monotonic()
+        served.run(served.server.stop(0.2))
+
+        assert time.monotonic() - started < 2
+        until(served.backend.cancelled.is_set)
+
+
+def test_a_port_in_use_is_an_error_of_the_start():
+    async def scenario():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            server = GatewayServer(
+                lambda: asyncio.sleep(0), config=GatewayConfig(), host="127.0.0.1", port=port
+            )
+            with pytest.raises(OSError, match="in use"):
+                await server.start()
+            await server.stop(0.0)
+
+    asyncio.run(scenario())

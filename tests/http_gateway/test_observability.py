@@ -1,0 +1,197 @@
+"""What a gateway tells of itself: log lines, metrics, request ids; and web pages that may call."""
+
+import json
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from http_gateway.config import GatewayConfig
+from observability.logs import ATTRIBUTE
+from tests.http_gateway.conftest import openai as client_of
+from tests.http_gateway.raw_http import exchange, request
+from tests.http_gateway.serving import gateway, scripted
+from tests.http_gateway.test_lifetime import TEXT, body_of, two_words, until
+
+SECRET = "prompt that nobody else may read"
+TOKEN = "sk-secret-token"
+
+
+@pytest.fixture(scope="module")
+def served():
+    with gateway(lambda: scripted(two_words)) as running:
+        yield running
+
+
+def lines(caplog):
+    return [
+        getattr(each, ATTRIBUTE)
+        for each in caplog.records
+        if each.getMessage() == "http_request" and each.levelno >= logging.INFO
+    ]
+
+
+def test_each_request_is_one_line_without_what_it_holds(served, caplog):
+    caplog.set_level(logging.DEBUG)
+    bodies = [
+        ("/v1/completions", {"prompt": SECRET, "user": SECRET}),
+        ("/v1/completions", {"prompt": SECRET, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}),
+        ("/v1/responses", {"input": SECRET}),
+        ("/v1/completions", {"prompt": SECRET, "top_p": SECRET}),
+        ("/v1/completions", {"prompt": SECRET, SECRET: 1}),
+        ("/tokenize", {"prompt": SECRET}),
+        (f"/{TOKEN}?key={TOKEN}", {}),
+    ]
+    for path, body in bodies:
+        headers = {"authorization": f"Bearer {TOKEN}", "x_api_key": TOKEN}
+        exchange(served.host_and_port, request(path, json.dumps(body), **headers))
+
+    until(lambda: len(lines(caplog)) >= len(bodies))  # the last one follows its answer
+    found = lines(caplog)
+    assert len(found) == len(bodies)
+    text = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
+    assert SECRET not in text
+    assert TOKEN not in text
+    whole, stream, *_, unknown = found
+    assert whole["status"] == 200
+    assert (whole["model"], whole["stream"], stream["stream"]) == ("tiny", False, True)
+    assert (whole["prompt_tokens"], whole["completion_tokens"]) == (40, 2)
+    assert 0 < whole["ttft_ms"] <= whole["total_ms"]
+    assert whole["router_request_id"] == "r1"
+    assert (found[4]["status"], found[4]["outcome"]) == (400, "invalid")
+    assert (unknown["path"], unknown["status"]) == ("-", 404)
+
+
+def test_probes_write_no_line(served, caplog):
+    caplog.set_level(logging.INFO)
+    for path in ("/health", "/ready", "/metrics"):
+        assert exchange(served.host_and_port, request(path, method="GET")).status == 200
+
+    assert lines(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [("my-id_1.2:3", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("é", False)],
+)
+def test_a_request_has_the_clients_name_if_it_gives_a_sensible_one(served, given, is_kept):
+    data = request(TEXT, body_of(TEXT), x_request_id=given)
+    answer = exchange(served.host_and_port, data)
+
+    request_id = answer.headers["x-request-id"]
+    assert (request_id == given) == is_kept
+    assert json.loads(answer.body)["id"] == f"cmpl-{request_id}"
+
+
+def test_errors_have_a_name_too(served):
+    for data in (request("/nowhere", method="GET"), request(TEXT, "{}")):
+        assert len(exchange(served.host_and_port, data).headers["x-request-id"]) == 32
+
+
+def metrics(served):
+    """All samples: (name, labels) |-> value."""
+    text = exchange(served.host_and_port, request("/metrics", method="GET")).body.decode()
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_requests_tokens_and_times_by_names_that_users_of_vllm_know():
+    with gateway(lambda: scripted(two_words)) as served:
+        client = client_of(served)
+        for _ in range(2):
+            client.completions.create(model="tiny", prompt="x")
+        exchange(served.host_and_port, request(TEXT, '{"prompt": 5}'))
+        exchange(served.host_and_port, request("/nowhere", method="GET"))
+        found = metrics(served)
+
+    assert found["pagewire_request_success_total", "stop", "tiny"] == 2
+    assert found["pagewire_prompt_tokens_total", "tiny"] == 80
+    assert found["pagewire_generation_tokens_total", "tiny"] == 4
+    assert found["pagewire_prefix_cache_queries_total", "tiny"] == 80
+    assert found["pagewire_prefix_cache_hits_total", "tiny"] == 64
+    assert found["pagewire_time_to_first_token_seconds_count", "tiny"] == 2
+    assert found["pagewire_e2e_request_latency_seconds_count", "tiny"] == 2
+    assert found["pagewire_request_prompt_tokens_sum", "tiny"] == 80
+    assert found["pagewire_num_requests_running",] == 1, "the one that asks"
+    counted = "pagewire_http_requests_total"
+    assert found[counted, *sorted((TEXT, "POST", "200"))] == 2
+    assert {key[1:] for key in found if key[0] == counted} >= {
+        tuple(sorted((TEXT, "POST", "400"))),
+        tuple(sorted(("", "GET", "404"))),
+    }
+    assert not [key for key in found if "nowhere" in key]
+
+
+def test_ready_says_whether_a_worker_takes_requests(served):
+    ready = exchange(served.host_and_port, request("/ready", method="GET"))
+
+    assert json.loads(ready.body) == {"status": "ready", "model": "tiny"}
+    with gateway(lambda: scripted(two_words)) as starting:
+        starting.backend.is_away = True
+        answer = exchange(starting.host_and_port, request("/ready", method="GET"))
+
+    assert (answer.status, answer.error["code"]) == (503, "unavailable")
+
+
+def test_head_answers_as_get_does_without_a_body(served):
+    answer = exchange(served.host_and_port, request("/health", method="HEAD"))
+
+    assert (answer.status, answer.body) == (200, b"")
+
+
+# Web pages
+
+PAGE = "https://chat.example.org"
+PREFLIGHT = {
+    "access_control_request_method": "POST",
+    "access_control_request_headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+def preflight(served, origin):
+    data = request(TEXT, method="OPTIONS", origin=origin, **PREFLIGHT)
+    return exchange(served.host_and_port, data)
+
+
+def test_no_web_page_may_call_unless_its_origin_is_allowed(served):
+    answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT), origin=PAGE))
+
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert preflight(served, PAGE).status == 405
+
+
+@pytest.mark.parametrize("origins", ["*", f"https://a.example.org, {PAGE}"])
+def test_pages_of_allowed_origins_may_call_and_stream(origins):
+    with gateway(lambda: scripted(two_words), allow_origins=origins) as served:
+        allowed = preflight(served, PAGE)
+        body = body_of(TEXT, stream=True)
+        answer = exchange(served.host_and_port, request(TEXT, body, origin=PAGE))
+        refused = preflight(served, "https://evil.example.org")
+
+    assert allowed.status == 200
+    assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
+    assert answer.headers["access-control-allow-origin"] in ("*", PAGE)
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert b"[DONE]" in answer.body
+    assert (refused.status == 200) == (origins == "*")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_connections": 0}, "max_connections is 0; it must be an integer, 1 or more"),
+        ({"head_timeout_s": 0}, "head_timeout_s is 0; it must be a finite number above 0"),
+        ({"stream_interval_s": -1}, "stream_interval_s is -1; it must be a finite number, 0 or"),
+        ({"request_timeout_s": float("inf")}, "request_timeout_s is inf; it must be a finite"),
+        ({"allow_origins": "example.org"}, "allow_origins is 'example.org'; it must be origins"),
+        ({"allow_origins": "https://a.org/x"}, "such as https://chat.example.org, or *"),
+    ],
+)
+def test_wrong_limits_are_refused_by_name(options, words):
+    with pytest.raises(ValueError, match="must be") as refused:
+        GatewayConfig(**options)
+    assert words in str(refused.value)
