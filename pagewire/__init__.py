@@ -37,6 +37,7 @@ from pagewire.types import (
     SamplingOptions,
     TokenLogprob,
     Tokens,
+    ToolCall,
     Usage,
     WorkerStatus,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "AsyncStream",
     "SamplingOptions",
     "Message",
+    "ToolCall",
     "Completion",
     "Choice",
     "Delta",

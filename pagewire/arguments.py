@@ -6,6 +6,7 @@ and what is allowed; for options it names all that are wrong.
 """
 
 import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
@@ -13,10 +14,8 @@ from operator import index
 from typing import Any, TypeGuard
 
 from pagewire.errors import FieldViolation, InvalidRequestError
-from pagewire.types import Message
 
 MAX_UINT32 = 2**32 - 1
-MAX_MESSAGES = 10_000
 MAX_SEED = 2**64 - 1
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -46,16 +45,16 @@ def check_address(value: object) -> str:
     """Return a router's address; it must be `host:port`."""
     match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
     if not isinstance(value, str) or match is None or not 1 <= int(match[1]) <= 65535:
-        raise refused("address", _shown(value), "host:port, such as localhost:50051 or [::1]:50051")
+        raise refused("address", shown(value), "host:port, such as localhost:50051 or [::1]:50051")
     return value
 
 
 def check_timeout_s(field: str, value: object) -> float:
     """Return a time limit in seconds."""
     if not _is_number(value):
-        raise refused(field, _shown_with_type(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
+        raise refused(field, shown_with_type(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
     if not 0 < value <= MAX_TIMEOUT_S:
-        raise refused(field, _shown(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
+        raise refused(field, shown(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
     return float(value)
 
 
@@ -68,13 +67,13 @@ def check_text(field: str, value: object, *, empty: str | None = None) -> str:
         empty: What to say of an empty text; None allows it.
     """
     if not isinstance(value, str):
-        raise refused(field, _shown_with_type(value), "a text, str")
+        raise refused(field, shown_with_type(value), "a text, str")
     if empty is not None and not value:
         raise refused(field, empty, "at least one character")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        found = f"{_shown(value[error.start])} at character {error.start}"
+        found = f"{shown(value[error.start])} at character {error.start}"
         raise refused(field, found, "text without lone surrogates") from None
     return value
 
@@ -88,7 +87,7 @@ def check_token_ids(
     field: str, value: object, *, allowed: str = "a sequence of token ids"
 ) -> list[int]:
     """Return token ids; any sequence of integers will do, also an array."""
-    token_ids = _items(field, value, allowed)
+    token_ids = check_items(field, value, allowed)
     if set(map(type, token_ids)) <= {int} and all(0 <= each <= MAX_UINT32 for each in token_ids):
         return token_ids
     return [
@@ -97,16 +96,11 @@ def check_token_ids(
     ]
 
 
-def check_messages(field: str, value: object) -> list[tuple[str, str]]:
-    """Return the (role, content) pairs of a chat."""
-    if isinstance(value, Message):
-        raise refused(field, "one Message", "a sequence of messages")
-    messages = _items(field, value, "a sequence of messages")
-    if not messages:
-        raise refused(field, "none", "at least one message")
-    if len(messages) > MAX_MESSAGES:
-        raise refused(field, f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
-    return [_message(f"{field}[{i}]", each) for i, each in enumerate(messages)]
+def check_flag(field: str, value: object) -> bool:
+    """Return a switch; numbers are none."""
+    if not isinstance(value, bool):
+        raise refused(field, shown_with_type(value), "True or False")
+    return value
 
 
 def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
@@ -141,23 +135,6 @@ def _joined(errors: Sequence[InvalidRequestError]) -> InvalidRequestError:
     )
 
 
-def _message(field: str, value: object) -> tuple[str, str]:
-    if isinstance(value, Message):
-        role, content = value.role, value.content
-    elif isinstance(value, Mapping):
-        # A key that nobody reads would be lost in silence.
-        if value.keys() != {"role", "content"}:
-            found = ", ".join(map(_shown, value)) or "none"
-            raise refused(field, f"the keys {found}", "the keys 'role' and 'content'")
-        role, content = value["role"], value["content"]
-    else:
-        raise refused(field, _shown_with_type(value), "a Message, or a mapping of role and content")
-    if role == "":
-        allowed = "a role of the model's template, such as user"
-        raise refused(f"{field}.role", "an empty role", allowed)
-    return check_text(f"{field}.role", role), check_text(f"{field}.content", content)
-
-
 def _temperature(field: str, value: object) -> float:
     allowed = f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
     return _number(
@@ -177,9 +154,9 @@ def _between(low: float, high: float) -> Callable[[str, object], float]:
 
 def _number(field: str, value: object, allows: Callable[[float], bool], allowed: str) -> float:
     if not _is_number(value):
-        raise refused(field, _shown_with_type(value), f"a number, {allowed}")
+        raise refused(field, shown_with_type(value), f"a number, {allowed}")
     if not allows(value):
-        raise refused(field, _shown(value), allowed)
+        raise refused(field, shown(value), allowed)
     return float(value)
 
 
@@ -193,21 +170,17 @@ def _integer(field: str, value: object, *, low: int, high: int) -> int:
             raise TypeError
         number = index(value)  # type: ignore[arg-type]  # also integers of numpy and torch
     except (TypeError, ValueError):
-        found = _shown_with_type(value)
+        found = shown_with_type(value)
         raise refused(field, found, f"an integer, {low} to {high}") from None
     if not low <= number <= high:
-        raise refused(field, _shown(number), f"{low} to {high}")
+        raise refused(field, shown(number), f"{low} to {high}")
     return number
 
 
-def _flag(field: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise refused(field, _shown_with_type(value), "True or False")
-    return value
-
-
 def _stop(field: str, value: object) -> list[str]:
-    strings = [value] if isinstance(value, str) else _items(field, value, "a sequence of texts")
+    strings = (
+        [value] if isinstance(value, str) else check_items(field, value, "a sequence of texts")
+    )
     if len(strings) > MAX_STOP_STRINGS:
         raise refused(field, f"{len(strings)} strings", f"at most {MAX_STOP_STRINGS}")
     for i, each in enumerate(strings):
@@ -225,27 +198,33 @@ def _stop_token_ids(field: str, value: object) -> list[int]:
     return token_ids
 
 
-def _items(field: str, value: object, allowed: str) -> list[Any]:
+def check_items(field: str, value: object, allowed: str) -> list[Any]:
     """Return the items of anything in order with a length, but not of a text or a mapping."""
     is_ordered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if not is_ordered or isinstance(value, (str, bytes, bytearray, memoryview, Mapping)):
-        raise refused(field, _shown_with_type(value), allowed)
+        raise refused(field, shown_with_type(value), allowed)
     try:
         return list(value)  # type: ignore[call-overload,no-any-return]
     except TypeError:  # an array without dimensions
-        raise refused(field, _shown_with_type(value), allowed) from None
+        raise refused(field, shown_with_type(value), allowed) from None
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as an error shows it, cut where it is long."""
+    if isinstance(value, str | bytes):
+        value = value[: MAX_SHOWN_CHARS + 1]
+    elif isinstance(value, list | tuple | set | dict):
+        return reprlib.repr(value)  # cut in each level, whatever its size and depth
     try:
-        shown = repr(value)
+        text = repr(value)
     except ValueError:  # an integer of thousands of digits
         return "a value too long to show"
-    return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 
-def _shown_with_type(value: object) -> str:
-    return "None" if value is None else f"{_shown(value)} ({type(value).__name__})"
+def shown_with_type(value: object) -> str:
+    """Return a value of a wrong type as an error shows it."""
+    return "None" if value is None else f"{shown(value)} ({type(value).__name__})"
 
 
 # option |-> its check, in the order of SamplingOptions
@@ -262,7 +241,8 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "min_tokens": partial(_integer, low=0, high=MAX_UINT32),
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
-    "ignore_eos": _flag,
+    "ignore_eos": check_flag,
     "n": partial(_integer, low=1, high=MAX_CHOICES),
     "logprobs": partial(_integer, low=0, high=MAX_LOGPROBS),
+    "skip_special_tokens": check_flag,
 }

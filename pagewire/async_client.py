@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -16,8 +16,10 @@ from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOpti
 from pagewire.wire import (
     Messages,
     Prompt,
+    Tools,
     chat_request,
     delta_from,
+    detokenize_request,
     error_from,
     generate_request,
     model_from,
@@ -106,16 +108,18 @@ class AsyncClient:
         self,
         messages: Messages,
         *,
+        tools: Tools | None = None,
         model: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """Generate the next message of a chat; return the whole answer.
 
-        `messages` are `Message` values or mappings of role and content, oldest first.
+        `messages` are `Message` values or mappings as OpenAI's API has them, oldest first; `tools`
+        are its descriptions of functions, for the model's template. Calls of them stay text.
         """
         return await _collect(
-            self.stream_chat(messages, model=model, timeout_s=timeout_s, **sampling),
+            self.stream_chat(messages, tools=tools, model=model, timeout_s=timeout_s, **sampling),
         )
 
     def stream(
@@ -133,12 +137,13 @@ class AsyncClient:
         self,
         messages: Messages,
         *,
+        tools: Tools | None = None,
         model: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> "AsyncStream":
         """Like `stream`, for a chat."""
-        return self._open_stream(chat_request(messages, model, sampling), timeout_s)
+        return self._open_stream(chat_request(messages, tools, model, sampling), timeout_s)
 
     async def tokenize(
         self, text: str, *, model: str = "", timeout_s: float | None = None
@@ -147,10 +152,28 @@ class AsyncClient:
         return await self._tokenize(tokenize_request(text, model), timeout_s)
 
     async def tokenize_chat(
-        self, messages: Messages, *, model: str = "", timeout_s: float | None = None
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
     ) -> Tokens:
         """Return the token ids that `chat` would use, and the rendered template."""
-        return await self._tokenize(tokenize_chat_request(messages, model), timeout_s)
+        return await self._tokenize(tokenize_chat_request(messages, tools, model), timeout_s)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> str:
+        """Return the text of token ids."""
+        request = detokenize_request(token_ids, model, skip_special_tokens)
+        response = await self._call(self._open().Detokenize, request, timeout_s)
+        return str(response.text)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """Return the served models; none while the cluster is still starting."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from pagewire.async_client import (
 )
 from pagewire.errors import ClosedError
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
-from pagewire.wire import Messages, Prompt
+from pagewire.wire import Messages, Prompt, Tools
 
 Answer = TypeVar("Answer")
 
@@ -71,16 +71,20 @@ class Client:
         self,
         messages: Messages,
         *,
+        tools: Tools | None = None,
         model: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """Generate the next message of a chat; return the whole answer.
 
-        `messages` are `Message` values or mappings of role and content, oldest first.
+        `messages` are `Message` values or mappings as OpenAI's API has them, oldest first; `tools`
+        are its descriptions of functions, for the model's template. Calls of them stay text.
         """
         return self._background.run(
-            lambda: self._client.chat(messages, model=model, timeout_s=timeout_s, **sampling)
+            lambda: self._client.chat(
+                messages, tools=tools, model=model, timeout_s=timeout_s, **sampling
+            )
         )
 
     def stream(
@@ -102,6 +106,7 @@ class Client:
         self,
         messages: Messages,
         *,
+        tools: Tools | None = None,
         model: str = "",
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -109,7 +114,9 @@ class Client:
         """Like `stream`, for a chat."""
 
         async def start() -> AsyncStream:
-            return self._client.stream_chat(messages, model=model, timeout_s=timeout_s, **sampling)
+            return self._client.stream_chat(
+                messages, tools=tools, model=model, timeout_s=timeout_s, **sampling
+            )
 
         return Stream(self._background.run(start), self._background)
 
@@ -120,11 +127,36 @@ class Client:
         )
 
     def tokenize_chat(
-        self, messages: Messages, *, model: str = "", timeout_s: float | None = None
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
     ) -> Tokens:
         """Return the token ids that `chat` would use, and the rendered template."""
         return self._background.run(
-            lambda: self._client.tokenize_chat(messages, model=model, timeout_s=timeout_s)
+            lambda: self._client.tokenize_chat(
+                messages, tools=tools, model=model, timeout_s=timeout_s
+            )
+        )
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> str:
+        """Return the text of token ids."""
+        return self._background.run(
+            lambda: self._client.detokenize(
+                token_ids,
+                skip_special_tokens=skip_special_tokens,
+                model=model,
+                timeout_s=timeout_s,
+            )
         )
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:

@@ -26,14 +26,28 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool | None  # go on past the model's end tokens; False
     n: int | None  # independent choices, 1 .. 64; 1
     logprobs: int | None  # 0: of the drawn token, k <= 20: and of the k most probable; none
+    skip_special_tokens: bool | None  # leave special tokens out of the text; True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A function that the assistant called."""
+
+    name: str
+    arguments: str = ""  # JSON, as the model wrote it
+    id: str = ""  # names the call in the message with its result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a chat."""
+    """One message of a chat; what is empty does not exist for the model's template."""
 
-    role: str  # "system", "user", "assistant" or another role of the model's template
+    role: str  # "system", "user", "assistant", "tool" or another role of the model's template
     content: str
+    reasoning_content: str = ""  # what the assistant thought before
+    tool_calls: tuple[ToolCall, ...] = ()  # functions that the assistant called
+    tool_call_id: str = ""  # of the call whose result this is
+    name: str = ""  # of the speaker, or of the function whose result this is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +164,10 @@ class Model:
     page_size: int  # token slots in a page
     has_chat_template: bool
     max_choices: int  # largest n of a request
+    tool_call_format: str | None  # "llama3_json", "hermes", "mistral"; None: none that is known
+    has_reasoning: bool  # the chat template knows <think>
+    max_request_bytes: int  # the router reads no longer message
+    max_request_fields: int  # nor one with more fields, if it has more than 64 KiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -11,13 +11,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pagewire import errors
 from pagewire.arguments import (
-    check_messages,
+    check_flag,
     check_prompt_text,
     check_sampling,
     check_text,
     check_token_ids,
     refused,
 )
+from pagewire.chat_arguments import check_messages, check_tools
 from pagewire.types import (
     ClusterStatus,
     Delta,
@@ -38,7 +39,15 @@ _NO_GRPC = "Failed parsing HTTP/2"  # as gRPC says it of HTTP/1.1, SSH and other
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as gRPC says it
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Message | Mapping[str, str]]
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_TOOL_CALL_FORMATS = {
+    inference_pb2.TOOL_CALL_FORMAT_LLAMA3_JSON: "llama3_json",
+    inference_pb2.TOOL_CALL_FORMAT_HERMES: "hermes",
+    inference_pb2.TOOL_CALL_FORMAT_MISTRAL: "mistral",
+}
+
+Messages = Sequence[Message | Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 Request = TypeVar("Request", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest)
 
 
@@ -63,11 +72,11 @@ def generate_request(
 
 
 def chat_request(
-    messages: Messages, model: str, options: SamplingOptions
+    messages: Messages, tools: Tools | None, model: str, options: SamplingOptions
 ) -> inference_pb2.GenerateRequest:
     """Build the request for a chat; raises like `generate_request`."""
     request = _generate_request(model, options)
-    request.chat.CopyFrom(_chat("prompt.chat.messages", messages))
+    request.chat.CopyFrom(_chat("prompt.chat", messages, tools))
     return _sized("prompt", request)
 
 
@@ -79,12 +88,26 @@ def tokenize_request(text: str, model: str) -> inference_pb2.TokenizeRequest:
     return _sized("input", request)
 
 
-def tokenize_chat_request(messages: Messages, model: str) -> inference_pb2.TokenizeRequest:
+def tokenize_chat_request(
+    messages: Messages, tools: Tools | None, model: str
+) -> inference_pb2.TokenizeRequest:
     """Build the request to tokenize a chat; raises like `generate_request`."""
     request = inference_pb2.TokenizeRequest(
-        model=check_text("model", model), chat=_chat("input.chat.messages", messages)
+        model=check_text("model", model), chat=_chat("input.chat", messages, tools)
     )
     return _sized("input", request)
+
+
+def detokenize_request(
+    token_ids: Sequence[int], model: str, skip_special_tokens: bool, *, with_pieces: bool = False
+) -> inference_pb2.DetokenizeRequest:
+    """Build the request to turn token ids into text; raises like `generate_request`."""
+    return inference_pb2.DetokenizeRequest(
+        model=check_text("model", model),
+        token_ids=pack_token_ids(check_token_ids("token_ids", token_ids)),
+        skip_special_tokens=check_flag("skip_special_tokens", skip_special_tokens),
+        with_pieces=with_pieces,
+    )
 
 
 def delta_from(response: inference_pb2.GenerateResponse) -> Delta:
@@ -108,7 +131,7 @@ def delta_from(response: inference_pb2.GenerateResponse) -> Delta:
         ),
         finish_reason=_finish_reason(response.finish_reason),
         stopped_by=response.stopped_by or None,
-        usage=_usage(response.usage) if response.HasField("usage") else None,
+        usage=usage_from(response.usage) if response.HasField("usage") else None,
     )
 
 
@@ -121,6 +144,10 @@ def model_from(model: inference_pb2.Model) -> Model:
         page_size=model.page_size,
         has_chat_template=model.has_chat_template,
         max_choices=model.max_choices,
+        tool_call_format=_TOOL_CALL_FORMATS.get(model.tool_call_format),
+        has_reasoning=model.has_reasoning,
+        max_request_bytes=model.max_request_bytes,
+        max_request_fields=model.max_request_fields,
     )
 
 
@@ -141,7 +168,36 @@ def error_from(
     """Make the exception that a failed call raises, with the details the router attached."""
     code = failure.code()
     message = failure.details() or code.name
-    details = _details(failure)
+    match code:
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if sizes := _TOO_LARGE.search(message):
+            # Of a connection with another limit than ours; waiting would not help.
+            return refused("request", f"a request of {sizes[1]} bytes", f"at most {sizes[2]} bytes")
+        case grpc.StatusCode.UNAVAILABLE if _is_from_server(failure):
+            pass
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.UNIMPLEMENTED:
+            # A router has all methods; what lacks one is a worker, or no part of Pagewire at all.
+            is_other = code is grpc.StatusCode.UNIMPLEMENTED or _NO_GRPC in message
+            other = f"something answers at {address}, but it is not a Pagewire router"
+            told = other if is_other else f"no connection to {address}"
+            return errors.ConnectionFailedError(f"{told}: {message}", code=code.name)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            told = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
+            if failure.trailing_metadata():  # the router was first to notice, and knows more
+                told = f"{told}: {message}"
+            return errors.TimeoutError(told, code=code.name)
+    return _error_told(code, message, _details(failure))
+
+
+def error_from_status(serialized: bytes) -> errors.PagewireError:
+    """Make the exception that fits a google.rpc.Status of the router, as GenerateMany sends it."""
+    status = status_pb2.Status.FromString(serialized)
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _error_told(code, status.message or code.name, status)
+
+
+def _error_told(
+    code: grpc.StatusCode, message: str, details: status_pb2.Status
+) -> errors.PagewireError:
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             return errors.InvalidRequestError(
@@ -151,28 +207,18 @@ def error_from(
             return errors.NotFoundError(message, code=code.name)
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return errors.AuthenticationError(message, code=code.name)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if sizes := _TOO_LARGE.search(message):
-            # Of a connection with another limit than ours; waiting would not help.
-            return refused("request", f"a request of {sizes[1]} bytes", f"at most {sizes[2]} bytes")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.OverloadedError(
                 message, code=code.name, retry_after_s=_retry_after_s(details)
             )
-        case grpc.StatusCode.UNAVAILABLE if _is_from_server(failure):
-            return errors.UnavailableError(message, code=code.name)
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.UNIMPLEMENTED:
-            # A router has all methods; what lacks one is a worker, or no part of Pagewire at all.
-            is_other = code is grpc.StatusCode.UNIMPLEMENTED or _NO_GRPC in message
-            other = f"something answers at {address}, but it is not a Pagewire router"
-            told = other if is_other else f"no connection to {address}"
-            return errors.ConnectionFailedError(f"{told}: {message}", code=code.name)
-        case grpc.StatusCode.ABORTED | grpc.StatusCode.FAILED_PRECONDITION:
+        case (
+            grpc.StatusCode.UNAVAILABLE
+            | grpc.StatusCode.ABORTED
+            | grpc.StatusCode.FAILED_PRECONDITION
+        ):
             return errors.UnavailableError(message, code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            told = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
-            if failure.trailing_metadata():  # the router was first to notice, and knows more
-                told = f"{told}: {message}"
-            return errors.TimeoutError(told, code=code.name)
+            return errors.TimeoutError(message, code=code.name)
         case grpc.StatusCode.CANCELLED:
             return errors.CancelledError(message, code=code.name)
         case _:
@@ -186,12 +232,23 @@ def _generate_request(model: str, options: SamplingOptions) -> inference_pb2.Gen
     )
 
 
-def _chat(field: str, messages: Messages) -> inference_pb2.ChatPrompt:
+def _chat(field: str, messages: Messages, tools: Tools | None) -> inference_pb2.ChatPrompt:
     return inference_pb2.ChatPrompt(
         messages=[
-            inference_pb2.ChatMessage(role=role, content=content)
-            for role, content in check_messages(field, messages)
-        ]
+            inference_pb2.ChatMessage(
+                role=each.role,
+                content=each.content,
+                reasoning_content=each.reasoning_content,
+                tool_calls=[
+                    inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+                    for call in each.tool_calls
+                ],
+                tool_call_id=each.tool_call_id,
+                name=each.name,
+            )
+            for each in check_messages(f"{field}.messages", messages)
+        ],
+        tools_json=check_tools(f"{field}.tools", tools),
     )
 
 
@@ -214,7 +271,8 @@ def _finish_reason(reason: int) -> str | None:
     return names.get(reason)  # type: ignore[call-overload,no-any-return]
 
 
-def _usage(usage: inference_pb2.Usage) -> Usage:
+def usage_from(usage: inference_pb2.Usage) -> Usage:
+    """Decode what a call cost."""
     stats = usage.stats
     return Usage(
         prompt_tokens=usage.prompt_tokens,

@@ -11,24 +11,36 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from pagewire.wire import STATUS_DETAILS_KEY
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
-from protos.token_ids import pack_token_ids
+from protos.token_ids import pack_token_ids, unpack_token_ids
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
 
 
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate plays `script`; `requests` keeps what came, `cancelled` is set by a lost client.
+    """Generate plays `script`, and so does each call of GenerateMany.
 
-    `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
+    `requests` keeps what came, `intervals_ms` the least times between messages that calls of
+    GenerateMany asked for, `cancelled` is set by a lost client. `num_statuses` counts the calls
+    of GetClusterStatus that it answers: not while it `is_away`. `model` is what it serves.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[Any] = []
+        self.intervals_ms: list[int] = []
         self.num_statuses = 0
         self.is_away = False
         self.cancelled = asyncio.Event()
+        self.model = inference_pb2.Model(
+            name="tiny",
+            max_context_tokens=64,
+            vocab_size=9,
+            page_size=4,
+            max_request_bytes=2**20,
+            max_request_fields=1000,
+        )
 
     async def Generate(self, request, context):  # noqa: N802
         self.requests.append(request)
@@ -39,6 +51,42 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             self.cancelled.set()
             raise
 
+    async def GenerateMany(self, requests, context):  # noqa: N802
+        results = asyncio.Queue()
+        calls = {}
+        reader = asyncio.create_task(self._read(requests, calls, results))
+        try:
+            while True:
+                yield inference_pb2.GenerateManyResponse(results=[await results.get()])
+        finally:
+            for each in (reader, *calls.values()):
+                each.cancel()
+
+    async def _read(self, requests, calls, results):
+        async for each in requests:
+            if each.HasField("start"):
+                self.intervals_ms.append(each.interval_ms)
+                calls[each.call_id] = asyncio.create_task(
+                    self._play(each.call_id, each.start, results)
+                )
+            else:
+                calls.pop(each.call_id).cancel()
+
+    async def _play(self, call_id, request, results):
+        try:
+            async for response in self.Generate(request, _CallContext()):
+                await results.put(inference_pb2.CallResult(call_id=call_id, response=response))
+        except _Aborted as aborted:
+            status = aborted.status.SerializeToString()
+            await results.put(inference_pb2.CallResult(call_id=call_id, error_status=status))
+
+    async def Detokenize(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        pieces = [chr(each) for each in unpack_token_ids(request.token_ids)]
+        return inference_pb2.DetokenizeResponse(
+            text="".join(pieces), pieces=pieces if request.with_pieces else ()
+        )
+
     async def Tokenize(self, request, context):  # noqa: N802
         self.requests.append(request)
         text = request.text or "|".join(each.content for each in request.chat.messages)
@@ -46,8 +94,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.TokenizeResponse(token_ids=token_ids, text=text)
 
     async def ListModels(self, request, context):  # noqa: N802
-        model = inference_pb2.Model(name="tiny", max_context_tokens=64, vocab_size=9, page_size=4)
-        return inference_pb2.ListModelsResponse(models=[model])
+        return inference_pb2.ListModelsResponse(models=[self.model])
 
     async def GetClusterStatus(self, request, context):  # noqa: N802
         if self.is_away:
@@ -63,6 +110,19 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             ),
         )
         return inference_pb2.GetClusterStatusResponse(workers=[worker], active_requests=2)
+
+
+class _Aborted(Exception):
+    def __init__(self, status):
+        self.status = status
+
+
+class _CallContext:
+    """The context of one call of many."""
+
+    async def abort(self, code, details, trailing_metadata):
+        serialized = dict(trailing_metadata)[STATUS_DETAILS_KEY]
+        raise _Aborted(status_pb2.Status.FromString(serialized))
 
 
 def response(text="", token_ids=(), *, choice=0, first_index=0, **fields):

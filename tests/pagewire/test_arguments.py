@@ -1,5 +1,6 @@
 import asyncio
 import copy
+import functools
 import math
 import pickle
 from fractions import Fraction
@@ -8,20 +9,21 @@ import numpy as np
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, Client, InvalidRequestError, Message
+from pagewire import AsyncClient, Client, InvalidRequestError, Message, ToolCall
 from pagewire.arguments import (
     MAX_TIMEOUT_S,
     check_address,
-    check_messages,
     check_sampling,
     check_token_ids,
 )
+from pagewire.chat_arguments import check_messages
 from pagewire.types import SamplingOptions
 from protos.grpc_options import MAX_MESSAGE_BYTES
 from router.errors import InvalidRequest
 from router.request import AskedSampling, SamplingDefaults, ServedModel
 from router.validation import complete_sampling
 
+DEEP = functools.reduce(lambda inner, _: [inner], range(5_000), [])
 HUGE = 10**5000  # more digits than Python shows
 # Of no type that any argument has, or not finite; None is apart, as options take it for absent.
 NEVER = [object(), b"x", {"a": 1}, {1}, 1j, math.nan, math.inf, -math.inf, "\ud800", [[]], [None]]
@@ -57,6 +59,7 @@ BAD_OPTIONS = {
     "ignore_eos": [*NEVER, 0, 1, "True", np.bool_(True)],
     "n": [*NOT_AN_INTEGER, 0, 65],
     "logprobs": [*NOT_AN_INTEGER, 21],
+    "skip_special_tokens": [*NEVER, 0, 1, "True", np.bool_(True)],
 }
 NOT_MESSAGES = [
     *NEVER,
@@ -76,11 +79,27 @@ NOT_MESSAGES = [
     [{"role": "user", "content": ["x"]}],
     [{"role": "", "content": "x"}],
     [{"role": "user", "content": "\ud800"}],
-    [{"role": "user", "content": "x", "name": "nobody"}],
+    [{"role": "user", "content": "x", "nickname": "nobody"}],
+    [{"role": "user", "content": "x", "name": 5}],
+    [{"role": "user", "content": "x", "tool_call_id": ["c"]}],
+    [{"role": "assistant", "content": "x", "reasoning_content": b"x"}],
+    [{"role": "assistant", "tool_calls": []}],
+    [{"role": "assistant", "tool_calls": "f"}],
+    [{"role": "assistant", "tool_calls": ["f"]}],
+    [{"role": "assistant", "tool_calls": [{}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "strict": True}}]}],
+    [{"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}],
+    [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}],
     [Message(role=5, content="x")],
     [Message(role="user", content=None)],
+    [Message(role="user", content="x", name=None, tool_calls=(ToolCall(name=""),))],
     iter([Message(role="user", content="x")]),
 ]
+NOT_TOOLS = [*NEVER, 5, True, "f", {"type": "function"}, ["f"], [{"a": {1}}], [{"a": math.nan}]]
+NOT_TOOLS += [[{"a": "\ud800"}], DEEP]
 NOT_A_TIMEOUT = [*NOT_A_NUMBER, 0, -1, MAX_TIMEOUT_S + 1]
 CHAT = [Message(role="user", content="x")]
 
@@ -94,7 +113,7 @@ class NoChannel:
     def unary_unary(self, *arguments, **options):
         return self._send
 
-    unary_stream = unary_unary
+    unary_stream = stream_stream = unary_unary
 
     def _send(self, request, timeout):
         raise AssertionError(f"sent {request}")
@@ -110,6 +129,14 @@ def cases():
     yield from (("prompt", (each,), {}, "stream") for each in prompts)
     yield from (("prompt.chat.messages", (each,), {}, "stream_chat") for each in NOT_MESSAGES)
     yield from (("input.chat.messages", (each,), {}, "tokenize_chat") for each in NOT_MESSAGES)
+    yield from (
+        ("prompt.chat.tools", (CHAT,), {"tools": each}, "stream_chat") for each in NOT_TOOLS
+    )
+    yield from (("token_ids", (each,), {}, "detokenize") for each in NOT_TOKEN_IDS)
+    yield from (
+        ("skip_special_tokens", ([1],), {"skip_special_tokens": each}, "detokenize")
+        for each in [*NEVER, None, 0, 1]
+    )
     yield from (("input.text", (each,), {}, "tokenize") for each in [*NOT_A_TEXT, None, ""])
     for method, given in METHODS.items():
         yield from (("timeout_s", given, {"timeout_s": each}, method) for each in NOT_A_TIMEOUT)
@@ -125,6 +152,7 @@ METHODS = {
     "stream_chat": (CHAT,),
     "tokenize": ("x",),
     "tokenize_chat": (CHAT,),
+    "detokenize": ([1],),
     "list_models": (),
     "status": (),
 }

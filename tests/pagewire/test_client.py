@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import json
 import re
 import struct
 from contextlib import asynccontextmanager
@@ -8,7 +9,7 @@ import grpc
 import pytest
 
 import pagewire
-from pagewire import AsyncClient, Client, Message
+from pagewire import AsyncClient, Client, Message, ToolCall
 from protos import common_pb2, inference_pb2
 from tests.pagewire.scripted_service import (
     abort,
@@ -405,3 +406,50 @@ def test_leaving_a_sync_stream_cancels_it_at_the_server():
                 break
             client.status()
         assert service.cancelled.is_set()
+
+
+def test_a_chat_carries_tools_and_all_fields_of_its_messages():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "x", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "9", "tool_call_id": "c"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "strict": False}}]
+
+    async def work(client, service):
+        await client.chat(messages, tools=tools)
+        await client.tokenize_chat(messages, tools=tools)
+        return [each.chat for each in service.requests]
+
+    generated, tokenized = run(two_deltas, work)
+
+    assert generated == tokenized
+    user, assistant, tool = generated.messages
+    assert (user.name, tool.tool_call_id, assistant.reasoning_content) == ("ann", "c", "hm")
+    assert assistant.content == ""
+    assert [(each.id, each.name, each.arguments) for each in assistant.tool_calls] == [
+        ("c", "f", '{"a": 1}')
+    ]
+    assert generated.tools_json == json.dumps(tools)
+
+
+def test_messages_with_tool_calls_may_be_values_too():
+    message = Message(role="assistant", content="", tool_calls=(ToolCall(name="f", id="c"),))
+
+    async def work(client, service):
+        await client.chat([message])
+        return service.requests[0].chat
+
+    chat = run(two_deltas, work)
+
+    assert chat.messages[0].tool_calls[0].name == "f"
+    assert chat.tools_json == ""
+
+
+def test_detokenize_returns_the_text():
+    async def work(client, service):
+        text = await client.detokenize([72, 105], skip_special_tokens=True)
+        return text, service.requests[0].skip_special_tokens
+
+    assert run(two_deltas, work) == ("Hi", True)

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import grpc
+import pytest
 
 from protos import common_pb2
 from tests.pagewire.scripted_service import abort, response, retry_after, serving_in_thread, usage
@@ -11,7 +12,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(name, *arguments, text=""):
-    result = subprocess.run(
+    result = example(name, *arguments, text=text)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def example(name, *arguments, text=""):
+    return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         input=text,
         capture_output=True,
@@ -19,8 +26,6 @@ def run_example(name, *arguments, text=""):
         timeout=30,
         env={"PYTHONPATH": str(EXAMPLES.parent)},
     )
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
 
 
 def test_shared_prefix_accounts_for_each_question(tmp_path):
@@ -51,3 +56,26 @@ def test_many_prompts_tries_again_what_was_refused_and_keeps_the_order():
 
     assert out == "a → A\nb → B\nc → C\n"
     assert len(service.requests) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("many_prompts.py", []), ("shared_prefix.py", [__file__])]
+)
+def test_an_error_is_one_line(name, arguments):
+    async def script(request, context):
+        await abort(context, grpc.StatusCode.INTERNAL, "a bug")
+        yield
+
+    with serving_in_thread(script) as (address, _):
+        result = example(name, *arguments, "--address", address, text="a\nb\n")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_where_nobody_serves_the_error_says_so():
+    result = example("shared_prefix.py", __file__, "--address", "localhost:1")
+
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith("error: no connection to localhost:1: ")

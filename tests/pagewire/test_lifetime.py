@@ -156,6 +156,8 @@ class _Channel:
     def unary_stream(self, *arguments, **options):
         return lambda request, timeout: None
 
+    stream_stream = unary_stream
+
 
 async def _open(client):
     client.stream("x")

@@ -6,7 +6,7 @@ from pagewire import errors
 
 EXPORTED = """
     Client Stream AsyncClient AsyncStream
-    SamplingOptions Message Completion Choice Delta TokenLogprob Usage Tokens Model
+    SamplingOptions Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens Model
     ClusterStatus WorkerStatus PageCounts
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
     AuthenticationError OverloadedError TransportError ConnectionFailedError UnavailableError
