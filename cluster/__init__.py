@@ -1,1 +1,1 @@
-"""Composition root: configuration, Ray placement, supervision and the command line."""
+"""Composition root: configuration, Ray placement and supervision."""

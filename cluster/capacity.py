@@ -8,10 +8,9 @@ from cluster.config import ClusterConfig
 from cluster.host_memory import HostMemory
 from cluster.units import format_bytes
 from kv_cache.layout import DTYPE_BYTES, KVLayout, num_pages_for
-from llm_engine.checkpoint import read_checkpoint
 from llm_engine.errors import NotEnoughMemory
 from llm_engine.memory_plan import MemoryPlan
-from llm_engine.model_config import read_model_config
+from llm_engine.model_files import open_model
 
 PROCESS_BYTES = 400 * 2**20  # of a worker beside weights and pages: Python, torch, activations
 CLUSTER_BYTES = 800 * 2**20  # Ray, controller and router
@@ -41,12 +40,12 @@ class ModelNeeds:
         return num_pages_for(self.context_tokens, self.page_size)
 
 
-def read_model_needs(model_dir: Path, config: ClusterConfig, device: str) -> ModelNeeds:
+def read_model_needs(model_path: Path, config: ClusterConfig, device: str) -> ModelNeeds:
     """Read the sizes from a checkpoint that can be served (see check_model_folder)."""
-    model = read_model_config(model_dir)
+    files = open_model(model_path)
+    model = files.config
     on_device = model.dtype if device == "cuda" else "float32"
     dtype = on_device if config.dtype == "auto" else config.dtype
-    tensors = read_checkpoint(model_dir, model)
     layout = KVLayout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -56,7 +55,7 @@ def read_model_needs(model_dir: Path, config: ClusterConfig, device: str) -> Mod
         model_fingerprint="",
     )
     return ModelNeeds(
-        weights_bytes=sum(prod(each.shape) for each in tensors.values()) * DTYPE_BYTES[dtype],
+        weights_bytes=sum(prod(each.shape) for each in files.tensors.values()) * DTYPE_BYTES[dtype],
         page_bytes=layout.page_bytes,
         page_size=config.page_size,
         context_tokens=model.max_context_tokens,

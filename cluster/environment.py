@@ -1,7 +1,6 @@
 """The environment variables that a cluster's processes are started with.
 
-launch.py adds CUDA_VISIBLE_DEVICES where workers share a GPU. `prepare_local_ray` leaves alone what
-is set already, such as RAY_AUTH_MODE and RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO by the Makefile.
+launch.py adds CUDA_VISIBLE_DEVICES where workers share a GPU, and the path of Ray's token.
 """
 
 import os
@@ -11,10 +10,16 @@ import sys
 FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH", "PAGEWIRE_", "GRPC_VERBOSITY")
 
 
-def prepare_local_ray() -> None:
-    """Set what a Ray that is started here and its processes read; call it before importing Ray."""
-    # It listens on the loopback address only, and without it writes a token to the home folder.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+def prepare_ray(*, is_local: bool) -> None:
+    """Set what Ray reads where it is imported, so call it before.
+
+    What is set already stays, except for what keeps strangers out of a Ray that is started here. A
+    Ray that runs already (`is_local` False) is its owner's, and so is how to authenticate there.
+    """
+    if is_local:
+        # Ray's servers listen on the loopback address where that is the node's own, and it is where
+        # Ray is told to form no clusters. The variable works on Linux, too.
+        os.environ.update(RAY_AUTH_MODE="token", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Each line of a log is written, and in colour only where somebody looks.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

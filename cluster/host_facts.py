@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from cluster.host_memory import HostMemory, read_host_memory
+from cluster.ray_listeners import RayListener, find_listeners
 
 Versions = Mapping[str, str]  # distribution name, lower case |-> version
 
@@ -34,6 +35,8 @@ class HostFacts:
     shm_free_bytes: int | None  # None: there is no /dev/shm
     memory: HostMemory
     gpu_free_bytes: tuple[int, ...]  # of each GPU that torch can use
+    ray_auth_mode: str  # RAY_AUTH_MODE of this environment; empty: unset
+    ray_listeners: tuple[RayListener, ...]  # of Rays that run here, for other hosts
     protobuf_gencode: str  # version that wrote protos/*_pb2.py
     grpc_gencode: str  # version that wrote protos/*_pb2_grpc.py
 
@@ -54,6 +57,8 @@ def collect_facts() -> HostFacts:
         shm_free_bytes=_free_bytes(Path(SHM_PATH)),
         memory=read_host_memory(),
         gpu_free_bytes=gpu_free_bytes,
+        ray_auth_mode=os.environ.get("RAY_AUTH_MODE", "").lower(),
+        ray_listeners=find_listeners(),
         protobuf_gencode=".".join(_written_by(protos / "common_pb2.py", GENCODE_PATTERN)),
         grpc_gencode=".".join(_written_by(protos / "worker_pb2_grpc.py", GRPC_GENCODE_PATTERN)),
     )

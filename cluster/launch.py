@@ -20,27 +20,34 @@ from cluster.controller import ControllerActor
 from cluster.devices import gpus_of_pools, visible_gpu
 from cluster.environment import forwarded_environment, worker_environment
 from cluster.errors import StartError
-from cluster.load_display import ShowLoaded
 from cluster.local_ray import LocalRay
 from cluster.preflight import choose_device
+from cluster.private_folder import RayToken, private_folder
+from cluster.ray_listeners import is_loopback
+from credentials.secret import ClusterSecret
 from decode_worker.actor import DecodeActor
-from llm_engine.worker_process import WorkerSettings
+from http_gateway.actor import GatewayActor
+from llm_engine.load_progress import ReportLoaded
+from llm_engine.model_files import model_name, text_folder
 from observability.logs import fields
 from pagewire import Client, ClusterStatus, PagewireError
 from prefill_worker.actor import PrefillActor
 from router.actor import RouterActor
+from worker.process import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "pagewire"
 CONTROLLER_NAME = "pagewire-controller"
 ROUTER_NAME = "router-0"
+GATEWAY_NAME = "http-gateway-0"
 OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its least
 LOOPBACK = "127.0.0.1"
 STATUS_PERIOD_S = 0.1
 CHECK_PERIOD_S = 0.2  # between two looks whether the start is to be given up
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
 STOP_MARGIN_S = 5.0
+GATEWAY_MARGIN_S = 1.0  # to tell clients how the router ended their calls
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 
 
@@ -53,13 +60,21 @@ class RunningCluster:
     workers: Mapping[str, Any]  # worker_id |-> actor handle
     router: Any
     controller: Any
+    gateway: Any = None  # None: there is no HTTP
+    http_address: str = ""  # of the gateway
     context_tokens: int = 0  # longest request that is served; known when all are ready
     local_ray: LocalRay = field(default_factory=LocalRay)
 
     @property
     def actors(self) -> dict[str, Any]:
         """All handles by name, in the order in which they are to be stopped."""
-        return {ROUTER_NAME: self.router, **self.workers, CONTROLLER_NAME: self.controller}
+        gateway = {} if self.gateway is None else {GATEWAY_NAME: self.gateway}
+        return {
+            **gateway,
+            ROUTER_NAME: self.router,
+            **self.workers,
+            CONTROLLER_NAME: self.controller,
+        }
 
     def pid(self, name: str) -> int:
         """Return the process id of an actor on its host."""
@@ -71,11 +86,19 @@ class RunningCluster:
 
         Of a Ray that has lost a process nobody would answer; what is left of it is left alone.
         """
-        if self.local_ray.lost:
-            return
+        try:
+            if not self.local_ray.lost:
+                self._stop_all(grace_s)
+        finally:
+            self.local_ray.close()
+
+    def _stop_all(self, grace_s: float) -> None:
         timeout_s = grace_s + STOP_MARGIN_S
         try:
-            ray.get(self.router.stop.remote(grace_s), timeout=timeout_s)
+            stopping = [self.router.stop.remote(grace_s)]
+            if self.gateway is not None:
+                stopping.append(self.gateway.stop.remote(grace_s + GATEWAY_MARGIN_S))
+            ray.get(stopping, timeout=timeout_s)
             ray.get([each.stop.remote(0.0) for each in self.workers.values()], timeout=timeout_s)
         except ray.exceptions.RayError as error:
             log.warning("stop_incomplete", extra=fields(error=str(error)))
@@ -90,7 +113,7 @@ def start_cluster(
     *,
     shows_worker_logs: bool,
     say: Callable[[str], None] = lambda line: None,
-    show_loaded: ShowLoaded = lambda done_bytes, total_bytes: None,
+    show_loaded: ReportLoaded = lambda done_bytes, total_bytes: None,
     check: Callable[[], None] = lambda: None,
 ) -> RunningCluster:
     """Start everything and wait until the router sees all workers ready.
@@ -109,10 +132,11 @@ def start_cluster(
     deadline = time.monotonic() + config.start_timeout_s
     if device is None:
         _attach_ray(config, shows_worker_logs)
+        local_ray = LocalRay()
     else:
         say(_starting(config, device))
         check()
-        _start_local_ray(config, device, shows_worker_logs)
+        local_ray = start_local_ray(config, device, shows_worker_logs)
     try:
         if device is None:
             device = choose_device(config, int(_cluster_resources().get("GPU", 0)))
@@ -122,8 +146,9 @@ def start_cluster(
         context_tokens = _wait_until_served(cluster, deadline, check)
     except BaseException:
         ray.shutdown()
+        local_ray.close()
         raise
-    return replace(cluster, context_tokens=context_tokens)
+    return replace(cluster, context_tokens=context_tokens, local_ray=local_ray)
 
 
 def worker_ids(config: ClusterConfig) -> list[str]:
@@ -142,9 +167,20 @@ def _attach_ray(config: ClusterConfig, shows_worker_logs: bool) -> None:
         )
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
         raise StartError(f"cannot attach to Ray at {config.ray_address}: {error}") from error
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        # Who reaches such a Ray runs code in it, and reads the keys that actors are given.
+        log.warning("ray_takes_anybody", extra=fields(address=config.ray_address))
 
 
-def _start_local_ray(config: ClusterConfig, device: str, shows_worker_logs: bool) -> None:
+def start_local_ray(config: ClusterConfig, device: str, shows_worker_logs: bool) -> LocalRay:
+    """Start a Ray for this cluster alone: on the loopback address, with a token of its own.
+
+    Raises:
+        StartError: It does not start, or others could reach it.
+    """
+    folder = private_folder()
+    token = RayToken(folder)
+    temp_dir = folder / "ray"
     try:
         ray.init(
             address="local",
@@ -156,13 +192,23 @@ def _start_local_ray(config: ClusterConfig, device: str, shows_worker_logs: bool
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=shows_worker_logs,
             logging_level=logging.WARNING,
+            _temp_dir=str(temp_dir),
         )
     except Exception as error:  # a node that starts too slowly raises just that
+        token.remove()
         raise StartError(f"cannot start Ray on this host: {error}") from error
+    local_ray = LocalRay(token, temp_dir / "session_latest" / "logs")
+    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    if not is_loopback(host):
+        ray.shutdown()
+        local_ray.close()
+        raise StartError(f"Ray listens on {host}, which others reach; call prepare_ray earlier")
+    return local_ray
 
 
 def _starting(config: ClusterConfig, device: str) -> str:
-    return f"starting {config.prefill} prefill and {config.decode} decode workers on {device}"
+    prefill = f"{config.prefill} prefill and " if config.prefill else ""
+    return f"starting {prefill}{config.decode} decode workers on {device}"
 
 
 def _start_actors(
@@ -170,12 +216,14 @@ def _start_actors(
     device: str,
     deadline: float,
     say: Callable[[str], None],
-    show_loaded: ShowLoaded,
+    show_loaded: ReportLoaded,
     check: Callable[[], None],
 ) -> RunningCluster:
     assert config.model is not None
     controller = _place(ControllerActor, CONTROLLER_NAME, {}, config.log_level, config.log_format)
     hash_key = secrets.token_bytes(16)  # of page hashes, unknown to clients
+    # Actors get their keys as arguments, which only who may use this Ray can read.
+    secret = ClusterSecret.generate()
     workers = {}
     for worker_id in worker_ids(config):
         settings = _settings(config, worker_id, device)
@@ -184,33 +232,56 @@ def _start_actors(
             prefill = replace(
                 config.prefill_worker, transfer_deadlines=config.transfer, hash_key=hash_key
             )
+            keys = secret.keys_of("prefill", worker_id)
             workers[worker_id] = _place(
-                PrefillActor, worker_id, options, settings, prefill, CONTROLLER_NAME
+                PrefillActor, worker_id, options, settings, prefill, keys, CONTROLLER_NAME
             )
         else:
             decode = replace(
                 config.decode_worker, transfer_deadlines=config.transfer, hash_key=hash_key
             )
+            keys = secret.keys_of("decode", worker_id)
             workers[worker_id] = _place(
-                DecodeActor, worker_id, options, settings, decode, CONTROLLER_NAME
+                DecodeActor, worker_id, options, settings, decode, keys, CONTROLLER_NAME
             )
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {
+        "scheduling_strategy": here,  # clients know it by an address of this host
+        "runtime_env": {"env_vars": forwarded_environment()},
+    }
     router = _place(
         RouterActor,
         ROUTER_NAME,
-        {
-            "scheduling_strategy": here,  # clients know it by an address of this host
-            "runtime_env": {"env_vars": forwarded_environment()},
-        },
-        replace(config.router, router_id=ROUTER_NAME, page_hash_key=hash_key),
-        config.model.resolve(),
+        options,
+        replace(
+            config.router,
+            router_id=ROUTER_NAME,
+            page_hash_key=hash_key,
+            local_prefill_max_tokens=config.decode_worker.local_prefill_max_tokens,
+            max_running_sequences=config.decode_worker.max_running_sequences,
+        ),
+        text_folder(config.model.resolve()),
         config.host,
         config.port,
         config.log_level,
         config.log_format,
+        secret.keys_of("router", ROUTER_NAME),
         CONTROLLER_NAME,
     )
     actors = {ROUTER_NAME: router, **workers}
+    gateway = None
+    if config.http_port:
+        gateway = actors[GATEWAY_NAME] = _place(
+            GatewayActor,
+            GATEWAY_NAME,
+            options,
+            config.http_gateway,
+            config.host,
+            config.http_port,
+            config.log_level,
+            config.log_format,
+            ROUTER_NAME,
+        )
     say(f"Ray runs; waiting for {len(actors)} processes to load and connect")
     watch = _LoadWatch(controller, show_loaded)
 
@@ -225,6 +296,8 @@ def _start_actors(
         workers=workers,
         router=router,
         controller=controller,
+        gateway=gateway,
+        http_address=addresses.get(GATEWAY_NAME, ""),
     )
 
 
@@ -252,14 +325,16 @@ def _resources(config: ClusterConfig, worker_id: str, device: str) -> dict[str, 
 
 def _settings(config: ClusterConfig, worker_id: str, device: str) -> WorkerSettings:
     assert config.model is not None
-    model_dir = config.model.resolve()
+    model = config.model.resolve()
+    is_decode = worker_id.startswith("decode")
     return WorkerSettings(
         worker_id=worker_id,
-        model_dir=model_dir,
-        served_model_name=config.served_model_name or model_dir.name,
+        model_dir=model,
+        served_model_name=config.served_model_name or model_name(model),
         device=device,
         dtype=config.dtype,
         deterministic=config.deterministic,
+        num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
         page_size=config.page_size,
         num_pages=config.num_pages,
         gpu_memory_fraction=config.gpu_memory_fraction,
@@ -292,7 +367,7 @@ def _place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) 
 class _LoadWatch:
     """Asks the controller how far the weights are, and never waits for its answer."""
 
-    def __init__(self, controller: Any, show_loaded: ShowLoaded) -> None:
+    def __init__(self, controller: Any, show_loaded: ReportLoaded) -> None:
         self._controller = controller
         self._show_loaded = show_loaded
         self._call = controller.loaded.remote()
@@ -367,7 +442,8 @@ def _diagnosis(missing: list[str], timeout_s: float) -> str:
         gpus = f" {free.get('GPU', 0):.0f} of {num_gpus:.0f} GPUs are free;"
     return (
         f"{', '.join(missing)} not ready after {timeout_s:.0f} s;{gpus} see the logs of the Ray "
-        "session (/tmp/ray/session_latest/logs on each host), or raise --start-timeout-s"
+        f"session ({ray.get_runtime_context().get_temp_dir()}/session_latest/logs on each host), "
+        "or raise --start-timeout-s"
     )
 
 

@@ -1,8 +1,11 @@
 """Ray's own processes on this host, without which nothing is started again and nothing stops."""
 
+from pathlib import Path
+
 import psutil
 
 from cluster.errors import RayLost
+from cluster.private_folder import RayToken
 
 NAMES = ("gcs_server", "raylet")
 
@@ -11,9 +14,15 @@ class LocalRay:
     """Those that this process has started; none where it is attached to a Ray that ran before.
 
     Make it when they run. Ray itself notices the end of one after a minute, or never.
+
+    Args:
+        token: Theirs; removed by `close`.
+        logs: The folder of their logs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token: RayToken | None = None, logs: Path = Path()) -> None:
+        self._token = token
+        self._logs = logs
         children = psutil.Process().children()
         self._processes = {each.name(): each for each in children if each.name() in NAMES}
 
@@ -27,8 +36,13 @@ class LocalRay:
         if self.lost:
             raise RayLost(
                 f"Ray's {' and '.join(self.lost)} on this host has ended, perhaps killed for want "
-                "of memory; everything else was stopped; see /tmp/ray/session_latest/logs"
+                f"of memory; everything else was stopped; see {self._logs}"
             )
+
+    def close(self) -> None:
+        """Forget what they needed, when they have ended."""
+        if self._token is not None:
+            self._token.remove()
 
 
 def _is_alive(process: psutil.Process) -> bool:

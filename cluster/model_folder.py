@@ -1,30 +1,61 @@
-"""Refuses a model folder that cannot be served, before anything is started. Reads no weights."""
+"""Refuses a model that cannot be served, before anything is started. Reads no weights."""
 
 from pathlib import Path
 
 from cluster.errors import ConfigError
-from llm_engine.checkpoint import read_checkpoint
 from llm_engine.errors import EngineError
-from llm_engine.model_config import read_model_config
+from llm_engine.kernel_shapes import check_kernel_shapes
+from llm_engine.model_files import open_model
 from router.errors import ChatTemplateError, ModelFolderError
 
-MAX_PROMPT_CHARS = 1  # nothing is rendered here
+MAX_PROMPT_CHARS = 1_000_000  # of a rendering for trial
 
 
-def check_model_folder(folder: Path) -> None:
-    """Check configuration, tensor headers, tokenizer and chat template.
+def check_model_folder(model: Path) -> None:
+    """Check configuration, tensor headers, tokenizer and chat template of a folder or GGUF file.
 
     Raises:
         ConfigError: Names the file, what was found and what is allowed.
     """
-    if not folder.is_dir():
+    if not model.exists():
         raise ConfigError(
-            f"model is {str(folder)!r}; it must be an existing folder with a checkpoint"
+            f"model is {str(model)!r}; it must be an existing folder with a checkpoint, or a GGUF "
+            "file"
         )
     try:
-        read_checkpoint(folder, read_model_config(folder))
+        files = open_model(model)
+        from router.chat_renderer import check_template
         from router.model_folder import read_model_folder  # imports tokenizers and Jinja
 
-        read_model_folder(folder, max_prompt_chars=MAX_PROMPT_CHARS)
-    except (EngineError, ModelFolderError, ChatTemplateError) as error:
+        text_side = read_model_folder(files.folder, max_prompt_chars=MAX_PROMPT_CHARS)
+        if text_side.chat_template is not None:
+            check_template(text_side.chat_template)
+    except ChatTemplateError as error:
+        raise ConfigError(f"chat template of {model}: {error}") from error
+    except ModelFolderError as error:
+        raise ConfigError(str(error) if files.folder == model else f"{model}: {error}") from error
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+    tokenizer = text_side.tokenizer
+    assert tokenizer is not None
+    for name in ("bos_token", "eos_token"):  # prompts and answers need no other
+        text = tokenizer.special_tokens.get(name)
+        token_id = None if text is None else tokenizer.token_id(text)
+        if token_id is not None and token_id >= files.config.vocab_size:
+            raise ConfigError(
+                f"{model}: {name} {text!r} is token {token_id} of the tokenizer, but vocab_size "
+                f"in config.json is {files.config.vocab_size}"
+            )
+
+
+def check_kernels(model: Path) -> None:
+    """Check that GPUs can serve the model.
+
+    Raises:
+        ConfigError: Names the key of config.json, what was found and what is allowed.
+    """
+    try:
+        files = open_model(model)
+        check_kernel_shapes(files.source, files.config)
+    except EngineError as error:
         raise ConfigError(str(error)) from error

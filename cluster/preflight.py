@@ -7,7 +7,7 @@ from cluster.config import ClusterConfig
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
-from cluster.model_folder import check_model_folder
+from cluster.model_folder import check_kernels, check_model_folder
 
 
 def check_start(
@@ -31,16 +31,27 @@ def check_start(
         from cluster.ray_address import check_ray_answers  # imports gRPC
 
         check_model_folder(config.model)
+        if config.device == "cuda":
+            check_kernels(config.model)
         check_ray_answers(config.ray_address)
         return None
     check_port_free(config.host, config.port)
+    check_http_port_free(config)
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
     check_model_folder(config.model)
     device = choose_device(config, 0 if config.device == "cpu" else count_gpus())
-    if device == "cpu":
+    if device == "cuda":
+        check_kernels(config.model)
+    else:
         _check_memory(config, say)
     return device
+
+
+def check_http_port_free(config: ClusterConfig) -> None:
+    """Refuse a port of the gateway that something else listens on; see check_port_free."""
+    zero = "start without HTTP"
+    check_port_free(config.host, config.http_port, flag="--http-port", zero=zero)
 
 
 def choose_device(config: ClusterConfig, num_gpus: int) -> str:

@@ -4,36 +4,91 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import make_decode_worker
+from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.tcp import TcpTransport
-from llm_engine.worker_process import WorkerProcess, WorkerSettings, connect_channel
 from pagewire import AsyncClient
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.worker import make_prefill_worker
+from router.actor import connect_worker
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
+from tests.support.cluster_keys import SECRET, credentials_of
+from worker.process import WorkerProcess, WorkerSettings, connect_channel
 
 HOST = "127.0.0.1"
+LONG_DEADLINES = TransferDeadlines(
+    connect_s=60, grant_s=300, chunk_s=600, slot_s=600, post_s=60, transfer_s=60, ack_s=600
+)
+
+DEFAULT_PREFILL = PrefillConfig(chunk_pages=2)
+DEFAULT_DECODE = DecodeConfig(local_prefill_max_tokens=0)
 
 
 @asynccontextmanager
 async def one_plus_one(model_dir: Path) -> AsyncIterator[AsyncClient]:
     """Serve a checkpoint with one worker in each pool; yields a client. Token ids only."""
+    async with in_process_cluster(model_dir, num_prefill=1, num_decode=1) as client:
+        yield client
+
+
+@asynccontextmanager
+async def in_process_cluster(
+    model: Path,
+    *,
+    num_prefill: int,
+    num_decode: int,
+    page_size: int = 8,
+    num_pages: int = 200,
+    chunk_pages: int = 2,
+    is_large: bool = False,
+) -> AsyncIterator[AsyncClient]:
+    """Serve a checkpoint; yields a client. Token ids only.
+
+    Args:
+        model: Folder or GGUF file.
+        num_prefill, num_decode: Workers of the pools.
+        page_size: Token slots in a page.
+        num_pages: Of each worker.
+        chunk_pages: That are handed to the transfer at a time.
+        is_large: Of a model whose passes take seconds, while others may want the cores: steps are
+            short, and no deadline passes that is there to find the dead.
+    """
+    transfer = LONG_DEADLINES if is_large else TransferDeadlines()
+    limits = {"dead_after_s": 60, "stuck_after_s": 600} if is_large else {}
+    prefill = PrefillConfig(
+        chunk_pages=chunk_pages,
+        max_step_tokens=256 if is_large else 2048,
+        start_s=60 if is_large else 5,
+        transfer_deadlines=transfer,
+    )
+    decode = DecodeConfig(local_prefill_max_tokens=0, transfer_deadlines=transfer)
     members: list[WorkerMember] = []
+    names = [f"prefill-{index}" for index in range(num_prefill)]
+    names += [f"decode-{index}" for index in range(num_decode)]
     async with AsyncExitStack() as stack:
-        for pool in ("prefill", "decode"):
-            process = await _start_worker(model_dir, pool, members)
+        for name in names:
+            process = await start_worker(
+                model,
+                name,
+                members,
+                page_size=page_size,
+                num_pages=num_pages,
+                prefill=prefill,
+                decode=decode,
+            )
             stack.push_async_callback(process.stop, 0.0)
         router = Router(
-            config=RouterConfig(),
+            config=RouterConfig(**limits),
             model_dir=None,
-            connect_channel=connect_channel,
+            connect_channel=partial(connect_worker, credentials_of("router", "router-0")),
             random_id=lambda: secrets.token_hex(16),
         )
         server = grpc.aio.server()
@@ -44,25 +99,46 @@ async def one_plus_one(model_dir: Path) -> AsyncIterator[AsyncClient]:
         await server.start()
         stack.push_async_callback(server.stop, None)
         await router.set_workers(members)
-        client = AsyncClient(f"{HOST}:{port}", default_timeout_s=30)
+        client = AsyncClient(f"{HOST}:{port}", default_timeout_s=600 if is_large else 30)
         await stack.enter_async_context(client)
         async with asyncio.timeout(10):
             # Until then a decode worker prefills by itself, as it should.
-            while [each.state for each in (await client.status()).workers] != ["ready"] * 2:
+            while [each.state for each in (await client.status()).workers] != ["ready"] * len(
+                names
+            ):
                 await asyncio.sleep(0.01)
         yield client
 
 
-async def _start_worker(model_dir, pool, members):
+async def generate_all(client, prompts, **options):
+    """Send all prompts at once, greedy unless told otherwise; return the completions."""
+    options = {"temperature": 0.0, "ignore_eos": True} | options
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(client.generate(prompt, **options)) for prompt in prompts]
+    return [task.result() for task in tasks]
+
+
+async def start_worker(
+    model,
+    worker_id,
+    members,
+    *,
+    page_size=8,
+    num_pages=200,
+    prefill=DEFAULT_PREFILL,
+    decode=DEFAULT_DECODE,
+):
+    pool, _, _ = worker_id.partition("-")
     settings = WorkerSettings(
-        worker_id=f"{pool}-0",
-        model_dir=model_dir,
+        worker_id=worker_id,
+        model_dir=model,
         served_model_name="tiny",
         device="cpu",
         dtype="auto",
-        page_size=8,
-        num_pages=200,
+        page_size=page_size,
+        num_pages=num_pages,
         deterministic=True,
+        num_seats=0 if pool == "prefill" else 256,
         gpu_memory_fraction=0.85,
         workers_per_gpu=1,
         cpu_pages_bytes=2**20,
@@ -76,26 +152,27 @@ async def _start_worker(model_dir, pool, members):
     async def announce(identity):
         announced[identity.worker_id] = identity
 
-    def build(identity, model, executor):
+    def build(identity, model, executor, credentials):
         common = {
             "identity": identity,
             "model": model,
             "executor": executor,
+            "credentials": credentials,
             "transports": [TcpTransport(executor.engine.storage, host=HOST)],
         }
         if pool == "prefill":
-            return PrefillWorker(config=PrefillConfig(chunk_pages=2), **common)
-        return DecodeWorker(
-            config=DecodeConfig(local_prefill_max_tokens=0),
+            return make_prefill_worker(config=prefill, **common)
+        return make_decode_worker(
+            config=decode,
             connect_channel=connect_channel,
             random_id=lambda: secrets.token_bytes(16),
             **common,
         )
 
-    process = WorkerProcess(settings, announce=announce, report_loaded=lambda *_: None)
-    service = "PrefillService" if pool == "prefill" else "DecodeService"
-    await process.start(build, [f"pagewire.v1.{service}", "pagewire.v1.WorkerService"])
-    identity = announced[settings.worker_id]
+    keys = SECRET.keys_of(pool, worker_id)
+    process = WorkerProcess(settings, keys, announce=announce, report_loaded=lambda *_: None)
+    await process.start(build)
+    identity = announced[worker_id]
     members.append(
         WorkerMember(
             worker_id=identity.worker_id,

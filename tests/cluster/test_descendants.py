@@ -11,7 +11,7 @@ from tests.support.processes import kill_session, processes_of_session, until
 START = """
 import signal, subprocess, time
 from cluster.descendants import no_descendant_left
-from cluster.stop_signals import StopSignals
+from cli.stop_signals import StopSignals
 
 def start():
     subprocess.Popen(["sh", "-c", "sleep 301 & sleep 302"])

@@ -20,11 +20,14 @@ def test_more_workers_than_gpus_are_refused():
     check_gpus("cuda", 3, 2, 2, 3)
     with pytest.raises(PlacementError, match=r"2 prefill and 3 decode workers need 5 GPUs.* 4;"):
         check_gpus("cuda", 2, 3, 1, 4)
+    check_gpus("cuda", 0, 1, 1, 1)
+    with pytest.raises(PlacementError, match=r"is 1; ask for --prefill 0 --decode 1, so that"):
+        check_gpus("cuda", 1, 1, 1, 1)
     with pytest.raises(
         PlacementError, match=r"workers, 2 to a GPU, need 3 GPUs.* are 2;.*--workers-"
     ):
         check_gpus("cuda", 3, 2, 2, 2)
-    with pytest.raises(PlacementError, match=r"need 2 GPUs, and there is 1; ask for --device"):
+    with pytest.raises(PlacementError, match=r"need 2 GPUs, and there is 1; ask for --prefill 0"):
         check_gpus("cuda", 1, 1, 8, 1)  # pools never share one
 
 

@@ -6,10 +6,12 @@ import grpc
 import pytest
 
 from cluster.config_file import load_config
-from cluster.demo_model import write_demo_model
+from cluster.demo_model import INSTALL_TRAINED, trained_model, write_demo_model
 from cluster.doctor import examine
 from cluster.host_facts import HostFacts, collect_facts
 from cluster.host_memory import HostMemory, read_host_memory
+from cluster.ray_listeners import RayListener
+from tests.http_gateway.serving import gateway, scripted
 from tests.pagewire.scripted_service import serving_in_thread
 
 GPU_VERSIONS = {
@@ -33,9 +35,12 @@ GPU_HOST = HostFacts(
     shm_free_bytes=2**30,
     memory=HostMemory(total_bytes=64 * 2**30, free_bytes=60 * 2**30),
     gpu_free_bytes=(80 * 2**30,) * 2,
+    ray_auth_mode="",
+    ray_listeners=(),
     protobuf_gencode="7.35.1",
     grpc_gencode="1.85.1",
 )
+OPEN_RAY = RayListener(process="gcs_server (pid 17)", address="[::]:6379", auth_mode="disabled")
 CPU_HOST = replace(
     GPU_HOST,
     torch_cuda=None,
@@ -51,7 +56,7 @@ CPU_HOST = replace(
 
 
 def findings(facts, **options):
-    config = load_config(None, {"port": 0} | options)
+    config = load_config(None, {"port": 0, "http_port": 0} | options)
     return {each.check: each for each in examine(facts, config)}
 
 
@@ -97,6 +102,13 @@ def test_a_healthy_host_is_healthy(facts):
         (replace(GPU_HOST, compiler=None), "triton", "fail", "C compiler"),
         (replace(CPU_HOST, compiler=None), "triton", "warn", "C compiler"),
         (with_versions(GPU_HOST, ray=None), "ray", "fail", "ray"),
+        (replace(GPU_HOST, ray_auth_mode="disabled"), "ray access", "warn", "unset RAY_AUTH_MODE"),
+        (
+            replace(GPU_HOST, ray_listeners=(OPEN_RAY,)),
+            "ray access",
+            "fail",
+            "can run code on it: gcs_server (pid 17) on [::]:6379 asks for no token ray stop",
+        ),
         (with_versions(GPU_HOST, protobuf="6.33.0"), "generated code", "fail", "protobuf>=7.35.1"),
         (with_versions(GPU_HOST, grpcio="1.85.0"), "generated code", "fail", "grpcio>=1.85.1"),
         (replace(GPU_HOST, shm_free_bytes=2**20), "/dev/shm", "warn", "1 MiB free"),
@@ -110,6 +122,25 @@ def test_a_planted_fault_is_found_with_its_remedy(facts, check, level, words):
     assert words in f"{found[check].found} {found[check].remedy}"
     assert found[check].remedy
     assert {name for name, each in found.items() if each.level != "ok"} == {check}
+
+
+def test_a_ray_that_other_hosts_reach_with_its_token_is_fine():
+    closed = replace(OPEN_RAY, auth_mode="token")
+
+    finding = findings(replace(GPU_HOST, ray_listeners=(closed,)))["ray access"]
+
+    assert finding.level == "ok"
+    assert "only with a token: gcs_server (pid 17) on [::]:6379" in finding.found
+
+
+@pytest.mark.parametrize(("mode", "level"), [("", "warn"), ("disabled", "warn"), ("token", "ok")])
+def test_a_ray_to_attach_to_wants_the_token_mode(mode, level):
+    facts = replace(CPU_HOST, ray_auth_mode=mode)
+
+    finding = findings(facts, ray_address="10.0.0.10:6379")["ray access"]
+
+    assert finding.level == level
+    assert level == "ok" or "export RAY_AUTH_MODE=token" in finding.remedy
 
 
 def test_a_port_in_use_is_found():
@@ -138,6 +169,30 @@ def test_a_port_that_a_running_router_has_is_fine(host):
     assert service.num_statuses == 1
 
 
+def test_the_gateways_port_is_looked_at_unless_there_is_none():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        finding = findings(CPU_HOST, http_port=port)["http port"]
+
+    assert finding.level == "fail"
+    assert "--http-port 0" in finding.remedy
+    assert findings(CPU_HOST, http_port=port)["http port"].found == f"127.0.0.1:{port} is free"
+    assert findings(CPU_HOST, http_port=0)["http port"].level == "ok"
+
+
+def test_a_port_that_a_running_gateway_has_is_fine():
+    async def never(request, context):
+        yield
+
+    with gateway(lambda: scripted(never)) as served:
+        _, port = served.host_and_port
+        finding = findings(CPU_HOST, http_port=port)["http port"]
+
+    assert (finding.level, finding.remedy) == ("ok", "")
+    assert "a running gateway" in finding.found
+
+
 def test_a_port_that_another_grpc_server_has_is_not_fine():
     with futures.ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
@@ -163,6 +218,18 @@ def test_a_folder_that_cannot_be_served_is_found(tmp_path):
 
     assert finding.level == "fail"
     assert "config.json" in finding.found
+
+
+def test_a_gguf_file_is_examined_as_any_model():
+    path = trained_model()
+    assert path, f"run `{INSTALL_TRAINED}`, as `make test` does"
+
+    found = findings(CPU_HOST, model=path)
+
+    assert (found["model"].level, found["memory"].level) == ("ok", "ok")
+    # 135 million weights in float32, and pages of 64 tokens for 30 layers
+    assert "context is 8192" in found["context"].found
+    assert "pagewire serve --cpu-pages-mib 360" in found["context"].remedy
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,13 @@ On the CPU in float32; where there are GPUs also on them, in float32 and in bflo
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
 import socket
 import time
+import urllib.request
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
@@ -19,12 +21,14 @@ import pagewire
 from cluster.config_file import load_config
 from cluster.demo_model import write_demo_model
 from cluster.devices import count_gpus
-from cluster.environment import prepare_local_ray
+from cluster.environment import prepare_ray
 from cluster.preflight import check_start
 from pagewire import AsyncClient
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import GenerateRequest
 from protos.token_ids import pack_token_ids
+from tests.cluster.in_process import generate_all
+from tests.support.local_ray import forget_token
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -65,7 +69,8 @@ def placement(request):
 
 @pytest.fixture(scope="module")
 def cluster(model_dir, placement):
-    prepare_local_ray()
+    prepare_ray(is_local=True)
+    forget_token()
     from cluster.launch import start_cluster
 
     device, dtype = placement
@@ -73,7 +78,8 @@ def cluster(model_dir, placement):
     if device == "cuda" and count_gpus() < 4:
         options["workers_per_gpu"] = 2
     # Not 0: a router that is started again must be found at the same address.
-    config = load_config(None, options | {"model": model_dir, "port": free_port()})
+    ports = {"port": free_port(), "http_port": free_port()}
+    config = load_config(None, options | {"model": model_dir} | ports)
     running = start_cluster(config, check_start(config), shows_worker_logs=False)
     yield running
     running.stop(0.0)
@@ -140,13 +146,6 @@ def incarnations(status):
 def prompt_of(seed, length):
     source = random.Random(str(seed))
     return [0, *(source.randrange(4, VOCAB_SIZE) for _ in range(length - 1))]
-
-
-async def generate_all(client, prompts, **options):
-    options = {"temperature": 0.0, "ignore_eos": True} | options
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(client.generate(prompt, **options)) for prompt in prompts]
-    return [task.result() for task in tasks]
 
 
 def test_greedy_tokens_equal_the_oracles(cluster, oracle):
@@ -496,13 +495,48 @@ def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster
 
     async def work(client):
         before = await client.generate(prompt, temperature=0.0, max_tokens=8)
+        assert ask_http(cluster, prompt) == before.text
         old_pid = cluster.pid(ROUTER_NAME)
         os.kill(old_pid, signal.SIGKILL)
         await until(client, lambda status: all_ready(status, cluster))
         assert cluster.pid(ROUTER_NAME) != old_pid
         after = await client.generate(prompt, temperature=0.0, max_tokens=8)
+        assert ask_http(cluster, prompt) == before.text, "the gateway has found the router again"
         return before, after
 
     before, after = run(cluster, work)
 
     assert before.token_ids == after.token_ids
+
+
+def test_a_killed_gateway_comes_back_at_its_address(cluster):
+    from cluster.launch import GATEWAY_NAME
+
+    prompt = prompt_of("gateway", 50)
+    before = ask_http(cluster, prompt)
+    old_pid = cluster.pid(GATEWAY_NAME)
+
+    os.kill(old_pid, signal.SIGKILL)
+
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            after = ask_http(cluster, prompt)
+            break
+        except OSError:  # while it is started again
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert after == before
+    assert cluster.pid(GATEWAY_NAME) != old_pid
+
+
+def ask_http(cluster, prompt):
+    """Return eight greedy tokens' text for a prompt of token ids, asked of the gateway."""
+    body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0.0}
+    request = urllib.request.Request(
+        f"http://{cluster.http_address}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)["choices"][0]["text"]

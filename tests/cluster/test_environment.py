@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.environment import prepare_local_ray
-from cluster.reference import ENVIRONMENT
+from cli.reference import ENVIRONMENT
+from cluster.environment import prepare_ray
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_grpc_logs_only_errors_unless_a_user_wants_more(monkeypatch, given, found):
     monkeypatch.setattr(os, "environ", {} if given is None else {"GRPC_VERBOSITY": given})
 
-    prepare_local_ray()
+    prepare_ray(is_local=True)
 
     assert os.environ["GRPC_VERBOSITY"] == found
 
@@ -28,3 +28,22 @@ def test_every_variable_that_is_read_is_documented():
     read = {name for path in files for name in reads.findall(path.read_text(encoding="utf-8"))}
 
     assert read == set(ENVIRONMENT)
+
+
+@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled"}], ids=["unset", "disabled"])
+def test_a_ray_that_is_started_here_takes_nobody_without_its_token(monkeypatch, given):
+    monkeypatch.setattr(os, "environ", dict(given))
+
+    prepare_ray(is_local=True)
+
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token"}])
+def test_how_to_authenticate_at_a_ray_that_runs_already_is_left_to_its_owner(monkeypatch, given):
+    monkeypatch.setattr(os, "environ", dict(given))
+
+    prepare_ray(is_local=False)
+
+    assert os.environ.get("RAY_AUTH_MODE") == given.get("RAY_AUTH_MODE")
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ

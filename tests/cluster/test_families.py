@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.cluster.in_process import one_plus_one
+from tests.cluster.in_process import generate_all, in_process_cluster, one_plus_one
 from tests.support.checkpoints import LLAMA3_ROPE, reference_greedy, write_checkpoint
 from tests.support.reflection import services_of
 
@@ -29,14 +29,8 @@ def test_greedy_tokens_equal_those_of_transformers(name, tmp_path):
     prompts = [[source.randrange(3, 211) for _ in range(length)] for length in (1, 8, 9, 40, 100)]
 
     async def scenario():
-        async with one_plus_one(tmp_path) as client, asyncio.TaskGroup() as group:
-            calls = [
-                client.generate(prompt, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-                for prompt in prompts
-            ]
-            tasks = [group.create_task(call) for call in calls]
-            await asyncio.wait(tasks)
-        return [task.result() for task in tasks]
+        async with one_plus_one(tmp_path) as client:
+            return await generate_all(client, prompts, max_tokens=NUM_TOKENS)
 
     completions = asyncio.run(scenario())
 
@@ -44,6 +38,28 @@ def test_greedy_tokens_equal_those_of_transformers(name, tmp_path):
         assert list(completion.token_ids) == reference_greedy(model, prompt, NUM_TOKENS)
         assert completion.usage.bytes_moved > 0
         assert completion.usage.decode_computed_tokens == 0
+
+
+def test_decode_workers_without_prefill_workers_compute_the_prompts_themselves(tmp_path):
+    model = write_checkpoint(tmp_path, "llama", seed=7)
+    source = random.Random(1)
+    shared = [source.randrange(3, 211) for _ in range(40)]
+    prompts = [shared + [source.randrange(3, 211) for _ in range(9)] for _ in range(4)]
+
+    async def scenario():
+        async with in_process_cluster(tmp_path, num_prefill=0, num_decode=1) as client:
+            first = await generate_all(client, prompts[:1], max_tokens=NUM_TOKENS)
+            return first + await generate_all(client, prompts[1:], max_tokens=NUM_TOKENS)
+
+    completions = asyncio.run(scenario())
+
+    for prompt, completion in zip(prompts, completions, strict=True):
+        usage = completion.usage
+        assert list(completion.token_ids) == reference_greedy(model, prompt, NUM_TOKENS)
+        assert usage.bytes_moved == usage.prefill_computed_tokens == 0
+        assert usage.decode_computed_tokens + usage.decode_cached_tokens == len(prompt)
+    cached = [completion.usage.decode_cached_tokens for completion in completions]
+    assert cached == [0, 40, 40, 40], "a prefix is computed once"
 
 
 def test_every_worker_has_reflection_and_every_server_health(tmp_path):

@@ -1,5 +1,6 @@
 """The demo on GPUs: Triton attention and NCCL between the pools, bfloat16."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,11 +24,12 @@ def test_demo_moves_pages_between_gpus(prefill, decode, answers):
     if count_gpus() < 2:
         pytest.skip("needs 2 GPUs")
     per_gpu = 1 if count_gpus() >= prefill + decode else max(prefill, decode)
-    command = [sys.executable, "-m", "cluster", "demo", "--device", "cuda"]
+    command = [sys.executable, "-m", "cli", "demo", "--device", "cuda"]
     command += ["--prefill", str(prefill), "--decode", str(decode)]
     command += ["--workers-per-gpu", str(per_gpu)]
 
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    wide = os.environ | {"COLUMNS": "240"}  # each answer on one line
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=wide)
 
     assert result.returncode == 0, result.stderr
     assert "workers compute on cuda" in result.stdout

@@ -16,10 +16,14 @@ from cluster.launch import (
     _resources,
     _settings,
     start_cluster,
+    start_local_ray,
     worker_ids,
 )
+from credentials.secret import PartyKeys
 from decode_worker.actor import DecodeActor
+from decode_worker.config import DecodeConfig
 from prefill_worker.actor import PrefillActor
+from prefill_worker.config import PrefillConfig
 from tests.pagewire.scripted_service import serving_in_thread
 
 
@@ -60,22 +64,84 @@ def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses(monkey
     assert set(gpus_of_workers(three).values()) == {"5", "3", "GPU-1f"}
 
 
-def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(monkeypatch):
+@pytest.fixture
+def placed(monkeypatch):
+    """What actors are placed with, by name: options and arguments. Each is ready at once."""
     placed = {}
     node = SimpleNamespace(get_node_id=lambda: "00" * 28)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     monkeypatch.setattr(
-        launch, "_place", lambda _, name, options, *__: placed.update({name: options})
+        launch,
+        "_place",
+        lambda actor, name, options, *arguments: (
+            placed.update({name: (options, arguments)}) or name
+        ),
     )
     monkeypatch.setattr(launch, "_LoadWatch", lambda *_: None)
-    monkeypatch.setattr(launch, "_wait_ready", lambda *_: {launch.ROUTER_NAME: "h:1"})
+    ready = {launch.ROUTER_NAME: "h:1", launch.GATEWAY_NAME: "h:2"}
+    monkeypatch.setattr(
+        launch, "_wait_ready", lambda actors, *_: {n: ready[n] for n in actors if n in ready}
+    )
+    return placed
+
+
+def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(monkeypatch, placed):
     monkeypatch.setenv("GRPC_VERBOSITY", "ERROR")
 
     config = load_config(None, {"model": "/models/tiny"})
     launch._start_actors(config, "cpu", 0.0, print, print, print)
 
     for name in ("prefill-0", "decode-0", launch.ROUTER_NAME):
-        assert placed[name]["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
+        assert placed[name][0]["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
+
+
+def test_a_gateway_is_placed_beside_the_router_and_stopped_with_it_unless_there_is_none(placed):
+    options = {"model": "/models/tiny", "host": "0.0.0.0", "http_gateway.max_prompts": 3}
+
+    def start(http_port):
+        config = load_config(None, {**options, "http_port": http_port})
+        return launch._start_actors(config, "cpu", 0.0, print, print, print)
+
+    without = start(0)
+    assert launch.GATEWAY_NAME not in placed
+    assert (without.http_address, next(iter(without.actors))) == ("", launch.ROUTER_NAME)
+    with_gateway = start(8123)
+    config, host, port, *_, router_name = placed[launch.GATEWAY_NAME][1]
+    assert (config.max_prompts, host, port) == (3, "0.0.0.0", 8123)
+    assert router_name == launch.ROUTER_NAME
+    assert placed[launch.GATEWAY_NAME][0] == placed[launch.ROUTER_NAME][0], "on the same host"
+    assert with_gateway.http_address == "h:2"
+    assert list(with_gateway.actors)[:2] == [launch.GATEWAY_NAME, launch.ROUTER_NAME]
+
+
+def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed, caplog):
+    config = load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2})
+    launch._start_actors(config, "cpu", 0.0, print, print, print)
+
+    keys = {
+        name: each
+        for name, (_, arguments) in placed.items()
+        for each in arguments
+        if isinstance(each, PartyKeys)
+    }
+    assert {(each.role, each.name) for each in keys.values()} == {
+        ("prefill", "prefill-0"),
+        ("prefill", "prefill-1"),
+        ("decode", "decode-0"),
+        ("decode", "decode-1"),
+        ("router", "router-0"),
+    }
+    assert keys["decode-0"].calling != keys["decode-1"].calling
+    held = {key for each in keys.values() for key in (each.accepting, *each.calling.values())}
+    held |= {
+        each.hash_key
+        for _, arguments in placed.values()
+        for each in arguments
+        if isinstance(each, PrefillConfig | DecodeConfig)
+    }
+    printed = f"{placed} {keys} {caplog.text}"
+    assert not [key for key in held if key.hex() in printed or repr(key) in printed]
+    assert placed[launch.CONTROLLER_NAME], "which needs none"
 
 
 def test_workers_with_different_models_fail_the_start_with_the_difference():
@@ -85,18 +151,34 @@ def test_workers_with_different_models_fail_the_start_with_the_difference():
         _refuse_misfits({"decode-1": reason})
 
 
-def test_a_ray_that_does_not_start_is_explained(monkeypatch):
+def test_a_ray_that_does_not_start_is_explained_and_leaves_no_token(monkeypatch, tmp_path):
     def init(**_):  # as Ray does where the processors are busy
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    config = load_config(None, {"model": str(demo_model_dir()), "port": 0})
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    config = load_config(None, {"model": str(demo_model_dir()), "port": 0, "http_port": 0})
     said = []
 
     with pytest.raises(StartError, match=r"cannot start Ray on this host: .* timed out"):
         start_cluster(config, "cpu", shows_worker_logs=False, say=said.append)
 
     assert said == ["starting 1 prefill and 1 decode workers on cpu"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_ray_that_others_reach_is_not_kept(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append("ray"))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+
+    with pytest.raises(StartError, match=r"Ray listens on 10\.0\.0\.7, which others reach"):
+        start_local_ray(load_config(None, {}), "cpu", shows_worker_logs=False)
+
+    assert ended == ["ray"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 class FakeActor:
@@ -124,6 +206,8 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", lambda call: call.address)
+    folders = SimpleNamespace(get_temp_dir=lambda: "/tmp/somewhere")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: folders)
     monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
     monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0} if resources else {})
     actors = {"router-0": FakeActor("h:1"), "prefill-0": FakeActor(), "decode-0": FakeActor()}
@@ -135,7 +219,7 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
     assert said == ["router-0 is ready, 1 of 3"]
     assert str(caught.value) == (
         f"prefill-0, decode-0 not ready after 90 s;{gpus} see the logs of the Ray session "
-        "(/tmp/ray/session_latest/logs on each host), or raise --start-timeout-s"
+        "(/tmp/somewhere/session_latest/logs on each host), or raise --start-timeout-s"
     )
 
 

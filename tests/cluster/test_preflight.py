@@ -7,10 +7,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 
-from cluster import preflight, serving_commands
+from cli import serving_commands
+from cluster import preflight
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import ConfigError, PlacementError
@@ -25,7 +27,7 @@ SLOW_MODULES = {"ray", "torch", "numpy", "rich", "tokenizers", "transformers", "
 def check_on_a_host_with(monkeypatch, memory, **options):
     monkeypatch.setattr(preflight, "read_host_memory", lambda: memory)
     said = []
-    options = {"model": str(demo_model_dir()), "device": "cpu", "port": 0} | options
+    options = {"model": str(demo_model_dir()), "device": "cpu", "port": 0, "http_port": 0} | options
     return check_start(load_config(None, options), said.append), said
 
 
@@ -106,6 +108,11 @@ def without_shard(folder):
     index.write_text(json.dumps({"weight_map": shard_of}), encoding="utf-8")
 
 
+def with_broken_gguf(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "broken.gguf").write_bytes(b"GGUF")
+
+
 def with_config(**changes):
     def change(folder):
         path = folder / "config.json"
@@ -118,7 +125,7 @@ def with_config(**changes):
 def refused(command, folder, *options):
     """Run a command that must end before it starts anything; return what it says and imports."""
     result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "cluster", command, "--model", folder, *options],
+        [sys.executable, "-X", "importtime", "-m", "cli", command, "--model", folder, *options],
         capture_output=True,
         text=True,
         timeout=30,
@@ -137,17 +144,18 @@ def refused(command, folder, *options):
     [
         (without_folder, "model is '/.*/model'; it must be an existing folder"),
         (without_shard, r"model-00002-of-00002.safetensors: no such file; .* lists 2 shards"),
+        (with_broken_gguf, r"broken.gguf: cut off: the version takes 4 bytes"),
         (without_weights, r"needs model.safetensors or model.safetensors.index.json .*; found"),
         (with_config(architectures=["OddModel"]), r"architectures is \['OddModel'\], must be exac"),
         (with_config(torch_dtype="int8"), "dtype is 'int8', must be one of float32, float16, bf"),
     ],
-    ids=["no-folder", "no-shard", "no-weights", "architecture", "dtype"],
+    ids=["no-folder", "no-shard", "broken-gguf", "no-weights", "architecture", "dtype"],
 )
 def test_a_wrong_model_folder_is_refused_without_slow_imports(tmp_path, command, damage, words):
     folder = shutil.copytree(demo_model_dir(), tmp_path / "model")
     damage(folder)
 
-    [line], slow = refused(command, folder, "--port", "0")
+    [line], slow = refused(command, folder, "--port", "0", "--http-port", "0")
 
     assert re.match(f"error: .*{words}", line)
     assert slow == set()
@@ -156,7 +164,8 @@ def test_a_wrong_model_folder_is_refused_without_slow_imports(tmp_path, command,
 @pytest.mark.parametrize("command", ["serve", "demo"])
 @pytest.mark.parametrize("num_prefill", ["1", "100"])
 def test_a_lack_of_gpus_is_refused_without_slow_imports(command, num_prefill):
-    options = ("--device", "cuda", "--prefill", num_prefill, "--decode", "1", "--port", "0")
+    options = ["--device", "cuda", "--prefill", num_prefill, "--decode", "1"]
+    options += ["--port", "0", "--http-port", "0"]
 
     [line], slow = refused(command, demo_model_dir(), *options)
 
@@ -165,11 +174,13 @@ def test_a_lack_of_gpus_is_refused_without_slow_imports(command, num_prefill):
 
 
 @pytest.mark.parametrize("command", ["serve", "demo"])
-def test_a_port_in_use_is_refused_without_slow_imports(command):
+@pytest.mark.parametrize("flag", ["--port", "--http-port"])
+def test_a_port_in_use_is_refused_without_slow_imports(command, flag):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        options = {"--port": "0", "--http-port": "0", flag: str(port)}
 
-        [line], slow = refused(command, demo_model_dir(), "--port", str(port))
+        [line], slow = refused(command, demo_model_dir(), *chain(*options.items()))
 
-    assert line.startswith(f"error: port {port} on 127.0.0.1 is in use")
+    assert line.startswith(f"error: port {port} on 127.0.0.1 is in use; choose another with {flag}")
     assert slow == set()

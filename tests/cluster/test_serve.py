@@ -1,38 +1,55 @@
 """What the README starts, as processes: serve and demo on the CPU."""
 
+import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 
 import psutil
 import pytest
 
 import pagewire
 from cluster.demo_model import demo_model_dir
+from cluster.ray_listeners import open_sockets
 from tests.support.reflection import services_of
 
 pytestmark = pytest.mark.xdist_group("ray")
 
 
-def test_demo_shows_a_disaggregated_cluster():
+@pytest.mark.timeout(300)
+def test_demo_shows_a_disaggregated_cluster_that_answers_questions():
     result = subprocess.run(
-        [sys.executable, "-m", "cluster", "demo", "--device", "cpu"],
+        [sys.executable, "-m", "cli", "demo", "--device", "cpu"],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=290,
+        env=os.environ | {"COLUMNS": "140"},
     )
 
     assert result.returncode == 0, result.stderr
+    assert "SmolLM2-135M-Instruct" in result.stdout
+    for answer in ("Agnes Thorne", "whale oil", "21 miles", "in Paris", "silver medal"):
+        assert result.stdout.count(answer) == 2, "in both waves"
     moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
     assert int(moved[1]) > int(moved[2])
     assert "stopped" in result.stdout
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
-    command = [sys.executable, "-m", "cluster", "serve", "--model", str(demo_model_dir())]
+    command = [sys.executable, "-m", "cli", "serve", "--model", str(demo_model_dir())]
     # Pages for 512 tokens, while the model's context is 8192.
     command += ["--port", "0", "--device", "cpu", "--stop-grace-s", "1", "--cpu-pages-mib", "2"]
+    command += ["--http-port", str(free_port())]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         lines = []
@@ -47,10 +64,20 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
             actors = [each for each in processes if each.name().startswith("ray::")]
             names = {each.name() for each in actors}
             priorities = {each.nice() for each in actors}
+            reachable = {each.name(): open_sockets(each) for each in processes}
             fitting = direct.generate([5] * 500, max_tokens=12, ignore_eos=True)
             with pytest.raises(pagewire.InvalidRequestError, match="512"):
                 direct.generate([5] * 600)
-        client = [sys.executable, "-m", "cluster", "generate", "The pages", "--address"]
+        http = re.search(r"HTTP on (http://127\.0\.0\.1:\d+/v1)\n", lines[-1])[1]
+        with urllib.request.urlopen(f"{http}/models", timeout=30) as listed:
+            [shown] = json.load(listed)["data"]
+        question = json.dumps({"prompt": [5] * 200, "max_tokens": 7, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            f"{http}/completions", question, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answered:
+            completed = json.load(answered)
+        client = [sys.executable, "-m", "cli", "generate", "The pages", "--address"]
         answer = subprocess.run(
             [*client, address, "--max-tokens", "5"], capture_output=True, text=True, timeout=30
         )
@@ -58,8 +85,12 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
         server.send_signal(signal.SIGTERM)
         output, errors = server.communicate(timeout=30)
 
+    assert not any(reachable.values()), f"other hosts reach {reachable}"
     assert priorities == {psutil.Process().nice()}, "workers do not give way to others"
     assert "ray::PrefillActor" in names
+    assert "ray::GatewayActor" in names
+    assert (shown["id"], shown["max_model_len"]) == (model.name, 512)
+    assert completed["usage"]["completion_tokens"] == 7
     assert "ray::IDLE" not in names, "nothing runs that has nothing to do"
     assert answer.returncode == 0, answer.stderr
     assert "completion_tokens=5" in answer.stderr

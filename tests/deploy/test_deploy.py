@@ -15,7 +15,8 @@ import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.main import get_command
 
-from cluster import cli
+from cli import commands as cli
+from cluster.config import ClusterConfig
 from deploy.docker.healthcheck import SERVICE, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,9 @@ def test_the_health_check_asks_the_port_that_is_served():
 
     assert check[1] == "/opt/pagewire/healthcheck.py"
     assert ("COPY", "deploy/docker/healthcheck.py healthcheck.py") in instructions("cpu")
-    assert check[2].rpartition(":")[2] == command[command.index("--port") + 1] == steps["EXPOSE"]
+    grpc_port, http_port = steps["EXPOSE"].split()
+    assert check[2].rpartition(":")[2] == command[command.index("--port") + 1] == grpc_port
+    assert int(http_port) == ClusterConfig().http_port
 
 
 @pytest.fixture
@@ -135,9 +138,12 @@ def test_ray_accepts_the_description_of_the_cluster():
 
     assert described["max_workers"] == len(described["provider"]["worker_ips"])
     starts = [
-        described[f"{kind}_start_ray_commands"][-1].partition("; ")[2]
+        described[f"{kind}_start_ray_commands"][-1].rpartition("; ")[2]
         for kind in ("head", "worker")
     ]
+    for kind in ("head", "worker"):
+        assert "export RAY_AUTH_MODE=token;" in described[f"{kind}_start_ray_commands"][-1]
+    assert "~/.ray/auth_token" in described["file_mounts"]
     known = {option for parameter in start.params for option in parameter.opts}
     for command in starts:
         executable, verb, *flags = shlex.split(command)

@@ -1,0 +1,77 @@
+"""What belongs to this user alone on a host that others share: a folder, and Ray's token in it.
+
+Ray makes the folder of its sockets and logs writable for everybody; within a folder that only its
+owner can enter, that opens nothing. The token, without which nobody talks to a Ray that is started
+here, lies beside it.
+"""
+
+import fcntl
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from cluster.errors import StartError
+
+DEFAULT_PARENT = "/tmp"  # noqa: S108 - the folder in it is checked; Ray's sockets need short paths
+TOKEN_BYTES = 32
+TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - a variable of Ray, which names a file
+
+
+def private_folder() -> Path:
+    """Return the folder of this user's clusters on this host; make it if it is not there.
+
+    Raises:
+        StartError: Somebody else could read or change what is in it.
+    """
+    folder = Path(os.environ.get("RAY_TMPDIR") or DEFAULT_PARENT) / f"pagewire-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()  # not what a link leads to
+    except OSError as error:
+        raise StartError(f"cannot make {folder} for Ray's sockets and logs: {error}") from error
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+        raise StartError(
+            f"{folder} must be a folder that only user {os.geteuid()} can enter, since Ray's token "
+            "and sockets lie in it; remove it, or set RAY_TMPDIR to another folder"
+        )
+    return folder
+
+
+class RayToken:
+    """A token of its own for each Ray that is started here: in a file, until it is removed.
+
+    Ray's processes find the file by the environment. It is locked while the process that made it
+    lives, so a later start can tell what others have left behind and removes it.
+
+    Args:
+        folder: As private_folder returns it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        _remove_left_behind(folder)
+        name = secrets.token_hex(8)
+        new, self._path = folder / f"new-{name}", folder / f"token-{name}"
+        # Open, and with it locked, until it is removed.
+        self._file = os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file.write(secrets.token_hex(TOKEN_BYTES))
+        self._file.flush()
+        new.rename(self._path)  # it is never there without its lock
+        os.environ[TOKEN_PATH_VARIABLE] = str(self._path)
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # another cluster's; Ray would prefer it
+
+    def remove(self) -> None:
+        """Remove the file; call it when Ray has ended. A second call does nothing."""
+        self._path.unlink(missing_ok=True)
+        os.environ.pop(TOKEN_PATH_VARIABLE, None)
+        self._file.close()
+
+
+def _remove_left_behind(folder: Path) -> None:
+    for path in folder.glob("token-*"):
+        with suppress(OSError), path.open("rb") as file:  # locked, or just removed
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

@@ -1,0 +1,90 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import StartError
+from cluster.private_folder import RayToken, private_folder
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path), "RAY_AUTH_TOKEN": "other"})
+    return os.environ
+
+
+def test_the_folder_is_its_owners_alone_and_stays(tmp_path):
+    folder = private_folder()
+
+    assert folder == tmp_path / f"pagewire-{os.geteuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert private_folder() == folder
+
+
+def others_may_enter(path):
+    path.mkdir()
+    path.chmod(0o750)
+
+
+def leads_elsewhere(path):
+    target = path.parent / "elsewhere"
+    target.mkdir(mode=0o700)
+    path.symlink_to(target)
+
+
+def is_a_file(path):
+    path.write_text("")
+
+
+@pytest.mark.parametrize("make", [others_may_enter, leads_elsewhere, is_a_file])
+def test_a_folder_that_others_could_use_is_refused(tmp_path, make):
+    path = tmp_path / f"pagewire-{os.geteuid()}"
+    make(path)
+
+    with pytest.raises(StartError, match=str(path)):
+        private_folder()
+
+
+def test_a_folder_of_somebody_else_is_refused(monkeypatch):
+    folder = private_folder()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    folder.rename(folder.with_name("pagewire-12345"))
+
+    with pytest.raises(StartError, match="only user 12345 can enter"):
+        private_folder()
+
+
+def test_each_token_is_new_and_lies_in_a_file_that_ray_finds(environment):
+    folder = private_folder()
+    tokens = [RayToken(folder)]
+    [path] = folder.iterdir()
+    first = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert environment["RAY_AUTH_TOKEN_PATH"] == str(path)
+    assert "RAY_AUTH_TOKEN" not in environment, "that of another cluster"
+
+    tokens.append(RayToken(folder))
+
+    assert len(list(folder.iterdir())) == 2, "the first is still in use"
+    assert Path(environment["RAY_AUTH_TOKEN_PATH"]).read_text() != first
+    for token in tokens:
+        token.remove()
+        token.remove()
+    assert list(folder.iterdir()) == []
+    assert "RAY_AUTH_TOKEN_PATH" not in environment
+
+
+def test_the_token_of_a_process_that_was_killed_goes_with_the_next_start(environment):
+    folder = private_folder()
+    code = (
+        "import os; from cluster.private_folder import *; RayToken(private_folder()); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=dict(environment) | {"PYTHONPATH": "."})
+    [left_behind] = folder.glob("token-*")
+
+    token = RayToken(folder)
+
+    assert not left_behind.exists()
+    token.remove()

@@ -1,0 +1,102 @@
+"""A Ray that Pagewire starts: who reaches it, and who may use it."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from cluster.config_file import load_config
+from cluster.launch import start_local_ray
+from cluster.ray_listeners import find_listeners, open_sockets
+from tests.support.local_ray import forget_token
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+JOIN = """
+import sys, ray
+ray.init(address=sys.argv[1], namespace="pagewire", log_to_driver=False)
+print("joined", ray.get(ray.remote(num_cpus=0)(lambda: "and ran").remote()))
+"""
+
+
+def join(address, **environment):
+    """Be another process of this host that wants to run a task."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return subprocess.run(
+        [sys.executable, "-c", JOIN, address],
+        env=kept | environment | {"RAY_NUM_REDIS_GET_RETRIES": "1"},  # by default 20, one a second
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """A Ray as `pagewire serve` starts it, with one actor."""
+    forget_token()
+    config = load_config(None, {})
+    running = start_local_ray(config, "cpu", shows_worker_logs=False)
+    actor = ray.remote(num_cpus=0)(Actor).remote()
+    ray.get(actor.pid.remote())
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    running.close()
+    assert not token.exists()
+
+
+class Actor:
+    def pid(self):
+        return os.getpid()
+
+
+def test_only_this_host_reaches_any_process_of_ray(local_ray):
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    names = {each.name() for each in processes}
+    assert {"gcs_server", "raylet", "ray::Actor"} <= names
+    assert any(each.net_connections("tcp") for each in processes if each.name() == "gcs_server")
+
+    assert {each.name(): open_sockets(each) for each in processes if open_sockets(each)} == {}
+    assert find_listeners(processes) == ()
+
+
+def test_only_its_owner_reads_the_token_or_enters_the_folder_of_sockets_and_logs(local_ray):
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    session = Path(ray.get_runtime_context().get_temp_dir())
+
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+    assert session.parent == token.parent
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    assert not [each for each in commands if token.read_text() in each]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "00" * 32},
+    ],
+    ids=["without a token", "with another token"],
+)
+def test_a_process_without_the_token_runs_nothing(local_ray, environment):
+    refused = join(local_ray, **environment)
+
+    assert refused.returncode != 0
+    assert "joined" not in refused.stdout
+    assert "AuthenticationError" in refused.stderr
+
+
+def test_a_process_with_the_token_may_join(local_ray):
+    joined = join(
+        local_ray, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.environ["RAY_AUTH_TOKEN_PATH"]
+    )
+
+    assert joined.stdout.strip() == "joined and ran", joined.stderr
