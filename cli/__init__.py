@@ -1,0 +1,1 @@
+"""The terminal: commands, flags, tables and what they print."""

@@ -1,0 +1,14 @@
+"""The command line's entry, which imports the commands so that an interrupt ends in silence."""
+
+from cli.early_interrupts import interrupts_end_at_once
+
+
+def main() -> None:
+    """Import the command line and run it."""
+    with interrupts_end_at_once():
+        from cli import commands
+    commands.main()
+
+
+if __name__ == "__main__":
+    main()

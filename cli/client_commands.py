@@ -1,0 +1,325 @@
+"""The commands that talk to a running cluster: pagewire generate, chat, status."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from itertools import chain, islice
+from typing import Annotated, Any
+
+import typer
+
+from cli.early_interrupts import interrupts_end_at_once
+from cli.strict_command import told_by_flags
+from cluster.units import invalid_byte
+from pagewire import (
+    Client,
+    Completion,
+    Message,
+    PagewireError,
+    SamplingOptions,
+    Stream,
+    TransportError,
+)
+from pagewire.arguments import check_sampling, check_timeout_s, refused
+
+DEFAULT_ADDRESS = "localhost:50051"
+CONNECT_TIMEOUT_S = 5.0
+STATUS_PERIOD_S = 0.5
+WIDE_COLUMNS = 165  # that the wide table of workers takes
+LONG_WAIT_S = 2.0  # for a first token; only longer waits are shown
+INTERRUPTED = 128 + signal.SIGINT  # an exit code, as shells know it
+
+AddressFlag = Annotated[str, typer.Option("--address", help="Where the router is, host:port.")]
+ModelFlag = Annotated[str, typer.Option("--model", help="Served model name; empty: the only one.")]
+TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Longest time for an answer.")]
+TemperatureFlag = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature", help="0, which is greedy, or 0.001 to 1000. Default: the model's."
+    ),
+]
+TopPFlag = Annotated[
+    float | None, typer.Option("--top-p", help="Above 0 to 1; 1 is off. Default: the model's.")
+]
+TopKFlag = Annotated[int | None, typer.Option("--top-k", help="0 is off. Default: the model's.")]
+MinPFlag = Annotated[
+    float | None, typer.Option("--min-p", help="0 to 1; 0 is off. Default: the model's.")
+]
+RepetitionFlag = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", help="0.001 to 1000; 1 is off. Default: the model's."),
+]
+PresenceFlag = Annotated[
+    float | None, typer.Option("--presence-penalty", help="-2 to 2. Default: 0, which is off.")
+]
+FrequencyFlag = Annotated[
+    float | None, typer.Option("--frequency-penalty", help="-2 to 2. Default: 0, which is off.")
+]
+SeedFlag = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
+MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]
+MinTokensFlag = Annotated[
+    int | None, typer.Option("--min-tokens", help="No end before so many. Default: 0.")
+]
+StopFlag = Annotated[
+    list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
+    address: AddressFlag = DEFAULT_ADDRESS,
+    model: ModelFlag = "",
+    max_tokens: MaxTokensFlag = 128,
+    temperature: TemperatureFlag = None,
+    top_p: TopPFlag = None,
+    top_k: TopKFlag = None,
+    min_p: MinPFlag = None,
+    repetition_penalty: RepetitionFlag = None,
+    presence_penalty: PresenceFlag = None,
+    frequency_penalty: FrequencyFlag = None,
+    seed: SeedFlag = None,
+    min_tokens: MinTokensFlag = None,
+    stop: StopFlag = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on beyond the model's end tokens.")
+    ] = False,
+    timeout_s: TimeoutFlag = 600.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Continue a text, streaming; the account goes to standard error."""
+    text = _decoded(sys.stdin.buffer.read(), 0) if prompt == "-" else prompt
+    options = SamplingOptions(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        min_tokens=min_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    with Client(address) as client:
+        if as_json:
+            from rich.console import Console  # takes time, and a text needs none
+
+            completion = client.generate(text, model=model, timeout_s=timeout_s, **options)
+            Console().print_json(data=_completion_fields(completion))
+            return
+        answer = _show(client.stream(text, model=model, timeout_s=timeout_s, **options))
+    if usage := answer.usage:
+        faults = {
+            "preemptions": usage.preemptions,
+            "prefill_retries": usage.prefill_retries,
+            "resumptions": usage.resumptions,
+        }
+        sys.stderr.write(
+            f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens} "
+            f"completion_tokens={usage.completion_tokens} pages_moved={usage.pages_moved} "
+            f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}"
+            f"{''.join(f' {name}={count}' for name, count in faults.items() if count)}\n"
+        )
+        # The router cuts max_tokens to what the context holds.
+        if answer.finish_reason == "length" and usage.completion_tokens < max_tokens:
+            context_tokens = usage.prompt_tokens + usage.completion_tokens
+            sys.stderr.write(
+                f"note: the context of {context_tokens} tokens, prompt included, was full before "
+                f"--max-tokens {max_tokens}\n"
+            )
+
+
+def chat(
+    context: typer.Context,
+    address: AddressFlag = DEFAULT_ADDRESS,
+    model: ModelFlag = "",
+    system: Annotated[str, typer.Option("--system", help="System message.")] = "",
+    max_tokens: MaxTokensFlag = 512,
+    temperature: TemperatureFlag = None,
+    top_p: TopPFlag = None,
+    top_k: TopKFlag = None,
+    seed: SeedFlag = None,
+    timeout_s: TimeoutFlag = 600.0,
+) -> None:
+    """Chat on the terminal; an empty line, Ctrl-D or Ctrl-C ends it.
+
+    From a pipe, each line that is not empty is a question.
+    """
+    options = SamplingOptions(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
+    check_sampling(options)  # not only with the first question
+    check_timeout_s("timeout_s", timeout_s)
+    messages = [Message(role="system", content=system)] if system else []
+    try:
+        with Client(address) as client:
+            # Before the first question: is anybody there, with this model and a chat template?
+            probe = [*messages, Message(role="user", content="?")]
+            client.tokenize_chat(probe, model=model, timeout_s=CONNECT_TIMEOUT_S)
+            for question in _questions():
+                messages.append(Message(role="user", content=question))
+                try:
+                    answer = _show(
+                        client.stream_chat(messages, model=model, timeout_s=timeout_s, **options)
+                    )
+                except PagewireError as error:
+                    if not sys.stdin.isatty():
+                        raise
+                    messages.pop()  # the conversation goes on without the question
+                    sys.stderr.write(f"error: {told_by_flags(error, context.command.params)}\n")
+                    continue
+                messages.append(Message(role="assistant", content=answer.text))
+    except KeyboardInterrupt:  # the client has cancelled the answer on its way here
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def status(
+    address: AddressFlag = DEFAULT_ADDRESS,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help=f"All columns; for a window of {WIDE_COLUMNS}.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show workers, pages and hit rates, live until Ctrl-C.
+
+    A router that stops answering is asked again until it does. Where nobody watches, one table.
+    """
+    with interrupts_end_at_once():
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.text import Text
+
+        from cli.status import status_json, status_table
+
+    with Client(address, default_timeout_s=CONNECT_TIMEOUT_S) as client:
+        if as_json:
+            sys.stdout.write(status_json(client.status()) + "\n")
+            return
+        out = Console()
+        if once or not out.is_terminal:
+            if wide and out.width < WIDE_COLUMNS:  # lines are wanted, also in a pipe
+                out = Console(width=WIDE_COLUMNS)
+            out.print(status_table(client.status(), is_wide=wide))
+            return
+        stopped = _stop_event()
+        table = status_table(client.status(), is_wide=wide)
+        with Live(table, console=out, auto_refresh=False) as live:
+            answered_at = time.monotonic()
+            while not stopped.wait(STATUS_PERIOD_S):
+                try:
+                    table = status_table(client.status(), is_wide=wide)
+                except TransportError:  # a router that died is back in seconds
+                    silent_s = time.monotonic() - answered_at
+                    silence = f"the router has not answered for {silent_s:.0f} s; asking again"
+                    live.update(Group(table, Text(silence)), refresh=True)
+                else:
+                    answered_at = time.monotonic()
+                    live.update(table, refresh=True)
+
+
+def _decoded(content: bytes, offset: int) -> str:
+    """Return the text of what standard input has at an offset."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        found = invalid_byte(error, offset)
+        raise refused("standard input", found, "text in UTF-8") from None
+
+
+def _completion_fields(completion: Completion) -> dict[str, Any]:
+    """Return an answer's fields, and by the same names what the client derives from them."""
+    content = asdict(completion)
+    content |= {"text": completion.text, "finish_reason": completion.finish_reason}
+    if completion.usage:
+        content["usage"]["cached_tokens"] = completion.usage.cached_tokens
+    return content
+
+
+def _show(stream: Stream) -> Completion:
+    """Write an answer as it comes, and end its line also where it breaks off."""
+    with stream:
+        try:
+            with _long_wait_shown():
+                first = list(islice(stream, 1))
+            for delta in chain(first, stream):
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        except (PagewireError, KeyboardInterrupt):
+            if stream.completion.text:  # what follows has a line of its own
+                sys.stdout.write("\n")
+            raise
+    sys.stdout.write("\n")
+    return stream.completion
+
+
+@contextmanager
+def _long_wait_shown() -> Iterator[None]:
+    """Tell a terminal how long the first token is waited for, and clear the line when it comes."""
+    # None: it is closed. A Console would take FORCE_COLOR for a terminal.
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    started_at = time.monotonic()
+    shown = ExitStack()
+
+    def show() -> None:
+        from rich.console import Console  # not earlier: few waits are long
+        from rich.live import Live
+        from rich.text import Text
+
+        out = Console(stderr=True)
+        line = Live(
+            get_renderable=lambda: Text(
+                f"waiting for the first token, {time.monotonic() - started_at:.0f} s"
+            ),
+            console=out,
+            refresh_per_second=2,
+            transient=True,
+        )
+        shown.callback(line.stop)
+        line.start(refresh=True)
+        out.show_cursor()  # which Live hides; a stop by Ctrl-Z would leave it so
+
+    timer = threading.Timer(LONG_WAIT_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        shown.close()
+
+
+def _questions() -> Iterator[str]:
+    if sys.stdin.isatty():
+        try:
+            while question := input("> ").strip():
+                yield question
+        except EOFError:
+            sys.stdout.write("\n")
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            raise
+        return
+    offset = 0
+    for line in sys.stdin.buffer:
+        if question := _decoded(line, offset).strip():
+            yield question
+        offset += len(line)
+
+
+def _stop_event() -> threading.Event:
+    """Return an event that SIGINT, SIGTERM and SIGHUP set."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped

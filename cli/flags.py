@@ -1,0 +1,114 @@
+"""Gives a command of the command line one flag for every configuration option."""
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from cli.strict_command import StrictCommand
+from cluster.config_file import Defaults, load_config, no_defaults
+from cluster.config_options import ConfigOption, config_options
+
+Command = Callable[..., None]  # given the configuration, and the command's own flags by name
+
+
+def with_config_flags(
+    command: Command,
+    defaults: Defaults = no_defaults,
+    *,
+    takes: Callable[[str], bool] = lambda path: True,
+    own: Sequence[inspect.Parameter] = (),
+) -> Callable[..., None]:
+    """Return a function for typer that reads file and flags and calls `command`.
+
+    Args:
+        command: What to run with the merged configuration.
+        defaults: The command's own defaults; files and flags override them.
+        takes: Tells whether an option, by its path, is a flag of the command.
+        own: Flags that are no options of the configuration.
+    """
+    options = {path: option for path, option in config_options().items() if takes(path)}
+    paths = {_name(path): path for path in options}
+
+    def run(config: Path | None, **flags: Any) -> None:
+        given = {each.name: flags.pop(each.name) for each in own}
+        overrides = {paths[name]: value for name, value in flags.items() if value is not None}
+        command(load_config(config, overrides, defaults), **given)
+
+    file_flag = Annotated[
+        Optional[Path], typer.Option("--config", help="YAML file with options.")  # noqa: UP045
+    ]
+    parameters = [*own, _parameter("config", file_flag)]
+    for path, option in options.items():
+        parameters.append(_parameter(_name(path), _flag(option)))
+    # typer reads a command's options from its signature.
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def config_command(defaults: Defaults, own_flags: Collection[str] = ()) -> type[StrictCommand]:
+    """Return the class of a command whose help shows its own defaults, as they are on this host.
+
+    Args:
+        defaults: The command's own.
+        own_flags: Names of those that are no options of the configuration; they keep their help.
+    """
+
+    class ConfigCommand(StrictCommand):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            own = defaults({})  # not earlier: it may look for GPUs, which takes seconds
+            shown = {
+                _name(path): option.description + _default(own.get(path, option.default))
+                for path, option in config_options().items()
+                if path not in own_flags
+            }
+            each: Any  # typer does not show the class of options
+            for each in self.params:
+                each.help = shown.get(each.name, each.help)
+            super().format_help(ctx, formatter)
+
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            """List the options by section."""
+            rows: dict[str, list[Any]] = {}
+            each: Any
+            for each in self.get_params(ctx):
+                rows.setdefault(each.rich_help_panel or "Options", []).append(
+                    each.get_help_record(ctx)
+                )
+            for section, records in rows.items():
+                with formatter.section(section):
+                    formatter.write_dl(records)
+
+    return ConfigCommand
+
+
+def _default(value: Any) -> str:
+    return "" if value in (None, "") else f" (default: {value})"
+
+
+def _name(path: str) -> str:
+    return path.replace(".", "__")
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _flag(option: ConfigOption) -> Any:
+    spelling = option.flag
+    if option.value_type is bool:
+        spelling += f"/--no-{option.flag.removeprefix('--')}"
+    return Annotated[
+        Optional[option.value_type],  # noqa: UP045 - the type is a value here
+        typer.Option(
+            spelling,
+            help=option.description,
+            rich_help_panel=option.section or None,
+        ),
+    ]

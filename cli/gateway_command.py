@@ -1,0 +1,76 @@
+"""The command that runs an HTTP gateway by itself: pagewire gateway."""
+
+import asyncio
+import inspect
+from typing import Annotated
+
+import typer
+
+from cli.flags import with_config_flags
+from cli.stop_signals import StopSignals
+from cluster.config import ClusterConfig
+from cluster.devices import check_port_free
+from cluster.errors import ConfigError
+from observability.logs import configure_logging
+from pagewire import InvalidRequestError
+from pagewire.arguments import check_address
+
+DEFAULT_PORT = 8000
+# Options of a cluster that are a gateway's, too, besides the section http_gateway
+OPTIONS = {"host", "log_level", "log_format", "stop_grace_s"}
+
+RouterFlag = Annotated[str, typer.Option("--router", help="Where the router is, host:port.")]
+PortFlag = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="Where clients connect; 0: a free port.")
+]
+
+
+def gateway(config: ClusterConfig, router: str, port: int) -> None:
+    """Serve OpenAI's HTTP API before a running router, until Ctrl-C or SIGTERM.
+
+    `pagewire serve` starts one by itself; see --http-port there.
+    """
+    try:
+        check_address(router)
+    except InvalidRequestError as error:
+        raise ConfigError(f"--router: {error.violations[0].description}") from error
+    check_port_free(config.host, port)
+    configure_logging(config.log_level, config.log_format)
+    with StopSignals() as signals:
+        asyncio.run(_serve(config, router, port, signals))
+
+
+async def _serve(config: ClusterConfig, router: str, port: int, signals: StopSignals) -> None:
+    from http_gateway.server import GatewayServer  # takes time to import
+
+    async def find_router() -> str:
+        return router
+
+    server = GatewayServer(find_router, config=config.http_gateway, host=config.host, port=port)
+    address = await server.start()
+    _say(f"ready: HTTP on http://{address}/v1 for the router at {router}")
+    await asyncio.to_thread(signals.stopped.wait)
+    _say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
+    await server.stop(config.stop_grace_s)
+    _say("stopped")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _own(name: str, default: object, annotation: object) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _takes(path: str) -> bool:
+    return path in OPTIONS or path.startswith("http_gateway.")
+
+
+OWN_FLAGS = ("router", "port")
+with_flags = with_config_flags(
+    gateway,
+    takes=_takes,
+    own=[_own("router", "localhost:50051", RouterFlag), _own("port", DEFAULT_PORT, PortFlag)],
+)

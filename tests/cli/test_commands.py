@@ -1,0 +1,239 @@
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from cli import commands, serving_commands
+from cluster.config_file import load_config
+from cluster.config_options import config_options
+from cluster.demo_model import demo_model_dir
+from decode_worker.config import DecodeConfig
+from tests.support.command_line import run_main
+
+SERVE_FLAGS = """
+    --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
+    --gpu-memory-fraction --help --host --http-port --log-format --log-level --model --num-pages
+    --page-size --port --prefill --ray-address --served-model-name --start-timeout-s --stop-grace-s
+    --workers-per-gpu
+"""
+FLAGS = {
+    "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p
+        --min-tokens --model --presence-penalty --repetition-penalty --seed --stop --temperature
+        --timeout-s --top-k --top-p""",
+    "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
+        --top-k --top-p""",
+    "status": "--address --help --json --once --wide",
+    "doctor": "--config --help --host --json --model --port",
+    "gateway": """--config --help --host --http-gateway-allow-origins
+        --http-gateway-body-timeout-s --http-gateway-comment-period-s
+        --http-gateway-head-timeout-s --http-gateway-idle-timeout-s
+        --http-gateway-max-body-mib --http-gateway-max-connections
+        --http-gateway-max-head-bytes --http-gateway-max-prompts
+        --http-gateway-request-timeout-s --http-gateway-slow-client-timeout-s
+        --http-gateway-stream-interval-s --log-format --log-level --port --router
+        --stop-grace-s""",
+    "version": "--help",
+}
+
+
+def flags_of(command):
+    group = get_command(commands.app)
+    context = group.make_context("pagewire", ["version"])
+    parameters = group.get_command(context, command).get_params(context)
+    return sorted(each for one in parameters for each in one.opts if each.startswith("--"))
+
+
+def pagewire(*arguments):
+    command = [sys.executable, "-m", "cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_commands_are_a_decision():
+    group = get_command(commands.app)
+    names = group.list_commands(group.make_context("pagewire", ["version"]))
+
+    assert sorted(names) == sorted([*FLAGS, "demo", "serve"])
+
+
+@pytest.mark.parametrize("command", sorted(FLAGS))
+def test_flags_are_a_decision(command):
+    assert flags_of(command) == FLAGS[command].split()
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_every_option_is_a_flag(command):
+    sections = (
+        "--http-gateway-",
+        "--router-",
+        "--prefill-worker-",
+        "--decode-worker-",
+        "--transfer-",
+    )
+    flags = flags_of(command)
+
+    assert [each for each in flags if not each.startswith(sections)] == SERVE_FLAGS.split()
+    assert {option.flag for option in config_options().values()} <= set(flags)
+
+
+@pytest.mark.parametrize(
+    ("command", "num_gpus", "shown"),
+    [
+        ("serve", 0, {"--port": 50051, "--prefill": 1, "--prefill-worker-max-step-tokens": 256}),
+        ("serve", 2, {"--device": "auto", "--prefill-worker-max-step-tokens": 2048}),
+        ("demo", 0, {"--port": 0, "--prefill": 2, "--device": "cpu", "--num-pages": 0}),
+        ("demo", 0, {"--http-port": 0}),
+        ("serve", 0, {"--http-port": 8000}),
+        ("gateway", 0, {"--host": "127.0.0.1", "--http-gateway-max-connections": 1000}),
+        ("demo", 2, {"--workers-per-gpu": 2, "--device": "cuda", "--num-pages": 4096}),
+    ],
+)
+def test_help_shows_the_defaults_of_the_command_on_this_host(monkeypatch, command, num_gpus, shown):
+    for name in ("count_gpus", "most_gpus"):
+        monkeypatch.setattr(serving_commands, name, lambda: num_gpus)
+
+    words = " ".join(CliRunner().invoke(commands.app, [command, "--help"]).output.split())
+
+    for flag, default in shown.items():
+        assert re.search(rf" {flag} <.*?\(default: (.*?)\)", words)[1] == str(default)
+
+
+def test_help_shows_all_flags_whole_in_80_columns_by_section():
+    shown = CliRunner().invoke(commands.app, ["serve", "--help"], env={"COLUMNS": "80"}).output
+
+    options = config_options().values()
+    for option in options:
+        assert re.search(rf"^  {option.flag}( |$|/)", shown, re.M), option.flag
+    headings = [line[:-1] for line in shown.splitlines() if re.match(r"\w+:$", line)]
+    assert headings == ["Options", *dict.fromkeys(each.section for each in options if each.section)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["serve"], 2, "model is not set"),
+        (["serve", "--model", "/nowhere"], 2, "model is '/nowhere'; it must be an existing folder"),
+        (["serve", "--page-size", "3"], 2, "error: --page-size is 3; it must be 16, 32"),
+        (["serve", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
+        (["generate", "x", "--top-p", "2", "--top-k", "-1"], 2, "error: --top-k: found -1; all"),
+        (["demo", "--host", "no.invalid"], 2, "host is 'no.invalid'; it must be a name or"),
+        (["demo", "--prefill", "0"], 2, "prefill is 0; it must be at least 1, because the demo"),
+        (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
+        (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+    ],
+)
+def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words):
+    if "cuda" in arguments and serving_commands.count_gpus():
+        pytest.skip("this host has GPUs")
+
+    result = pagewire(*arguments)
+
+    assert result.returncode == exit_code
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["serve", "--model="], 2, "error: --model is ''; it must be the path of"),
+        (["demo", "--model="], 2, "error: --model is ''; it must be the path of"),
+        (["doctor", "--model="], 2, "error: --model is ''; it must be the path of"),
+        (["serve", "--prefil", "3"], 2, "--prefill"),
+        (["doctor", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
+        (["demo", "--transfer-post-s", "x"], 2, "found 'x'; allowed: a finite"),
+        (["generate", "x", "--top-k", "y"], 2, "found 'y' (str); allowed: an integer"),
+        (["chat", "--top-p", "y"], 2, "found 'y' (str); allowed: a number, above 0"),
+        (["chat", "--timeout-s", "y"], 2, "found 'y' (str); allowed: seconds, above"),
+        (["generate", "x", "--timeout-s", "0"], 2, "error: --timeout-s: found 0.0; allowed: sec"),
+        (["generate", "x", "--stop", ""], 2, "error: --stop: found 0 characters; allowed: 1"),
+        (["generate", ""], 2, "error: prompt: found an empty text; allowed: at least one"),
+        (["generate"], 2, "Missing argument 'prompt'.\n"),
+        (["serve", "--port", "1", "--prefill", "2", "--port", "3"], 2, "given twice"),
+        (["serve", "--deterministic", "--no-deterministic"], 2, "given twice"),
+        (["generate", "x", "--temperature", "nan"], 2, "error: --temperature: found nan"),
+        (["chat", "--max-tokens", "0"], 2, "error: --max-tokens: found 0; allowed: 1 to"),
+        (["chat", "--address", "nonsense"], 2, "error: --address: found 'nonsense'"),
+        (["status", "--address", "nonsense"], 2, "error: --address: found 'nonsense'"),
+        (["status", "--once", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_words(arguments, exit_code, words):
+    result = run_main(*arguments)
+
+    assert result.returncode == exit_code
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_version_is_an_option_too():
+    result = CliRunner().invoke(commands.app, ["--version"])
+
+    assert (result.exit_code, result.output) == (0, f"pagewire {metadata.version('pagewire')}\n")
+
+
+def test_help_tells_the_exit_codes():
+    shown = CliRunner().invoke(commands.app, ["--help"]).output
+
+    assert commands.EXIT_CODES in " ".join(shown.split())
+
+
+def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
+    assert serving_commands._where("10.0.0.1:5") == "10.0.0.1:5"
+    for host in ("0.0.0.0", "[::]"):
+        address = serving_commands._where(f"{host}:5")
+        assert address.startswith(f"{host}:5, for clients localhost:5 or ")
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "remedy"),
+    [
+        ("cpu", {"cpu_pages_mib": 31}, "pagewire serve --cpu-pages-mib 32"),
+        ("cuda", {"num_pages": 9}, "pagewire serve --num-pages 128"),
+        ("cuda", {}, "pagewire serve --gpu-memory-fraction 0.95; the context takes 32 MiB"),
+        ("cuda", {"gpu_memory_fraction": 0.95}, "GPUs that have 32 MiB for pages beside the"),
+    ],
+)
+def test_a_context_that_the_pages_do_not_hold_is_noted_with_what_helps(device, options, remedy):
+    # 8192 tokens of context; a page of 64 tokens takes 256 KiB in float32.
+    config = load_config(None, {"model": demo_model_dir(), "dtype": "float32"} | options)
+
+    note = serving_commands._context_note(config, device, 576)
+
+    said = "note: a request may have 576 tokens, the model could serve 8192; more with "
+    assert note.startswith(said + remedy)
+    assert serving_commands._context_note(config, device, 8192) == ""
+
+
+def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):
+    short = {"prefill_worker.max_step_tokens": 256, "decode_worker.max_step_tokens": 512}
+
+    def steps(most_gpus, **given):
+        monkeypatch.setattr(serving_commands, "most_gpus", lambda: most_gpus)
+        return serving_commands.serve_defaults(given)
+
+    assert steps(0) == steps(4, device="cpu") == short
+    for other in (steps(4), steps(None), steps(0, device="cuda"), steps(0, ray_address="auto")):
+        assert other == {}
+    given = {"decode_worker.max_running_sequences": 900}
+    assert steps(0, **given) == {"prefill_worker.max_step_tokens": 256}
+    DecodeConfig(max_step_tokens=short["decode_worker.max_step_tokens"])  # does not raise
+
+
+def test_demo_uses_the_gpus_there_are(monkeypatch):
+    def workers(num_gpus, **given):
+        monkeypatch.setattr(serving_commands, "count_gpus", lambda: num_gpus)
+        defaults = serving_commands.demo_defaults(given)
+        assert (defaults["prefill"], defaults["decode"]) == (2, 2)
+        return defaults["device"], defaults["workers_per_gpu"]
+
+    assert workers(0) == ("cpu", 1)
+    assert workers(1) == ("cpu", 1)
+    assert workers(2) == ("cuda", 2)
+    assert workers(3) == ("cuda", 2)
+    assert workers(4) == ("cuda", 1)
+    assert workers(8) == ("cuda", 1)
+    assert workers(8, device="cpu") == ("cpu", 1)

@@ -1,0 +1,108 @@
+"""pagewire gateway as a process of its own."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from typer.testing import CliRunner
+
+from cli import commands
+from tests.pagewire.scripted_service import response, serving_in_thread, usage
+from tests.support.command_line import run_main
+
+STOP = 1  # FINISH_REASON_STOP
+
+
+async def hello(request, context):
+    yield response("Hello", [1], finish_reason=STOP, usage=usage())
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "cli", "gateway", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = process.stdout.readline()
+    found = re.fullmatch(r"ready: HTTP on (http://\S+)/v1 for the router at (\S+)\n", line)
+    assert found, line + process.communicate(timeout=10)[1]
+    return process, found[1]
+
+
+def ask(url, **body):
+    data = json.dumps({"prompt": "x", **body}).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", data, {"content-type": "application/json"}
+    )
+    return json.load(urllib.request.urlopen(request, timeout=10))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal_and_ends_well(number):
+    with serving_in_thread(hello) as (router, _):
+        process, url = start("--router", router, "--port", "0")
+        try:
+            assert ask(url)["choices"][0]["text"] == "Hello"
+        finally:
+            process.send_signal(number)
+            output, errors = process.communicate(timeout=20)
+
+    assert process.returncode == 0, errors
+    assert output.splitlines()[-1] == "stopped"
+    assert "Traceback" not in errors
+    assert "http_request" in errors
+
+
+def test_options_of_the_section_are_its_flags():
+    with serving_in_thread(hello) as (router, _):
+        options = ("--log-level", "error", "--http-gateway-max-prompts", "2")
+        process, url = start("--router", router, "--port", "0", *options)
+        try:
+            with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+                ask(url, prompt=["a", "b", "c"])
+            assert json.load(refused.value)["error"]["message"].endswith("allowed: at most 2")
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=20)
+
+    assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--router", "nowhere"], "error: --router: found 'nowhere'; allowed: host:port"),
+        (["--port", "99999"], "'--port': found '99999'; allowed: an integer, 0 to 65535"),
+        (["--port", "x"], "'--port': found 'x'; allowed: an integer"),
+        (["--host", "no.invalid", "--port", "0"], "host is 'no.invalid'; it must be a name or an"),
+        (["--http-gateway-max-connections", "0"], "--http-gateway-max-connections is 0; it must"),
+        (
+            ["--http-gateway-allow-origins", "x"],
+            "--http-gateway-allow-origins is 'x'; it must be origins",
+        ),
+        (["--prefill", "2"], "No such option: --prefill"),
+    ],
+)
+def test_wrong_options_end_it_with_words(arguments, words):
+    result = run_main("gateway", *arguments)
+
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
+def test_a_port_in_use_ends_it_with_what_helps():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+
+        result = run_main("gateway", "--port", port)
+
+    assert result.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use; choose another with --port" in result.stderr
+
+
+def test_its_port_is_not_that_of_a_router_in_the_help():
+    words = " ".join(CliRunner().invoke(commands.app, ["gateway", "--help"]).output.split())
+
+    assert "Where clients connect; 0: a free port. [default: 8000" in words

@@ -1,0 +1,117 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from cli.client_commands import WIDE_COLUMNS
+from cli.status import status_json, status_table
+from pagewire import ClusterStatus, PageCounts, WorkerStatus
+
+PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, quarantine=0)
+
+
+def worker(**changes):
+    values = dict.fromkeys(WorkerStatus.__dataclass_fields__, 0)
+    values |= {"worker_id": "decode-0", "address": "h:1", "pool": "decode", "state": "ready"}
+    return WorkerStatus(**(values | {"pages": PAGES, "incarnation": 255} | changes))
+
+
+def status(*workers):
+    return ClusterStatus(
+        workers=workers, active_requests=2, finished_requests=9, resumed_requests=1, index_pages=77
+    )
+
+
+def rows(*workers, columns, is_wide=False):
+    console = Console(width=columns, color_system=None, file=io.StringIO())
+    console.print(status_table(status(*workers), is_wide=is_wide))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    return lines
+
+
+BUSY = worker(
+    worker_id="prefill-10",
+    pool="prefill",
+    state="draining",
+    address="10.120.130.140:50051",
+    incarnation=2**64 - 1,
+    running=256,
+    waiting=1024,
+    looked_up_tokens=1_123_456_788,
+    cached_tokens=999_999_999,
+    computed_tokens=123_456_789,
+    generated_tokens=98_765_432,
+    pages=PageCounts(
+        total=131_072,
+        free=1_000,
+        live=17_727,
+        cached=100_000,
+        leased=0,
+        incoming=12_345,
+        quarantine=0,
+    ),
+    pages_moved=1_234_567,
+    bytes_moved=2**30 - 1,
+)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_fits_the_terminal_with_one_line_a_worker(columns):
+    lines = rows(BUSY, worker(state="connecting"), worker(worker_id="decode-1"), columns=columns)
+
+    *header, rule, unknown, idle, busy, summary = lines
+    assert "─" in rule
+    assert len(header) == 2
+    assert unknown.split() == ["decode-0", "connecting", *"------"]
+    assert idle.split() == ["decode-1", "ready", "0+0", "6/10", "0%", "0", "0", "0", "B"]
+    for cell in ("prefill-10", "draining", "256+1.0k", "130k/131k", "89%", "123M", "99M"):
+        assert cell in busy.split()
+    assert busy.endswith("1.0 GiB")
+    assert summary == ("requests: 2 active, 9 finished, 1 resumed · pages in the index: 77")
+
+
+def test_wide_table_shows_everything_in_full():
+    *_, row, _ = rows(BUSY, columns=WIDE_COLUMNS, is_wide=True)
+
+    for cell in (
+        *("prefill-10", "draining", "10.120.130.140:50051", "ffffffffffffffff", "256", "1024"),
+        *("130072/131072", "100000", "12345", "89%", "123456789", "98765432", "1234567"),
+    ):
+        assert cell in row.split()
+
+
+@pytest.mark.parametrize("state", ["dead", "connecting"])
+def test_numbers_of_a_worker_that_does_not_live_are_unknown(state):
+    gone = worker(state=state, running=5, steps=7, cached_tokens=3, heartbeat_age_ms=4000)
+
+    *_, row, _ = rows(gone, columns=WIDE_COLUMNS, is_wide=True)
+    [values] = json.loads(status_json(status(gone)))["workers"]
+
+    assert row.split() == ["decode-0", state, "h:1", "00000000000000ff", *"----------"]
+    assert values.keys() == {*WorkerStatus.__dataclass_fields__, "hit_rate"}
+    assert {name: value for name, value in values.items() if value is not None} == {
+        "worker_id": "decode-0",
+        "incarnation": "00000000000000ff",
+        "address": "h:1",
+        "pool": "decode",
+        "state": state,
+        "heartbeat_age_ms": 4000,
+    }
+
+
+def test_wide_table_in_a_narrow_terminal_loses_no_character():
+    text = "".join(rows(BUSY, columns=80, is_wide=True))
+
+    assert "…" not in text
+    assert sum(each == "f" for each in text) >= 16
+
+
+def test_json_carries_everything_and_the_hit_rate():
+    content = json.loads(status_json(status(worker(cached_tokens=3, looked_up_tokens=4))))
+
+    assert content["workers"][0]["hit_rate"] == 0.75
+    assert content["workers"][0]["incarnation"] == "00000000000000ff"
+    assert content["workers"][0]["pages"]["incoming"] == 1
+    assert content["finished_requests"] == 9
