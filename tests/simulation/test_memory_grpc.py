@@ -1,7 +1,8 @@
 """The in-memory gRPC behaves as grpc.aio: each conformance scenario runs on both."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -236,26 +237,41 @@ async def _until(condition: Callable[[], bool]) -> None:
     raise AssertionError("the condition did not become true")
 
 
-async def _on_memory(scenario: Scenario, latency_s: float) -> list[Any]:
+def _as_it_is(channel: Any) -> Any:
+    return channel
+
+
+async def on_memory(
+    scenario: Scenario,
+    latency_s: float,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    wrap: Callable[[Any], Any] = _as_it_is,
+) -> list[Any]:
+    """Run a scenario on the in-memory network; `wrap` makes the client's channel."""
     network = MemoryNetwork(latency_s=latency_s, jitter_s=latency_s)
     log: list[str] = []
-    server = network.server(ADDRESS)
+    server = network.server(ADDRESS, interceptors)
     Handlers(log).register(server)
     await server.start()
-    async with network.channel(ADDRESS) as channel:
+    async with wrap(network.channel(ADDRESS)) as channel:
         seen = await scenario(Client(channel, server), log)
     await server.stop(None)
     assert network.num_open_calls == 0
     return seen
 
 
-async def _on_sockets(scenario: Scenario) -> list[Any]:
+async def on_sockets(
+    scenario: Scenario,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    wrap: Callable[[Any], Any] = _as_it_is,
+) -> list[Any]:
+    """Run a scenario over real gRPC."""
     log: list[str] = []
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=interceptors)
     Handlers(log).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with wrap(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) as channel:
         seen = await scenario(Client(channel, server), log)
     await server.stop(None)
     return seen
@@ -263,10 +279,49 @@ async def _on_sockets(scenario: Scenario) -> list[Any]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__.strip("_"))
 def test_memory_grpc_behaves_as_grpc_aio(scenario: Scenario) -> None:
-    expected = asyncio.run(_on_sockets(scenario))
+    expected = asyncio.run(on_sockets(scenario))
 
-    assert run_virtual(_on_memory(scenario, 0.0)) == expected
-    assert run_virtual(_on_memory(scenario, 0.004)) == expected
+    assert run_virtual(on_memory(scenario, 0.0)) == expected
+    assert run_virtual(on_memory(scenario, 0.004)) == expected
+
+
+tagged: ContextVar[str] = ContextVar("tagged")
+
+
+class Tagger(grpc.aio.ServerInterceptor):
+    """Adds its tag to what later interceptors and the handler see; answers "tags" itself."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        tagged.set(tagged.get("") + self._tag)
+        handler = await continuation(details)
+        if dict(details.invocation_metadata).get("asked") != "tags":
+            return handler
+
+        async def answer(request: bytes, context: Any) -> bytes:
+            return f"{details.method} {tagged.get()}".encode()
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+def test_memory_grpc_asks_interceptors_as_grpc_aio() -> None:
+    async def scenario(client: Client, log: list[str]) -> list[Any]:
+        asked = (("asked", "tags"),)
+        return [
+            await client.unary(b"ab"),
+            await client.unary(b"ab", metadata=asked),
+            await client.missing(b"ab", metadata=asked),
+            await _outcome(client.missing(b"ab")),
+            await _read_all(client.stream(b"ok")),
+        ]
+
+    taggers = [Tagger("a"), Tagger("b")]
+    expected = asyncio.run(on_sockets(scenario, taggers))
+
+    assert expected[1:3] == [b"/test.Test/Unary ab", b"/test.Test/Missing ab"]
+    assert run_virtual(on_memory(scenario, 0.004, taggers)) == expected
 
 
 # Faults, which only the in-memory network has.
@@ -316,6 +371,47 @@ def test_a_silently_killed_server_answers_nothing() -> None:
         assert await _outcome(client.unary(b"x", timeout=1.0)) == ("DEADLINE_EXCEEDED", ())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.unary(b"x"), timeout=1.0)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "seconds"),
+    [
+        ("kill", ("UNAVAILABLE", ()), 3.0),
+        ("pause", ("UNAVAILABLE", ()), 3.0),
+        ("cut", ("UNAVAILABLE", ()), 3.0),
+        ("short pause", b"HELLO", 2.0),
+        ("block", b"HELLO", 10.0),
+    ],
+)
+def test_a_client_that_pings_gives_up_a_server_whose_threads_do_not_answer(
+    fault: str, outcome: Any, seconds: float
+) -> None:
+    async def scenario() -> None:
+        network, log = MemoryNetwork(latency_s=0.001, ping_s=3.0), []
+        await _start(network, log)
+        call = Client(network.channel(ADDRESS), None).chat()
+        await call.write(b"first")
+        assert await call.read() == b"FIRST"
+        server = network.process_at(ADDRESS)
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        if fault == "kill":
+            network.kill(ADDRESS, silently=True)
+        elif fault == "cut":
+            network.link("outside", ADDRESS).cut()
+        else:
+            getattr(server, fault.split()[-1])()
+        if isinstance(outcome, bytes):
+            loop.call_later(seconds, server.resume)
+        await call.write(b"hello")
+        if isinstance(outcome, bytes):
+            assert await call.read() == outcome
+        else:
+            assert await _outcome(call.read()) == outcome
+        assert loop.time() - started_at == pytest.approx(seconds, abs=0.5)
+        call.cancel()
 
     run_virtual(scenario())
 

@@ -15,19 +15,23 @@ import decode_worker.step_plan
 import decode_worker.worker
 import kv_transfer.deadlines
 import kv_transfer.receiver_protocol
-import prefill_worker.scheduler
-import prefill_worker.worker
+import prefill_worker.step_plan
 import router.dispatch
 import router.generation
 import router.prefix_index
 import router.wire
 import router.worker_registry
+import worker.context
+import worker.step_loop
+import worker.suspects
 from kv_cache.page_pool import PagePool
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import RadixTree
-from llm_engine.fake_engine import FakePageStorage
+from protos.token_ids import pack_token_ids
 from tests.simulation import test_scenarios as scenarios
 from tests.simulation.test_seeded_runs import run
+from tests.support.fake_engine import FakePageStorage
+from tests.support.memory_grpc import MemoryNetwork
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -58,8 +62,8 @@ def lease_released_at_once(patch: pytest.MonkeyPatch) -> None:
     """The sender's pages may be evicted and overwritten before they are sent."""
     right = PrefixCache.lease
 
-    def wrong(self: PrefixCache, seq: Any, first_page: int, num_pages: int) -> Any:
-        lease = right(self, seq, first_page, num_pages)
+    def wrong(self: PrefixCache, seq: Any, num_pages: int) -> Any:
+        lease = right(self, seq, num_pages)
         self.release_lease(lease)
         return lease
 
@@ -91,8 +95,8 @@ def resume_takes_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(request: Any, *, choices: Any, **rest: Any) -> Any:
         emitted = list(choices[0][1])
-        prompt = (*request.token_ids, *emitted)
-        forgetful = dataclasses.replace(request, token_ids=prompt)
+        prompt = request.packed_token_ids + pack_token_ids(emitted)
+        forgetful = dataclasses.replace(request, packed_token_ids=prompt)
         return right(forgetful, choices=[(choice, []) for choice, _ in choices], **rest)
 
     patch.setattr(router.wire, "submit", wrong)
@@ -137,6 +141,23 @@ def repeated_tokens_are_delivered(patch: pytest.MonkeyPatch) -> None:
 
 def broken_session_forgets_its_requests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(router.dispatch.Session, "fail", lambda self, reason: None)
+
+
+def nobody_pings(patch: pytest.MonkeyPatch) -> None:
+    """Connections of a host that is gone stay open."""
+    patch.setattr(MemoryNetwork, "connected", lambda self, call: None)
+
+
+def lateness_is_death(patch: pytest.MonkeyPatch) -> None:
+    """A worker whose heartbeats are late counts as dead at once."""
+    registry = router.worker_registry.WorkerRegistry
+    right = registry._next_heartbeat
+
+    async def wrong(self: Any, worker: Any, call: Any) -> Any:
+        self._config = dataclasses.replace(self._config, dead_after_s=2.0)
+        return await right(self, worker, call)
+
+    patch.setattr(registry, "_next_heartbeat", wrong)
 
 
 def silence_is_not_death(patch: pytest.MonkeyPatch) -> None:
@@ -225,7 +246,7 @@ def evictions_do_not_reach_the_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_is_never_given_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(router.dispatch.Placement, "release", lambda self: None)
+    patch.setattr(router.dispatch.Placement, "release", lambda self, now: None)
 
 
 def registry_does_not_stop(patch: pytest.MonkeyPatch) -> None:
@@ -244,6 +265,63 @@ def step_that_raises_ends_the_loop(patch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("planted")
 
     patch.setattr(decode_worker.scheduler.Scheduler, "fail_step", wrong)
+
+
+def lost_prefix_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+    """Who waits for a prefix whose transfer fails waits for ever."""
+    right = PrefixCache._withdraw_pending
+
+    def wrong(self: PrefixCache, seq: Any) -> None:
+        settled = list(self._settled)
+        right(self, seq)
+        self._settled = settled
+
+    patch.setattr(PrefixCache, "_withdraw_pending", wrong)
+
+
+def dead_engine_goes_on(patch: pytest.MonkeyPatch) -> None:
+    """A worker fails every request and takes the next."""
+
+    async def wrong(self: Any, error: Exception) -> None:
+        pass
+
+    patch.setattr(worker.step_loop.StepLoop, "_judge", wrong)
+
+
+def failed_passes_are_not_halved(patch: pytest.MonkeyPatch) -> None:
+    """One request that makes passes fail takes those beside it along."""
+    for plan in (decode_worker.step_plan.StepPlan, prefill_worker.step_plan.StepPlan):
+        patch.setattr(plan, "halves", lambda self: ())
+
+
+def seats_outlive_a_failed_step(patch: pytest.MonkeyPatch) -> None:
+    """What follows a failed step goes on from tokens that nobody read."""
+    right = decode_worker.step_plan.StepPlan.engine_step
+
+    def wrong(self: Any, eos_token_ids: Any, *, is_again: bool) -> Any:
+        return right(self, eos_token_ids, is_again=False)
+
+    patch.setattr(decode_worker.step_plan.StepPlan, "engine_step", wrong)
+
+
+def failed_passes_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """One request costs worker after worker its engine."""
+    patch.setattr(decode_worker.worker.DecodeWorker, "_given_up", lambda self, request: None)
+
+
+def suspects_compute_with_others(patch: pytest.MonkeyPatch) -> None:
+    """A request that costs a second worker its engine takes those in its pass along."""
+    patch.setattr(worker.suspects.SuspectTurns, "next_pass", lambda self, ready: lambda each: True)
+
+
+def next_worker_knows_no_suspects(patch: pytest.MonkeyPatch) -> None:
+    """The router does not tell the next worker of passes that failed."""
+    right = router.wire.submit
+
+    def wrong(*request: Any, failed_passes: int, **rest: Any) -> Any:
+        return right(*request, failed_passes=0, **rest)
+
+    patch.setattr(router.wire, "submit", wrong)
 
 
 def policy_raises(patch: pytest.MonkeyPatch) -> None:
@@ -279,6 +357,13 @@ SEEDED_BUGS: list[tuple[Plant, str, str]] = [
     (registry_does_not_stop, "healthy", "left behind"),
     (step_that_raises_ends_the_loop, "passes_fail", "leaked"),
     (policy_raises, "healthy", "logged as an error"),
+    (lost_prefix_wakes_nobody, "crowds", "starved"),
+    (dead_engine_goes_on, "engines_break", "it ended"),
+    (failed_passes_are_not_halved, "toxic", "in a toxic cluster"),
+    (seats_outlive_a_failed_step, "toxic", ""),
+    (failed_passes_are_not_counted, "deadly", "it cost the engines"),
+    (suspects_compute_with_others, "deadly", "it ended INTERNAL"),
+    (next_worker_knows_no_suspects, "deadly", ""),
 ]
 MAX_SEEDS = 150
 
@@ -327,8 +412,13 @@ def stale_incarnation_is_served(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_prefill_incarnation_is_served(patch: pytest.MonkeyPatch) -> None:
-    worker = prefill_worker.worker.PrefillWorker
-    patch.setattr(worker, "_check_incarnation", lambda self, incarnation: None)
+    right = worker.context.WorkerContext.check_incarnation
+
+    def wrong(self: Any, incarnation: int) -> None:
+        if not self.identity.worker_id.startswith("prefill"):
+            right(self, incarnation)
+
+    patch.setattr(worker.context.WorkerContext, "check_incarnation", wrong)
 
 
 def cancelled_request_is_decoded_on(patch: pytest.MonkeyPatch) -> None:
@@ -373,10 +463,18 @@ SCENARIO_BUGS: list[tuple[Plant, Callable[[], None]]] = [
         lambda: scenarios.test_a_client_that_leaves_while_its_request("is computed"),
     ),
     (
-        silence_is_not_death,
+        nobody_pings,
         lambda: scenarios.test_a_decode_worker_killed_in_mid_stream_loses_and_changes_no_token(
             scenarios.GREEDY, 1, silently=True
         ),
+    ),
+    (
+        silence_is_not_death,
+        scenarios.test_a_decode_worker_that_stays_silent_is_dead_though_its_connection_holds,
+    ),
+    (
+        lateness_is_death,
+        lambda: scenarios.test_a_worker_that_is_late_is_nobodys_death("block", 8.0),
     ),
     (
         cancelled_request_is_decoded_on,

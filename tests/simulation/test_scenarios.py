@@ -1,24 +1,27 @@
 """Named scenarios: what the design promises, one test a promise."""
 
 import asyncio
+import itertools
 import random
 from dataclasses import replace
 
 import grpc
 import pytest
 
-from kv_transfer.loopback import FaultKind, LoopbackFault, planned
 from llm_engine.sampling import SamplingParams
 from protos import worker_pb2, worker_pb2_grpc
 from tests.support.fake_cluster import MODEL, FakeCluster
 from tests.support.history import RequestHistory, check_history
+from tests.support.loopback import FaultKind, LoopbackFault, planned
 from tests.support.oracle import RequestSpec, expected_choices
 from tests.support.scenario import DAMAGES, MAX_CONTEXT_TOKENS, VOCAB_SIZE, ClusterShape
 from tests.support.simulator import in_cluster
 from tests.support.virtual_time import wait_until
+from worker.wire import worker_to_proto
 
 PAGE = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SLOW = ClusterShape(num_prefill=2, max_step_tokens=33, page_transfer_s=0.05)
 SEEDED = SamplingParams(temperature=0.9, seed=77, max_tokens=16, ignore_eos=True)
 
 
@@ -85,6 +88,58 @@ def test_16_requests_with_one_new_prefix_move_and_compute_its_pages_once() -> No
     in_cluster(FakeCluster(), body)
 
 
+def test_requests_that_wait_for_a_prefix_in_flight_hold_up_nobody_else() -> None:
+    """More of them than decode and prefill schedulers look at in one step."""
+    prefix = tokens(80, seed=1)
+    # The prefix takes two seconds to move, another prompt of one page very little.
+    shape = ClusterShape(
+        page_transfer_s=0.2,
+        max_running_sequences=64,
+        max_step_tokens=128,
+        chunk_pages=1,
+        num_prefill=2,
+    )
+
+    async def body(cluster: FakeCluster) -> None:
+        specs = [request(f"r{index}", prompt=(*prefix, index)) for index in range(36)]
+        sharing = [await start_request(cluster, spec) for spec in specs]
+        await asyncio.sleep(0.5)
+        other = await cluster.generate(request("other", 4, arrives_at=0.5))
+
+        assert_right(other, *await asyncio.gather(*sharing))
+        assert other.deltas[0].at - other.arrived_at < 0.5
+        first_of_others = min(task.result().deltas[0].at for task in sharing)
+        assert first_of_others > 2.0, "the prefix was in flight all the while"
+        moved = sum(task.result().usage.stats.pages_moved for task in sharing)
+        assert moved == 20 + 36, "it moved once"
+
+    in_cluster(FakeCluster(shape=shape), body)
+
+
+@pytest.mark.parametrize("silently", [True, False])
+def test_requests_that_wait_for_a_prefix_in_flight_go_on_when_its_sender_dies(
+    silently: bool,
+) -> None:
+    prefix = tokens(80, seed=1)
+
+    async def body(cluster: FakeCluster) -> None:
+        specs = [request(f"r{index}", prompt=(*prefix, index)) for index in range(40)]
+        serving = [await start_request(cluster, spec) for spec in specs]
+        victim = await _serving_prefill(cluster)
+        pool = cluster.workers["decode-0"].cache.pool
+        await wait_until(lambda: pool.counts().live >= 5)
+
+        cluster.kill(victim, silently=silently)
+
+        histories = await asyncio.gather(*serving)
+        assert_right(*histories)
+        assert sum(history.usage.stats.decode_computed_tokens for history in histories) == 0
+        assert sum(history.usage.stats.prefill_retries for history in histories) == 1
+        assert sum(history.usage.stats.pages_moved for history in histories) == 20 + 40
+
+    in_cluster(FakeCluster(shape=SLOW), body)
+
+
 def test_a_second_turn_moves_only_what_the_decode_worker_lacks() -> None:
     first = request("r0", 40)
 
@@ -110,9 +165,6 @@ def test_a_short_rest_is_prefilled_where_it_is_decoded() -> None:
         assert history.usage.stats.decode_computed_tokens == 8
 
     in_cluster(FakeCluster(shape=ClusterShape(local_prefill_max_tokens=8)), body)
-
-
-SLOW = ClusterShape(num_prefill=2, max_step_tokens=33, page_transfer_s=0.05)
 
 
 async def _serving_prefill(cluster: FakeCluster) -> str:
@@ -200,6 +252,8 @@ def test_a_decode_worker_killed_in_mid_stream_loses_and_changes_no_token(
         history = await serving
         assert_right(history)
         assert len(history.deltas) > n, "it died before it had streamed"
+        times = [delta.at for delta in history.deltas]
+        assert max(b - a for a, b in itertools.pairwise(times)) < 4.0, "pings tell soon"
         assert history.usage.stats.resumptions == 1
         # 8 pages to each of the two; what the dead one received counts too.
         assert history.usage.stats.pages_moved >= 2 * 8
@@ -253,19 +307,40 @@ def test_a_zombie_that_wakes_up_changes_nothing() -> None:
     in_cluster(FakeCluster(shape=ClusterShape(num_decode=2)), body)
 
 
-def test_a_short_pause_is_nobodys_death() -> None:
+@pytest.mark.parametrize(("how", "seconds"), [("pause", 1.0), ("block", 8.0)])
+def test_a_worker_that_is_late_is_nobodys_death(how: str, seconds: float) -> None:
+    """Its process stands still for a moment, or only its event loop, and for longer."""
+
     async def body(cluster: FakeCluster) -> None:
         serving = await start_request(cluster, request("r0", 30))
+        process = cluster.process("decode-0")
         await wait_until(lambda: cluster.workers["decode-0"].engine.num_passes > 4)
-        cluster.process("decode-0").pause()
-        await asyncio.sleep(1.0)
-        cluster.process("decode-0").resume()
+        getattr(process, how)()
+        await asyncio.sleep(seconds)
+        process.resume()
 
         history = await serving
         assert_right(history)
         assert history.usage.stats.resumptions == 0
 
     in_cluster(FakeCluster(), body)
+
+
+def test_a_decode_worker_that_stays_silent_is_dead_though_its_connection_holds() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        spec = request("r0", 30, params=replace(SEEDED, max_tokens=60))
+        serving = await start_request(cluster, spec)
+        names = ["decode-0", "decode-1"]
+        await wait_until(lambda: any(cluster.workers[each].engine.num_passes > 4 for each in names))
+        silent = max(names, key=lambda each: cluster.workers[each].engine.num_passes)
+        cluster.process(silent).block()
+
+        history = await serving
+        assert_right(history)
+        assert history.usage.stats.resumptions == 1
+        cluster.process(silent).resume()
+
+    in_cluster(FakeCluster(shape=ClusterShape(num_decode=2)), body)
 
 
 PHASES = ["is queued", "is computed", "is moved", "is decoded"]
@@ -399,7 +474,7 @@ def test_a_message_for_another_incarnation_is_refused() -> None:
         old = cluster.workers["decode-0"].identity.incarnation
         cluster.kill("decode-0")
         new = await cluster.start_worker("decode-0")
-        stub = worker_pb2_grpc.DecodeServiceStub(cluster.network.channel(new.identity.address))
+        stub = worker_pb2_grpc.DecodeServiceStub(cluster.router_channel("decode-0"))
         session = stub.Session(timeout=5.0)
         hello = worker_pb2.SessionHello(router_id="router-0", incarnation=old)
         await session.write(worker_pb2.SessionRequest(hello=hello))
@@ -408,10 +483,12 @@ def test_a_message_for_another_incarnation_is_refused() -> None:
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
         prefill = cluster.workers["prefill-0"].identity
-        prefill_stub = worker_pb2_grpc.PrefillServiceStub(cluster.network.channel(prefill.address))
+        channel = cluster.decode_channel("decode-0", "prefill-0")
+        prefill_stub = worker_pb2_grpc.PrefillServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await prefill_stub.Connect(
                 worker_pb2.ConnectRequest(
+                    receiver=worker_to_proto(new.identity),
                     sender_incarnation=prefill.incarnation + 1,
                     connection_id="c",
                     transport="loopback",
@@ -432,6 +509,24 @@ def test_a_message_for_another_incarnation_is_refused() -> None:
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
     in_cluster(FakeCluster(), body)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_worker_whose_engine_always_fails_costs_no_request_of_many(name: str) -> None:
+    """It fails however often it starts anew, and is the least loaded of its pool each time."""
+
+    async def body(cluster: FakeCluster) -> None:
+        cluster.broken.add(name)
+        cluster.workers[name].executor.is_broken = True
+        specs = [request(f"r{index}", 20, arrives_at=0.1 * index) for index in range(40)]
+        histories = await asyncio.gather(*(cluster.generate(spec) for spec in specs))
+
+        assert_right(*histories)
+        assert len(cluster.lost_engines) > 2, "it came back again and again"
+        assert set(cluster.lost_engines) == {name}
+        assert max(history.usage.stats.resumptions for history in histories) <= 1
+
+    in_cluster(FakeCluster(shape=ClusterShape(num_prefill=2, num_decode=2)), body)
 
 
 def test_a_request_is_given_up_after_its_resumptions() -> None:

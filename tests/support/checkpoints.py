@@ -4,6 +4,7 @@ Weights are far from their usual initialization, so that logits differ clearly b
 norms and biases are random too, so that a forgotten one shows.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ def write_checkpoint(
     model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Set fields of a JSON object in a file; "-" removes one."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in values.items() if value != "-"}))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from cluster import cli
+from cli import commands as cli
 
 
 def run_main(*arguments, text=""):

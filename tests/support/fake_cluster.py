@@ -7,33 +7,42 @@ incarnation. Pages move over the loopback transport, control over the in-memory 
 import asyncio
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import grpc
 
+from credentials.channel import ProvenChannel
+from credentials.cluster import ClusterCredentials
+from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import make_decode_worker
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import run_inline
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from llm_engine.drawing import FinishReason
-from llm_engine.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
-from llm_engine.worker_identity import ModelInfo, WorkerIdentity
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.worker import make_prefill_worker
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from protos.call_guard import CallGuard
+from protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS
 from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
+from tests.support.cluster_keys import credentials_of, proven, worker_credentials
+from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
 from tests.support.history import Delta, RequestHistory
+from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.memory_server import MemoryServer
 from tests.support.oracle import RequestSpec
 from tests.support.scenario import MAX_CONTEXT_TOKENS, VOCAB_SIZE, ClusterShape
 from tests.support.virtual_executor import VirtualExecutor
 from tests.support.virtual_time import Process, VirtualLoop, seeded, wait_until
+from worker.errors import EngineLost
+from worker.host import WorkerHost
+from worker.identity import ModelInfo, WorkerIdentity
+from worker.process import LAST_WORDS_S
 
 MODEL = FakeModel(vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
 # Short, so that a run sees several of them; their order is that of the defaults.
@@ -49,6 +58,8 @@ DEADLINES = TransferDeadlines(
     abort_s=5.0,
 )
 
+PING_S = (PING_AFTER_MS + PING_TIMEOUT_MS) / 1000
+RESTART_S = 0.5  # from the end of a process to the start of the next
 SETTLE_S = 3.0  # longer than a router needs to find a worker again
 
 FINISH_REASONS = {
@@ -65,9 +76,10 @@ class FakeWorker:
     identity: WorkerIdentity
     process: Process
     server: MemoryServer
+    credentials: ClusterCredentials
     executor: VirtualExecutor
     transport: LoopbackTransport
-    worker: Any  # PrefillWorker or DecodeWorker
+    worker: WorkerHost
 
     @property
     def engine(self) -> FakeEngine:
@@ -98,8 +110,17 @@ class FakeCluster:
     network: MemoryNetwork = field(init=False)
     pages: LoopbackNetwork = field(init=False)
     rng: random.Random = field(init=False)
-    num_starts: int = 0
+    num_starts: int = 0  # of workers
+    num_router_starts: int = 0
+    other_router: ClusterCredentials = field(
+        default_factory=lambda: credentials_of("router", "router-x")
+    )
     deaths: list[str] = field(default_factory=list)  # step loops that died of a bug
+    lost_engines: list[str] = field(default_factory=list)  # workers that ended for their engine
+    broken: set[str] = field(default_factory=set)  # workers whose engine fails at every start
+    toxin: int | None = None  # see VirtualExecutor
+    is_deadly: bool = False
+    supervisors: set["asyncio.Task[None]"] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rng = seeded(self.seed, "cluster")
@@ -108,6 +129,7 @@ class FakeCluster:
             latency_s=self.shape.latency_s,
             jitter_s=self.shape.jitter_s,
             window_bytes=self.shape.window_bytes,
+            ping_s=PING_S,
         )
         self.pages = LoopbackNetwork(
             bytes_per_s=page_bytes(self.shape) / self.shape.page_transfer_s,
@@ -141,23 +163,29 @@ class FakeCluster:
             # A restarted process rarely gets its old port back.
             address=f"{worker_id}:{self.num_starts}",
         )
+        credentials = worker_credentials(identity)
         process = Process(worker_id)
         with process.entered():
-            server = self.network.server(identity.address)
+            server = self.network.server(
+                identity.address, [ServerGate(credentials), CallGuard(max_calls=1000)]
+            )
             num_pages = self.shape.prefill_pages if is_prefill else self.shape.decode_pages
             executor = VirtualExecutor(
                 FakeEngine(MODEL, num_pages=num_pages, page_size=self.shape.page_size),
                 pass_s=self.shape.pass_s,
                 token_s=self.shape.token_s,
             )
+            executor.is_broken = worker_id in self.broken
+            executor.toxin, executor.is_deadly = self.toxin, self.is_deadly
             transport = LoopbackTransport(self.pages, executor.storage)
             make = self._prefill_worker if is_prefill else self._decode_worker
-            worker = make(identity, executor, transport)
+            worker = make(identity, credentials, executor, transport)
             worker.register(server)
         started = FakeWorker(
             identity=identity,
             process=process,
             server=server,
+            credentials=credentials,
             executor=executor,
             transport=transport,
             worker=worker,
@@ -165,19 +193,30 @@ class FakeCluster:
         await process.spawn(server.start())
         await process.spawn(worker.start())
         self.workers[worker_id] = started
-        process.spawn(self._watch(started))
+        supervisor = asyncio.create_task(self._supervise(started))
+        self.supervisors.add(supervisor)
+        supervisor.add_done_callback(self.supervisors.discard)
         await self.announce()
         return started
 
     async def start_router(self, name: str) -> FakeRouter:
+        self.num_router_starts += 1
+        credentials = credentials_of("router", name, self.num_router_starts)
         process = Process(name)
         with process.entered():
-            server = self.network.server(f"{name}:1")
+            server = self.network.server(f"{name}:1", [CallGuard(max_calls=1000)])
             rng = seeded(self.seed, name, self.num_starts)
             router = Router(
-                config=RouterConfig(router_id=name, retry_delay_s=0.1, resume_wait_s=20.0),
+                config=RouterConfig(
+                    router_id=name,
+                    retry_delay_s=0.1,
+                    resume_wait_s=20.0,
+                    max_expected_wait_s=self.shape.max_expected_wait_s,
+                    local_prefill_max_tokens=self.shape.local_prefill_max_tokens,
+                    max_running_sequences=self.shape.max_running_sequences,
+                ),
                 model_dir=None,
-                connect_channel=self.network.channel,
+                connect_channel=partial(self._connect_worker, credentials),
                 random_id=lambda: rng.randbytes(16).hex(),
             )
             router.register(server)
@@ -186,6 +225,20 @@ class FakeCluster:
         self.routers[name] = FakeRouter(process=process, server=server, router=router)
         await self.announce()
         return self.routers[name]
+
+    def _connect_worker(
+        self, caller: ClusterCredentials, worker: WorkerMember | WorkerIdentity
+    ) -> ProvenChannel:
+        return proven(self.network.channel(worker.address), worker, caller)
+
+    def router_channel(self, worker_id: str) -> ProvenChannel:
+        """Return a channel to a worker as one more router would open it."""
+        return self._connect_worker(self.other_router, self.workers[worker_id].identity)
+
+    def decode_channel(self, decode_id: str, prefill_id: str) -> ProvenChannel:
+        """Return a decode worker's channel to a prefill worker."""
+        caller = self.workers[decode_id].credentials
+        return self._connect_worker(caller, self.workers[prefill_id].identity)
 
     async def announce(self) -> None:
         """Tell the living routers who is there, as the cluster's controller does."""
@@ -246,11 +299,20 @@ class FakeCluster:
 
     # Judging.
 
-    async def _watch(self, worker: FakeWorker) -> None:
-        try:
-            await worker.worker.wait_failed()
-        except Exception as error:
-            self.deaths.append(f"the step loop of {worker.identity.worker_id} died: {error!r}")
+    async def _supervise(self, worker: FakeWorker) -> None:
+        """Do what actor and Ray do: end a process whose engine is lost, and start it again."""
+        worker_id = worker.identity.worker_id
+        failing = worker.process.spawn(worker.worker.wait_failed())
+        await asyncio.wait({failing})  # for ever, if the process is killed
+        error = None if failing.cancelled() else failing.exception()
+        if isinstance(error, EngineLost):
+            self.lost_engines.append(worker_id)
+            await asyncio.sleep(LAST_WORDS_S)
+            self.kill(worker_id)
+            await asyncio.sleep(RESTART_S)
+            await self.start_worker(worker_id)
+        elif error is not None:
+            self.deaths.append(f"the step loop of {worker_id} died: {error!r}")
 
     def living_workers(self) -> list[FakeWorker]:
         return [each for each in self.workers.values() if each.process.state == "running"]
@@ -290,6 +352,8 @@ class FakeCluster:
                 worker_id = known.member.worker_id
                 assert known.num_requests == 0, f"{name} counts requests at {worker_id}"
                 assert known.queued_tokens == 0, f"{name} counts queued tokens at {worker_id}"
+                assert known.num_sequences == 0, f"{name} counts choices at {worker_id}"
+                assert known.num_awaited_pages == 0, f"{name} counts pages at {worker_id}"
         for worker in self.living_workers():
             worker_id = worker.identity.worker_id
             indexed = router.index._pages.get(worker_id, set())
@@ -301,6 +365,8 @@ class FakeCluster:
 
     async def stop(self) -> list[str]:
         """Stop what lives and return what is left behind: tasks and calls, in words."""
+        for supervisor in list(self.supervisors):
+            supervisor.cancel()
         for router in self.routers.values():
             if router.process.state == "running":
                 await router.process.spawn(router.router.stop(0.0))
@@ -324,25 +390,34 @@ class FakeCluster:
         return left
 
     def _prefill_worker(
-        self, identity: WorkerIdentity, executor: VirtualExecutor, transport: LoopbackTransport
-    ) -> PrefillWorker:
+        self,
+        identity: WorkerIdentity,
+        credentials: ClusterCredentials,
+        executor: VirtualExecutor,
+        transport: LoopbackTransport,
+    ) -> WorkerHost:
         config = PrefillConfig(
             max_step_tokens=self.shape.max_step_tokens,
             chunk_pages=self.shape.chunk_pages,
             transfer_deadlines=DEADLINES,
         )
-        return PrefillWorker(
+        return make_prefill_worker(
             config=config,
             identity=identity,
             model=model_info(),
             executor=executor,
+            credentials=credentials,
             transports=[transport],
             run_blocking=run_inline,
         )
 
     def _decode_worker(
-        self, identity: WorkerIdentity, executor: VirtualExecutor, transport: LoopbackTransport
-    ) -> DecodeWorker:
+        self,
+        identity: WorkerIdentity,
+        credentials: ClusterCredentials,
+        executor: VirtualExecutor,
+        transport: LoopbackTransport,
+    ) -> WorkerHost:
         config = DecodeConfig(
             max_running_sequences=self.shape.max_running_sequences,
             max_step_tokens=self.shape.max_step_tokens,
@@ -350,11 +425,12 @@ class FakeCluster:
             transfer_deadlines=DEADLINES,
         )
         rng = seeded(self.seed, identity.worker_id, identity.incarnation)
-        return DecodeWorker(
+        return make_decode_worker(
             config=config,
             identity=identity,
             model=model_info(),
             executor=executor,
+            credentials=credentials,
             transports=[transport],
             connect_channel=self.network.channel,
             random_id=lambda: rng.randbytes(16),

@@ -54,6 +54,7 @@ class Call(grpc.aio.Call):
         self._style: str | None = None
         self.client_process: Process = channel.process
         self.server_process: Process | None = None
+        self.is_pinged = False  # the network looks whether the server comes back into reach
         self._timer: asyncio.TimerHandle | None = None
         self._network.opened(self)
         channel.calls[self] = None
@@ -82,6 +83,7 @@ class Call(grpc.aio.Call):
             self._finish(Status(grpc.StatusCode.UNAVAILABLE, details, (), True))
             return
         self.server_process = server.process
+        network.connected(self)
         self._reply_pipe = network.pipe(server.process, self.client_process, self._arrive)
         if server.process.state == "dead":  # killed silently: nobody answers
             self._request_pipe = network.pipe(
@@ -163,6 +165,10 @@ class Call(grpc.aio.Call):
             self._network.closed(self)
             if self._timer is not None:
                 self._timer.cancel()
+
+    def ping_failed(self) -> None:
+        """Give up the connection: nobody answers."""
+        self._finish(Status(grpc.StatusCode.UNAVAILABLE, "ping timeout", (), True))
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []

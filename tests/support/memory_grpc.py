@@ -14,7 +14,7 @@ channel belong to the `Process` in which they are made; faults act on processes 
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -37,7 +37,15 @@ class MemoryNetwork:
         latency_s: float = 0.0,
         jitter_s: float = 0.0,
         window_bytes: int = 65536,
+        ping_s: float | None = None,
     ) -> None:
+        """Make a network without processes.
+
+        Args:
+            ping_s: A client gives up a connection whose server's threads, or the network between,
+                have answered no ping for so long; None: clients do not ping.
+        """
+        self.ping_s = ping_s
         self.window_bytes = window_bytes  # a writer waits while more is unread
         self.latency_s = latency_s
         self.jitter_s = jitter_s
@@ -48,10 +56,14 @@ class MemoryNetwork:
         self._changed: asyncio.Event | None = None
         self.context = contextvars.Context()  # deliveries belong to no process
         self.num_calls = 0
+        self.on_open: Callable[[Any], None] = lambda call: None  # sees each call as it is opened
 
-    def server(self, address: str) -> MemoryServer:
+    def server(
+        self, address: str, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    ) -> MemoryServer:
         """Return a server that will listen at the address once started, in the current process."""
-        return MemoryServer(self, address, current_process.get() or Process(address))
+        process = current_process.get() or Process(address)
+        return MemoryServer(self, address, process, interceptors)
 
     def channel(self, address: str) -> "MemoryChannel":
         """Return a channel from the current process to whatever listens at the address."""
@@ -61,7 +73,8 @@ class MemoryNetwork:
         """Return the link between two processes by name, to slow it down or cut it."""
         names = frozenset((one, other))
         if names not in self._links:
-            self._links[names] = Link(self._rng, self.latency_s, self.jitter_s)
+            link = self._links[names] = Link(self._rng, self.latency_s, self.jitter_s)
+            link.on_cut.append(self._ping_all)
         return self._links[names]
 
     def process_at(self, address: str) -> Process:
@@ -128,9 +141,45 @@ class MemoryNetwork:
         link = self.link(one.name, other.name)
         return Pipe(link, self.context, arrive, self.window_bytes)
 
+    def reaches(self, call: Any) -> bool:
+        """Whether the server of a call would answer a ping now."""
+        link = self.link(call.client_process.name, call.server_process.name)
+        return call.server_process.has_threads and not link.is_cut
+
+    def connected(self, call: Any) -> None:
+        """Ping for a call from now on."""
+        server = call.server_process
+        if self._ping_all not in server.on_stop:
+            server.on_stop.append(self._ping_all)
+        self._ping(call)
+
+    def _ping_all(self) -> None:
+        for call in list(self._calls):
+            if call.server_process is not None:
+                self._ping(call)
+
+    def _ping(self, call: Any) -> None:
+        """Break a call off when its server stays out of reach; only then time has to pass."""
+        if self.ping_s is None or call.is_pinged or self.reaches(call):
+            return
+        call.is_pinged = True
+        loop = asyncio.get_running_loop()
+        lost_at = loop.time()
+
+        def look() -> None:
+            if self.reaches(call):
+                call.is_pinged = False
+            elif loop.time() - lost_at < self.ping_s:
+                loop.call_later(self.ping_s / 8, look, context=self.context.copy())
+            else:
+                call.ping_failed()
+
+        loop.call_later(self.ping_s / 8, look, context=self.context.copy())
+
     def opened(self, call: Any) -> None:
         self._calls[call] = None
         self.num_calls += 1
+        self.on_open(call)
 
     def closed(self, call: Any) -> None:
         self._calls.pop(call, None)

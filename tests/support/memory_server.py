@@ -2,11 +2,12 @@
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import grpc
 
@@ -51,11 +52,18 @@ class Status:
 class MemoryServer(grpc.aio.Server):
     """Runs registered servicers; made by MemoryNetwork.server."""
 
-    def __init__(self, network: "MemoryNetwork", address: str, process: Process) -> None:
+    def __init__(
+        self,
+        network: "MemoryNetwork",
+        address: str,
+        process: Process,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+    ) -> None:
         self.network = network
         self.address = address
         self.process = process
         self.calls: dict[ServerCall, None] = {}
+        self._interceptors = tuple(interceptors)
         self._handlers: dict[str, Any] = {}
         self._generic_handlers: list[Any] = []
         self._is_started = False
@@ -98,21 +106,29 @@ class MemoryServer(grpc.aio.Server):
             return True
         return False
 
-    def find_handler(self, method: str, metadata: Metadata) -> Any:
-        if method in self._handlers:
-            return self._handlers[method]
+    async def find_handler(self, method: str, metadata: Metadata) -> Any:
+        """Ask the interceptors, each of which may ask those after it and the servicers."""
 
-        class Details:
-            pass
+        async def ask(index: int, details: Any) -> Any:
+            if index < len(self._interceptors):
+                next_one = functools.partial(ask, index + 1)
+                return await self._interceptors[index].intercept_service(next_one, details)
+            return self._registered(details)
 
-        details = Details()
-        details.method = method  # type: ignore[attr-defined]
-        details.invocation_metadata = metadata  # type: ignore[attr-defined]
-        for generic in self._generic_handlers:
-            handler = generic.service(details)
-            if handler is not None:
-                return handler
-        return None
+        return await ask(0, _CallDetails(method, metadata))
+
+    def _registered(self, details: "_CallDetails") -> Any:
+        if details.method in self._handlers:
+            return self._handlers[details.method]
+        found = (generic.service(details) for generic in self._generic_handlers)
+        return next((handler for handler in found if handler is not None), None)
+
+
+class _CallDetails(NamedTuple):
+    """What interceptors and generic handlers are asked with."""
+
+    method: str
+    invocation_metadata: Metadata
 
 
 class ServerCall(grpc.aio.ServicerContext):
@@ -148,7 +164,7 @@ class ServerCall(grpc.aio.ServicerContext):
         self._done_callbacks: list[Callable[[Any], None]] = []
         self._is_done = False
         self._timer: asyncio.TimerHandle | None = None
-        self._handler = server.find_handler(method, metadata)
+        self._handler: Any = None  # set before the first message is read
         context = contextvars.copy_context()
         context.run(current_process.set, server.process)
         loop = asyncio.get_running_loop()
@@ -204,7 +220,7 @@ class ServerCall(grpc.aio.ServicerContext):
                 callback(self)
 
     async def _handle(self) -> None:
-        handler = self._handler
+        self._handler = handler = await self._server.find_handler(self._method, self._metadata)
         if handler is None:
             self._send_status(Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
             return

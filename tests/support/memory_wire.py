@@ -21,6 +21,7 @@ class Link:
         self.latency_s = latency_s
         self.jitter_s = jitter_s
         self.is_cut = False
+        self.on_cut: list[Callable[[], None]] = []
         self._rng = rng
         self._waiting: list[Pipe] = []
 
@@ -30,6 +31,8 @@ class Link:
     def cut(self) -> None:
         """Deliver nothing; what is sent waits, as TCP's retransmissions do, until `heal`."""
         self.is_cut = True
+        for tell in self.on_cut:
+            tell()
 
     def heal(self) -> None:
         self.is_cut = False

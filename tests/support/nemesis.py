@@ -7,8 +7,8 @@ missed proves nothing.
 import asyncio
 from collections import Counter, deque
 
-from kv_transfer.loopback import FaultKind, LoopbackFault
 from tests.support.fake_cluster import FakeCluster
+from tests.support.loopback import FaultKind, LoopbackFault
 from tests.support.scenario import Fault
 
 
@@ -51,6 +51,18 @@ class Nemesis:
     async def fail_pass(self, fault: Fault) -> bool:
         """The next pass of a worker raises."""
         self._cluster.workers[fault.targets[0]].executor.num_failing_passes += 1
+        return True
+
+    async def break_engine(self, fault: Fault) -> bool:
+        """The engine of a worker computes nothing any more, however often it starts anew."""
+        [worker_id] = fault.targets
+        if worker_id in self._cluster.broken:
+            return False
+        self._cluster.broken.add(worker_id)
+        self._cluster.workers[worker_id].executor.is_broken = True
+        await asyncio.sleep(fault.lasts_s)
+        self._cluster.broken.discard(worker_id)
+        self._cluster.workers[worker_id].executor.is_broken = False
         return True
 
     async def kill_prefill(self, fault: Fault) -> bool:

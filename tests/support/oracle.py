@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from llm_engine.drawing import FinishReason, finish_reason
-from llm_engine.fake_engine import FakeModel, fake_tokens
 from llm_engine.sampling import SamplingParams
+from tests.support.fake_engine import FakeModel, fake_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

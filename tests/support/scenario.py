@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llm_engine.sampling import SamplingParams
 from tests.support.oracle import RequestSpec
 
 VOCAB_SIZE = 64
 MAX_CONTEXT_TOKENS = 96
-# What can happen to a copy of pages; names of kv_transfer.loopback.FaultKind.
+# What can happen to a copy of pages; names of tests.support.loopback.FaultKind.
 DAMAGES = ("flip", "swap", "stale", "truncate", "hang", "drop", "late_write", "break")
 
 
@@ -34,6 +34,7 @@ class ClusterShape:
     window_bytes: int = 65536  # of unread messages, per call and direction
     page_transfer_s: float = 0.002  # one page over a connection
     hangs_on_peer_death: bool = True  # as NCCL; False: breaks, as TCP
+    max_expected_wait_s: float = 30.0  # of the routers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,13 @@ class Scenario:
     requests: tuple[RequestSpec, ...] = ()
     faults: tuple[Fault, ...] = ()
     allowed_ends: tuple[str, ...] = ("OK",)
+    # A pass fails that computes for a prompt with this token; if deadly, so does each later one.
+    toxin: int | None = None
+    is_deadly: bool = False
+
+    def allowed_ends_of(self, request: RequestSpec) -> tuple[str, ...]:
+        """Return what a request may end with; one that makes passes fail must not end well."""
+        return ("INTERNAL",) if self.toxin in request.prompt else self.allowed_ends
 
 
 def make_scenario(
@@ -62,9 +70,11 @@ def make_scenario(
 ) -> Scenario:
     """Draw a run: a small cluster, a handful of requests, up to four faults of the given kinds."""
     rng = random.Random(f"scenario/{seed}")
+    # Of two workers one goes on.
+    least = 2 if "break_engine" in fault_kinds else 1
     shape = ClusterShape(
-        num_prefill=rng.randint(1, 3),
-        num_decode=rng.choice((1, 1, 2)) if tiny_pools else rng.randint(1, 3),
+        num_prefill=rng.randint(least, 3),
+        num_decode=rng.choice((least, least, 2)) if tiny_pools else rng.randint(least, 3),
         num_routers=rng.choice((1, 1, 2)),
         prefill_pages=rng.randint(22, 28) if tiny_pools else 256,
         decode_pages=rng.randint(22, 28) if tiny_pools else 256,
@@ -84,6 +94,40 @@ def make_scenario(
         requests=_draw_requests(rng, shape, rng.randint(3, 7) if tiny_pools else rng.randint(2, 4)),
         faults=_draw_faults(rng, shape, fault_kinds),
     )
+
+
+def with_crowd(scenario: Scenario) -> Scenario:
+    """Add requests that share one prefix, and more of them than schedulers look at at once."""
+    rng = random.Random(f"crowd/{scenario.seed}")
+    prefix = _draw_tokens(rng, rng.randint(24, 60))
+    crowd = tuple(
+        RequestSpec(
+            name=f"c{index}",
+            prompt=prefix + _draw_tokens(rng, rng.randint(1, 4)),
+            params=SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 4)),
+            arrives_at=rng.choice((0.0, rng.uniform(0.0, 0.3))),
+            cancels_after_s=rng.uniform(0.0, 0.6) if rng.random() < 0.15 else None,
+            router=rng.randrange(scenario.shape.num_routers),
+        )
+        for index in range(34)
+    )
+    # They come before the routers can know how soon such short requests end.
+    shape = replace(scenario.shape, max_expected_wait_s=1000.0)
+    return replace(scenario, shape=shape, requests=scenario.requests + crowd)
+
+
+def with_toxin(scenario: Scenario, *, is_deadly: bool) -> Scenario:
+    """Give the first request, and no other, a token that makes each pass fail which meets it."""
+    toxin = VOCAB_SIZE - 1
+    requests = [
+        replace(each, prompt=tuple(token % toxin for token in each.prompt))
+        for each in scenario.requests
+    ]
+    prompt = requests[0].prompt
+    requests[0] = replace(
+        requests[0], prompt=(*prompt[:-1], toxin), cancels_after_s=None, arrives_at=0.1
+    )
+    return replace(scenario, requests=tuple(requests), toxin=toxin, is_deadly=is_deadly)
 
 
 def _draw_requests(
@@ -145,6 +189,7 @@ def _draw_faults(
         "pause_decode": (decodes,),
         "slow_down": (prefills + decodes,),
         "fail_pass": (prefills + decodes,),
+        "break_engine": (["prefill-0", "decode-0"],),
         "cut_data": (prefills, decodes),
         "cut_control": (routers, prefills + decodes),
         "reset_data": (prefills, decodes),

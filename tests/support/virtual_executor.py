@@ -1,21 +1,29 @@
 """Runs a fake engine in virtual time: a pass takes as long as its tokens cost."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections import deque
+from collections.abc import Sequence
 
-from llm_engine.fake_engine import FakeEngine, FakePageStorage
-from llm_engine.sampling import Drawn, SequenceSlice
+from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.sampling import SequenceSlice
+from tests.support.fake_engine import FakeEngine, FakePageStorage
 
-Result = TypeVar("Result")
+LAUNCH_S = 0.0005  # of the host
+
+
+class AcceleratorError(RuntimeError):
+    """Named as torch's: an error that costs the process its device."""
 
 
 class VirtualExecutor:
-    """Implements engine_api.EngineExecutor as ThreadExecutor does, without its thread.
+    """Implements worker.executor.EngineExecutor as ThreadExecutor does, without its thread.
 
-    A pass reads and writes its pages at its end, so pages that are given away or overwritten while
-    it runs change the tokens. `num_failing_passes` makes that many of the next passes raise.
-    Nothing can be drawn for a prompt that holds `poison`, as where activations overflow.
+    Steps run one after the other beside their caller. A step reads and writes its pages at its end,
+    so pages that are given away or overwritten between its launch and its end change the tokens.
+    `num_failing_passes` makes that many of the next steps fail at their end, `is_broken` all, and
+    `num_failing_launches` that many at their launch. A step fails that computes for a prompt which
+    holds the token `toxin`; if that `is_deadly`, the engine is broken from then on. Nothing can be
+    drawn for a prompt that holds `poison`, as where activations overflow.
     """
 
     def __init__(
@@ -24,11 +32,16 @@ class VirtualExecutor:
         self.fake_engine = engine
         self._pass_s = pass_s
         self._token_s = token_s
-        self._turn = asyncio.Lock()
+        self._running: deque[asyncio.Task[StepResult]] = deque()  # not read, oldest first
         self.num_failing_passes = 0
+        self.num_failing_launches = 0
+        self.is_broken = False
+        self.toxin: int | None = None  # a token id
+        self.is_deadly = False
         self.poison: int | None = None  # a token id
         self.slowdown = 1.0
-        self.passes: list[int] = []  # tokens of each pass
+        self.passes: list[int] = []  # tokens of each step
+        self.computed_for: list[set[tuple[int, ...]]] = []  # prompts of each step that drew
 
     @property
     def engine(self) -> FakeEngine:
@@ -38,40 +51,75 @@ class VirtualExecutor:
     def storage(self) -> FakePageStorage:
         return self.fake_engine.storage
 
-    async def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
-        num_tokens = sum(len(each.token_ids) for each in slices)
+    async def launch(self, step: EngineStep) -> None:
+        num_tokens = len(step.decodes) + sum(len(each.token_ids) for each in step.slices)
         self.passes.append(num_tokens)
+        await asyncio.sleep(LAUNCH_S * self.slowdown)
+        if self.num_failing_launches:
+            self.num_failing_launches -= 1
+            raise RuntimeError("injected failure of a launch")
+        self.fake_engine.launch(step)
+        before = self._running[-1] if self._running else None
+        seconds = self._pass_s + num_tokens * self._token_s
+        run = self._run(step, before, seconds)
+        self._running.append(asyncio.get_running_loop().create_task(run))
 
-        def compute() -> list[Drawn]:
-            if self.num_failing_passes:
-                self.num_failing_passes -= 1
-                raise RuntimeError("injected failure of a pass")
-            drawn = self.fake_engine.forward(slices)
-            return [
-                None if any(self.poison in draw.prompt_token_ids for draw in each.draws) else tokens
-                for each, tokens in zip(slices, drawn, strict=True)
-            ]
-
-        return await self._run(compute, self._pass_s + num_tokens * self._token_s)
-
-    async def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        def copy_in_order() -> None:
-            for source, target in copies:
-                self.fake_engine.storage.copy_page(source, target)
-
-        await self._run(copy_in_order, self._token_s)
-
-    async def _run(self, work: Callable[[], Result], seconds: float) -> Result:
-        task = asyncio.get_running_loop().create_task(self._timed(work, seconds))
+    async def read(self) -> StepResult:
+        task = self._running[0]
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asyncio.wait([task])  # a pass that has begun cannot be stopped
+            await asyncio.wait([task])  # a step that has begun cannot be stopped
             if not task.cancelled():
                 task.exception()
             raise
+        finally:
+            self._running.popleft()
 
-    async def _timed(self, work: Callable[[], Result], seconds: float) -> Result:
-        async with self._turn:
-            await asyncio.sleep(seconds * self.slowdown)
-            return work()
+    async def _run(
+        self, step: EngineStep, before: "asyncio.Task[StepResult] | None", seconds: float
+    ) -> StepResult:
+        if before is not None:
+            await asyncio.wait([before])
+        await asyncio.sleep(seconds * self.slowdown)
+        num_computed_tokens = self.fake_engine.num_computed_tokens
+        result = self.fake_engine.read()  # also of a step that fails: its seats mean nothing then
+        decoded = [self.fake_engine.prompts[seat] for seat in step.decodes]
+        drawn = [tuple(draw.prompt_token_ids) for each in step.slices for draw in each.draws]
+        self.computed_for.append({*decoded, *drawn})
+        try:
+            self._fail(step, decoded)
+        except RuntimeError:
+            self.fake_engine.num_computed_tokens = num_computed_tokens
+            raise
+        return StepResult(
+            decodes=[
+                None if self.poison in prompt else token
+                for prompt, token in zip(decoded, result.decodes, strict=True)
+            ],
+            slices=[
+                None if any(self.poison in draw.prompt_token_ids for draw in each.draws) else tokens
+                for each, tokens in zip(step.slices, result.slices, strict=True)
+            ],
+        )
+
+    def _fail(self, step: EngineStep, decoded: Sequence[tuple[int, ...]]) -> None:
+        if self.is_broken:
+            raise RuntimeError("injected: the engine is broken")
+        if self.num_failing_passes:
+            self.num_failing_passes -= 1
+            raise RuntimeError("injected failure of a step")
+        toxin = self.toxin
+        if toxin is None:
+            return
+        if any(toxin in each for each in decoded) or any(_holds(s, toxin) for s in step.slices):
+            if self.is_deadly:
+                self.is_broken = True
+                raise AcceleratorError("injected: a step has cost the device")
+            raise RuntimeError("injected: a step met a toxin")
+
+
+def _holds(each: SequenceSlice, token_id: int) -> bool:
+    """Whether a slice is of a prompt with this token, as far as the slice tells."""
+    of_prompt = each.token_ids[: max(0, each.num_prompt_tokens - each.start)]
+    return token_id in of_prompt or any(token_id in draw.prompt_token_ids for draw in each.draws)

@@ -5,7 +5,8 @@ milliseconds, and a run depends on its inputs only. A loop that has nothing read
 wait without a deadline: `DeadlockError` names the tasks that wait.
 
 A `Process` is a label that tasks inherit through their context. Killing it freezes its tasks as
-SIGKILL does: no cleanup of theirs runs. Pausing it holds them as SIGSTOP does, timers included.
+SIGKILL does: no cleanup of theirs runs. Pausing it holds them as SIGSTOP does, timers included;
+blocking it holds its tasks, too, while its other threads run.
 """
 
 import asyncio
@@ -38,11 +39,12 @@ class LeftBehindError(RuntimeError):
 
 
 class Process:
-    """Tasks that live and die together; states: running, paused, dead."""
+    """Tasks that live and die together; states: running, blocked, paused, dead."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = "running"
+        self.on_stop: list[Callable[[], None]] = []  # told when its threads run no longer
         self._frozen: set[asyncio.Task[Any]] = set()
         self._held: list[asyncio.Handle] = []  # what became due while not running, in order
 
@@ -59,12 +61,23 @@ class Process:
         with self.entered():
             return asyncio.get_running_loop().create_task(coroutine)
 
+    @property
+    def has_threads(self) -> bool:
+        """Whether anything of it runs, if only threads beside its event loop."""
+        return self.state in ("running", "blocked")
+
+    def block(self) -> None:
+        """Keep the event loop busy, as a long computation does."""
+        if self.state == "running":
+            self.state = "blocked"
+
     def pause(self) -> None:
         if self.state == "running":
             self.state = "paused"
+            self._tell_stopped()
 
     def resume(self) -> None:
-        if self.state == "paused":
+        if self.state in ("paused", "blocked"):
             self._run_held()
 
     def kill(self) -> None:
@@ -72,6 +85,11 @@ class Process:
         self.state = "dead"
         # What is frozen waits for nothing that will come; only this keeps it until the teardown.
         self._frozen = asyncio.all_tasks()
+        self._tell_stopped()
+
+    def _tell_stopped(self) -> None:
+        for tell in self.on_stop:
+            tell()
 
     def _run_held(self) -> None:
         self.state = "running"

@@ -1,0 +1,22 @@
+"""Renders chats at once, without a child process: for virtual time."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.chat_template import ChatTemplate
+
+
+class InlineRenderer:
+    """Implements router.chat_renderer.ChatRenderer."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    async def start(self) -> None:
+        self._template.compile()
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], tools_json: str = "") -> str:
+        return self._template.render(messages, tools_json)
+
+    async def close(self) -> None:
+        pass
