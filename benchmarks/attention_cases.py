@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade import CascadeAttention
-from attn_kernels.decode import DecodeAttention
-from attn_kernels.prefill import PrefillAttention
+from attn_kernels.cascade.launch import CascadeAttention
+from attn_kernels.decode.launch import DecodeAttention
+from attn_kernels.prefill.launch import PrefillAttention
 from benchmarks.bench import (
     FP8_SCALE,
     HEAD_DIM,

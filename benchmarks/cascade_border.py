@@ -6,7 +6,7 @@
 
 Forests are of two kinds: "prefix/8,2048,1024", 8 requests that share 2,048 tokens and have 1,024
 of their own, from a grid, and "random/1500", of several levels, drawn with that seed. Those are
-timed of whose two estimates (attn_kernels.cascade_model) neither is 1.5 times the other: shared,
+timed of whose two estimates (attn_kernels.cascade.model) neither is 1.5 times the other: shared,
 whichever is estimated faster, and flat, by the method of benchmarks.kernels. A row says which of
 the two the planner takes. tests/benchmarks/test_cascade_border.py holds the planner to the
 committed rows. The estimates were fitted to the grid and to random forests of other seeds, with the
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from attn_kernels.cascade import CascadeAttention
-from attn_kernels.cascade_model import CascadeModel
-from attn_kernels.cascade_plan import CascadePlan, plan_cascade
-from attn_kernels.decode import DEFAULT_RULE
-from attn_kernels.prefix_tree import prefix_tree, within_window
+from attn_kernels.cascade.launch import CascadeAttention
+from attn_kernels.cascade.model import CascadeModel
+from attn_kernels.cascade.plan import CascadePlan, plan_cascade
+from attn_kernels.cascade.prefix_tree import prefix_tree, within_window
+from attn_kernels.decode.launch import DEFAULT_RULE
 from benchmarks.attention_cases import kv_scale, queries
 from benchmarks.bench import Bench
 from benchmarks.cascade_cases import Forest, random_forest

@@ -36,8 +36,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_kernels.digest import digest_pages
-from attn_kernels.pages import gather_pages, scatter_pages
+from attn_kernels.pages.launch import gather_pages, scatter_pages
+from attn_kernels.pages.launch_digest import digest_pages
 from benchmarks.attention_cases import attention_cases
 from benchmarks.bench import Bench, Timing
 from benchmarks.sampling_cases import sampling_cases

@@ -1,24 +1,34 @@
 """Times the linear layer on one GPU beside torch's (cuBLAS) and writes a list of cases as JSON.
 
     python -m benchmarks.linear --out benchmarks/results/linear-h200.json
+    python -m benchmarks.linear --rows 512,543 --weights gate_up,down
 
-Method: Llama-3-8B's weight shapes, bfloat16, random data; the launch in a CUDA graph; 256 MB are
-written between runs, so that the L2 cache is cold; time from events around the replay; median.
-"tbps" counts the weights' bytes, "tflops" all operations. Every tile is timed and its result is
-compared bit by bit with the first one's; "shipped" marks the tile that `linear_tile` picks.
+First every tile of every kernel must give the same bits for all rows of Llama-3-8B's weights, also
+for parts of them, and be as close to float64 as one rounding allows; a tile that is not is reported
+at once, and the exit code is 1.
+
+Then all are timed. Method: Llama-3-8B's weight shapes, bfloat16, random data; the launch in a CUDA
+graph; 256 MB are written between runs, so that the L2 cache is cold; time from events around the
+replay; tiles and torch take turns, so that all see the same clocks; median. "tbps" counts the
+weights' bytes, "tflops" all operations. A star marks the tile that `linear` chooses in a graph.
 """
 
 import argparse
 import json
+import math
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from attn_kernels.linear import LinearTile, linear, linear_tile, linear_tiles
+from attn_kernels.linear.launch import Tile, linear, shipped_tile, shipped_tiles
+from attn_kernels.linear.launch_triton import LinearTile
 
 # name |-> (num_out, num_in)
 WEIGHTS = {
@@ -28,8 +38,14 @@ WEIGHTS = {
     "down": (4096, 14_336),
     "lm_head": (128_256, 4096),
 }
-NUM_ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
+NUM_LAYERS = 32
+NUM_ROWS = (1, 8, 16, 17, 32, 64, 128, 256, 512, 543, 1024, 2048, 8192)
+MAX_LM_HEAD_ROWS = 512  # only a sequence's last row has logits
+CHECKED_ROWS = 543
+CHECKED_PARTS = ((0, 1), (0, 17), (542, 543), (3, 40), (250, 506))
+MAX_ERROR = 4e-3  # of the norm; rounding to bfloat16 alone gives 1.7e-3
 FLUSH_BYTES = 256 << 20
+TORCH = "torch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,100 +62,166 @@ class Timing:
 
 
 class Bench:
-    """Times launches with a cold cache."""
+    """Random operands, and the clock."""
 
-    def __init__(self, repetitions: int) -> None:
+    def __init__(self, repetitions: int, device: str = "cuda") -> None:
+        self.device = torch.device(device)
         self._repetitions = repetitions
-        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
 
-    def time_us(self, launch: Callable[[], object]) -> float:
-        """Return the median of a launch in microseconds."""
-        launch()  # compiles outside the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
+    def operands(self, num_rows: int, num_out: int, num_in: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and weights."""
+        shapes = ((num_rows, num_in), (num_out, num_in))
+        x, weight = (
+            torch.randn(shape, dtype=torch.bfloat16, device=self.device) for shape in shapes
+        )
+        return x, weight
+
+    def times_us(self, launches: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Return the medians of launches, in microseconds."""
+        graphs = {}
+        for name, launch in launches.items():
+            launch()  # compiles outside the capture
+            torch.cuda.synchronize()
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name]):
+                launch()
         events = []
         for _ in range(self._repetitions):
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._flush.fill_(1)
-            start.record()
-            graph.replay()
-            end.record()
-            events.append((start, end))
+            for name, graph in graphs.items():
+                start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                self._flush.fill_(1)
+                start.record()
+                graph.replay()
+                end.record()
+                events.append((name, start, end))
         torch.cuda.synchronize()
-        times: list[float] = [start.elapsed_time(end) * 1000 for start, end in events]
-        return statistics.median(times)
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for name, start, end in events:
+            times[name].append(start.elapsed_time(end) * 1000)
+        return {name: statistics.median(each) for name, each in times.items()}
 
 
-def name_of(tile: LinearTile) -> str:
+def name_of(tile: Tile) -> str:
     """Return the tile's numbers."""
+    sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k} s{tile.num_stages}"
     swapped = " swapped" if tile.is_swapped else ""
-    sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-    return f"{sizes} w{tile.num_warps} s{tile.num_stages}{swapped}"
+    kind = f"w{tile.num_warps}" if isinstance(tile, LinearTile) else "hopper"
+    return f"{sizes} {kind}{swapped}"
 
 
-def bench_case(bench: Bench, weight_name: str, num_rows: int) -> list[Timing]:
-    """Time torch and every tile on one shape."""
-    num_out, num_in = WEIGHTS[weight_name]
-    x = torch.randn(num_rows, num_in, dtype=torch.bfloat16, device="cuda")
-    weight = torch.randn(num_out, num_in, dtype=torch.bfloat16, device="cuda")
-    shipped = linear_tile(num_rows, num_out, torch.bfloat16)
-    expected = linear(x, weight, tile=shipped)
+def is_worth_timing(tile: Tile, num_rows: int) -> bool:
+    """Tell whether a tile is neither mostly empty nor far too small."""
+    is_mostly_empty = num_rows <= tile.block_m // 2 and tile.block_m > 64
+    return not is_mostly_empty and (tile.block_m >= 128 or num_rows <= 4 * tile.block_m)
 
-    def timing(tile: str, is_shipped: bool, us: float) -> Timing:
-        return Timing(
+
+def faults(bench: Bench, tiles: tuple[Tile, ...], num_out: int, num_in: int) -> Iterator[str]:
+    """Say what is wrong with the results of each tile on one weight."""
+    x, weight = bench.operands(CHECKED_ROWS, num_out, num_in)
+    expected = linear(x, weight, tile=tiles[0])
+    exact = x[:16].double() @ weight.double().T
+    error = float((expected[:16] - exact).norm() / exact.norm())
+    if not error < MAX_ERROR:
+        yield f"{name_of(tiles[0])}: error {error:.1e}, at most {MAX_ERROR:.1e}"
+    for tile in tiles:
+        out = linear(x, weight, tile=tile)
+        if not torch.equal(out, expected):
+            share = float((out != expected).float().mean())
+            yield f"{name_of(tile)}: {share:.2%} of the results have other bits"
+            continue
+        for first, last in CHECKED_PARTS:
+            if not torch.equal(linear(x[first:last], weight, tile=tile), expected[first:last]):
+                yield f"{name_of(tile)}: rows {first} to {last} have other bits by themselves"
+
+
+def time_case(
+    bench: Bench, tiles: tuple[Tile, ...], weight_name: str, num_rows: int
+) -> list[Timing]:
+    """Time torch and every tile on one shape; the fastest first."""
+    x, weight = bench.operands(num_rows, *WEIGHTS[weight_name])
+    shipped = shipped_tile(x, weight, is_recorded=True)
+    launches: dict[str, Callable[[], object]] = {TORCH: lambda: functional.linear(x, weight)}
+    for tile in tiles:
+        if tile == shipped or is_worth_timing(tile, num_rows):
+            launches[name_of(tile)] = partial(linear, x, weight, tile=tile)
+    return [
+        Timing(
             weight=weight_name,
             num_rows=num_rows,
-            tile=tile,
-            is_shipped=is_shipped,
+            tile=name,
+            is_shipped=name == name_of(shipped),
             us=round(us, 2),
             tbps=round(weight.nbytes / us / 1e6, 3),
             tflops=round(2 * num_rows * weight.numel() / us / 1e6, 1),
         )
+        for name, us in sorted(bench.times_us(launches).items(), key=lambda each: each[1])
+    ]
 
-    timings = [timing("torch", False, bench.time_us(lambda: functional.linear(x, weight)))]
-    for tile in linear_tiles(torch.bfloat16):
-        # Tiles for few rows and for many: outside of their range they only cost time.
-        has_too_few, has_too_many = num_rows <= tile.block_m // 2, num_rows > 4 * tile.block_m
-        if (has_too_few and tile.block_m > 64) or (has_too_many and tile.block_m <= 64):
-            continue
-        assert torch.equal(linear(x, weight, tile=tile), expected), f"{tile} has other bits"
 
-        def launch(tile: LinearTile = tile) -> None:
-            linear(x, weight, tile=tile)
-
-        timings.append(timing(name_of(tile), tile == shipped, bench.time_us(launch)))
-    return timings
+def summary(timings: list[Timing], num_rows: int) -> str:
+    """Return a line for a number of rows: torch, the choice, and the best there is."""
+    kinds: dict[str, Callable[[Timing], bool]] = {
+        TORCH: lambda each: each.tile == TORCH,
+        "shipped": lambda each: each.is_shipped,
+        "best": lambda each: each.tile != TORCH,
+    }
+    us: dict[str, dict[str, float]] = {kind: {} for kind in kinds}  # by weight
+    for each in timings:
+        for kind, is_kind in kinds.items():
+            if each.num_rows == num_rows and is_kind(each):
+                us[kind][each.weight] = min(each.us, us[kind].get(each.weight, math.inf))
+    parts = [f"{num_rows:5}"]
+    for kind, by_weight in us.items():
+        ratio = statistics.median(by_weight[weight] / us[TORCH][weight] for weight in by_weight)
+        layers_us = sum(each for weight, each in by_weight.items() if weight != "lm_head")
+        parts.append(f"{kind} {layers_us * NUM_LAYERS / 1000:.2f} ms {ratio:.3f}")
+    return " | ".join(parts)
 
 
 def main() -> None:
-    """Time all shapes; print a table and write JSON."""
+    """Check and time all shapes; print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--repetitions", type=int, default=20, help="timed runs of a case")
+    parser.add_argument("--repetitions", type=int, default=20, help="timed runs of a launch")
+    parser.add_argument("--rows", default=",".join(map(str, NUM_ROWS)))
+    parser.add_argument("--weights", default=",".join(WEIGHTS))
     arguments = parser.parse_args()
+    weights = arguments.weights.split(",")
+    all_num_rows = [int(each) for each in arguments.rows.split(",")]
 
     bench = Bench(arguments.repetitions)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    tiles = shipped_tiles(*bench.operands(8, 8, 8))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    num_faults = 0
+    for weight_name in weights:
+        for fault in faults(bench, tiles, *WEIGHTS[weight_name]):
+            print(f"{weight_name:8} {fault}", flush=True)
+            num_faults += 1
+        print(f"{weight_name:8} checked", flush=True)
+
     timings: list[Timing] = []
-    for num_rows in NUM_ROWS:
-        for weight_name in WEIGHTS:
-            if weight_name == "lm_head" and num_rows > 256:
-                continue  # only a sequence's last row has logits
-            case = bench_case(bench, weight_name, num_rows)
+    for num_rows in all_num_rows:
+        for weight_name in weights:
+            if weight_name == "lm_head" and num_rows > MAX_LM_HEAD_ROWS:
+                continue
+            case = time_case(bench, tiles, weight_name, num_rows)
             timings += case
-            for each in sorted(case, key=lambda each: each.us):
+            for each in case:
                 mark = "*" if each.is_shipped else " "
                 print(
                     f"{weight_name:8} {num_rows:5} {mark}{each.tile:28} {each.us:9.1f} us "
                     f"{each.tbps:6.2f} TB/s {each.tflops:6.0f} TFLOP/s",
                     flush=True,
                 )
-    if arguments.out is not None:
-        rows = ",\n".join(" " + json.dumps(asdict(each)) for each in timings)
-        arguments.out.write_text(f"[\n{rows}\n]\n")
+            if arguments.out is not None:  # after each case: a run may be cut short
+                rows = ",\n".join(" " + json.dumps(asdict(each)) for each in timings)
+                arguments.out.write_text(f"[\n{rows}\n]\n")
+    print("rows, four products of all layers, median over weights of times over torch's")
+    for num_rows in all_num_rows:
+        print(summary(timings, num_rows))
+    sys.exit(1 if num_faults else 0)
 
 
 if __name__ == "__main__":

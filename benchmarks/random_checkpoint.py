@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128_256,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 65_536,  # the model's own is 8,192; workloads are longer
         "rope_theta": 500_000.0,
     },
     "small": {

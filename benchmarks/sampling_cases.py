@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from attn_kernels.sampling import RowParams, TokenSampler
+from attn_kernels.sampling.launch import RowParams, TokenSampler
 
 VOCAB_SIZE = 128_256
 BATCHES = (1, 32, 128, 256)

@@ -18,12 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
-from cluster.environment import prepare_local_ray
+from cluster.environment import prepare_ray
 from cluster.preflight import check_start
 from pagewire import AsyncClient, Completion
 
@@ -98,7 +97,9 @@ def _case(name: str, completions: list[Completion], seconds: float) -> dict[str,
 
 def serve_and_run(config: ClusterConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Start the cluster, run the waves, stop it, and return what is written."""
-    from cluster.launch import start_cluster  # after prepare_local_ray
+    import ray  # after prepare_ray
+
+    from cluster.launch import start_cluster
 
     started = time.monotonic()
     cluster = start_cluster(config, check_start(config), shows_worker_logs=False)
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    prepare_local_ray()
+    prepare_ray(is_local=True)
     config = load_config(
         None,
         {
@@ -149,6 +150,7 @@ def main() -> None:
             "device": options.device,
             "page_size": options.page_size,
             "port": 0,
+            "http_port": 0,
             "log_level": "warning",
             # Without it short remainders would be prefilled where they are decoded.
             "decode_worker.local_prefill_max_tokens": 0,

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_kernels import cascade, decode
-from attn_kernels.cascade import CascadeAttention
-from attn_kernels.cascade_model import CascadeModel
+from attn_kernels.cascade import launch as cascade
+from attn_kernels.cascade.launch import CascadeAttention
+from attn_kernels.cascade.model import CascadeModel
+from attn_kernels.decode import launch as decode
 from benchmarks import cascade_border
 from benchmarks.bench import FP8_SCALE
 from benchmarks.cascade_border import (
