@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.http_gateway.serving import Gateway
+from tests.support.wall_clock import assert_within
 
 SONG = "the quick brown fox jumps over the lazy dog " * 4
-LONGEST_PAUSE_S = 3.0  # of a host that computes other things, too
+LONGEST_PAUSE_S = 5.0  # of a host that computes other things, too
 
 
 class Canary(threading.Thread):
@@ -68,4 +69,4 @@ def singing(served: Gateway, count: int = 2) -> Iterator[list[Canary]]:
     assert not any(each.failure for each in canaries), [each.failure for each in canaries]
     assert all(each.num_songs for each in canaries)
     longest_pause_s = max(each.longest_pause_s for each in canaries)
-    assert longest_pause_s < LONGEST_PAUSE_S, f"{longest_pause_s:.2f} s"
+    assert_within(longest_pause_s, LONGEST_PAUSE_S)

@@ -13,6 +13,7 @@ from tests.http_gateway.canaries import SONG, singing
 from tests.http_gateway.parrot import MARKS, parrot, write_folder
 from tests.http_gateway.raw_http import exchange, is_closed, read_answer, request
 from tests.http_gateway.serving import gateway, real_router
+from tests.support.wall_clock import assert_within
 
 AT_ONCE_S = 1.0
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -225,7 +226,7 @@ def test_every_wrong_value_is_refused_by_its_field(address, path, field):
         assert (answer.error["param"] or "").startswith(field), shown
         assert field in answer.error["message"], shown
         assert len(answer.body) < 1500, shown
-        assert answer.seconds < AT_ONCE_S, shown
+        assert_within(answer.seconds, AT_ONCE_S)
         assert answer.headers["content-type"] == "application/json"
 
 
@@ -273,7 +274,7 @@ def test_what_is_no_json_object_is_refused_with_the_place(address, name):
     assert answer.status == 400
     assert answer.error["code"] == "invalid_json"
     assert words in answer.error["message"]
-    assert answer.seconds < AT_ONCE_S
+    assert_within(answer.seconds, AT_ONCE_S)
 
 
 def test_values_nested_deeper_than_a_parser_goes_are_refused_where_they_stand(address):
@@ -301,7 +302,7 @@ def test_other_types_of_content_are_refused(address, name):
     answer = exchange(address, request(CHAT, bomb, **headers))
 
     assert (answer.status, answer.error["param"]) == (status, param)
-    assert answer.seconds < AT_ONCE_S
+    assert_within(answer.seconds, AT_ONCE_S)
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
@@ -332,7 +333,7 @@ def test_other_paths_and_methods_are_refused(address, method, path, status, code
 
     assert (answer.status, answer.error["code"]) == (status, code)
     assert len(answer.body) < 1000
-    assert answer.seconds < AT_ONCE_S
+    assert_within(answer.seconds, AT_ONCE_S)
 
 
 def test_an_endpoint_that_is_not_there_does_not_read_what_comes(address):
@@ -374,7 +375,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(address):
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
     assert answer.error["message"] == "the body takes more than 1 MiB"
     assert answer.headers["connection"] == "close"
-    assert answer.seconds < AT_ONCE_S
+    assert_within(answer.seconds, AT_ONCE_S)
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -403,7 +404,7 @@ def test_a_body_without_end_is_refused(address):
         answer = read_answer(connection, started)
 
         assert (answer.status, answer.error["code"]) == (408, "request_timeout")
-        assert answer.seconds < AT_ONCE_S + 0.4
+        assert_within(answer.seconds, AT_ONCE_S + 0.4)
         assert is_closed(connection)
 
 
@@ -411,7 +412,7 @@ def test_a_body_that_stays_away_is_refused(address):
     answer = exchange(address, request(CHAT, content_type="application/json", content_length="99"))
 
     assert (answer.status, answer.error["code"]) == (408, "request_timeout")
-    assert answer.seconds < AT_ONCE_S
+    assert_within(answer.seconds, AT_ONCE_S)
 
 
 def test_a_broken_chunk_is_refused_at_once(address):
@@ -419,7 +420,7 @@ def test_a_broken_chunk_is_refused_at_once(address):
     answer = exchange(address, head + b"zz\r\n{}\r\n0\r\n\r\n")
 
     assert (answer.status, answer.error["code"]) == (400, "invalid_http")
-    assert answer.seconds < 0.3, "not only when the time for the body is over"
+    assert_within(answer.seconds, 0.3)  # not only when the time for the body is over
 
 
 def test_expected_continuation_is_asked_for_unless_the_body_is_refused(address):
@@ -466,7 +467,7 @@ def test_what_is_no_request_is_refused_and_the_connection_closed(address, name):
         answer = read_answer(connection, started)
 
         assert (answer.status, answer.error["code"]) == (400, "invalid_http")
-        assert answer.seconds < AT_ONCE_S
+        assert_within(answer.seconds, AT_ONCE_S)
         assert is_closed(connection)
 
 
@@ -489,7 +490,7 @@ def test_a_head_that_is_too_large_is_refused(address, name):
     answer = exchange(address, LARGE_HEADS[name])
 
     assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
-    assert answer.seconds < AT_ONCE_S
+    assert_within(answer.seconds, AT_ONCE_S)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"\r\n"])
@@ -497,7 +498,7 @@ def test_a_head_that_does_not_come_is_refused(address, sent):
     answer = exchange(address, sent)
 
     assert (answer.status, answer.error["code"]) == (408, "request_timeout")
-    assert answer.seconds < AT_ONCE_S
+    assert_within(answer.seconds, AT_ONCE_S)
 
 
 def test_a_head_that_comes_byte_by_byte_has_no_more_time(address):
@@ -539,7 +540,9 @@ def test_a_connection_is_kept_for_further_requests_and_closed_when_idle(address)
         started = time.monotonic()
 
         assert is_closed(connection)
-        assert 0.2 < time.monotonic() - started < 2
+        seconds = time.monotonic() - started
+        assert seconds > 0.2
+        assert_within(seconds, 2)
 
 
 def test_pipelined_requests_are_answered_in_order(address):
@@ -616,8 +619,8 @@ def test_a_client_that_sends_nothing_more_is_taken_for_gone(address, worker):
         time.sleep(0.1)
         connection.shutdown(socket.SHUT_WR)
 
-        assert is_closed(connection, within_s=1)
-    deadline = time.monotonic() + 1
+        assert is_closed(connection, within_s=10)
+    deadline = time.monotonic() + 10
     while len(worker.cancels) == cancelled:
         assert time.monotonic() < deadline, "its request is not cancelled"
         time.sleep(0.01)

@@ -21,6 +21,7 @@ from tests.http_gateway.parrot import parrot, write_folder
 from tests.http_gateway.raw_http import exchange, is_closed, read_answer, request
 from tests.http_gateway.serving import gateway, real_router, scripted
 from tests.pagewire.scripted_service import abort, response, retry_after, serving, usage, violation
+from tests.support.wall_clock import assert_within
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -35,7 +36,7 @@ def body_of(path, **options):
     return json.dumps({**BODIES[path], **options})
 
 
-def until(condition, within_s=3.0):
+def until(condition, within_s=10.0):
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
@@ -138,7 +139,7 @@ def test_a_client_that_takes_nothing_is_disconnected_and_holds_up_nobody():
         until(lambda: served.backend.requests)
         for _ in range(10):
             answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
-            assert answer.seconds < 1.0
+            assert_within(answer.seconds, 1)
             time.sleep(0.05)
         until(served.backend.cancelled.is_set)
         assert is_closed(connection)
@@ -322,7 +323,7 @@ def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
         try:
             away = await ask()
             assert (away.status, away.error["code"]) == (503, "unavailable")
-            assert away.seconds < 1.0
+            assert_within(away.seconds, 1)
             health = await asyncio.to_thread(exchange, address, request("/health", method="GET"))
             ready = await asyncio.to_thread(exchange, address, request("/ready", method="GET"))
             assert (health.status, ready.status) == (200, 503)
@@ -413,7 +414,7 @@ def test_a_gateway_that_stops_ends_what_takes_longer_than_its_grace():
         started = time.monotonic()
         served.run(served.server.stop(0.2))
 
-        assert time.monotonic() - started < 2
+        assert_within(time.monotonic() - started, 2)
         until(served.backend.cancelled.is_set)
 
 

@@ -27,6 +27,7 @@ from kv_transfer.tcp import (
 from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
 from tests.support.ipv6 import needs_ipv6
 from tests.support.loopback import LoopbackNetwork
+from tests.support.wall_clock import assert_within
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,7 +244,7 @@ def test_strangers_that_stay_silent_keep_no_place_from_a_sender() -> None:
             receiving, sending = await pair.connect("c1")
 
             assert len(pair.receiver._greetings) <= MAX_GREETINGS
-            assert await asyncio.wait_for(strangers[0][0].read(), 1) == b"", "the oldest left"
+            assert await asyncio.wait_for(strangers[0][0].read(), 10) == b"", "the oldest left"
             await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
             for _, writer in strangers:
                 writer.close()
@@ -395,7 +396,7 @@ def test_abort_ends_a_posted_receive_at_once() -> None:
 
             with pytest.raises(ConnectionBroken):
                 await posted
-            assert time.monotonic() - started_at < 1
+            assert_within(time.monotonic() - started_at, 1)
 
     run(scenario)
 
@@ -488,7 +489,7 @@ def test_a_killed_sender_breaks_the_receive_at_once() -> None:
                     await posted
                 await receiving.abort()
 
-                assert time.monotonic() - started_at < 2
+                assert_within(time.monotonic() - started_at, 2)
             finally:
                 process.kill()
                 process.wait()

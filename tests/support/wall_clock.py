@@ -1,0 +1,13 @@
+"""Bounds of wall-clock time, on hosts that compute other things, too."""
+
+
+class TooSlow(AssertionError):
+    """Something took longer than it may: the only failure after which pytest tries again.
+
+    A host that stands still for a second does so once; code that is too slow is so each time.
+    """
+
+
+def assert_within(seconds: float, limit_s: float) -> None:
+    if not seconds < limit_s:
+        raise TooSlow(f"took {seconds:.2f} s, allowed are {limit_s} s")
