@@ -17,20 +17,20 @@ pytestmark = [pytest.mark.xdist_group(GROUP), pytest.mark.timeout(300)]
 
 MAX_TOKENS = 8
 PAGE_SIZE = 16
-# The long ones begin alike: each is the beginning of the one before. The two longest take ten
-# seconds, so one cluster gets them; tests/llm_engine/test_trained_model.py has 4,000 tokens.
+# The long ones begin alike: each is the beginning of the one before.
 LONG = (1000, 400, 200)
+LONGEST = (4000, 2000, 1000)
 SHORT = (5, 7, 9, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 100)
 
 
-def prompts() -> list[list[int]]:
+def prompts(long: tuple[int, ...]) -> list[list[int]]:
     """Cut 20 prompts from texts that do not change."""
     license_text = (Path(__file__).parents[2] / "LICENSE").read_text()
     tokenizer = Tokenizer.from_file(str(text_folder(trained_path()) / "tokenizer.json"))
     text = "\n\n".join((DOCUMENT, license_text, TOKENIZER_TEXT, DOCUMENT))
     ids: list[int] = tokenizer.encode(text).ids
     starts = [50 * index for index in range(len(SHORT))]
-    return [ids[:length] for length in LONG] + [
+    return [ids[:length] for length in long] + [
         ids[start : start + length] for start, length in zip(starts, SHORT, strict=True)
     ]
 
@@ -42,7 +42,7 @@ def answers(asked: list[list[int]], num_prefill: int, num_decode: int) -> list[l
             num_prefill=num_prefill,
             num_decode=num_decode,
             page_size=PAGE_SIZE,
-            num_pages=200,
+            num_pages=600,
             chunk_pages=16,
             is_large=True,
         )
@@ -59,14 +59,29 @@ def answers(asked: list[list[int]], num_prefill: int, num_decode: int) -> list[l
     return [list(each.token_ids) for each in completions]
 
 
+def check_equal_those_of_transformers(asked: list[list[int]], answered: list[list[int]]) -> None:
+    check = GreedyCheck()
+    for prompt, answer in zip(asked, answered, strict=True):
+        assert check.greedy_after(prompt, answer)[:-1] == answer, f"{len(prompt)} tokens"
+
+
 def test_greedy_answers_to_20_prompts_equal_those_of_transformers() -> None:
-    asked = prompts()
+    asked = prompts(LONG)
     assert all(long[: len(short)] == short for long, short in pairwise(asked[: len(LONG)]))
 
     small = answers(asked, 1, 1)
-    large = answers(asked[2:], 2, 2)
+    large = answers(asked[2:], 2, 2)  # the two longest take ten seconds
 
-    check = GreedyCheck()
-    for prompt, answer in zip(asked, small, strict=True):
-        assert check.greedy_after(prompt, answer)[:-1] == answer, f"{len(prompt)} tokens"
+    check_equal_those_of_transformers(asked, small)
     assert large == small[2:]
+
+
+@pytest.mark.thorough
+def test_greedy_answers_to_prompts_of_up_to_4000_tokens_equal_those_of_transformers() -> None:
+    asked = prompts(LONGEST)
+
+    small = answers(asked, 1, 1)
+    large = answers(asked, 2, 2)
+
+    check_equal_those_of_transformers(asked, small)
+    assert large == small
