@@ -382,7 +382,7 @@ def test_a_long_wait_for_the_first_token_is_shown_to_a_terminal_alone(monkeypatc
     is_shown = threading.Event()
 
     async def answer_late(request, context):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while not is_shown.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         async for each in answer(request, context):
@@ -412,7 +412,7 @@ def test_an_interrupt_of_a_long_wait_clears_its_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
     async def never_answer(request, context):
-        await asyncio.sleep(10)
+        await asyncio.sleep(WAIT_S)
         yield response()
 
     near, far = pty.openpty()

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What the interpreter does that `make PY=...` is given: as a cluster that a signal ends.
+# What the interpreter does that `make PY=...` is given: as a cluster that a signal ends. That takes
+# a while: GNU make reports an error if a process ends before make has seen the same signal.
 SERVED = """#!{python} -IS
-import signal, sys
-signal.signal(signal.SIGINT, lambda number, frame: sys.exit(0))
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda number, frame: sys.exit(time.sleep(1)))
 print("ready", *sys.argv[1:], flush=True)
 signal.pause()
 """
