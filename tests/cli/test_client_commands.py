@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -368,12 +369,12 @@ def test_chat_on_a_terminal_names_flags_too():
     assert stderr.startswith("error: --top-k: found 9; allowed: 0 to 4")
 
 
-def shown_until(terminal, words):
-    """Return what a terminal shows; raises OSError if its process ends without these words."""
-    shown = b""
-    while words not in shown:
-        shown += os.read(terminal, 1000)
-    return shown.decode()
+def shown_until(terminal, pattern):
+    """Return what a terminal shows; raises OSError if its process ends without such words."""
+    shown = ""
+    while not re.search(pattern, shown):
+        shown += os.read(terminal, 1000).decode()
+    return shown
 
 
 def test_a_long_wait_for_the_first_token_is_shown_to_a_terminal_alone(monkeypatch):
@@ -395,14 +396,14 @@ def test_a_long_wait_for_the_first_token_is_shown_to_a_terminal_alone(monkeypatc
             until(lambda: service.requests)
             with running(*command, stderr=far) as watched:
                 os.close(far)
-                wait = shown_until(near, b"waiting for the first token, 3 s")
+                wait = shown_until(near, r"waiting for the first token, [3-9] s")
                 is_shown.set()
-                end = shown_until(near, b"ttft_ms")
+                end = shown_until(near, "ttft_ms")
                 answers = [process.stdout.read() for process in (piped, watched)]
             account = piped.stderr.read()
     os.close(near)
 
-    assert wait.index("first token, ") == wait.index("first token, 2 s")
+    assert not re.search("first token, [01] s", wait)
     assert ERASED_LINE in end[: end.index("prompt_tokens")]
     assert answers == ["echo hello\n"] * 2
     assert account.startswith("prompt_tokens")
@@ -421,12 +422,12 @@ def test_an_interrupt_of_a_long_wait_clears_its_line(monkeypatch):
         running("generate", "hello", "--address", address, stderr=far) as process,
     ):
         os.close(far)
-        shown_until(near, b"waiting for the first token, 2 s")
+        shown_until(near, r"waiting for the first token, [2-9] s")
         process.send_signal(signal.SIGINT)
 
         assert process.wait(WAIT_S) == 130
         assert process.stdout.read() == ""
-        shown_until(near, ERASED_LINE.encode())
+        shown_until(near, re.escape(ERASED_LINE))
     os.close(near)
 
 

@@ -12,6 +12,7 @@ import pytest
 from protos import call_guard, inference_pb2
 from protos.call_guard import CallGuard
 from protos.field_count import has_more_fields
+from tests.support.log_records import records_of
 
 GARBAGE = b"\xff\xff\xff"
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -153,7 +154,7 @@ def test_malformed_bytes_are_an_invalid_argument_and_no_error_in_the_log(
 
     with caplog.at_level(logging.WARNING):
         run(scenario)
-    assert not caplog.records
+    assert not records_of(caplog)
 
 
 def test_a_stream_ends_at_a_malformed_message_after_what_came_before() -> None:
