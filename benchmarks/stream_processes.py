@@ -26,6 +26,7 @@ from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
+from observability.collector import settle_collector
 from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
 HOST = "127.0.0.1"
@@ -230,6 +231,7 @@ async def _listen(server: grpc.aio.Server) -> int:
 def _serve(start: Callable[[], Awaitable[tuple[int, object]]], ports: Ports) -> None:
     async def run() -> None:
         port, _owner = await start()  # which lives as long as the process
+        settle_collector()
         ports.put(port)
         await asyncio.Event().wait()
 
