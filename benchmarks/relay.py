@@ -38,6 +38,7 @@ from benchmarks.stream_processes import (
 )
 
 RUN_TIMEOUT_S = 300.0
+CASES = ["1x200", "64x5000", "64x10000", "256x10000", "256x20000", "256x40000"]
 
 
 def run_clients(
@@ -72,7 +73,7 @@ def run_clients(
     asyncio.run(run())
 
 
-def measure(streams: int, step_s: float, coalesce_ms: float | None, options: Any) -> dict[str, Any]:
+def measure(streams: int, step_s: float, coalesce_ms: float, options: Any) -> dict[str, Any]:
     """Run all streams once."""
     context = multiprocessing.get_context("spawn")
     tokens = max(50, round(options.seconds / step_s))
@@ -80,15 +81,15 @@ def measure(streams: int, step_s: float, coalesce_ms: float | None, options: Any
     has_begun = context.Event()
     results: Any = context.Queue()
     steps = Steps(step_s=step_s, num_gathered=streams, has_begun=has_begun, times=times)
-    config = {} if coalesce_ms is None else {"coalesce_ms": coalesce_ms}
     with ExitStack() as stack:
         worker, worker_port = stack.enter_context(started(run_worker, steps))
         router, router_port = stack.enter_context(
-            started(run_router, worker_port, options.model_dir, config)
+            started(run_router, worker_port, options.model_dir, {"coalesce_ms": coalesce_ms})
         )
         processes = {"worker": [worker], "router": [router], "clients": []}
-        for number in range(options.clients):
-            share = len(range(number, streams, options.clients))
+        num_clients = min(options.clients, streams)
+        for number in range(num_clients):
+            share = len(range(number, streams, num_clients))
             client, _ = stack.enter_context(
                 started(run_clients, router_port, share, tokens, times, results)
             )
@@ -135,10 +136,15 @@ def median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[256])
-    parser.add_argument("--tokens-per-s", type=float, nargs="+", default=[10_000, 20_000, 40_000])
     parser.add_argument(
-        "--coalesce-ms", type=float, nargs="*", default=[None], help="as the router's option"
+        "--cases",
+        nargs="+",
+        default=CASES,
+        metavar="STREAMSxTOKENS",
+        help="tokens a second, of all",
+    )
+    parser.add_argument(
+        "--coalesce-ms", type=float, nargs="+", default=[20.0, 0.0], help="as the router's option"
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
     parser.add_argument("--clients", type=int, default=2, help="processes")
@@ -149,21 +155,20 @@ def main() -> None:
 
     options.model_dir = demo_model_dir()
     cases = []
-    for streams in options.streams:
-        for coalesce_ms in options.coalesce_ms:
-            for rate in options.tokens_per_s:
-                runs = [
-                    measure(streams, streams / rate, coalesce_ms, options)
-                    for _ in range(options.repetitions)
-                ]
-                case = {
-                    "streams": streams,
-                    "offered_tokens_per_s": rate,
-                    "coalesce_ms": coalesce_ms,
-                    **median(runs),
-                }
-                cases.append(case)
-                print(json.dumps(case), flush=True)
+    for coalesce_ms in options.coalesce_ms:
+        for streams, rate in (map(int, case.split("x")) for case in options.cases):
+            runs = [
+                measure(streams, streams / rate, coalesce_ms, options)
+                for _ in range(options.repetitions)
+            ]
+            case = {
+                "streams": streams,
+                "offered_tokens_per_s": rate,
+                "coalesce_ms": coalesce_ms,
+                **median(runs),
+            }
+            cases.append(case)
+            print(json.dumps(case), flush=True)
     result = {
         "command": " ".join(["python -m benchmarks.relay", *sys.argv[1:]]),
         "hardware": f"{platform.machine()}, {psutil.cpu_count()} cores",
