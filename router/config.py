@@ -44,8 +44,8 @@ class RouterConfig:
     coalesce_ms: float = option(
         20.0,
         "Under load, tokens that come within this time after a message of their stream travel "
-        "together. The time is shorter with few streams, 0.08 ms for each. First and last tokens "
-        "never wait; 0: none does.",
+        "together. The time is shorter with few streams, 0.08 ms for each. The first token of a "
+        "request and the last ones never wait; 0: none does.",
         at_least=0,
     )
     slow_client_timeout_s: float = option(
