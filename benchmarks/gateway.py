@@ -10,185 +10,29 @@ own, whose CPU time is divided by the tokens; each way has processes of its own.
 import argparse
 import asyncio
 import json
-import multiprocessing
 import platform
-import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 
-from http_gateway.config import GatewayConfig
-from http_gateway.server import GatewayServer
-from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids
-
-HOST = "127.0.0.1"
-MODEL = inference_pb2.Model(
-    name="none", max_context_tokens=4096, vocab_size=512, page_size=16, max_choices=1
+from benchmarks.stream_processes import (
+    HOST,
+    Steps,
+    cpu_s,
+    run_gateway,
+    run_router,
+    run_worker,
+    started,
 )
-FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 26  # of the demo model's tokenizer, whole words
-START_TIMEOUT_S = 60.0
-HEARTBEAT_S = 0.5
+from protos import common_pb2, inference_pb2, inference_pb2_grpc
 
-Ports = Any  # a queue of integers between processes
 Read = Callable[[int], Coroutine[Any, Any, None]]  # one request with so many tokens
-
-
-class StepWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.DecodeServiceServicer):
-    """Sends one token of each request in each step, as one message."""
-
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
-        self._ref = common_pb2.WorkerRef(worker_id="decode-0", incarnation=1, address="none")
-
-    async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:  # noqa: N802
-        """Say which model there would be."""
-        return worker_pb2.GetInfoResponse(
-            worker=self._ref,
-            pool=common_pb2.POOL_DECODE,
-            model=MODEL,
-            model_fingerprint="none",
-        )
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Live."""
-        while True:
-            yield worker_pb2.WatchResponse(heartbeat=inference_pb2.Heartbeat(worker=self._ref))
-            await asyncio.sleep(HEARTBEAT_S)
-
-    async def SubscribeCacheEvents(  # noqa: N802
-        self, request: Any, context: Any
-    ) -> AsyncIterator[Any]:
-        """Cache nothing."""
-        await asyncio.Event().wait()
-        yield
-
-    async def Session(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Answer all requests of a router."""
-        await anext(requests)
-        running: dict[str, tuple[Any, int]] = {}  # request id |-> the request, tokens sent
-        reader = asyncio.create_task(self._read(requests, running))
-        try:
-            while True:
-                await asyncio.sleep(self._step_s)
-                if deltas := [self._step(running, each) for each in list(running)]:
-                    yield worker_pb2.SessionResponse(deltas=deltas)
-        finally:
-            reader.cancel()
-
-    async def _read(self, requests: Any, running: dict[str, tuple[Any, int]]) -> None:
-        async for message in requests:
-            if message.HasField("submit"):
-                running[message.submit.request_id] = message.submit, 0
-            else:
-                running.pop(message.cancel.request_id, None)
-
-    def _step(self, running: dict[str, tuple[Any, int]], request_id: str) -> worker_pb2.TokenDelta:
-        submit, index = running[request_id]
-        is_last = index + 1 == submit.sampling.max_tokens
-        if is_last:
-            del running[request_id]
-        else:
-            running[request_id] = submit, index + 1
-        return worker_pb2.TokenDelta(
-            request_id=request_id,
-            attempt=submit.attempt,
-            first_index=index,
-            token_ids=pack_token_ids([FIRST_TOKEN_ID + index % NUM_TOKEN_IDS]),
-            finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else None,
-        )
-
-
-# Processes: each serves for ever, and says on which port.
-
-
-def run_worker(ports: Ports, step_s: float) -> None:
-    """Run a worker."""
-
-    async def start() -> tuple[int, object]:
-        server = grpc.aio.server()
-        worker = StepWorker(step_s)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
-        worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
-        return await _listen(server), server
-
-    _serve(start, ports)
-
-
-def run_router(ports: Ports, worker_port: int, model_dir: Path) -> None:
-    """Run a router."""
-    from router.config import RouterConfig
-    from router.front import make_server
-    from router.membership import WorkerMember
-    from router.router import Router
-
-    async def start() -> tuple[int, object]:
-        config = RouterConfig(max_active_requests=10_000, max_expected_wait_s=3600.0)
-        router = Router(
-            config=config,
-            model_dir=model_dir,
-            connect_channel=lambda _: grpc.aio.insecure_channel(f"{HOST}:{worker_port}"),
-            random_id=lambda: secrets.token_hex(16),
-        )
-        server = make_server(config)
-        router.register(server)
-        await router.start()
-        address = f"{HOST}:{worker_port}"
-        member = WorkerMember(worker_id="decode-0", incarnation=1, address=address, pool="decode")
-        await router.set_workers([member])
-        return await _listen(server), (server, router)
-
-    _serve(start, ports)
-
-
-def run_gateway(ports: Ports, router_port: int, stream_interval_s: float) -> None:
-    """Run a gateway."""
-
-    async def find_router() -> str:
-        return f"{HOST}:{router_port}"
-
-    async def start() -> tuple[int, object]:
-        config = GatewayConfig(max_connections=10_000, stream_interval_s=stream_interval_s)
-        server = GatewayServer(find_router, config=config, host=HOST, port=0)
-        return int((await server.start()).rpartition(":")[2]), server
-
-    _serve(start, ports)
-
-
-async def _listen(server: grpc.aio.Server) -> int:
-    port: int = server.add_insecure_port(f"{HOST}:0")
-    await server.start()
-    return port
-
-
-def _serve(start: Callable[[], Awaitable[tuple[int, object]]], ports: Ports) -> None:
-    async def run() -> None:
-        port, _owner = await start()  # which lives as long as the process
-        ports.put(port)
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
-
-
-@contextmanager
-def started(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[SpawnProcess, int]]:
-    """Run a process; yields it and its port."""
-    context = multiprocessing.get_context("spawn")
-    ports: Ports = context.Queue()
-    process = context.Process(target=target, args=(ports, *arguments), daemon=True)
-    process.start()
-    try:
-        yield process, ports.get(timeout=START_TIMEOUT_S)
-    finally:
-        process.kill()
-        process.join()
 
 
 # Clients
@@ -230,7 +74,7 @@ async def read_all(read: Read, streams: int, tokens: int) -> None:
 def measure(way: str, streams: int, options: argparse.Namespace) -> dict[str, Any]:
     """Serve and read in one way; return microseconds of CPU per token, by process."""
     with ExitStack() as stack:
-        worker, worker_port = stack.enter_context(started(run_worker, options.step_s))
+        worker, worker_port = stack.enter_context(started(run_worker, Steps(step_s=options.step_s)))
         router, router_port = stack.enter_context(
             started(run_router, worker_port, options.model_dir)
         )
@@ -251,23 +95,18 @@ def measure(way: str, streams: int, options: argparse.Namespace) -> dict[str, An
                         await read_http(http_port, tokens)
 
                 await read_all(read, 4, 20)  # warm
-                before = {name: _cpu_s(each) for name, each in processes.items()}
+                before = {name: cpu_s(each) for name, each in processes.items()}
                 began = time.monotonic()
                 await read_all(read, streams, options.tokens)
                 seconds = time.monotonic() - began
                 return {
-                    name: _cpu_s(each) - before[name] for name, each in processes.items()
+                    name: cpu_s(each) - before[name] for name, each in processes.items()
                 }, seconds
 
         used_s, seconds = asyncio.run(run())
     num_tokens = streams * options.tokens
     per_token = {name: round(1e6 * value / num_tokens, 1) for name, value in used_s.items()}
     return {"way": way, "streams": streams, "seconds": round(seconds, 2), "us_per_token": per_token}
-
-
-def _cpu_s(process: SpawnProcess) -> float:
-    times = psutil.Process(process.pid).cpu_times()
-    return float(times.user + times.system)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import ray
 
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
+from observability.collector import settle_collector
 from observability.logs import configure_logging
 from pagewire import UnavailableError
 
@@ -48,6 +49,7 @@ class GatewayActor:
             # Ray gives up an actor whose constructor raises, but starts a dead process again.
             log.exception("gateway_start_failed")
             os._exit(1)
+        settle_collector()
 
     async def wait_ready(self) -> str:
         """Return the address of the HTTP server."""

@@ -24,6 +24,10 @@ class AnswerText:
         begins_in_reasoning: As the router says of the prompt.
         tools: Names of the functions that the model may call; empty: none.
         is_parallel: Whether more than the first call counts.
+
+    Attributes:
+        num_reasoning_tokens: Of those that were pushed. Tokens that come together with the end of
+            the reasoning count in proportion to their text.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class AnswerText:
         is_parallel: bool,
     ) -> None:
         self.has_calls = False
+        self.num_reasoning_tokens = 0
         self._is_parallel = is_parallel
         calls = _call_reader(model, tools) if tools else None
         self._reasoning: ReasoningReader | None = None
@@ -47,16 +52,17 @@ class AnswerText:
         """Whether all further text is content as it is."""
         return self._reader is None
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the next token may still belong to the reasoning."""
-        return self._reasoning is not None and self._reasoning.is_reasoning
-
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain with some more text."""
+    def push(self, text: str, num_tokens: int = 0) -> list[Part]:
+        """Return the parts that are certain with some more text, which so many tokens make."""
         if self._reader is None:
             return [Content(text)] if text else []
-        return self._counted(self._reader.push(text))
+        is_reasoning = self._reasoning is not None and self._reasoning.is_reasoning
+        parts = self._reader.push(text)
+        if is_reasoning:
+            content_len = sum(len(each.text) for each in parts if isinstance(each, Content))
+            share = 1 - min(content_len / len(text), 1) if text else 1
+            self.num_reasoning_tokens += round(share * num_tokens)
+        return self._counted(parts)
 
     def finish(self) -> list[Part]:
         """Return what was held back."""

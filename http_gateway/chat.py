@@ -170,7 +170,6 @@ class _ChatAnswer:
             "model": model.name,
         }
         self._choices: dict[int, _Choice] = {}
-        self._reasoning_tokens = 0
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer when it is whole."""
@@ -223,9 +222,7 @@ class _ChatAnswer:
             yield _delta(index, "", finish=quoted(choice.finish_reason))
 
     def _read(self, choice: _Choice, response: inference_pb2.GenerateResponse) -> list[Part]:
-        if choice.reader.is_reasoning:
-            self._reasoning_tokens += len(response.token_ids) // TOKEN_BYTES
-        parts = choice.reader.push(response.text)
+        parts = choice.reader.push(response.text, len(response.token_ids) // TOKEN_BYTES)
         if response.finish_reason:
             parts += choice.reader.finish()
             reason = FINISH_REASONS[response.finish_reason]
@@ -281,7 +278,8 @@ class _ChatAnswer:
     def _usage(self) -> dict[str, Any]:
         usage = usage_json(self._generation.counts)
         if self._model.has_reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning_tokens}
+            count = sum(each.reader.num_reasoning_tokens for each in self._choices.values())
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
         return usage
 
 

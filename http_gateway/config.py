@@ -49,7 +49,7 @@ class GatewayConfig:
     stream_interval_s: float = option(
         0.0,
         "Least time between two events of a stream: tokens that come within it travel together, "
-        "which costs less; 0: each at once.",
+        "which costs less; 0: as router.coalesce_ms says.",
         at_least=0,
     )
     allow_origins: str = option(

@@ -143,7 +143,6 @@ class _Answer:
         self._generation = generation
         self._builder = builder
         self._reader: AnswerText | None = None
-        self._reasoning_tokens = 0
 
     async def read(self) -> None:
         """Read the whole answer."""
@@ -175,9 +174,7 @@ class _Answer:
                 tools=self._request.tools,
                 is_parallel=self._request.is_parallel,
             )
-        if self._reader.is_reasoning:
-            self._reasoning_tokens += len(response.token_ids) // TOKEN_BYTES
-        parts = self._reader.push(response.text)
+        parts = self._reader.push(response.text, len(response.token_ids) // TOKEN_BYTES)
         finish = FINISH_REASONS.get(response.finish_reason)
         if finish:
             parts += self._reader.finish()
@@ -193,7 +190,9 @@ class _Answer:
             "input_tokens": counts.prompt_tokens,
             "input_tokens_details": {"cached_tokens": counts.cached_tokens},
             "output_tokens": counts.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": self._reader.num_reasoning_tokens if self._reader else 0
+            },
             "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         }
 

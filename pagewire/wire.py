@@ -40,6 +40,10 @@ _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as g
 
 Prompt = str | Sequence[int]
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+_FINISH_REASONS: dict[int, str] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
 _TOOL_CALL_FORMATS = {
     inference_pb2.TOOL_CALL_FORMAT_LLAMA3_JSON: "llama3_json",
     inference_pb2.TOOL_CALL_FORMAT_HERMES: "hermes",
@@ -119,17 +123,8 @@ def delta_from(response: inference_pb2.GenerateResponse) -> Delta:
         text=response.text,
         token_ids=token_ids,
         first_index=response.first_index,
-        logprobs=tuple(
-            TokenLogprob(
-                token_id=token_id,
-                logprob=entry.logprob,
-                top=tuple(
-                    zip(unpack_token_ids(entry.top_token_ids), entry.top_logprobs, strict=True)
-                ),
-            )
-            for token_id, entry in zip(token_ids, response.logprobs, strict=False)
-        ),
-        finish_reason=_finish_reason(response.finish_reason),
+        logprobs=tuple(map(_token_logprob, token_ids, response.logprobs)),
+        finish_reason=_FINISH_REASONS.get(response.finish_reason),
         stopped_by=response.stopped_by or None,
         usage=usage_from(response.usage) if response.HasField("usage") else None,
     )
@@ -263,12 +258,9 @@ def _sized(field: str, request: Request) -> Request:
     return request
 
 
-def _finish_reason(reason: int) -> str | None:
-    names = {
-        common_pb2.FINISH_REASON_STOP: "stop",
-        common_pb2.FINISH_REASON_LENGTH: "length",
-    }
-    return names.get(reason)  # type: ignore[call-overload,no-any-return]
+def _token_logprob(token_id: int, entry: common_pb2.TokenLogprobs) -> TokenLogprob:
+    top = zip(unpack_token_ids(entry.top_token_ids), entry.top_logprobs, strict=True)
+    return TokenLogprob(token_id=token_id, logprob=entry.logprob, top=tuple(top))
 
 
 def usage_from(usage: inference_pb2.Usage) -> Usage:

@@ -18,6 +18,7 @@ from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.party import Party
 from credentials.secret import PartyKeys
+from observability.collector import settle_collector
 from observability.logs import configure_logging, fields
 from protos.addresses import join_address
 from protos.grpc_options import WORKER_CHANNEL_OPTIONS
@@ -91,6 +92,7 @@ class RouterActor:
             # Ray gives up an actor whose constructor raises, but starts a dead process again.
             log.exception("router_start_failed", extra=fields(router_id=self._router_id))
             os._exit(1)
+        settle_collector()
         self._announcing = asyncio.create_task(self._announce_for_ever())
         log.info("router_ready", extra=fields(router_id=self._router_id, address=self._address))
 

@@ -1,5 +1,7 @@
 """Turns a stream of token ids into text, never splitting a character.
 
+Tokens that come together make one piece, unless it would end with half a character.
+
 The text of all pieces equals `decode` of all ids. A decoder looks at its neighbours (a leading
 space goes, bytes join to characters), so each piece is decoded behind the tokens of the piece
 before it, and the text of those is cut off. Text that ends in U+FFFD may be half a character and
@@ -33,15 +35,20 @@ class Detokenizer:
         self._num_sent = 0  # tokens of the window whose text was returned
         self._sent_text = ""  # text of the window that was returned
 
-    def push(self, token_id: int) -> str:
-        """Return the text that became complete with this token."""
-        if not self._decoder.has_text(token_id):
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that became complete with these tokens."""
+        new_ids = [token_id for token_id in token_ids if self._decoder.has_text(token_id)]
+        if not new_ids:
             return ""
-        self._window.append(token_id)
-        text = self._decoder.decode(self._window)
-        if text != self._sent_text and not text.endswith(_INCOMPLETE):
-            return self._send(text, len(self._window))
-        if len(self._window) - self._num_sent > _MAX_WAITING:
+        window = self._window + new_ids
+        text = self._decoder.decode(window)
+        is_complete = text != self._sent_text and not text.endswith(_INCOMPLETE)
+        if len(new_ids) > 1 and not is_complete:
+            return "".join([self.push([token_id]) for token_id in new_ids])
+        self._window = window
+        if is_complete:
+            return self._send(text, len(window))
+        if len(window) - self._num_sent > _MAX_WAITING:
             return self._send_oldest(text)
         return ""
 

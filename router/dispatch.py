@@ -33,6 +33,7 @@ from router.errors import (
 )
 from router.expected_wait import Demand, wait_to_hold_s
 from router.generation import Generation
+from router.pacing import Pacer
 from router.placement import Placement
 from router.policy import PolicyWeights, RouteQuery, route
 from router.prefix_index import PrefixIndex
@@ -60,13 +61,17 @@ class Dispatcher:
             local_prefill_max_tokens=config.local_prefill_max_tokens,
             max_prefill_candidates=config.max_prefill_candidates,
         )
+        self._pacer = Pacer(config.coalesce_ms / 1000)
         self._sessions: dict[Worker, Session] = {}
         self._drivers: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def serve(self, generation: Generation) -> AsyncIterator[Stream]:
-        """Drive a request while the body runs; leaving it cancels what is not finished."""
-        stream = Stream(generation)
+    async def serve(self, generation: Generation, interval_s: float = 0.0) -> AsyncIterator[Stream]:
+        """Drive a request while the body runs; leaving it cancels what is not finished.
+
+        `interval_s` is how long tokens gather at least after each message, but for the last ones.
+        """
+        stream = Stream(generation, self._pacer, interval_s)
         request_id = generation.request.request_id
         driver = asyncio.create_task(self._drive(stream), name=f"request-{request_id}")
         self._drivers.add(driver)

@@ -9,8 +9,9 @@ Rules, in the order in which a delta meets them:
 - a stop string in what follows the first min_tokens tokens: the choice ends there, whatever else
   the worker says about it.
 
-What a slow client has not taken merges into one output per choice, so that the memory of a request
-is bounded by its tokens.
+What a client has not taken merges into one output per choice, so that the memory of a request is
+bounded by its tokens. Its text is made when it is taken, of all tokens at once; but token by token
+as they come where a stop string may end the choice.
 """
 
 from collections.abc import Sequence
@@ -56,16 +57,15 @@ class WorkerStats:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that would triple the time to make one
 class Delta:
     """New tokens of one choice, from a decode worker."""
 
-    request_id: str
     attempt: int
     choice: int
     first_index: int  # in the output
     token_ids: list[int]
-    logprobs: tuple[Any, ...] = ()  # one per token, or none; passed on as they are
+    logprobs: Sequence[Any] = ()  # one per token, or none; passed on as they are
     finish: Finish | None = None
     stats: WorkerStats | None = None  # of the attempt until now
 
@@ -74,7 +74,6 @@ class Delta:
 class Failure:
     """A request that a decode worker ended without a result."""
 
-    request_id: str
     attempt: int
     code: int  # google.rpc.Code
     message: str
@@ -116,9 +115,10 @@ class Choice:
         self._end_token_ids = request.end_token_ids
         self._tokenizer = tokenizer
         self._detokenizer = _detokenizer(request, tokenizer)
-        self._stop_strings = StopStrings(request.sampling.stop)
+        self._stop_strings = StopStrings(request.sampling.stop) if request.sampling.stop else None
         self._min_tokens = request.sampling.min_tokens
         self._output: Output | None = None
+        self._textless: list[int] = []  # tokens of the output whose text is not made yet
 
     def accept(self, delta: Delta) -> int:
         """Take over a delta; return how many of its tokens are new.
@@ -136,19 +136,30 @@ class Choice:
         num_known = next_index - delta.first_index
         new_ids = delta.token_ids[num_known:]
         logprobs = delta.logprobs[num_known:]
-        is_last_delta = delta.finish is not None and num_known <= len(delta.token_ids)
-        for offset, token_id in enumerate(new_ids):
-            is_last = is_last_delta and offset == len(new_ids) - 1
-            ends = is_last and delta.finish is Finish.STOP and token_id in self._end_token_ids
-            self._add(token_id, logprobs[offset : offset + 1], has_text=not ends)
-            if self.is_finished:  # by a stop string
-                return offset + 1
-        if is_last_delta:
+        is_last = delta.finish is not None and num_known <= len(delta.token_ids)
+        has_end = (
+            is_last
+            and delta.finish is Finish.STOP
+            and bool(new_ids)
+            and new_ids[-1] in self._end_token_ids
+        )
+        text_ids = new_ids[:-1] if has_end else new_ids
+        if self._stop_strings is None:
+            self._add(new_ids, logprobs, text_ids)
+        else:
+            for offset in range(len(new_ids)):
+                here = slice(offset, offset + 1)
+                self._add(new_ids[here], logprobs[here], text_ids[here])
+                self._make_text()
+                if self.is_finished:
+                    return offset + 1
+        if is_last:
             self._finish(delta.finish, stopped_by=self._end_token_text(delta.finish))
         return len(new_ids)
 
     def take(self) -> Output | None:
         """Return what the client has not got yet, if anything."""
+        self._make_text()
         output, self._output = self._output, None
         return output
 
@@ -157,17 +168,23 @@ class Choice:
             self._output = Output(self.index, first_index=len(self.token_ids))
         return self._output
 
-    def _add(self, token_id: int, logprobs: Sequence[Any], *, has_text: bool) -> None:
+    def _add(self, token_ids: list[int], logprobs: Sequence[Any], text_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
         output = self._pending()
-        output.token_ids.append(token_id)
-        output.logprobs.extend(logprobs)
-        self.token_ids.append(token_id)
-        if self._detokenizer and has_text:
-            self._add_text(self._detokenizer.push(token_id))
+        output.token_ids += token_ids
+        output.logprobs += logprobs
+        self.token_ids += token_ids
+        self._textless += text_ids
+
+    def _make_text(self) -> None:
+        token_ids, self._textless = self._textless, []
+        if self._detokenizer and token_ids:
+            self._add_text(self._detokenizer.push(token_ids))
 
     def _add_text(self, text: str) -> None:
         output = self._pending()
-        if len(self.token_ids) <= self._min_tokens:  # it could not end here
+        if self._stop_strings is None or len(self.token_ids) <= self._min_tokens:
             output.text += text
             return
         result = self._stop_strings.push(text)
@@ -178,12 +195,14 @@ class Choice:
             output.stopped_by = result.stopped_by
 
     def _finish(self, finish: Finish | None, *, stopped_by: str) -> None:
+        self._make_text()
         if self._detokenizer:
             self._add_text(self._detokenizer.finish())
             if self.is_finished:  # the last half character made up a stop string
                 return
         output = self._pending()
-        output.text += self._stop_strings.finish()
+        if self._stop_strings is not None:
+            output.text += self._stop_strings.finish()
         output.finish = finish
         output.stopped_by = stopped_by
         self.is_finished = True
@@ -207,13 +226,15 @@ class Generation:
         self.first_token_at: float | None = None  # loop time
         self.last_token_at: float | None = None
         self.finished_at = 0.0  # valid when is_finished
+        self.num_unfinished = len(self.choices)
         self._past_stats = WorkerStats()  # of the attempts before the current one
         self._stats = WorkerStats()  # the newest that the current attempt told
         self._running: set[int] = set()  # choices that the current worker still works on
+        self._stopped: set[int] = set()  # of those, the ones that have ended here
 
     @property
     def is_finished(self) -> bool:
-        return all(choice.is_finished for choice in self.choices)
+        return self.num_unfinished == 0
 
     @property
     def is_running_at_worker(self) -> bool:
@@ -237,6 +258,7 @@ class Generation:
         self.decode_workers.append(worker_id)
         unfinished = [choice for choice in self.choices if not choice.is_finished]
         self._running = {choice.index for choice in unfinished}
+        self._stopped = set()
         return [(choice.index, tuple(choice.token_ids)) for choice in unfinished]
 
     def accept(self, delta: Delta, now: float) -> bool:
@@ -249,11 +271,18 @@ class Generation:
             return False
         if delta.stats:
             self._stats = delta.stats
+        choice = self.choices[delta.choice]
+        was_finished = choice.is_finished
+        if choice.accept(delta):
+            if self.first_token_at is None:
+                self.first_token_at = now
+            self.last_token_at = now
+        if choice.is_finished and not was_finished:
+            self.num_unfinished -= 1
+            self._stopped.add(delta.choice)
         if delta.finish is not None:
             self._running.discard(delta.choice)
-        if self.choices[delta.choice].accept(delta):
-            self.first_token_at = now if self.first_token_at is None else self.first_token_at
-            self.last_token_at = now
+            self._stopped.discard(delta.choice)
         self.finished_at = now
         return True
 
@@ -262,9 +291,9 @@ class Generation:
 
         The worker knows nothing of stop strings and must be told.
         """
-        if self.is_finished:
-            return []  # then the whole request is cancelled
-        stopped = [index for index in self._running if self.choices[index].is_finished]
+        if not self._stopped or self.is_finished:  # then the whole request is cancelled
+            return []
+        stopped, self._stopped = list(self._stopped), set()
         self._running.difference_update(stopped)
         return stopped
 
@@ -273,6 +302,7 @@ class Generation:
         if attempt != self.attempt:
             return False
         self._running.clear()
+        self._stopped.clear()
         return True
 
     def timings(self) -> "Timings":

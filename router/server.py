@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _ERROR_DOMAIN = "pagewire"
 _MOST_RESULTS = 128  # in a message of GenerateMany
+_LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is held as long
 # The first class that an error is an instance of decides.
 _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
@@ -161,10 +162,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 async for message in messages:
                     await send(message)
 
+        interval_s = min(start.interval_ms / 1000, _LONGEST_INTERVAL_S)
         try:
-            await self._generate(
-                start.start, start.timeout_ms / 1000 or None, deliver, start.interval_ms / 1000
-            )
+            await self._generate(start.start, start.timeout_ms / 1000 or None, deliver, interval_s)
         except RouterError as error:
             status: bytes = _status(error).SerializeToString()
             return status
@@ -189,8 +189,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     arrived_at=record.arrived_at,
                     time_remaining_s=time_remaining_s,
                 )
-                async with self._dispatcher.serve(record.generation) as stream:
-                    await deliver(_responses(stream, interval_s))
+                async with self._dispatcher.serve(record.generation, interval_s) as stream:
+                    await deliver(_responses(stream))
                 self._admission.num_finished += 1
         finally:
             record.log()
@@ -288,9 +288,7 @@ def _prompt(request: Any, field: str) -> Prompt:
     raise InvalidRequest(field, "nothing", f"one of {', '.join(kinds)}")
 
 
-async def _responses(
-    stream: Stream, interval_s: float
-) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+async def _responses(stream: Stream) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     generation = stream.generation
     while outputs := await stream.next_outputs():
         messages = [wire.response(generation.request, output) for output in outputs]
@@ -298,8 +296,6 @@ async def _responses(
             messages[-1].usage.CopyFrom(_usage(generation))
         for message in messages:
             yield message
-        if interval_s:
-            await stream.gather(interval_s)
 
 
 async def _results(calls: ManyCalls) -> AsyncGenerator[inference_pb2.GenerateManyResponse, None]:

@@ -1,12 +1,11 @@
 """The stream between this router and a decode worker, and the requests that share it.
 
 The session's reader feeds each `Stream` and never waits for a client; a client's call takes from
-its stream at its own pace. A stream outlives a session: when one breaks, the request goes on over
-another, as the next attempt.
+its stream at its own pace, and no faster than the router's. A stream outlives a session: when one
+breaks, the request goes on over another, as the next attempt.
 """
 
 import asyncio
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -14,6 +13,7 @@ import grpc
 from router import wire
 from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
 from router.generation import Delta, Failure, Generation, Output
+from router.pacing import Pacer
 from router.placement import Placement
 from router.worker_registry import Worker
 
@@ -23,14 +23,26 @@ _RETRYABLE = {_FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE}
 
 
 class Stream:
-    """A request on its way: fed by a session, drained by the client's call."""
+    """A request on its way: fed by a session, drained by the client's call.
 
-    def __init__(self, generation: Generation) -> None:
+    Args:
+        generation: What is fed and drained.
+        pacer: Says how long tokens gather after each message.
+        interval_s: How long they gather at least.
+    """
+
+    def __init__(self, generation: Generation, pacer: Pacer, interval_s: float) -> None:
         self.generation = generation
+        self.has_logprobs = generation.request.sampling.logprobs is not None
         self.placement: Placement | None = None
+        self._pacer = pacer
+        self._interval_s = interval_s
+        self._is_paced = False  # counted there
+        self._due_at = 0.0  # loop time; what comes before it gathers
+        self._is_gathering = False  # the pacer will end it
         self._attempt_over: asyncio.Future[None] | None = None
-        self._ready = asyncio.Event()  # there is something to take, or the end
-        self._over = asyncio.Event()
+        self._ready = asyncio.Event()  # there is something to take that is due, or the end
+        self._is_over = False
         self._error: RouterError | None = None
 
     async def next_outputs(self) -> list[Output]:
@@ -39,23 +51,19 @@ class Stream:
         Raises:
             RouterError: The request failed; after everything that was received before.
         """
-        while True:
-            outputs = self.generation.take_outputs()
-            if outputs:
-                return outputs
-            if self._over.is_set():
-                if self._error:
-                    raise self._error
-                return []
+        while not self._is_over:
             # No deadline here: the task that drives the request has one, and ends this.
             await self._ready.wait()
             self._ready.clear()
-
-    async def gather(self, seconds: float) -> None:
-        """Let outputs gather for so long, or until nothing more comes."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._over.wait()
+            self._is_gathering = False
+            if outputs := self.generation.take_outputs():
+                interval_s = max(self._pacer.interval_s, self._interval_s)
+                self._due_at = asyncio.get_running_loop().time() + interval_s
+                return outputs
+        outputs = self.generation.take_outputs()
+        if not outputs and self._error:
+            raise self._error
+        return outputs
 
     def begin_attempt(self) -> "asyncio.Future[None]":
         self._attempt_over = asyncio.get_running_loop().create_future()
@@ -63,22 +71,31 @@ class Stream:
         self._attempt_over.add_done_callback(lambda over: over.cancelled() or over.exception())
         return self._attempt_over
 
-    def on_delta(self, delta: Delta) -> None:
+    def on_delta(self, delta: Delta, now: float) -> None:
         """Take over a delta, unless it is stale; a gap before it ends the attempt."""
         over = self._attempt_over
         if over is None or over.done():
             return
-        now = asyncio.get_running_loop().time()
+        num_unfinished = self.generation.num_unfinished
         try:
             is_fresh = self.generation.accept(delta, now)
         except DeltaGap as gap:
             self.fail_attempt(AttemptFailed(str(gap)))
             return
-        if is_fresh and self.placement:
+        if not is_fresh:
+            return
+        if self.placement:
             self.placement.prefilled(now)
         if self.generation.is_finished:
             over.set_result(None)
-        self._ready.set()
+        if not self._is_paced:
+            self._is_paced = True
+            self._pacer.num_sending += len(self.generation.choices)
+        if now >= self._due_at or self.generation.num_unfinished < num_unfinished:
+            self._ready.set()
+        elif not self._is_gathering:
+            self._is_gathering = True
+            self._pacer.call_at(self._due_at, self._ready.set)
 
     def on_failure(self, failure: Failure) -> None:
         """End the attempt because the worker says so, unless that is stale."""
@@ -98,8 +115,10 @@ class Stream:
 
     def end(self, error: RouterError | None) -> None:
         """Let the client's call see the end; the first end counts."""
-        if not self._over.is_set():
-            self._over.set()
+        if not self._is_over:
+            self._is_over = True
+            if self._is_paced:
+                self._pacer.num_sending -= len(self.generation.choices)
             # A deadline may pass between the last token and this; the client has its result.
             self._error = None if self.generation.is_finished else error
             self._ready.set()
@@ -159,19 +178,13 @@ class Session:
             return  # the reader learns the same and says why
 
     def _receive(self, message: Any) -> None:
-        for event in wire.session_events(message):
-            stream = self.streams.get(event.request_id)
-            if stream is None:
-                continue  # the request is over
-            if isinstance(event, Failure):
-                stream.on_failure(event)
-            else:
-                stream.on_delta(event)
-                self._cancel_stopped(stream)
-
-    def _cancel_stopped(self, stream: Stream) -> None:
-        """Have the worker free choices that ended here but not there."""
-        choices = stream.generation.take_stopped()
-        if choices:
-            request_id = stream.generation.request.request_id
-            self._outbox.put_nowait(wire.cancel(request_id, choices))
+        now = asyncio.get_running_loop().time()
+        for each in message.deltas:
+            if stream := self.streams.get(each.request_id):  # else the request is over
+                stream.on_delta(wire.delta(each, has_logprobs=stream.has_logprobs), now)
+                # The worker frees choices that ended here but not there.
+                if choices := stream.generation.take_stopped():
+                    self._outbox.put_nowait(wire.cancel(each.request_id, choices))
+        for each in message.failures:
+            if stream := self.streams.get(each.request_id):
+                stream.on_failure(wire.failure(each))

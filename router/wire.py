@@ -186,32 +186,27 @@ def cancel(request_id: str, choices: Sequence[int] = ()) -> worker_pb2.SessionRe
     )
 
 
-def session_events(response: worker_pb2.SessionResponse) -> list[Delta | Failure]:
-    """Convert what one step of a decode worker produced for this router."""
-    events: list[Delta | Failure] = [
-        Delta(
-            request_id=delta.request_id,
-            attempt=delta.attempt,
-            choice=delta.choice,
-            first_index=delta.first_index,
-            token_ids=unpack_token_ids(delta.token_ids),
-            logprobs=tuple(delta.logprobs),
-            finish=_FINISHES.get(delta.finish_reason),
-            stats=_stats(delta.stats) if delta.HasField("stats") else None,
-        )
-        for delta in response.deltas
-    ]
-    events += [
-        Failure(
-            request_id=failure.request_id,
-            attempt=failure.attempt,
-            code=failure.code,
-            message=failure.message,
-            failed_passes=failure.failed_passes,
-        )
-        for failure in response.failures
-    ]
-    return events
+def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool) -> Delta:
+    """Convert new tokens of one choice, with their log probabilities if these were asked for."""
+    return Delta(
+        attempt=message.attempt,
+        choice=message.choice,
+        first_index=message.first_index,
+        token_ids=unpack_token_ids(message.token_ids),
+        logprobs=message.logprobs if has_logprobs else (),
+        finish=_FINISHES.get(message.finish_reason),
+        stats=_stats(message.stats) if message.HasField("stats") else None,
+    )
+
+
+def failure(message: worker_pb2.RequestFailure) -> Failure:
+    """Convert the end of a request without a result."""
+    return Failure(
+        attempt=message.attempt,
+        code=message.code,
+        message=message.message,
+        failed_passes=message.failed_passes,
+    )
 
 
 def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:

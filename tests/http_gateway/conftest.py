@@ -38,5 +38,13 @@ def openai(served: Gateway, **options) -> OpenAI:
 
 
 @pytest.fixture(scope="module")
+def gathering_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A client whose router sends several tokens together."""
+    folder = write_folder(tmp_path_factory.mktemp("gathering"), MARKS["plain"])
+    with gateway(lambda: real_router(parrot(folder), folder), stream_interval_s=0.03) as served:
+        yield openai(served)
+
+
+@pytest.fixture(scope="module")
 def client(plain: Gateway) -> OpenAI:
     return openai(plain)

@@ -325,3 +325,23 @@ def test_calls_in_the_reasoning_are_thoughts_and_those_behind_it_are_calls():
 
 def test_a_model_that_does_not_reason_may_write_the_tag():
     assert read("<think>a</think>b", None) == ("", "<think>a</think>b", [])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "count"),
+    [
+        ([("<think>", 1), ("why", 3), ("</think>", 1), ("so", 2)], 5),
+        ([("<think>why</think>\n\nso", 7)], 6),  # 20 of 22 characters
+        ([("no reasoning", 4), (" at all", 3)], 0),
+        ([("<think>endless", 5), ("", 1)], 6),
+    ],
+)
+def test_reasoning_tokens_are_counted_by_their_text(pieces, count):
+    reader = AnswerText(
+        model(has_reasoning=True), begins_in_reasoning=False, tools=(), is_parallel=True
+    )
+
+    for text, num_tokens in pieces:
+        reader.push(text, num_tokens)
+
+    assert reader.num_reasoning_tokens == count

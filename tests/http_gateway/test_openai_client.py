@@ -25,6 +25,16 @@ def collected(stream):
     return texts, reasons, usage
 
 
+def logprobs_of(chunks, index):
+    return [
+        token
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.index == index and choice.logprobs
+        for token in choice.logprobs.content
+    ]
+
+
 # Chats
 
 
@@ -100,22 +110,32 @@ def test_several_choices_come_side_by_side(client, is_stream):
     assert reasons == dict.fromkeys(range(3), "stop")
 
 
+def test_an_event_of_several_tokens_says_all_that_their_own_would(client, gathering_client):
+    options = {
+        "stop": ["日"],
+        "n": 2,
+        "logprobs": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    alone = list(client.chat.completions.create(**ask(**options)))
+    together = list(gathering_client.chat.completions.create(**ask(**options)))
+
+    assert len(together) < len(alone) / 2
+    texts, reasons, usage = collected(together)
+    assert (texts, reasons, usage) == collected(alone)
+    assert texts == dict.fromkeys(range(2), "the quick brown fox, ")
+    assert reasons == dict.fromkeys(range(2), "stop")
+    assert logprobs_of(together, 1) == logprobs_of(alone, 1)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_log_probabilities_come_with_each_token_but_the_end(client, is_stream):
     answer = client.chat.completions.create(
         **ask("the fox"), logprobs=True, top_logprobs=3, stream=is_stream
     )
 
-    if is_stream:
-        found = [
-            token
-            for chunk in answer
-            for choice in chunk.choices
-            if choice.logprobs
-            for token in choice.logprobs.content
-        ]
-    else:
-        found = answer.choices[0].logprobs.content
+    found = logprobs_of(answer, 0) if is_stream else answer.choices[0].logprobs.content
     assert "".join(each.token for each in found) == "the fox"
     assert all(bytes(each.bytes).decode() == each.token for each in found)
     assert {each.logprob for each in found} == {-0.5}

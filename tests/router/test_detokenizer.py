@@ -17,36 +17,40 @@ TEXTS = st.text(
     max_size=40,
 )
 
+SIZES = st.integers(1, 6)  # tokens that come together
 
-def stream(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+
+def stream(tokenizer: Tokenizer, token_ids: list[int], size: int = 1) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.push(token_id) for token_id in token_ids]
-    return [*pieces, detokenizer.finish()]
+    parts = [token_ids[first : first + size] for first in range(0, len(token_ids), size)]
+    return [*map(detokenizer.push, parts), detokenizer.finish()]
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, NUM_BYTE_LEVEL + 5), max_size=80))
-def test_any_byte_level_tokens_stream_to_the_text_of_a_full_decode(token_ids: list[int]) -> None:
+@given(st.lists(st.integers(0, NUM_BYTE_LEVEL + 5), max_size=80), SIZES)
+def test_any_byte_level_tokens_stream_to_the_text_of_a_full_decode(
+    token_ids: list[int], size: int
+) -> None:
     # Random ids make mostly malformed bytes, and some ids are special or unknown.
-    assert "".join(stream(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(token_ids)
+    assert "".join(stream(BYTE_LEVEL, token_ids, size)) == BYTE_LEVEL.decode(token_ids)
 
 
 @settings(max_examples=200, deadline=None)
-@given(TEXTS, st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]))
-def test_encoded_text_streams_back_whole(text: str, tokenizer: Tokenizer) -> None:
+@given(TEXTS, st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]), SIZES)
+def test_encoded_text_streams_back_whole(text: str, tokenizer: Tokenizer, size: int) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=True)
 
-    pieces = stream(tokenizer, token_ids)
+    pieces = stream(tokenizer, token_ids, size)
 
     assert "".join(pieces) == tokenizer.decode(token_ids)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(alphabet="日本語😀é", min_size=1, max_size=20))
-def test_no_piece_holds_half_a_character(text: str) -> None:
+@given(st.text(alphabet="日本語😀é", min_size=1, max_size=20), SIZES)
+def test_no_piece_holds_half_a_character(text: str, size: int) -> None:
     token_ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
 
-    pieces = stream(BYTE_LEVEL, token_ids)
+    pieces = stream(BYTE_LEVEL, token_ids, size)
 
     assert not any("\ufffd" in piece for piece in pieces)
     assert pieces[-1] == "", "complete characters do not wait for the end"
@@ -63,12 +67,15 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
             st.integers(0, 2).map(lambda special: [special]),
         ),
         max_size=30,
-    )
+    ),
+    SIZES,
 )
-def test_byte_fallback_streams_well_formed_runs_like_a_full_decode(runs: list[list[int]]) -> None:
+def test_byte_fallback_streams_well_formed_runs_like_a_full_decode(
+    runs: list[list[int]], size: int
+) -> None:
     token_ids = [token_id for run in runs for token_id in run]
 
-    assert "".join(stream(BYTE_FALLBACK, token_ids)) == BYTE_FALLBACK.decode(token_ids)
+    assert "".join(stream(BYTE_FALLBACK, token_ids, size)) == BYTE_FALLBACK.decode(token_ids)
 
 
 def test_a_malformed_run_keeps_the_characters_that_were_sent() -> None:
@@ -93,7 +100,7 @@ def test_endless_garbage_is_sent_in_time_and_in_bounded_work() -> None:
     garbage = BYTE_LEVEL._tokenizer.token_to_id("ÿ")  # byte 0xFF
     detokenizer = Detokenizer(Counting())
 
-    pieces = [detokenizer.push(garbage) for _ in range(2000)]
+    pieces = [detokenizer.push([garbage]) for _ in range(2000)]
 
     assert len("".join(pieces)) > 1900
     assert Counting.num_decoded < 2000 * 200
@@ -102,6 +109,14 @@ def test_endless_garbage_is_sent_in_time_and_in_bounded_work() -> None:
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
 def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert "".join(stream(tokenizer, [0, 1, 0])) == ""
+
+
+def test_half_a_character_holds_up_no_tokens_before_it() -> None:
+    token_ids = BYTE_LEVEL.encode("the dog 日", add_special_tokens=False)
+    detokenizer = Detokenizer(BYTE_LEVEL)
+
+    assert detokenizer.push(token_ids[:-1]) == "the dog "
+    assert detokenizer.push(token_ids[-1:]) == "日"
 
 
 def test_an_ascii_token_is_sent_at_once() -> None:

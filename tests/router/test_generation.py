@@ -53,7 +53,6 @@ def delta(
     first: int, token_ids: list[int], *, choice: int = 0, attempt: int = 0, **fields: object
 ) -> Delta:
     return Delta(
-        request_id="r",
         attempt=attempt,
         choice=choice,
         first_index=first,

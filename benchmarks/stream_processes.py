@@ -1,0 +1,238 @@
+"""A worker without a model, a router and a gateway, each in a process of its own, to be measured.
+
+The worker's sessions are those of a decode worker; its engine draws one token of each request every
+step.
+"""
+
+import asyncio
+import multiprocessing
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from decode_worker.outbox import Outbox
+from decode_worker.request import Request, TokenDelta
+from decode_worker.server import register_decode_service
+from http_gateway.config import GatewayConfig
+from http_gateway.server import GatewayServer
+from llm_engine.drawing import FinishReason
+from llm_engine.sampling import SampledToken
+from observability.collector import settle_collector
+from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+
+HOST = "127.0.0.1"
+MODEL = inference_pb2.Model(
+    name="none", max_context_tokens=4096, vocab_size=512, page_size=16, max_choices=1
+)
+FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 26  # of the demo model's tokenizer, whole words
+TOKENS = tuple(SampledToken(token_id=FIRST_TOKEN_ID + i) for i in range(NUM_TOKEN_IDS))
+MAX_OUTBOX_TOKENS = 10_000_000
+START_TIMEOUT_S = 60.0
+HEARTBEAT_S = 0.5
+
+Ports = Any  # a queue of integers between processes
+
+
+@dataclass(kw_only=True, slots=True)
+class Steps:
+    """How a worker steps, and what it tells of its steps to other processes."""
+
+    step_s: float
+    num_gathered: int = 1  # requests; it waits for them before it steps
+    has_begun: Event | None = None  # set before the first step
+    times: Any = field(default=None)  # array of doubles: step |-> time.monotonic() of its tokens
+
+
+class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Sends one token of each request in each step; a RequestSink."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._ref = common_pb2.WorkerRef(worker_id="decode-0", incarnation=1, address="none")
+        self._running: dict[str, tuple[Request, Outbox]] = {}  # by request id
+        self._changed = asyncio.Event()
+        self._stepping = asyncio.create_task(self._step_for_ever())
+
+    async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:  # noqa: N802
+        """Say which model there would be."""
+        return worker_pb2.GetInfoResponse(
+            worker=self._ref,
+            pool=common_pb2.POOL_DECODE,
+            model=MODEL,
+            model_fingerprint="none",
+        )
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Live."""
+        while True:
+            yield worker_pb2.WatchResponse(heartbeat=inference_pb2.Heartbeat(worker=self._ref))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def SubscribeCacheEvents(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> AsyncIterator[Any]:
+        """Cache nothing."""
+        await asyncio.Event().wait()
+        yield
+
+    def open_session(self, router_id: str, incarnation: int) -> Outbox:
+        """Begin a session."""
+        return Outbox(max_tokens=MAX_OUTBOX_TOKENS)
+
+    def submit(self, request: Request, outbox: Outbox) -> None:
+        """Take a request."""
+        self._running[request.request_id] = request, outbox
+        self._changed.set()
+
+    def cancel(self, request_id: str, outbox: Outbox) -> None:
+        """Forget a request."""
+        self._running.pop(request_id, None)
+
+    def cancel_choices(self, request_id: str, choices: Container[int], outbox: Outbox) -> None:
+        """Forget a request: each has one choice."""
+        self.cancel(request_id, outbox)
+
+    def close_session(self, outbox: Outbox) -> None:
+        """Forget all requests."""
+        self._running.clear()
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            while len(self._running) < self._steps.num_gathered:
+                self._changed.clear()
+                await self._changed.wait()
+            if self._steps.has_begun:
+                self._steps.has_begun.set()
+            await self._step_all()
+
+    async def _step_all(self) -> None:
+        num_drawn = dict.fromkeys(self._running, 0)
+        due_at = time.monotonic()
+        step = 0
+        while self._running:
+            due_at += self._steps.step_s
+            await asyncio.sleep(max(due_at - time.monotonic(), 0))
+            if self._steps.times is not None:
+                self._steps.times[step] = time.monotonic()
+            step += 1
+            for request, outbox in list(self._running.values()):
+                index = num_drawn.get(request.request_id, 0)
+                num_drawn[request.request_id] = index + 1
+                is_last = index + 1 == request.params.max_tokens
+                if is_last:
+                    del self._running[request.request_id]
+                outbox.push(
+                    TokenDelta(
+                        request=request,
+                        choice=0,
+                        tokens=(TOKENS[index % NUM_TOKEN_IDS],),
+                        first_index=index,
+                        finish_reason=FinishReason.LENGTH if is_last else None,
+                        is_last_of_request=is_last,
+                    )
+                )
+
+
+# Processes: each serves for ever, and says on which port.
+
+
+def run_worker(ports: Ports, steps: Steps) -> None:
+    """Run a worker."""
+
+    async def start() -> tuple[int, object]:
+        server = grpc.aio.server()
+        worker = StepWorker(steps)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
+        register_decode_service(server, worker)
+        return await _listen(server), (server, worker)
+
+    _serve(start, ports)
+
+
+def run_router(
+    ports: Ports, worker_port: int, model_dir: Path, options: dict[str, Any] | None = None
+) -> None:
+    """Run a router."""
+    from router.config import RouterConfig
+    from router.front import make_server
+    from router.membership import WorkerMember
+    from router.router import Router
+
+    async def start() -> tuple[int, object]:
+        config = RouterConfig(
+            max_active_requests=10_000, max_expected_wait_s=3600.0, **(options or {})
+        )
+        router = Router(
+            config=config,
+            model_dir=model_dir,
+            connect_channel=lambda _: grpc.aio.insecure_channel(f"{HOST}:{worker_port}"),
+            random_id=lambda: secrets.token_hex(16),
+        )
+        server = make_server(config)
+        router.register(server)
+        await router.start()
+        address = f"{HOST}:{worker_port}"
+        member = WorkerMember(worker_id="decode-0", incarnation=1, address=address, pool="decode")
+        await router.set_workers([member])
+        return await _listen(server), (server, router)
+
+    _serve(start, ports)
+
+
+def run_gateway(ports: Ports, router_port: int, stream_interval_s: float) -> None:
+    """Run a gateway."""
+
+    async def find_router() -> str:
+        return f"{HOST}:{router_port}"
+
+    async def start() -> tuple[int, object]:
+        config = GatewayConfig(max_connections=10_000, stream_interval_s=stream_interval_s)
+        server = GatewayServer(find_router, config=config, host=HOST, port=0)
+        return int((await server.start()).rpartition(":")[2]), server
+
+    _serve(start, ports)
+
+
+@contextmanager
+def started(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[SpawnProcess, int]]:
+    """Run a process; yields it and its port."""
+    context = multiprocessing.get_context("spawn")
+    ports: Ports = context.Queue()
+    process = context.Process(target=target, args=(ports, *arguments), daemon=True)
+    process.start()
+    try:
+        yield process, ports.get(timeout=START_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.join()
+
+
+def cpu_s(process: SpawnProcess) -> float:
+    """Return the CPU time that a process has used, all threads together."""
+    times = psutil.Process(process.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+async def _listen(server: grpc.aio.Server) -> int:
+    port: int = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    return port
+
+
+def _serve(start: Callable[[], Awaitable[tuple[int, object]]], ports: Ports) -> None:
+    async def run() -> None:
+        port, _owner = await start()  # which lives as long as the process
+        settle_collector()
+        ports.put(port)
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
