@@ -522,6 +522,8 @@ class Scheduler:
             return False
         group.pages = pages
         group.num_computed = pages.num_cached_pages * self._page_size
+        if is_local and cache.hold_twin(pages, group.tokens):
+            group.num_computed = len(group.tokens) - 1
         group.state = GroupState.COMPUTING if is_local else GroupState.RECEIVING
         if group.is_first_visit:
             group.is_first_visit = False

@@ -164,6 +164,32 @@ def test_without_candidates_a_prompt_is_prefilled_locally_in_chunks() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("num_tokens", [PAGE_SIZE, 40])
+def test_of_a_prompt_that_is_wholly_cached_one_token_is_computed(num_tokens: int) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        prompt = prompt_of(num_tokens)
+        here = await router.submit(prompt, candidates=[])
+        await router.finish(here)
+        there = await router.submit(prompt_of(num_tokens, seed=1))
+        await router.finish(there)
+        cluster.decode.engine.num_computed_tokens = cluster.prefills[0].engine.num_passes = 0
+
+        again = await router.submit(prompt, candidates=[], n=3, temperature=1.0, max_tokens=2)
+        await router.finish(again)
+
+        assert again.stats.decode_cached_tokens == num_tokens - 1
+        assert again.stats.decode_computed_tokens == 1
+        assert cluster.decode.engine.num_computed_tokens == 1 + 3
+        # As much where the prefill worker has all pages and the decode worker lacks the last one.
+        again = await router.submit(there.prompt)
+        await router.finish(again)
+        assert again.stats.pages_moved == 1
+        assert again.stats.prefill_computed_tokens == 1
+        assert cluster.prefills[0].engine.num_passes == 1
+
+    run(scenario)
+
+
 def test_choices_share_the_pages_of_their_prompt() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         stream = await router.submit(prompt_of(42), n=3, temperature=1.0, seed=5, max_tokens=4)
