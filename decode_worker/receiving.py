@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 
@@ -65,7 +66,7 @@ class PrefillReceivers:
         )
         self._channels: dict[WorkerIdentity, grpc.aio.Channel] = {}
         self._distrusted: dict[WorkerIdentity, asyncio.TimerHandle] = {}  # |-> ends the distrust
-        self._running: dict[asyncio.Task[PrefillResult], PrefillGroup] = {}  # outcome not known yet
+        self._running: dict[asyncio.Task[None], PrefillGroup] = {}  # outcome not known yet
 
     def start(self, group: PrefillGroup) -> None:
         """Begin an attempt at the group's next candidate; its pages are reserved."""
@@ -78,6 +79,12 @@ class PrefillReceivers:
         """Stop what is under way for choices that ended; pages are freed when nothing writes."""
         for task, group in self._running.items():
             if group.request is request and group.is_ended:
+                task.cancel()
+
+    def cancel_ended(self) -> None:
+        """Stop what is under way for requests that ended with their first tokens."""
+        for task, group in self._running.items():
+            if group.is_ended:
                 task.cancel()
 
     async def close(self) -> None:
@@ -112,14 +119,26 @@ class PrefillReceivers:
         """Run an attempt and report its outcome; return pages that may still be written."""
         # Only this task is ever cancelled: what follows must happen in any case.
         running = asyncio.get_running_loop().create_task(attempt.run())
+        running.add_done_callback(_is_seen)
         self._running[running] = group
         if group.is_ended:  # before there was anything to cancel
             running.cancel()
-        await asyncio.wait({running})
-        del self._running[running]
+        try:
+            either: set[asyncio.Future[Any]] = {running, attempt.result}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if attempt.result.done() and attempt.result.exception() is None:
+                # Nobody who waits for a token has to wait for pages.
+                self._on_deltas(self._take(group, attempt.result.result()))
+            await asyncio.wait({running})
+        except Exception:
+            await attempt.stop("an internal error")  # then it is known which pages may be written
+            raise
+        finally:
+            del self._running[running]
+            running.cancel()  # a no-op, unless a bug led here
         error = None if running.cancelled() else running.exception()
         if not running.cancelled() and error is None:
-            self._on_deltas(self._take(group, running.result()))
+            self._scheduler.receive_done(group)
             return ()
         # Whatever went wrong with one attempt, the group gets its turn elsewhere.
         self._log_failure(group, sender, error)
@@ -161,7 +180,7 @@ class PrefillReceivers:
         self._context.wake.set()
 
     def _take(self, group: PrefillGroup, result: PrefillResult) -> list[TokenDelta]:
-        return self._scheduler.receive_done(
+        return self._scheduler.receive_result(
             group,
             result.tokens,
             num_cached_tokens=result.num_cached_tokens,
@@ -233,6 +252,12 @@ async def _close(channel: grpc.aio.Channel) -> None:
         await channel.close()
     except Exception:
         logger.exception("channel_close_failed")  # nobody uses it any more
+
+
+def _is_seen(running: asyncio.Task[None]) -> None:
+    """Keep asyncio from complaining that nobody asks for an exception."""
+    if not running.cancelled():
+        running.exception()
 
 
 def _may_write(attempt: RemotePrefill | None) -> bool:

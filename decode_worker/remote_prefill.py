@@ -4,7 +4,8 @@ Life of an attempt:
 1. connection   taken from the pool, or made with the Connect call
 2. call         Prefill is opened and names what to compute and which pages are wanted
 3. pages        the Receiver takes them chunk by chunk; each commit is reported at once
-4. result       the first tokens, drawn after the last token of the prompt
+4. result       the first tokens, drawn after the last token of the prompt; they usually come before
+                the last page
 5. close        in any case, after a failure preceded by stop: wait until nothing can write into
                 the pages, then end the call
 """
@@ -34,6 +35,10 @@ class RemotePrefill:
     Args:
         on_commit: Called with n when the first n pages of the group are verified.
         result_s: How long the result may take after the last page.
+
+    Attributes:
+        result: The first tokens, one for each choice, as soon as they come; PrefillFailed if the
+            call ended without them.
     """
 
     def __init__(
@@ -67,11 +72,11 @@ class RemotePrefill:
         self._call: PrefillCall | None = None
         self.receiver: Receiver | None = None  # None while nothing can have been posted
         self._reading: asyncio.Task[None] | None = None
-        self._result: PrefillResult | None = None
-        self._has_result = asyncio.Event()  # or the stream ended without one
+        self.result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
+        self.result.add_done_callback(_is_seen)
         self._failure: PrefillFailed | None = None  # why the stream ended
 
-    async def run(self) -> PrefillResult:
+    async def run(self) -> None:
         """Return when all pages are committed and the first tokens are known.
 
         Raises:
@@ -104,11 +109,10 @@ class RemotePrefill:
                 self._connections.drop(connection)
             # What the worker said when it ended the call says more than the lost stream.
             raise self._failure or error from error
-        async with asyncio.timeout(self._result_s):
-            await self._has_result.wait()
-        if self._result is None or len(self._result.tokens) != len(self._group.choices):
-            raise self._failure or PrefillFailed("the call ended without a token per choice")
-        return self._result
+        await asyncio.wait({self.result}, timeout=self._result_s)
+        if not self.result.done():
+            raise TimeoutError(f"no result within {self._result_s:g} s after the last page")
+        self.result.result()
 
     async def stop(self, reason: str) -> None:
         """Give up: no page is committed any more, and `receiver` says if one may be written."""
@@ -125,7 +129,7 @@ class RemotePrefill:
             return
         try:
             await self.receiver.driver.wait_quiescent()
-            if self._result is not None:
+            if self.result.done() and self.result.exception() is None:
                 # The last acknowledgement must not be overtaken by a cancellation.
                 await self._call.finish()
                 await asyncio.wait({self._reading}, timeout=self._deadlines.ack_s)
@@ -171,8 +175,7 @@ class RemotePrefill:
             async with contextlib.aclosing(call.messages()) as messages:
                 async for message in messages:
                     if isinstance(message, PrefillResult):
-                        self._result = message
-                        self._has_result.set()
+                        self._take(message)
                     elif isinstance(message, PrefillFailed):
                         self._failure = message  # an Abort follows
                     else:
@@ -181,4 +184,24 @@ class RemotePrefill:
             self._failure = self._failure or error
         finally:
             receiver.driver.stream_lost("the prefill worker ended the call")
-            self._has_result.set()
+            if not self.result.done():
+                self.result.set_exception(
+                    self._failure or PrefillFailed("the call ended without a result")
+                )
+
+    def _take(self, result: PrefillResult) -> None:
+        """Take the first result; later ones would repeat or change tokens."""
+        if self.result.done():
+            return
+        if len(result.tokens) == len(self._group.choices):
+            self.result.set_result(result)
+            return
+        self.result.set_exception(
+            PrefillFailed(f"{len(result.tokens)} tokens for {len(self._group.choices)} choices")
+        )
+
+
+def _is_seen(result: asyncio.Future[PrefillResult]) -> None:
+    """Keep asyncio from complaining that nobody asks for an exception."""
+    if not result.cancelled():
+        result.exception()

@@ -19,7 +19,6 @@ deadlines. While a step is in flight nothing is taken from anybody: it is settle
 import bisect
 import itertools
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 
 from decode_worker.config import DecodeConfig
 from decode_worker.request import (
@@ -100,7 +99,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Groups without a first token."""
+        """Groups that do not run yet; some of them have a first token, but not all pages."""
         num_parked = len(self._parked)
         return num_parked + len(self._waiting) + len(self._receiving) + len(self._computing)
 
@@ -228,7 +227,7 @@ class Scheduler:
             stats.pages_moved += num_new
             stats.bytes_moved += num_new * self._page_bytes
 
-    def receive_done(
+    def receive_result(
         self,
         group: PrefillGroup,
         tokens: Sequence[SampledToken],
@@ -236,12 +235,21 @@ class Scheduler:
         num_cached_tokens: int,
         num_computed_tokens: int,
     ) -> list[TokenDelta]:
-        """Take the first tokens of a group whose pages have all arrived."""
-        self._receiving.remove(group)
+        """Take the first tokens of a group, whose pages may still be on their way.
+
+        If the transfer fails, the choices go on from these tokens, as after a resumption.
+        """
+        assert group.state is GroupState.RECEIVING
         stats = group.request.stats
         stats.prefill_cached_tokens += num_cached_tokens
         stats.prefill_computed_tokens += num_computed_tokens
         return self._take_first_tokens(group, tokens)
+
+    def receive_done(self, group: PrefillGroup) -> None:
+        """Let a group run: its pages have all arrived, and its first tokens were taken."""
+        self._receiving.remove(group)
+        group.request.is_account_due = True
+        self._start_joining(group)
 
     def receive_failed(
         self, group: PrefillGroup, *, may_be_written: bool
@@ -261,9 +269,12 @@ class Scheduler:
             self.totals.transfer_failures += 1
             group.request.stats.prefill_retries += 1
             assert group.candidate is not None
-            group.failed += (group.candidate,)
             self._distrusted.add(group.candidate)
-            self._wait(group)
+            # If first tokens were drawn, the choices may differ from now on.
+            for rest in group_by_tokens([each for each in group.choices if not each.is_ended]):
+                rest.failed = (*group.failed, group.candidate)
+                rest.is_first_visit = False
+                self._wait(rest)
         return quarantined
 
     def abandon(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[Quarantined, ...]:
@@ -564,25 +575,26 @@ class Scheduler:
         if group.is_ended or not chunk.is_last:
             return []
         self._computing.remove(group)
-        return self._take_first_tokens(group, tokens)
+        deltas = self._take_first_tokens(group, tokens)
+        self._start_joining(group)
+        return deltas
 
     def _take_first_tokens(
         self, group: PrefillGroup, tokens: Sequence[SampledToken]
     ) -> list[TokenDelta]:
-        assert group.pages is not None
-        group.state = GroupState.JOINING
-        self._joining.append(group)
-        deltas = [
+        # Told now, because nobody knows whether this worker lives to tell it at the end.
+        group.request.is_account_due = True
+        return [
             self._advance(choice, token)
             for choice, token in zip(group.choices, tokens, strict=True)
             if not choice.is_ended
         ]
-        if deltas:
-            # Told now, because nobody knows whether this worker lives to tell it at the end.
-            deltas[0] = replace(deltas[0], has_stats=True)
+
+    def _start_joining(self, group: PrefillGroup) -> None:
+        group.state = GroupState.JOINING
+        self._joining.append(group)
         if group.is_ended:
             self._remove(group)
-        return deltas
 
     def _advance(self, choice: Choice, token: SampledToken) -> TokenDelta:
         """Append a drawn token to a choice, and end the choice if it is the last one."""
@@ -604,6 +616,8 @@ class Scheduler:
             elif choice.pages is not None:
                 self._stop_running(choice)
         is_last = request.is_ended
+        has_stats = is_last or request.is_account_due
+        request.is_account_due = False
         return TokenDelta(
             request=request,
             choice=choice.index,
@@ -611,5 +625,5 @@ class Scheduler:
             first_index=first_index,
             finish_reason=reason,
             is_last_of_request=is_last,
-            has_stats=is_last,
+            has_stats=has_stats,
         )

@@ -165,11 +165,13 @@ class DecodeWorker:
     async def wait_idle(self) -> None:
         """Return when no request is left."""
         await self._all_ended.wait()
+        self._receivers.cancel_ended()
 
     def end_all(self, error: WorkerError) -> None:
         """End all requests and sessions, and tell the routers why."""
         for request in list(self._active):
             self.failed(request, error)
+        self._receivers.cancel_ended()
         for outbox in self._sessions:
             outbox.close()
 
@@ -288,7 +290,8 @@ class DecodeWorker:
         if session is not None:
             del session.requests[request.request_id]
         self.scheduler.end(request)
-        self._receivers.cancel(request)
+        if outcome != "done":  # else pages that still arrive are for the next one with this prefix
+            self._receivers.cancel(request)
         self._context.wake.set()
         if not self._active:
             self._all_ended.set()

@@ -228,12 +228,12 @@ def imported_pages_are_shifted(patch: pytest.MonkeyPatch) -> None:
 
 def prefill_draws_for_one_choice(patch: pytest.MonkeyPatch) -> None:
     """All choices begin with the token of the first."""
-    right = decode_worker.scheduler.Scheduler.receive_done
+    right = decode_worker.scheduler.Scheduler.receive_result
 
     def wrong(self: Any, group: Any, tokens: Any, **rest: Any) -> Any:
         return right(self, group, [tokens[0]] * len(tokens), **rest)
 
-    patch.setattr(decode_worker.scheduler.Scheduler, "receive_done", wrong)
+    patch.setattr(decode_worker.scheduler.Scheduler, "receive_result", wrong)
 
 
 def evictions_do_not_reach_the_index(patch: pytest.MonkeyPatch) -> None:
