@@ -24,8 +24,8 @@ from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import TransferError
 from kv_transfer.messages import ReceiverMessage, Ticket
+from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport import Connection
 from worker.identity import WorkerIdentity
 
 
@@ -86,13 +86,13 @@ class RemotePrefill:
                 Pages that were committed stay so, in all cases.
         """
         loop = asyncio.get_running_loop()
-        connection, receive_lock = await self._connections.get(
+        incoming = await self._connections.get(
             (self._sender.worker_id, self._sender.incarnation),
             self._connect,
             loop.time() + self._deadlines.connect_s,
         )
         self._call = self._client.prefill()
-        self.receiver = self._make_receiver(connection, receive_lock, self._call.send)
+        self.receiver = self._make_receiver(incoming, self._call.send)
         self._reading = loop.create_task(self._read(self._call, self.receiver))
         assert self._group.pages is not None
         try:
@@ -100,13 +100,13 @@ class RemotePrefill:
                 await self._call.start(
                     self._group,
                     ticket=self._ticket,
-                    connection_id=connection.connection_id,
+                    connection_id=incoming.connection.connection_id,
                     first_page=self._group.pages.num_committed_pages,
                 )
             await self.receiver.run()
         except (PrefillFailed, TransferError) as error:
             if isinstance(self._failure, ConnectionUnknown):
-                self._connections.drop(connection)
+                self._connections.drop(incoming.connection)
             # What the worker said when it ended the call says more than the lost stream.
             raise self._failure or error from error
         await asyncio.wait({self.result}, timeout=self._result_s)
@@ -151,8 +151,7 @@ class RemotePrefill:
 
     def _make_receiver(
         self,
-        connection: Connection,
-        receive_lock: asyncio.Lock,
+        incoming: Incoming,
         send: Callable[[ReceiverMessage], Awaitable[None]],
     ) -> Receiver:
         assert self._group.pages is not None
@@ -161,8 +160,7 @@ class RemotePrefill:
             page_ids=self._group.pages.page_ids,
             first_page=self._group.pages.num_committed_pages,
             storage=self._storage,
-            connection=connection,
-            receive_lock=receive_lock,
+            incoming=incoming,
             send=send,
             on_commit=self._on_commit,
             deadlines=self._deadlines,

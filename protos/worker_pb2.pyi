@@ -297,10 +297,12 @@ class ChunkGo(_message.Message):
     def __init__(self, chunk: _Optional[int] = ...) -> None: ...
 
 class ChunkPosted(_message.Message):
-    __slots__ = ("chunk",)
+    __slots__ = ("chunk", "order")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     chunk: int
-    def __init__(self, chunk: _Optional[int] = ...) -> None: ...
+    order: int
+    def __init__(self, chunk: _Optional[int] = ..., order: _Optional[int] = ...) -> None: ...
 
 class ChunkAck(_message.Message):
     __slots__ = ("chunk",)

@@ -86,7 +86,7 @@ def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
 def wait_without_deadline(patch: pytest.MonkeyPatch) -> None:
     """A transfer waits for ever."""
     deadlines = kv_transfer.deadlines.TransferDeadlines
-    patch.setattr(deadlines, "seconds", lambda self, wait, num_bytes: 1e9)
+    patch.setattr(deadlines, "seconds", lambda self, *anything: 1e9)
 
 
 def resume_takes_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
