@@ -20,6 +20,7 @@ import bisect
 import itertools
 from collections.abc import Container, Iterable, Sequence
 
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.config import DecodeConfig
 from decode_worker.request import (
     Choice,
@@ -92,6 +93,11 @@ class Scheduler:
         # Asked last: many that wait for one prefix must not find out one by one that it is gone.
         self._distrusted: set[WorkerIdentity] = set()
         self._turns: SuspectTurns[Request] = SuspectTurns()
+        self._chunk_budget = ChunkBudget(
+            budget_s=config.step_budget_ms / 1000,
+            min_tokens=page_size,
+            max_tokens=config.max_step_tokens,
+        )
 
     @property
     def num_running(self) -> int:
@@ -149,13 +155,16 @@ class Scheduler:
         else:  # copies get a step of their own, so that nobody is blamed for what another computes
             decodes, computing = [], []
         started, extended = self._seat(decodes)
+        chunk_tokens = self._config.max_step_tokens - len(decodes)
+        if decodes:
+            chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
         plan = StepPlan(
             copies=tuple(copies),
             ended_seats=tuple(self._ended_seats),
             started=started,
             extended=extended,
             decodes=tuple(decodes),
-            chunks=tuple(self._pick_chunks(computing, self._config.max_step_tokens - len(decodes))),
+            chunks=tuple(self._pick_chunks(computing, chunk_tokens)),
             receives=receives,
             is_partial=self._is_admission_due and not is_short,
         )
@@ -191,8 +200,13 @@ class Scheduler:
         self._has_ended_choices = any(each.is_ended and each.num_in_flight for each in holders)
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Apply what a plan's step drew."""
+        """Apply what a plan's step drew, and how long it took."""
         self._count_in_flight(plan, -1)
+        self._chunk_budget.observe(
+            num_decodes=len(plan.decodes),
+            num_chunk_tokens=plan.num_tokens - len(plan.decodes),
+            seconds=result.seconds,
+        )
         deltas = []
         for choice, token in zip(plan.decodes, result.decodes, strict=True):
             if token is not None:

@@ -1,6 +1,7 @@
 """A decode worker with prefill workers: whole requests, in virtual time, against the oracle."""
 
 import asyncio
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -285,6 +286,38 @@ def test_without_candidates_a_prompt_is_prefilled_locally_in_chunks() -> None:
         assert shared == [64, 64, 64, 11 + 1]  # one token of each pass is a decode
 
     run(scenario)
+
+
+def test_tokens_keep_coming_within_the_budget_while_prompts_are_computed_here() -> None:
+    budget_s = 0.03
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        loop = asyncio.get_running_loop()
+        alone = await router.submit(prompt_of(200, seed=3), candidates=[], max_tokens=1)
+        await router.finish(alone)
+        assert max(cluster.decode.executor.passes) == 64, "nobody waits for it"
+
+        busy = await router.submit(prompt_of(10), candidates=[], max_tokens=200)
+        await wait_until(lambda: len(busy.tokens[0]) > 1, what="its run")
+        cluster.decode.executor.passes.clear()
+        prompts = [await router.submit(prompt_of(200, seed=seed), candidates=[]) for seed in (1, 2)]
+        times = []
+        while not all(each.ended.is_set() for each in prompts):
+            num_tokens = len(busy.tokens[0])
+            await wait_until(lambda n=num_tokens: len(busy.tokens[0]) > n, what="a token")
+            times.append(loop.time())
+        assert not busy.ended.is_set()
+        await router.finish(busy, *prompts)
+
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        assert max(gaps) < 1.25 * budget_s, "what prefill alone has taught is not exact"
+        assert max(gaps[3:]) < budget_s + 0.002, "one look and one launch more"
+        # A pass of the fake engine takes 10 ms, and one more for each token.
+        shared = [num_tokens for num_tokens in cluster.decode.executor.passes if num_tokens > 3]
+        assert sum(shared) / len(shared) > 15, "the budget is used"
+
+    config = decode_config(step_budget_ms=1000 * budget_s)
+    run(scenario, WorkerCluster(decode_config=config))
 
 
 @pytest.mark.parametrize("num_tokens", [PAGE_SIZE, 40])
