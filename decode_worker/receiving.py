@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from kv_transfer.connections import ConnectionPool, PeerKey
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import Ticket
+from kv_transfer.order import Incoming
 from observability.logs import fields
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
@@ -67,6 +69,19 @@ class PrefillReceivers:
         self._channels: dict[WorkerIdentity, grpc.aio.Channel] = {}
         self._distrusted: dict[WorkerIdentity, asyncio.TimerHandle] = {}  # |-> ends the distrust
         self._running: dict[asyncio.Task[None], PrefillGroup] = {}  # outcome not known yet
+
+    def connect(self, senders: Sequence[WorkerIdentity]) -> None:
+        """Begin to connect to prefill workers, so that the first request need not wait for it.
+
+        One of which another start is known waits for a request after all: a router whose membership
+        is late must not break off what goes on with the present one.
+        """
+        known = {each.worker_id: each for each in self._channels}
+        for sender in senders:
+            if known.get(sender.worker_id, sender) == sender:
+                self._context.tasks.start(
+                    self._connect_ahead(sender), name=f"connect-{sender.worker_id}"
+                )
 
     def start(self, group: PrefillGroup) -> None:
         """Begin an attempt at the group's next candidate; its pages are reserved."""
@@ -196,11 +211,9 @@ class PrefillReceivers:
                 sender_incarnation=sender.incarnation,
                 receiver_incarnation=self._context.identity.incarnation,
             ),
-            receiver=self._context.identity,
-            sender=sender,
             client=PrefillClient(self._channel(sender)),
-            connections=self._connections,
-            layout=self._context.layout,
+            connect=partial(self._connection, sender),
+            drop=self._connections.drop,
             storage=self._context.storage,
             on_commit=lambda num_pages: self._commit(group, num_pages),
             deadlines=self._config.transfer_deadlines,
@@ -211,6 +224,44 @@ class PrefillReceivers:
     def _commit(self, group: PrefillGroup, num_pages: int) -> None:
         self._scheduler.receive_committed(group, num_pages)
         self._context.wake.set()  # others may wait for these pages
+
+    async def _connection(self, sender: WorkerIdentity) -> Incoming:
+        """Return the connection to a prefill worker, made with the Connect call if there is none.
+
+        Raises:
+            PrefillFailed: When the worker refused or could not be reached.
+            TransferError: When there is no connection in time.
+        """
+        connect_s = self._config.transfer_deadlines.connect_s
+
+        async def connect(connection_id: str, transport: str, offer: bytes) -> None:
+            await PrefillClient(self._channel(sender)).connect(
+                receiver=self._context.identity,
+                sender_incarnation=sender.incarnation,
+                connection_id=connection_id,
+                transport=transport,
+                offer=offer,
+                layout=self._context.layout.describe(),
+                timeout_s=connect_s,
+            )
+
+        return await self._connections.get(
+            (sender.worker_id, sender.incarnation),
+            connect,
+            asyncio.get_running_loop().time() + connect_s,
+        )
+
+    async def _connect_ahead(self, sender: WorkerIdentity) -> None:
+        try:
+            await self._connection(sender)
+        except EXPECTED_ERRORS as error:
+            # The first request tries again, and tells its router if that fails, too.
+            logger.info(
+                "connection_failed",
+                extra=fields(prefill_worker=sender.worker_id, error=str(error)),
+            )
+        except Exception:
+            logger.exception("connect_crashed")  # a bug, which has left nothing behind
 
     def _channel(self, sender: WorkerIdentity) -> grpc.aio.Channel:
         channel = self._channels.get(sender)

@@ -17,22 +17,22 @@ from collections.abc import Awaitable, Callable
 from decode_worker.errors import ConnectionUnknown, PrefillFailed
 from decode_worker.request import PrefillGroup
 from decode_worker.wire import PrefillCall, PrefillClient, PrefillResult
-from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageStorage
-from kv_transfer.connections import ConnectionPool
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import TransferError
 from kv_transfer.messages import ReceiverMessage, Ticket
 from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
-from worker.identity import WorkerIdentity
+from kv_transfer.transport import Connection
 
 
 class RemotePrefill:
     """One attempt at one candidate. `run`, `stop` if that raised, then `close`; each once.
 
     Args:
+        connect: Returns a connection to the candidate, or raises PrefillFailed or TransferError.
+        drop: Takes a connection that the candidate does not know.
         on_commit: Called with n when the first n pages of the group are verified.
         result_s: How long the result may take after the last page.
 
@@ -46,11 +46,9 @@ class RemotePrefill:
         group: PrefillGroup,
         *,
         ticket: Ticket,
-        receiver: WorkerIdentity,
-        sender: WorkerIdentity,
         client: PrefillClient,
-        connections: ConnectionPool,
-        layout: KVLayout,
+        connect: Callable[[], Awaitable[Incoming]],
+        drop: Callable[[Connection], None],
         storage: PageStorage,
         on_commit: Callable[[int], None],
         deadlines: TransferDeadlines,
@@ -59,11 +57,9 @@ class RemotePrefill:
     ) -> None:
         self._group = group
         self._ticket = ticket
-        self._identity = receiver
-        self._sender = sender
         self._client = client
-        self._connections = connections
-        self._layout = layout
+        self._connect = connect
+        self._drop = drop
         self._storage = storage
         self._on_commit = on_commit
         self._deadlines = deadlines
@@ -86,11 +82,7 @@ class RemotePrefill:
                 Pages that were committed stay so, in all cases.
         """
         loop = asyncio.get_running_loop()
-        incoming = await self._connections.get(
-            (self._sender.worker_id, self._sender.incarnation),
-            self._connect,
-            loop.time() + self._deadlines.connect_s,
-        )
+        incoming = await self._connect()
         self._call = self._client.prefill()
         self.receiver = self._make_receiver(incoming, self._call.send)
         self._reading = loop.create_task(self._read(self._call, self.receiver))
@@ -106,7 +98,7 @@ class RemotePrefill:
             await self.receiver.run()
         except (PrefillFailed, TransferError) as error:
             if isinstance(self._failure, ConnectionUnknown):
-                self._connections.drop(incoming.connection)
+                self._drop(incoming.connection)
             # What the worker said when it ended the call says more than the lost stream.
             raise self._failure or error from error
         await asyncio.wait({self.result}, timeout=self._result_s)
@@ -137,17 +129,6 @@ class RemotePrefill:
             self._call.cancel()
             self._reading.cancel()
             await asyncio.wait({self._reading})
-
-    async def _connect(self, connection_id: str, transport: str, offer: bytes) -> None:
-        await self._client.connect(
-            receiver=self._identity,
-            sender_incarnation=self._sender.incarnation,
-            connection_id=connection_id,
-            transport=transport,
-            offer=offer,
-            layout=self._layout.describe(),
-            timeout_s=self._deadlines.connect_s,
-        )
 
     def _make_receiver(
         self,

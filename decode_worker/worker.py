@@ -206,6 +206,11 @@ class DecodeWorker:
             self._end(request, "session_ended")
         logger.info("session_closed", extra=fields(router=session.router_id))
 
+    def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
+        """Connect to prefill workers that requests may need."""
+        if not self._context.is_draining:
+            self._receivers.connect(prefill_workers)
+
     def submit(self, request: Request, outbox: Outbox) -> None:
         """Take a request; what is wrong with it is told through the outbox."""
         if outbox.is_overrun:

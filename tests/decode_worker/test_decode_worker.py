@@ -31,6 +31,8 @@ from tests.support.fake_engine import fake_tokens
 from tests.support.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import run_virtual, wait_until
+from worker.identity import WorkerIdentity
+from worker.wire import worker_to_proto
 
 DEADLINES = TransferDeadlines(
     connect_s=1.0, grant_s=1.0, chunk_s=3.0, slot_s=3.0, post_s=0.5, transfer_s=0.5, ack_s=3.0
@@ -518,6 +520,77 @@ def test_killing_a_prefill_worker_at_any_time_costs_only_time(
         decode_config=decode_config(transfer_deadlines=DEADLINES),
     )
     run(scenario, cluster)
+
+
+async def meet(cluster: WorkerCluster, *workers: WorkerIdentity) -> None:
+    """Name prefill workers to the decode worker, as routers do."""
+    stub = worker_pb2_grpc.DecodeServiceStub(cluster.router_channel(cluster.decode))
+    refs = [worker_to_proto(each) for each in workers]
+    await stub.Meet(worker_pb2.MeetRequest(prefill_workers=refs), timeout=1.0)
+
+
+def test_connections_to_prefill_workers_are_there_before_the_first_request() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        loop = asyncio.get_running_loop()
+        await meet(cluster, *cluster.candidates())
+        await meet(cluster, *cluster.candidates())
+        await wait_until(lambda: cluster.decode.num_connections == 2, what="two connections")
+
+        took = []
+        for seed in range(2):
+            began_at = loop.time()
+            stream = await router.submit(prompt_of(30, seed=seed))
+            await stream.has_tokens.wait()
+            took.append(loop.time() - began_at)
+            await router.finish(stream)
+            assert stream.stats.pages_moved == 8
+
+        assert took[0] < took[1] + 0.0001, "the first waited for nothing more"
+        assert cluster.decode.num_connections == 2
+
+    run(scenario, WorkerCluster(num_prefill=2))
+
+
+def test_who_is_named_with_another_start_breaks_nothing_off() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(60))
+        await wait_until(lambda: bool(cluster.prefills[0].engine.num_computed_tokens))
+        await meet(cluster, replace(cluster.candidates()[0], incarnation=1))
+        await router.finish(stream)
+
+        assert stream.stats.prefill_retries == 0
+
+    run(scenario)
+
+
+def test_an_attempt_whose_channel_is_closed_goes_on_elsewhere() -> None:
+    """Another start of the prefill worker becomes known while the first one is connected to."""
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        old = cluster.candidates()[0]
+        stream = await router.submit(prompt_of(30), candidates=[old])
+        await wait_until(lambda: cluster.decode.held_pages > 0)
+        other = await router.submit(prompt_of(30, seed=1), candidates=[replace(old, incarnation=1)])
+        await router.finish(stream, other)
+
+        assert other.stats.prefill_retries == 1
+
+    run(scenario)
+
+
+def test_prefill_workers_that_cannot_be_met_harm_nobody() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        dead, alive = cluster.candidates()
+        cluster.kill(cluster.prefills[0])
+        await meet(cluster, dead, replace(alive, incarnation=1), alive)
+
+        stream = await router.submit(prompt_of(30), candidates=[dead, alive])
+        await router.finish(stream)
+
+        assert stream.stats.prefill_retries == 1
+        assert stream.stats.decode_computed_tokens == 0
+
+    run(scenario, WorkerCluster(num_prefill=2))
 
 
 def test_a_worker_that_died_idle_leaves_no_connection_behind() -> None:
