@@ -20,6 +20,13 @@ class DecodeConfig:
         "Tokens computed in one step: one per sequence, the rest for local prefill; 512 on CPUs.",
         exceeds="max_running_sequences",
     )
+    step_budget_ms: float = option(
+        0.0,
+        "How long a step may take that decodes and prefills: prompts are cut into chunks that fit, "
+        "as measured, of at least a page, so that tokens keep coming while prompts are computed "
+        "here. A step that only prefills is not cut. 0: max_step_tokens alone is the limit.",
+        at_least=0,
+    )
 
     # Admission
     max_waiting_requests: int = option(

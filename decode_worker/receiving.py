@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -19,6 +21,7 @@ from kv_transfer.connections import ConnectionPool, PeerKey
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import Ticket
+from kv_transfer.order import Incoming
 from observability.logs import fields
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
@@ -65,7 +68,20 @@ class PrefillReceivers:
         )
         self._channels: dict[WorkerIdentity, grpc.aio.Channel] = {}
         self._distrusted: dict[WorkerIdentity, asyncio.TimerHandle] = {}  # |-> ends the distrust
-        self._running: dict[asyncio.Task[PrefillResult], PrefillGroup] = {}  # outcome not known yet
+        self._running: dict[asyncio.Task[None], PrefillGroup] = {}  # outcome not known yet
+
+    def connect(self, senders: Sequence[WorkerIdentity]) -> None:
+        """Begin to connect to prefill workers, so that the first request need not wait for it.
+
+        One of which another start is known waits for a request after all: a router whose membership
+        is late must not break off what goes on with the present one.
+        """
+        known = {each.worker_id: each for each in self._channels}
+        for sender in senders:
+            if known.get(sender.worker_id, sender) == sender:
+                self._context.tasks.start(
+                    self._connect_ahead(sender), name=f"connect-{sender.worker_id}"
+                )
 
     def start(self, group: PrefillGroup) -> None:
         """Begin an attempt at the group's next candidate; its pages are reserved."""
@@ -78,6 +94,12 @@ class PrefillReceivers:
         """Stop what is under way for choices that ended; pages are freed when nothing writes."""
         for task, group in self._running.items():
             if group.request is request and group.is_ended:
+                task.cancel()
+
+    def cancel_ended(self) -> None:
+        """Stop what is under way for requests that ended with their first tokens."""
+        for task, group in self._running.items():
+            if group.is_ended:
                 task.cancel()
 
     async def close(self) -> None:
@@ -112,14 +134,26 @@ class PrefillReceivers:
         """Run an attempt and report its outcome; return pages that may still be written."""
         # Only this task is ever cancelled: what follows must happen in any case.
         running = asyncio.get_running_loop().create_task(attempt.run())
+        running.add_done_callback(_is_seen)
         self._running[running] = group
         if group.is_ended:  # before there was anything to cancel
             running.cancel()
-        await asyncio.wait({running})
-        del self._running[running]
+        try:
+            either: set[asyncio.Future[Any]] = {running, attempt.result}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if attempt.result.done() and attempt.result.exception() is None:
+                # Nobody who waits for a token has to wait for pages.
+                self._on_deltas(self._take(group, attempt.result.result()))
+            await asyncio.wait({running})
+        except Exception:
+            await attempt.stop("an internal error")  # then it is known which pages may be written
+            raise
+        finally:
+            del self._running[running]
+            running.cancel()  # a no-op, unless a bug led here
         error = None if running.cancelled() else running.exception()
         if not running.cancelled() and error is None:
-            self._on_deltas(self._take(group, running.result()))
+            self._scheduler.receive_done(group)
             return ()
         # Whatever went wrong with one attempt, the group gets its turn elsewhere.
         self._log_failure(group, sender, error)
@@ -161,7 +195,7 @@ class PrefillReceivers:
         self._context.wake.set()
 
     def _take(self, group: PrefillGroup, result: PrefillResult) -> list[TokenDelta]:
-        return self._scheduler.receive_done(
+        return self._scheduler.receive_result(
             group,
             result.tokens,
             num_cached_tokens=result.num_cached_tokens,
@@ -177,11 +211,9 @@ class PrefillReceivers:
                 sender_incarnation=sender.incarnation,
                 receiver_incarnation=self._context.identity.incarnation,
             ),
-            receiver=self._context.identity,
-            sender=sender,
             client=PrefillClient(self._channel(sender)),
-            connections=self._connections,
-            layout=self._context.layout,
+            connect=partial(self._connection, sender),
+            drop=self._connections.drop,
             storage=self._context.storage,
             on_commit=lambda num_pages: self._commit(group, num_pages),
             deadlines=self._config.transfer_deadlines,
@@ -192,6 +224,44 @@ class PrefillReceivers:
     def _commit(self, group: PrefillGroup, num_pages: int) -> None:
         self._scheduler.receive_committed(group, num_pages)
         self._context.wake.set()  # others may wait for these pages
+
+    async def _connection(self, sender: WorkerIdentity) -> Incoming:
+        """Return the connection to a prefill worker, made with the Connect call if there is none.
+
+        Raises:
+            PrefillFailed: When the worker refused or could not be reached.
+            TransferError: When there is no connection in time.
+        """
+        connect_s = self._config.transfer_deadlines.connect_s
+
+        async def connect(connection_id: str, transport: str, offer: bytes) -> None:
+            await PrefillClient(self._channel(sender)).connect(
+                receiver=self._context.identity,
+                sender_incarnation=sender.incarnation,
+                connection_id=connection_id,
+                transport=transport,
+                offer=offer,
+                layout=self._context.layout.describe(),
+                timeout_s=connect_s,
+            )
+
+        return await self._connections.get(
+            (sender.worker_id, sender.incarnation),
+            connect,
+            asyncio.get_running_loop().time() + connect_s,
+        )
+
+    async def _connect_ahead(self, sender: WorkerIdentity) -> None:
+        try:
+            await self._connection(sender)
+        except EXPECTED_ERRORS as error:
+            # The first request tries again, and tells its router if that fails, too.
+            logger.info(
+                "connection_failed",
+                extra=fields(prefill_worker=sender.worker_id, error=str(error)),
+            )
+        except Exception:
+            logger.exception("connect_crashed")  # a bug, which has left nothing behind
 
     def _channel(self, sender: WorkerIdentity) -> grpc.aio.Channel:
         channel = self._channels.get(sender)
@@ -233,6 +303,12 @@ async def _close(channel: grpc.aio.Channel) -> None:
         await channel.close()
     except Exception:
         logger.exception("channel_close_failed")  # nobody uses it any more
+
+
+def _is_seen(running: asyncio.Task[None]) -> None:
+    """Keep asyncio from complaining that nobody asks for an exception."""
+    if not running.cancelled():
+        running.exception()
 
 
 def _may_write(attempt: RemotePrefill | None) -> bool:

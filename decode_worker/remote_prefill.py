@@ -4,7 +4,8 @@ Life of an attempt:
 1. connection   taken from the pool, or made with the Connect call
 2. call         Prefill is opened and names what to compute and which pages are wanted
 3. pages        the Receiver takes them chunk by chunk; each commit is reported at once
-4. result       the first tokens, drawn after the last token of the prompt
+4. result       the first tokens, drawn after the last token of the prompt; they usually come before
+                the last page
 5. close        in any case, after a failure preceded by stop: wait until nothing can write into
                 the pages, then end the call
 """
@@ -16,24 +17,28 @@ from collections.abc import Awaitable, Callable
 from decode_worker.errors import ConnectionUnknown, PrefillFailed
 from decode_worker.request import PrefillGroup
 from decode_worker.wire import PrefillCall, PrefillClient, PrefillResult
-from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageStorage
-from kv_transfer.connections import ConnectionPool
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import TransferError
 from kv_transfer.messages import ReceiverMessage, Ticket
+from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport import Connection
-from worker.identity import WorkerIdentity
 
 
 class RemotePrefill:
     """One attempt at one candidate. `run`, `stop` if that raised, then `close`; each once.
 
     Args:
+        connect: Returns a connection to the candidate, or raises PrefillFailed or TransferError.
+        drop: Takes a connection that the candidate does not know.
         on_commit: Called with n when the first n pages of the group are verified.
         result_s: How long the result may take after the last page.
+
+    Attributes:
+        result: The first tokens, one for each choice, as soon as they come; PrefillFailed if the
+            call ended without them.
     """
 
     def __init__(
@@ -41,11 +46,9 @@ class RemotePrefill:
         group: PrefillGroup,
         *,
         ticket: Ticket,
-        receiver: WorkerIdentity,
-        sender: WorkerIdentity,
         client: PrefillClient,
-        connections: ConnectionPool,
-        layout: KVLayout,
+        connect: Callable[[], Awaitable[Incoming]],
+        drop: Callable[[Connection], None],
         storage: PageStorage,
         on_commit: Callable[[int], None],
         deadlines: TransferDeadlines,
@@ -54,11 +57,9 @@ class RemotePrefill:
     ) -> None:
         self._group = group
         self._ticket = ticket
-        self._identity = receiver
-        self._sender = sender
         self._client = client
-        self._connections = connections
-        self._layout = layout
+        self._connect = connect
+        self._drop = drop
         self._storage = storage
         self._on_commit = on_commit
         self._deadlines = deadlines
@@ -67,11 +68,11 @@ class RemotePrefill:
         self._call: PrefillCall | None = None
         self.receiver: Receiver | None = None  # None while nothing can have been posted
         self._reading: asyncio.Task[None] | None = None
-        self._result: PrefillResult | None = None
-        self._has_result = asyncio.Event()  # or the stream ended without one
+        self.result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
+        self.result.add_done_callback(_is_seen)
         self._failure: PrefillFailed | None = None  # why the stream ended
 
-    async def run(self) -> PrefillResult:
+    async def run(self) -> None:
         """Return when all pages are committed and the first tokens are known.
 
         Raises:
@@ -81,13 +82,9 @@ class RemotePrefill:
                 Pages that were committed stay so, in all cases.
         """
         loop = asyncio.get_running_loop()
-        connection, receive_lock = await self._connections.get(
-            (self._sender.worker_id, self._sender.incarnation),
-            self._connect,
-            loop.time() + self._deadlines.connect_s,
-        )
+        incoming = await self._connect()
         self._call = self._client.prefill()
-        self.receiver = self._make_receiver(connection, receive_lock, self._call.send)
+        self.receiver = self._make_receiver(incoming, self._call.send)
         self._reading = loop.create_task(self._read(self._call, self.receiver))
         assert self._group.pages is not None
         try:
@@ -95,20 +92,19 @@ class RemotePrefill:
                 await self._call.start(
                     self._group,
                     ticket=self._ticket,
-                    connection_id=connection.connection_id,
+                    connection_id=incoming.connection.connection_id,
                     first_page=self._group.pages.num_committed_pages,
                 )
             await self.receiver.run()
         except (PrefillFailed, TransferError) as error:
             if isinstance(self._failure, ConnectionUnknown):
-                self._connections.drop(connection)
+                self._drop(incoming.connection)
             # What the worker said when it ended the call says more than the lost stream.
             raise self._failure or error from error
-        async with asyncio.timeout(self._result_s):
-            await self._has_result.wait()
-        if self._result is None or len(self._result.tokens) != len(self._group.choices):
-            raise self._failure or PrefillFailed("the call ended without a token per choice")
-        return self._result
+        await asyncio.wait({self.result}, timeout=self._result_s)
+        if not self.result.done():
+            raise TimeoutError(f"no result within {self._result_s:g} s after the last page")
+        self.result.result()
 
     async def stop(self, reason: str) -> None:
         """Give up: no page is committed any more, and `receiver` says if one may be written."""
@@ -125,7 +121,7 @@ class RemotePrefill:
             return
         try:
             await self.receiver.driver.wait_quiescent()
-            if self._result is not None:
+            if self.result.done() and self.result.exception() is None:
                 # The last acknowledgement must not be overtaken by a cancellation.
                 await self._call.finish()
                 await asyncio.wait({self._reading}, timeout=self._deadlines.ack_s)
@@ -134,21 +130,9 @@ class RemotePrefill:
             self._reading.cancel()
             await asyncio.wait({self._reading})
 
-    async def _connect(self, connection_id: str, transport: str, offer: bytes) -> None:
-        await self._client.connect(
-            receiver=self._identity,
-            sender_incarnation=self._sender.incarnation,
-            connection_id=connection_id,
-            transport=transport,
-            offer=offer,
-            layout=self._layout.describe(),
-            timeout_s=self._deadlines.connect_s,
-        )
-
     def _make_receiver(
         self,
-        connection: Connection,
-        receive_lock: asyncio.Lock,
+        incoming: Incoming,
         send: Callable[[ReceiverMessage], Awaitable[None]],
     ) -> Receiver:
         assert self._group.pages is not None
@@ -157,8 +141,7 @@ class RemotePrefill:
             page_ids=self._group.pages.page_ids,
             first_page=self._group.pages.num_committed_pages,
             storage=self._storage,
-            connection=connection,
-            receive_lock=receive_lock,
+            incoming=incoming,
             send=send,
             on_commit=self._on_commit,
             deadlines=self._deadlines,
@@ -171,8 +154,7 @@ class RemotePrefill:
             async with contextlib.aclosing(call.messages()) as messages:
                 async for message in messages:
                     if isinstance(message, PrefillResult):
-                        self._result = message
-                        self._has_result.set()
+                        self._take(message)
                     elif isinstance(message, PrefillFailed):
                         self._failure = message  # an Abort follows
                     else:
@@ -181,4 +163,24 @@ class RemotePrefill:
             self._failure = self._failure or error
         finally:
             receiver.driver.stream_lost("the prefill worker ended the call")
-            self._has_result.set()
+            if not self.result.done():
+                self.result.set_exception(
+                    self._failure or PrefillFailed("the call ended without a result")
+                )
+
+    def _take(self, result: PrefillResult) -> None:
+        """Take the first result; later ones would repeat or change tokens."""
+        if self.result.done():
+            return
+        if len(result.tokens) == len(self._group.choices):
+            self.result.set_result(result)
+            return
+        self.result.set_exception(
+            PrefillFailed(f"{len(result.tokens)} tokens for {len(self._group.choices)} choices")
+        )
+
+
+def _is_seen(result: asyncio.Future[PrefillResult]) -> None:
+    """Keep asyncio from complaining that nobody asks for an exception."""
+    if not result.cancelled():
+        result.exception()

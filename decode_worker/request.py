@@ -2,9 +2,10 @@
 
 Life of a choice:
 1. WAITING    in a PrefillGroup without pages; a new request is one group of all its choices
-2. RECEIVING  the group has pages and a prefill worker fills them
+2. RECEIVING  the group has pages and a prefill worker fills them; its first tokens are told when
+              they are known, which is before the last page has arrived
    COMPUTING  ... or this worker fills them, chunk by chunk
-3. JOINING    the first tokens are drawn; the next step forks the pages, one set per choice
+3. JOINING    pages and first tokens are there; the next step forks the pages, one set per choice
 4. RUNNING    it has a seat in the engine's batch: one token per step
 5. ended      finished or cancelled; a request ends with its last choice
 
@@ -56,6 +57,7 @@ class Request:
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
+    is_account_due: bool = False  # the next tokens say what it has cost so far
 
     @property
     def is_suspect(self) -> bool:

@@ -19,8 +19,8 @@ deadlines. While a step is in flight nothing is taken from anybody: it is settle
 import bisect
 import itertools
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 
+from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.config import DecodeConfig
 from decode_worker.request import (
     Choice,
@@ -93,6 +93,11 @@ class Scheduler:
         # Asked last: many that wait for one prefix must not find out one by one that it is gone.
         self._distrusted: set[WorkerIdentity] = set()
         self._turns: SuspectTurns[Request] = SuspectTurns()
+        self._chunk_budget = ChunkBudget(
+            budget_s=config.step_budget_ms / 1000,
+            min_tokens=page_size,
+            max_tokens=config.max_step_tokens,
+        )
 
     @property
     def num_running(self) -> int:
@@ -100,7 +105,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Groups without a first token."""
+        """Groups that do not run yet; some of them have a first token, but not all pages."""
         num_parked = len(self._parked)
         return num_parked + len(self._waiting) + len(self._receiving) + len(self._computing)
 
@@ -150,13 +155,16 @@ class Scheduler:
         else:  # copies get a step of their own, so that nobody is blamed for what another computes
             decodes, computing = [], []
         started, extended = self._seat(decodes)
+        chunk_tokens = self._config.max_step_tokens - len(decodes)
+        if decodes:
+            chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
         plan = StepPlan(
             copies=tuple(copies),
             ended_seats=tuple(self._ended_seats),
             started=started,
             extended=extended,
             decodes=tuple(decodes),
-            chunks=tuple(self._pick_chunks(computing, self._config.max_step_tokens - len(decodes))),
+            chunks=tuple(self._pick_chunks(computing, chunk_tokens)),
             receives=receives,
             is_partial=self._is_admission_due and not is_short,
         )
@@ -192,8 +200,13 @@ class Scheduler:
         self._has_ended_choices = any(each.is_ended and each.num_in_flight for each in holders)
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Apply what a plan's step drew."""
+        """Apply what a plan's step drew, and how long it took."""
         self._count_in_flight(plan, -1)
+        self._chunk_budget.observe(
+            num_decodes=len(plan.decodes),
+            num_chunk_tokens=plan.num_tokens - len(plan.decodes),
+            seconds=result.seconds,
+        )
         deltas = []
         for choice, token in zip(plan.decodes, result.decodes, strict=True):
             if token is not None:
@@ -228,7 +241,7 @@ class Scheduler:
             stats.pages_moved += num_new
             stats.bytes_moved += num_new * self._page_bytes
 
-    def receive_done(
+    def receive_result(
         self,
         group: PrefillGroup,
         tokens: Sequence[SampledToken],
@@ -236,12 +249,21 @@ class Scheduler:
         num_cached_tokens: int,
         num_computed_tokens: int,
     ) -> list[TokenDelta]:
-        """Take the first tokens of a group whose pages have all arrived."""
-        self._receiving.remove(group)
+        """Take the first tokens of a group, whose pages may still be on their way.
+
+        If the transfer fails, the choices go on from these tokens, as after a resumption.
+        """
+        assert group.state is GroupState.RECEIVING
         stats = group.request.stats
         stats.prefill_cached_tokens += num_cached_tokens
         stats.prefill_computed_tokens += num_computed_tokens
         return self._take_first_tokens(group, tokens)
+
+    def receive_done(self, group: PrefillGroup) -> None:
+        """Let a group run: its pages have all arrived, and its first tokens were taken."""
+        self._receiving.remove(group)
+        group.request.is_account_due = True
+        self._start_joining(group)
 
     def receive_failed(
         self, group: PrefillGroup, *, may_be_written: bool
@@ -261,9 +283,12 @@ class Scheduler:
             self.totals.transfer_failures += 1
             group.request.stats.prefill_retries += 1
             assert group.candidate is not None
-            group.failed += (group.candidate,)
             self._distrusted.add(group.candidate)
-            self._wait(group)
+            # If first tokens were drawn, the choices may differ from now on.
+            for rest in group_by_tokens([each for each in group.choices if not each.is_ended]):
+                rest.failed = (*group.failed, group.candidate)
+                rest.is_first_visit = False
+                self._wait(rest)
         return quarantined
 
     def abandon(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[Quarantined, ...]:
@@ -522,6 +547,8 @@ class Scheduler:
             return False
         group.pages = pages
         group.num_computed = pages.num_cached_pages * self._page_size
+        if is_local and cache.hold_twin(pages, group.tokens):
+            group.num_computed = len(group.tokens) - 1
         group.state = GroupState.COMPUTING if is_local else GroupState.RECEIVING
         if group.is_first_visit:
             group.is_first_visit = False
@@ -562,25 +589,26 @@ class Scheduler:
         if group.is_ended or not chunk.is_last:
             return []
         self._computing.remove(group)
-        return self._take_first_tokens(group, tokens)
+        deltas = self._take_first_tokens(group, tokens)
+        self._start_joining(group)
+        return deltas
 
     def _take_first_tokens(
         self, group: PrefillGroup, tokens: Sequence[SampledToken]
     ) -> list[TokenDelta]:
-        assert group.pages is not None
-        group.state = GroupState.JOINING
-        self._joining.append(group)
-        deltas = [
+        # Told now, because nobody knows whether this worker lives to tell it at the end.
+        group.request.is_account_due = True
+        return [
             self._advance(choice, token)
             for choice, token in zip(group.choices, tokens, strict=True)
             if not choice.is_ended
         ]
-        if deltas:
-            # Told now, because nobody knows whether this worker lives to tell it at the end.
-            deltas[0] = replace(deltas[0], has_stats=True)
+
+    def _start_joining(self, group: PrefillGroup) -> None:
+        group.state = GroupState.JOINING
+        self._joining.append(group)
         if group.is_ended:
             self._remove(group)
-        return deltas
 
     def _advance(self, choice: Choice, token: SampledToken) -> TokenDelta:
         """Append a drawn token to a choice, and end the choice if it is the last one."""
@@ -602,6 +630,8 @@ class Scheduler:
             elif choice.pages is not None:
                 self._stop_running(choice)
         is_last = request.is_ended
+        has_stats = is_last or request.is_account_due
+        request.is_account_due = False
         return TokenDelta(
             request=request,
             choice=choice.index,
@@ -609,5 +639,5 @@ class Scheduler:
             first_index=first_index,
             finish_reason=reason,
             is_last_of_request=is_last,
-            has_stats=is_last,
+            has_stats=has_stats,
         )

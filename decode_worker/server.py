@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Container, Sequence
 from typing import Protocol
 
 import grpc
@@ -15,6 +15,8 @@ from observability.logs import fields
 from protos import worker_pb2, worker_pb2_grpc
 from worker import server
 from worker.errors import InternalError, TimedOut, WorkerError
+from worker.identity import WorkerIdentity
+from worker.wire import worker_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,10 @@ class RequestSink(Protocol):
         """Cancel all requests that answer to the outbox."""
         ...
 
+    def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
+        """Connect to prefill workers that requests may need; must not wait."""
+        ...
+
 
 class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     """Reads requests into the worker and writes one message per step to each router."""
@@ -78,6 +84,12 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         finally:
             reading.cancel()
             self._sink.close_session(outbox)
+
+    async def Meet(
+        self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.MeetResponse:
+        self._sink.meet([worker_from_proto(each) for each in request.prefill_workers])
+        return worker_pb2.MeetResponse()
 
     async def _read(
         self, requests: AsyncIterator[worker_pb2.SessionRequest], outbox: Outbox

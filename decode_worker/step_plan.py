@@ -91,9 +91,13 @@ class StepPlan:
         Args:
             is_again: A step failed before, so every seat starts anew.
         """
+        prefilled = [chunk.group.pages for chunk in self.chunks]
         return EngineStep(
             ended=self.ended_seats,
-            copies=tuple((each.source, each.target) for each in self.copies),
+            copies=(
+                *((each.source, each.target) for each in self.copies),
+                *(copy for pages in prefilled if pages for copy in pages.twin_copies),
+            ),
             started=tuple(
                 _seat_start(choice, eos_token_ids)
                 for choice in (self.decodes if is_again else self.started)

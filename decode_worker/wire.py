@@ -25,6 +25,7 @@ from worker.wire import (
     worker_to_proto,
 )
 
+_CHANNEL_CLOSED = "the channel was closed, since another start of the worker is known"
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -111,10 +112,15 @@ class PrefillClient:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise TransportRefused(error.details()) from None
             raise _failed(error) from None
+        except grpc.aio.UsageError as error:
+            raise PrefillFailed(_CHANNEL_CLOSED) from error
 
     def prefill(self) -> "PrefillCall":
-        """Open a call for one attempt."""
-        return PrefillCall(self._stub.Prefill())
+        """Open a call for one attempt; raises PrefillFailed if the channel was closed."""
+        try:
+            return PrefillCall(self._stub.Prefill())
+        except grpc.aio.UsageError as error:
+            raise PrefillFailed(_CHANNEL_CLOSED) from error
 
 
 class PrefillCall:

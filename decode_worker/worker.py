@@ -165,11 +165,13 @@ class DecodeWorker:
     async def wait_idle(self) -> None:
         """Return when no request is left."""
         await self._all_ended.wait()
+        self._receivers.cancel_ended()
 
     def end_all(self, error: WorkerError) -> None:
         """End all requests and sessions, and tell the routers why."""
         for request in list(self._active):
             self.failed(request, error)
+        self._receivers.cancel_ended()
         for outbox in self._sessions:
             outbox.close()
 
@@ -203,6 +205,11 @@ class DecodeWorker:
         for request in list(session.requests.values()):
             self._end(request, "session_ended")
         logger.info("session_closed", extra=fields(router=session.router_id))
+
+    def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
+        """Connect to prefill workers that requests may need."""
+        if not self._context.is_draining:
+            self._receivers.connect(prefill_workers)
 
     def submit(self, request: Request, outbox: Outbox) -> None:
         """Take a request; what is wrong with it is told through the outbox."""
@@ -288,7 +295,8 @@ class DecodeWorker:
         if session is not None:
             del session.requests[request.request_id]
         self.scheduler.end(request)
-        self._receivers.cancel(request)
+        if outcome != "done":  # else pages that still arrive are for the next one with this prefix
+            self._receivers.cancel(request)
         self._context.wake.set()
         if not self._active:
             self._all_ended.set()

@@ -5,6 +5,7 @@ Life of a sequence:
     match      what the tree has for its tokens; pages that others still fill are waited for, until
                they settle
     reserve    ready pages are referenced, the rest allocated and entered as pending
+    hold_twin  the contents of a full last page are in the tree already: to copy, not to compute
     commit     contents of the first pages are final: others may use them
     extend     room for generated tokens        insert    full generated pages enter the tree
     release    the end, also by preemption      abort     the transfer into its pages failed
@@ -47,7 +48,13 @@ class SequencePages:
     num_committed_pages: int  # contents final; of pages made by extend, those that were inserted
     salt: bytes
     num_tree_pages: int  # the first so many are a path of the tree, the rest is private
+    twin_page_id: int | None = None  # ready page of the tree, equal to the last one; see hold_twin
     is_open: bool = True
+
+    @property
+    def twin_copies(self) -> tuple[tuple[int, int], ...]:
+        """Return the copies (source page, target page) that come before the last token."""
+        return () if self.twin_page_id is None else ((self.twin_page_id, self.page_ids[-1]),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +128,26 @@ class PrefixCache:
             self._enter_next(seq, tokens, is_ready=False)
         return seq
 
+    def hold_twin(self, seq: SequencePages, token_ids: Sequence[int]) -> bool:
+        """If all pages of a sequence that was just reserved are cached, pin the last one's twin.
+
+        A sequence shares no page that it will write, and the last token has to be computed for the
+        logits of the next. So the caller makes `twin_copies` and then computes one token instead of
+        a page. The pin ends when all pages are committed, or with the sequence.
+        """
+        self._check_open(seq)
+        num_full, num_rest = divmod(len(token_ids), self.page_size)
+        if num_rest or seq.num_committed_pages != num_full - 1:
+            return False
+        last_page = split_pages(token_ids[-self.page_size :], self.page_size)[0]
+        twin = self.tree.child(self._last_tree_page(seq), last_page, seq.salt)
+        if twin is None or not twin.is_ready:
+            return False
+        self.pool.lease([twin.page_id])
+        self.tree.touch(twin)
+        seq.twin_page_id = twin.page_id
+        return True
+
     def commit(self, seq: SequencePages, num_pages: int) -> None:
         """Declare the first `num_pages` pages final; fewer than before is a no-op."""
         self._check_open(seq)
@@ -134,6 +161,8 @@ class PrefixCache:
                 self._settled.append(page_id)
                 self._events.append(Stored(page.page_hash))
         seq.num_committed_pages = max(seq.num_committed_pages, num_pages)
+        if seq.num_committed_pages == len(seq.page_ids):
+            self._leave_twin(seq)
 
     def extend(self, seq: SequencePages, num_tokens: int) -> None:
         """Make room for `num_tokens` tokens in total; raises OutOfPages as reserve does."""
@@ -326,12 +355,19 @@ class PrefixCache:
 
     def _end(self, seq: SequencePages, page_ids: Sequence[int]) -> None:
         self._touch(seq)
+        self._leave_twin(seq)
         self.pool.dereference(page_ids)
         for page_id in page_ids:
             self.tree.offer(page_id)
         seq.page_ids = []
         seq.num_tree_pages = 0
         seq.is_open = False
+
+    def _leave_twin(self, seq: SequencePages) -> None:
+        if seq.twin_page_id is not None:
+            self.pool.end_lease([seq.twin_page_id])
+            self.tree.offer(seq.twin_page_id)
+            seq.twin_page_id = None
 
     def _touch(self, seq: SequencePages) -> None:
         page = self._last_tree_page(seq)

@@ -5,9 +5,9 @@ A connection belongs to one incarnation of the peer; a restarted worker gets a n
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
+from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.transport import Connection, Transport
 
 CLOSE_S = 10.0  # closing gives up on aborts that take longer
@@ -20,12 +20,6 @@ ConnectCall = Callable[[str, str, bytes], Awaitable[None]]
 
 # Returns the key of a connection to a peer, by its id: see Transport.
 KeyOf = Callable[[PeerKey, str], bytes]
-
-
-@dataclass(slots=True)
-class _Shared:
-    connection: Connection
-    receive_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class ConnectionPool:
@@ -43,13 +37,11 @@ class ConnectionPool:
         self._transports = tuple(transports)
         self._random_id = random_id
         self._key_of = key_of
-        self._entries: dict[PeerKey, asyncio.Task[_Shared]] = {}
+        self._entries: dict[PeerKey, asyncio.Task[Incoming]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
-    async def get(
-        self, peer_key: PeerKey, connect: ConnectCall, deadline: float
-    ) -> tuple[Connection, asyncio.Lock]:
-        """Return the connection to a peer and the lock of its receive slot.
+    async def get(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> Incoming:
+        """Return the connection to a peer.
 
         Callers that come while it is being made wait for the same one; `connect` of the first is
         called. A connect that raises TransportRefused lets the next transport be tried.
@@ -72,7 +64,7 @@ class ConnectionPool:
         try:
             async with asyncio.timeout_at(deadline):
                 # Shielded: one caller that leaves must not end the set-up of the others.
-                shared = await asyncio.shield(entry)
+                return await asyncio.shield(entry)
         except TimeoutError as error:
             raise TransferTimeout(f"no connection to {peer_key[0]} in time") from error
         except asyncio.CancelledError:
@@ -80,7 +72,6 @@ class ConnectionPool:
             if entry.cancelled() and task is not None and not task.cancelling():
                 raise ConnectionBroken(f"the connection to {peer_key[0]} was dropped") from None
             raise
-        return shared.connection, shared.receive_lock
 
     def drop(self, connection: Connection) -> None:
         """Forget a connection and abort it, if that has not happened yet."""
@@ -95,11 +86,11 @@ class ConnectionPool:
         if self._aborts:
             await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
 
-    async def _set_up(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> _Shared:
+    async def _set_up(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> Incoming:
         refusal: TransportRefused | None = None
         for transport in self._transports:
             try:
-                return _Shared(await self._connect(peer_key, transport, connect, deadline))
+                return Incoming(await self._connect(peer_key, transport, connect, deadline))
             except TransportRefused as error:
                 refusal = error
         raise refusal or TransportRefused("no transport is configured")
@@ -139,7 +130,7 @@ class AcceptedConnections:
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = {transport.name: transport for transport in transports}
-        self._connections: dict[tuple[PeerKey, str], Connection] = {}  # (receiver, connection_id)
+        self._connections: dict[tuple[PeerKey, str], Outgoing] = {}  # (receiver, connection_id)
         self._of_peer: dict[str, tuple[PeerKey, str]] = {}  # name of the receiver |-> its key above
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -173,22 +164,22 @@ class AcceptedConnections:
         last = self._of_peer.get(peer_key[0])
         if last is not None:
             self._remove(last)
-        self._connections[entry] = connection
+        self._connections[entry] = Outgoing(connection)
         self._of_peer[peer_key[0]] = entry
 
-    def get(self, peer_key: PeerKey, connection_id: str) -> Connection:
+    def get(self, peer_key: PeerKey, connection_id: str) -> Outgoing:
         """Return a healthy connection of a receiver.
 
         Raises:
             ConnectionBroken: When it has none of that id, or it is broken; it must connect anew.
         """
-        connection = self._connections.get((peer_key, connection_id))
-        if connection is None:
+        outgoing = self._connections.get((peer_key, connection_id))
+        if outgoing is None:
             raise ConnectionBroken(f"no connection {connection_id!r}; call Connect first")
-        if connection.is_broken:
+        if outgoing.connection.is_broken:
             self._remove((peer_key, connection_id))
             raise ConnectionBroken(f"connection {connection_id!r} is broken; call Connect again")
-        return connection
+        return outgoing
 
     async def close(self) -> None:
         """Abort all connections; wait for it, but not for ever."""
@@ -198,23 +189,22 @@ class AcceptedConnections:
             await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
 
     def _remove(self, entry: tuple[PeerKey, str]) -> None:
-        connection = self._connections.pop(entry)
+        connection = self._connections.pop(entry).connection
         self._of_peer = {name: each for name, each in self._of_peer.items() if each != entry}
         task = asyncio.get_running_loop().create_task(connection.abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
 
-def _connection_of(entry: asyncio.Task[_Shared]) -> Connection | None:
+def _connection_of(entry: asyncio.Task[Incoming]) -> Connection | None:
     if not entry.done() or entry.cancelled() or entry.exception() is not None:
         return None
     return entry.result().connection
 
 
-async def _abort(entry: asyncio.Task[_Shared]) -> None:
+async def _abort(entry: asyncio.Task[Incoming]) -> None:
     if not entry.done():
         entry.cancel()
         await asyncio.wait({entry})
-    connection = _connection_of(entry)
-    if connection is not None:
-        await connection.abort()
+    if _connection_of(entry) is not None:
+        await entry.result().abort()

@@ -11,7 +11,7 @@ class WaitKind(enum.Enum):
 
     GRANT = "grant"  # the sender accepts the request
     CHUNK = "chunk"  # the next chunk is computed
-    SLOT = "slot"  # the connection's one receive slot is free
+    SLOT = "slot"  # one of the connection's receive slots is free
     POST = "post"  # the sender answers ChunkGo with ChunkPosted
     TRANSFER = "transfer"  # a posted send or receive completes
     DIGEST = "digest"  # local digests are computed
@@ -37,7 +37,7 @@ class TransferDeadlines:
         60.0, "Until the next chunk is computed; a prompt may queue before.", above=0
     )
     slot_s: float = option(
-        60.0, "For the receive slot: other transfers of the same two workers come first.", above=0
+        60.0, "For a receive slot: other transfers of the same two workers come first.", above=0
     )
     post_s: float = option(2.0, "Until the sender has posted a chunk that was asked for.", above=0)
     transfer_s: float = option(
@@ -62,11 +62,15 @@ class TransferDeadlines:
     def __post_init__(self) -> None:
         check_options(self)
 
-    def seconds(self, wait: Wait, num_bytes: int) -> float:
-        """Return the longest time for `wait`; `num_bytes` matters where bytes move."""
+    def seconds(self, wait: Wait, num_bytes: int, num_chunks: int = 1) -> float:
+        """Return the longest time for `wait`; the rest matters where bytes move.
+
+        Args:
+            num_bytes: Of so many chunks that move one after the other.
+        """
         match wait.kind:
             case WaitKind.TRANSFER:
-                return self.transfer_s + num_bytes / self.assumed_bytes_per_s
+                return num_chunks * self.transfer_s + num_bytes / self.assumed_bytes_per_s
             case kind:
                 limit: float = getattr(self, f"{kind.value}_s")
                 return limit

@@ -5,8 +5,8 @@ One transfer, in order (receiver = decode worker, sender = prefill worker):
     receiver: reserves pages, opens a Prefill call with a fresh Ticket
     sender:   Granted
     sender:   ChunkReady(k, digests)      as soon as chunk k is computed; several may be outstanding
-    receiver: ChunkGo(k)                  when the connection's one receive slot is free
-    sender:   ChunkPosted(k)              the send is posted; the receiver now posts its receive
+    receiver: ChunkGo(k)                  when one of the connection's receive slots is free
+    sender:   ChunkPosted(k, order)       the send is posted; the receiver posts its receive in turn
     receiver: ChunkAck(k)                 digests verified, pages committed; the sender's lease ends
 
 Abort may come from either side at any point. See docs/protocol.md.
@@ -45,7 +45,7 @@ class ChunkReady:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGo:
-    """The receive slot is free for this chunk."""
+    """A receive slot is free for this chunk."""
 
     ticket: Ticket
     chunk: int
@@ -57,6 +57,7 @@ class ChunkPosted:
 
     ticket: Ticket
     chunk: int
+    order: int = 0  # 0, 1, 2 ... among all sends of the connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
 from kv_transfer.driver import Driver, RunBlocking, TransferStats
 from kv_transfer.messages import ReceiverMessage, Ticket
+from kv_transfer.order import Incoming
 from kv_transfer.protocol import (
     AbortConnection,
     ConnectionAborted,
@@ -35,7 +36,6 @@ from kv_transfer.receiver_protocol import (
     step,
     waiting_for,
 )
-from kv_transfer.transport import Connection
 
 
 class Receiver:
@@ -43,7 +43,7 @@ class Receiver:
 
     Args:
         page_ids: All pages of the sequence, in order.
-        receive_lock: The connection's receive slot, shared by all its receivers.
+        incoming: The connection, shared by all its receivers.
         send: Sends a message to the sender over the Prefill stream; raises when that is closed.
         on_commit: Called in order with n when the first n pages of the sequence are verified.
         run_blocking: Runs digests; see driver.RunBlocking.
@@ -59,8 +59,7 @@ class Receiver:
         page_ids: Sequence[int],
         first_page: int,
         storage: PageStorage,
-        connection: Connection,
-        receive_lock: asyncio.Lock,
+        incoming: Incoming,
         send: Callable[[ReceiverMessage], Awaitable[None]],
         on_commit: Callable[[int], None],
         deadlines: TransferDeadlines,
@@ -68,14 +67,13 @@ class Receiver:
     ) -> None:
         self._page_ids = tuple(page_ids)
         self._storage = storage
-        self._connection = connection
-        self._lock = receive_lock
+        self._incoming = incoming
         self._send = send
         self._on_commit = on_commit
         self._deadlines = deadlines
         self._run_blocking = run_blocking
         self._slot: asyncio.Task[None] | None = None  # takes the slot, or has taken it
-        self._has_slot = False
+        self._slot_bytes: int | None = None  # while it has the slot: of the chunk that it is for
         self._stats = TransferStats()
         self.driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
             state=begin(ticket, first_page=first_page, num_pages=len(page_ids)),
@@ -100,9 +98,8 @@ class Receiver:
         return self._stats
 
     def _seconds(self, wait: Wait) -> float:
-        state = self.driver.state
-        num_pages = len(state.current.digests) if state.current else 0
-        return self._deadlines.seconds(wait, num_pages * self._storage.page_bytes)
+        load = self._incoming.load
+        return self._deadlines.seconds(wait, load.num_bytes, load.num_chunks)
 
     async def _execute(self, action: ReceiverAction) -> None:
         match action:
@@ -124,17 +121,21 @@ class Receiver:
                 self.driver.spawn(self._abort())
 
     async def _take_slot(self) -> None:
-        await self._lock.acquire()
-        self._has_slot = True
-        if self._connection.is_broken:
+        await self._incoming.slots.acquire()
+        current = self.driver.state.current
+        assert current is not None
+        self._slot_bytes = len(current.digests) * self._storage.page_bytes
+        self._incoming.load.add(self._slot_bytes)
+        if self._incoming.connection.is_broken:
             self.driver.post(ConnectionLost("the connection broke while another transfer used it"))
         else:
             self.driver.post(SlotTaken())
 
     def _leave_slot(self) -> None:
-        if self._has_slot:
-            self._has_slot = False
-            self._lock.release()
+        if self._slot_bytes is not None:
+            self._incoming.load.remove(self._slot_bytes)
+            self._slot_bytes = None
+            self._incoming.slots.release()
         elif self._slot is not None:
             self._slot.cancel()
 
@@ -144,9 +145,10 @@ class Receiver:
         page_ids = self._page_ids[post.first_page : post.first_page + post.num_pages]
         num_bytes = post.num_pages * self._storage.page_bytes
         wait = Wait(kind=WaitKind.TRANSFER, chunk=post.chunk)
-        deadline = started_at + self._deadlines.seconds(wait, num_bytes)
         try:
-            await self._connection.receive(page_ids, deadline)
+            await self._incoming.receive(
+                post.order, page_ids, self._deadlines.seconds(wait, num_bytes)
+            )
         except Exception as error:
             self.driver.post(ConnectionLost(f"receive failed: {error}"))
             return
@@ -163,5 +165,5 @@ class Receiver:
         self.driver.post(PagesDigested(action.chunk, tuple(digests)))
 
     async def _abort(self) -> None:
-        await self._connection.abort()
+        await self._incoming.abort()
         self.driver.post(ConnectionAborted())

@@ -2,7 +2,7 @@
 
 Life of a chunk:
 1. announced   ChunkReady came with the digests
-2. WAITING     its turn for the connection's one receive slot
+2. WAITING     its turn for one of the connection's receive slots
 3. CALLED      ChunkGo was sent; the sender may post its send
 4. RECEIVING   ChunkPosted came; the receive is posted and writes into the pages
 5. verifying   the slot is free for the next chunk; digests of what arrived are computed
@@ -45,7 +45,7 @@ from kv_transfer.protocol import (
 
 
 class Slot(enum.Enum):
-    """What this transfer does with the connection's receive slot."""
+    """What this transfer does with a receive slot of the connection."""
 
     IDLE = "idle"
     WAITING = "waiting"
@@ -57,7 +57,7 @@ class Slot(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SlotTaken:
-    """Event: the receive slot is ours."""
+    """Event: a receive slot is ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ ReceiverEvent = SenderMessage | CommonEvent | SlotTaken | ReceiveDone
 
 @dataclass(frozen=True, slots=True)
 class TakeSlot:
-    """Action: wait for the receive slot, then report SlotTaken."""
+    """Action: wait for a receive slot, then report SlotTaken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ class PostReceive:
     chunk: int
     first_page: int
     num_pages: int
+    order: int  # its number among all receives of the connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,8 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
             assert state.current is not None
             go = ChunkGo(state.ticket, state.current.chunk)
             return replace(state, slot=Slot.CALLED), (Send(go),)
-        case ChunkPosted(chunk=chunk):
-            return _posted(state, chunk)
+        case ChunkPosted():
+            return _posted(state, event)
         case ReceiveDone(chunk=chunk):
             return _received(state, chunk)
         case PagesDigested(chunk=chunk, digests=digests):
@@ -235,12 +236,12 @@ def _next_chunk(state: ReceiverState) -> tuple[ReceiverState, Actions]:
     return state, (TakeSlot(),)
 
 
-def _posted(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]:
+def _posted(state: ReceiverState, posted: ChunkPosted) -> tuple[ReceiverState, Actions]:
     current = state.current
-    if state.slot is not Slot.CALLED or current is None or current.chunk != chunk:
+    if state.slot is not Slot.CALLED or current is None or current.chunk != posted.chunk:
         return state, ()
     # Also after a failure: the sender's half is under way, and taking it keeps the connection.
-    post = PostReceive(chunk, current.first_page, len(current.digests))
+    post = PostReceive(posted.chunk, current.first_page, len(current.digests), posted.order)
     return replace(state, slot=Slot.RECEIVING), (post,)
 
 

@@ -7,11 +7,13 @@ until `on_ack` named them, or until `driver.wait_quiescent` returned after a fai
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
 from kv_transfer.driver import Driver, RunBlocking, TransferStats
-from kv_transfer.messages import SenderMessage, Ticket
+from kv_transfer.messages import ChunkPosted, SenderMessage, Ticket
+from kv_transfer.order import Outgoing
 from kv_transfer.protocol import (
     AbortConnection,
     ConnectionAborted,
@@ -29,18 +31,17 @@ from kv_transfer.sender_protocol import (
     SenderAction,
     SenderEvent,
     SenderState,
-    Stage,
     begin,
     step,
     waiting_for,
 )
-from kv_transfer.transport import Connection
 
 
 class Sender:
     """One attempt to send pages as they are computed.
 
     Args:
+        outgoing: The connection, shared by all its senders.
         send: Sends a message to the receiver over the Prefill stream; raises when that is closed.
         on_ack: Called in order with (first_page, num_pages) when the receiver has committed them.
         run_blocking: Runs digests; see driver.RunBlocking.
@@ -54,19 +55,20 @@ class Sender:
         *,
         ticket: Ticket,
         storage: PageStorage,
-        connection: Connection,
+        outgoing: Outgoing,
         send: Callable[[SenderMessage], Awaitable[None]],
         on_ack: Callable[[int, int], None],
         deadlines: TransferDeadlines,
         run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self._storage = storage
-        self._connection = connection
+        self._outgoing = outgoing
         self._send = send
         self._on_ack = on_ack
         self._deadlines = deadlines
         self._run_blocking = run_blocking
         self._page_ids: list[tuple[int, ...]] = []  # chunk |-> ids of its pages
+        self._orders: dict[int, int] = {}  # chunk that was posted just now |-> number of the send
         self._stats = TransferStats()
         self.driver: Driver[SenderState, SenderEvent, SenderAction] = Driver(
             state=begin(ticket),
@@ -100,19 +102,19 @@ class Sender:
         return self._stats
 
     def _seconds(self, wait: Wait) -> float:
-        # Sends wait for each other on the connection, so the last one has the time of all.
-        sending = [c for c in self.driver.state.chunks if c.stage is Stage.SENDING]
-        num_bytes = sum(c.num_pages for c in sending) * self._storage.page_bytes
-        return self._deadlines.seconds(wait, num_bytes)
+        load = self._outgoing.load
+        return self._deadlines.seconds(wait, load.num_bytes, load.num_chunks)
 
     async def _execute(self, action: SenderAction) -> None:
         match action:
             case Send(message=message):
                 assert isinstance(message, SenderMessage)
+                if isinstance(message, ChunkPosted):
+                    message = replace(message, order=self._orders.pop(message.chunk))
                 async with asyncio.timeout(self._deadlines.post_s):
                     await self._send(message)
             case PostSend(chunk=chunk):
-                self.driver.spawn(self._send_pages(chunk))
+                self._post(chunk)
             case DigestPages(chunk=chunk):
                 self.driver.spawn(self._digest(chunk))
             case ReleasePages(first_page=first_page, num_pages=num_pages):
@@ -120,19 +122,28 @@ class Sender:
             case AbortConnection():
                 self.driver.spawn(self._abort())
 
+    def _post(self, chunk: int) -> None:
+        num_bytes = len(self._page_ids[chunk]) * self._storage.page_bytes
+        self._orders[chunk] = self._outgoing.next_order()
+        self._outgoing.load.add(num_bytes)
+        # Tasks begin in the order in which they are made, so sends are posted in that of numbers.
+        sending = self.driver.spawn(self._send_pages(chunk))
+        sending.add_done_callback(lambda _: self._outgoing.load.remove(num_bytes))
+
     async def _send_pages(self, chunk: int) -> None:
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         page_ids = self._page_ids[chunk]
-        deadline = started_at + self._seconds(Wait(kind=WaitKind.TRANSFER, chunk=chunk))
+        num_bytes = len(page_ids) * self._storage.page_bytes
+        wait = Wait(kind=WaitKind.TRANSFER, chunk=chunk)
         try:
-            await self._connection.send(page_ids, deadline)
+            await self._outgoing.send(page_ids, self._deadlines.seconds(wait, num_bytes))
         except Exception as error:
             self.driver.post(ConnectionLost(f"send failed: {error}"))
             return
         self._stats = TransferStats(
             pages_moved=self._stats.pages_moved + len(page_ids),
-            bytes_moved=self._stats.bytes_moved + len(page_ids) * self._storage.page_bytes,
+            bytes_moved=self._stats.bytes_moved + num_bytes,
             wire_s=self._stats.wire_s + loop.time() - started_at,
         )
         self.driver.post(SendDone(chunk))
@@ -143,5 +154,5 @@ class Sender:
         self.driver.post(PagesDigested(chunk, tuple(digests)))
 
     async def _abort(self) -> None:
-        await self._connection.abort()
+        await self._outgoing.connection.abort()
         self.driver.post(ConnectionAborted())

@@ -89,7 +89,11 @@ SenderEvent = ReceiverMessage | CommonEvent | GrantGiven | ChunkComputed | SendD
 
 @dataclass(frozen=True, slots=True)
 class PostSend:
-    """Action: send the chunk's pages, then report SendDone."""
+    """Action: post the send of the chunk's pages, then report SendDone.
+
+    Its number among the sends of the connection, which is the driver's to know, goes into the
+    ChunkPosted that follows.
+    """
 
     chunk: int
 

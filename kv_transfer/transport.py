@@ -1,8 +1,8 @@
 """The seam between the transfer protocol and what carries bytes: nccl, tcp, loopback.
 
-A connection carries pages in one direction between one sender and one receiver. The protocol
-guarantees at most one send and one receive at a time on a connection, in the same order on both
-sides, and that both sides know of each other before either posts.
+A connection carries pages in one direction between one sender and one receiver. Operations of one
+side happen one after the other, in the order of their calls. The protocol guarantees the same order
+on both sides, and that both know of each other's operation before the receiver posts.
 """
 
 import asyncio

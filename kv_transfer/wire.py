@@ -64,8 +64,9 @@ def transfer_message_to_proto(message: TransferMessage) -> worker_pb2.TransferMe
             return make(ticket=ticket, chunk_ready=ready)
         case ChunkGo(chunk=chunk):
             return make(ticket=ticket, chunk_go=worker_pb2.ChunkGo(chunk=chunk))
-        case ChunkPosted(chunk=chunk):
-            return make(ticket=ticket, chunk_posted=worker_pb2.ChunkPosted(chunk=chunk))
+        case ChunkPosted(chunk=chunk, order=order):
+            posted = worker_pb2.ChunkPosted(chunk=chunk, order=order)
+            return make(ticket=ticket, chunk_posted=posted)
         case ChunkAck(chunk=chunk):
             return make(ticket=ticket, chunk_ack=worker_pb2.ChunkAck(chunk=chunk))
         case Abort(reason=reason):
@@ -100,7 +101,7 @@ def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
         case "chunk_go":
             return ChunkGo(ticket, proto.chunk_go.chunk)
         case "chunk_posted":
-            return ChunkPosted(ticket, proto.chunk_posted.chunk)
+            return ChunkPosted(ticket, proto.chunk_posted.chunk, proto.chunk_posted.order)
         case "chunk_ack":
             return ChunkAck(ticket, proto.chunk_ack.chunk)
         case "abort":

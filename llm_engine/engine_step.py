@@ -59,3 +59,4 @@ class StepResult:
 
     decodes: Sequence[SampledToken | None]  # one for each seat that decoded
     slices: Sequence[Drawn]  # one for each slice
+    seconds: float = 0.0  # that the step took, noted by whoever runs the engine; 0: not measured

@@ -17,9 +17,9 @@ from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferAborted, TransferError
 from kv_transfer.messages import ReceiverMessage
+from kv_transfer.order import Outgoing
 from kv_transfer.protocol import Cancelled
 from kv_transfer.sender import Sender
-from kv_transfer.transport import Connection
 from observability.logs import fields
 from prefill_worker.request import FinishedPrompt, Progress, ReadyPages
 from prefill_worker.scheduler import Scheduler
@@ -41,7 +41,7 @@ class Attempt:
         *,
         scheduler: Scheduler,
         storage: PageStorage,
-        connection: Connection,
+        outgoing: Outgoing,
         deadlines: TransferDeadlines,
         run_blocking: RunBlocking,
         on_change: Callable[[], None],
@@ -56,7 +56,7 @@ class Attempt:
         self._sender = Sender(
             ticket=start.ticket,
             storage=storage,
-            connection=connection,
+            outgoing=outgoing,
             send=self._messages.put,
             on_ack=self._acknowledged,
             deadlines=deadlines,

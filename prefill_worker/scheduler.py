@@ -250,7 +250,10 @@ class Scheduler:
             return False
         prompt.state = PromptState.COMPUTING
         prompt.pages = pages
-        prompt.num_cached = prompt.num_computed = pages.num_cached_pages * self._page_size
+        prompt.num_cached = pages.num_cached_pages * self._page_size
+        if self._cache.hold_twin(pages, prompt.tokens):
+            prompt.num_cached = len(prompt.tokens) - 1
+        prompt.num_computed = prompt.num_cached
         self.totals.looked_up_tokens += len(prompt.tokens)
         self.totals.cached_tokens += prompt.num_cached
         return True

@@ -54,7 +54,11 @@ class StepPlan:
 
     def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
         """Return what the engine does, one slice per chunk."""
-        return EngineStep(slices=tuple(_slice(chunk, eos_token_ids) for chunk in self.chunks))
+        pages = [chunk.prompt.pages for chunk in self.chunks]
+        return EngineStep(
+            copies=tuple(copy for each in pages if each for copy in each.twin_copies),
+            slices=tuple(_slice(chunk, eos_token_ids) for chunk in self.chunks),
+        )
 
 
 def _slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:

@@ -184,7 +184,7 @@ class PrefillWorker:
             num_waiting=self.scheduler.num_waiting,
         )
         try:
-            connection = self._accepted.get(
+            outgoing = self._accepted.get(
                 (receiver.name, receiver.incarnation), start.connection_id
             )
         except ConnectionBroken as error:
@@ -193,7 +193,7 @@ class PrefillWorker:
             start,
             scheduler=self.scheduler,
             storage=self._context.storage,
-            connection=connection,
+            outgoing=outgoing,
             deadlines=self._config.transfer_deadlines,
             run_blocking=self._run_blocking,
             on_change=self._context.wake.set,

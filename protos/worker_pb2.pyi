@@ -64,6 +64,16 @@ class SubscribeCacheEventsResponse(_message.Message):
     removed: bytes
     def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
+class MeetRequest(_message.Message):
+    __slots__ = ("prefill_workers",)
+    PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    prefill_workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerRef]
+    def __init__(self, prefill_workers: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ...) -> None: ...
+
+class MeetResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "submit", "cancel")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -297,10 +307,12 @@ class ChunkGo(_message.Message):
     def __init__(self, chunk: _Optional[int] = ...) -> None: ...
 
 class ChunkPosted(_message.Message):
-    __slots__ = ("chunk",)
+    __slots__ = ("chunk", "order")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     chunk: int
-    def __init__(self, chunk: _Optional[int] = ...) -> None: ...
+    order: int
+    def __init__(self, chunk: _Optional[int] = ..., order: _Optional[int] = ...) -> None: ...
 
 class ChunkAck(_message.Message):
     __slots__ = ("chunk",)

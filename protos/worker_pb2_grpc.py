@@ -204,6 +204,11 @@ class DecodeServiceStub:
                 request_serializer=protos_dot_worker__pb2.SessionRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/pagewire.v1.DecodeService/Meet',
+                request_serializer=protos_dot_worker__pb2.MeetRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.MeetResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -218,6 +223,13 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """Names prefill workers that requests may need, so that connections to them are made beforehand. Returns at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -225,6 +237,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=protos_dot_worker__pb2.SessionRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.SessionResponse.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=protos_dot_worker__pb2.MeetRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.MeetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -255,6 +272,33 @@ class DecodeService:
             '/pagewire.v1.DecodeService/Session',
             protos_dot_worker__pb2.SessionRequest.SerializeToString,
             protos_dot_worker__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.DecodeService/Meet',
+            protos_dot_worker__pb2.MeetRequest.SerializeToString,
+            protos_dot_worker__pb2.MeetResponse.FromString,
             options,
             channel_credentials,
             insecure,

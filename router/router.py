@@ -15,6 +15,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import ChatTemplateError, ModelFolderError
 from router.health import Health
+from router.introductions import Introductions
 from router.membership import WorkerMember
 from router.model_folder import ModelFolder, read_model_folder
 from router.off_loop import OffLoop, RunBlocking
@@ -85,7 +86,8 @@ class Router:
             slow_client_timeout_s=config.slow_client_timeout_s,
         )
         self._health = Health(self.registry)
-        self._health_task: asyncio.Task[None] | None = None
+        self._introductions = Introductions(self.registry)
+        self._followers: list[asyncio.Task[None]] = []  # of the registry
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add InferenceService and the health service to a server."""
@@ -104,7 +106,10 @@ class Router:
             except ChatTemplateError as error:
                 await self._renderer.close()
                 raise ModelFolderError(f"chat template of {self._model_dir}: {error}") from error
-        self._health_task = asyncio.create_task(self._health.run(), name="router-health")
+        self._followers = [
+            asyncio.create_task(self._health.run(), name="router-health"),
+            asyncio.create_task(self._introductions.run(), name="router-introductions"),
+        ]
 
     async def set_workers(self, workers: Iterable[WorkerMember]) -> None:
         """Set the membership. Idempotent; a worker that is absent stays for as long as it lives."""
@@ -113,9 +118,10 @@ class Router:
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, give the running ones `grace_s` seconds, then end them."""
         self.admission.is_closed = True
-        if self._health_task:
-            self._health_task.cancel()
-            await asyncio.wait([self._health_task], timeout=1)
+        for task in self._followers:
+            task.cancel()
+        if self._followers:
+            await asyncio.wait(self._followers, timeout=1)
         await self._health.stop()
         if not await self.admission.wait_idle(grace_s):
             logger.warning(

@@ -129,6 +129,15 @@ def open_session(channel: grpc.aio.Channel) -> Any:
     return stub.Session()
 
 
+async def meet(
+    channel: grpc.aio.Channel, prefill_workers: Sequence[WorkerMember], *, timeout_s: float
+) -> None:
+    """Name prefill workers to a decode worker; raises AioRpcError."""
+    stub = worker_pb2_grpc.DecodeServiceStub(channel)  # type: ignore[no-untyped-call]
+    members = [_worker_ref(each) for each in prefill_workers]
+    await stub.Meet(worker_pb2.MeetRequest(prefill_workers=members), timeout=timeout_s)
+
+
 def hello(router_id: str, incarnation: int) -> worker_pb2.SessionRequest:
     """Make the first message of a session."""
     greeting = worker_pb2.SessionHello(router_id=router_id, incarnation=incarnation)

@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from llm_engine.device_errors import is_device_lost
@@ -166,7 +167,8 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._max_failed_passes = max_failed_passes
         self._num_failed = 0  # passes since the last that succeeded
         self._unsettled: deque[PlanT] = deque()  # oldest first
-        self._num_launched = 0  # of them, the oldest
+        self._launched_at: deque[float] = deque()  # of them, the oldest
+        self._read_at = 0.0  # when the last step ended
 
     async def run(self) -> None:
         """Step until cancelled; what was launched then ends, and nobody hears of its results.
@@ -220,22 +222,27 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             self._settle(self._unsettled.popleft(), result)
 
     async def _launch(self, step: EngineStep) -> None:
-        self._num_launched += 1  # at once: a launch that is cancelled has happened all the same
+        # At once: a launch that is cancelled has happened all the same.
+        self._launched_at.append(asyncio.get_running_loop().time())
         try:
             await self._executor.launch(step)
         except Exception:
-            self._num_launched -= 1
+            self._launched_at.pop()
             raise
 
     async def _read(self) -> StepResult:
         try:
-            return await self._executor.read()
+            result = await self._executor.read()
         finally:
-            self._num_launched -= 1  # also when cancelled: its executor has waited for the end
+            # Also when cancelled: its executor has waited for the end. A step that was launched
+            # behind another one begins when that one ends.
+            began_at = max(self._launched_at.popleft(), self._read_at)
+            self._read_at = asyncio.get_running_loop().time()
+        return replace(result, seconds=self._read_at - began_at)
 
     async def _drop_launched(self) -> None:
         """Wait until nothing is written any more: pages may be handed out again only then."""
-        while self._num_launched:
+        while self._launched_at:
             with contextlib.suppress(Exception):
                 await self._read()
 

@@ -44,6 +44,7 @@ class Transfer:
     group: PrefillGroup
     contents: Any
     drawn: tuple[Any, ...]
+    is_told: bool = False  # the drawn tokens were taken
 
 
 @dataclass(eq=False)
@@ -232,9 +233,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.take(self.scheduler.complete_step(plan, result))
 
     @precondition(lambda self: self.transfers)
-    @rule(data=st.data(), then=st.sampled_from(["go on", "go on", "fail", "write late"]))
-    def move_pages(self, data: st.DataObject, then: str) -> None:
+    @rule(
+        data=st.data(),
+        then=st.sampled_from(["go on", "go on", "fail", "write late"]),
+        tells_first=st.booleans(),
+    )
+    def move_pages(self, data: st.DataObject, then: str, tells_first: bool) -> None:
         transfer = data.draw(st.sampled_from(self.transfers))
+        if tells_first:  # the first tokens come before the last page
+            self.tell_result(transfer)
         pages = transfer.group.pages
         assert pages is not None
         num_pages = len(pages.page_ids)
@@ -245,6 +252,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.fail_transfer(transfer, may_be_written=then == "write late")
         elif end == num_pages:
             self.finish_transfer(transfer)
+
+    def tell_result(self, transfer: Transfer) -> None:
+        if transfer.is_told:
+            return
+        transfer.is_told = True
+        self.take(
+            self.scheduler.receive_result(
+                transfer.group, transfer.drawn, num_cached_tokens=0, num_computed_tokens=0
+            )
+        )
 
     def write_late(self) -> None:
         for quarantine in self.quarantines:
@@ -359,14 +376,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def finish_transfer(self, transfer: Transfer) -> None:
         self.transfers.remove(transfer)
-        self.take(
-            self.scheduler.receive_done(
-                transfer.group, transfer.drawn, num_cached_tokens=0, num_computed_tokens=0
-            )
-        )
+        self.tell_result(transfer)
+        self.scheduler.receive_done(transfer.group)
 
     def fail_transfer(self, transfer: Transfer, *, may_be_written: bool) -> None:
         self.seen["failed transfers"] += 1
+        self.seen["failed after the first tokens"] += transfer.is_told
         self.transfers.remove(transfer)
         pages = transfer.group.pages
         assert pages is not None

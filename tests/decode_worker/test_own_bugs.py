@@ -14,7 +14,7 @@ from decode_worker.scheduler import Scheduler
 from kv_transfer.sender import Sender
 from prefill_worker.attempt import Attempt
 from tests.decode_worker.harness import ScriptedRouter, WorkerCluster, prompt_of, run
-from tests.support.virtual_time import run_virtual
+from tests.support.virtual_time import run_virtual, wait_until
 
 SOON_S = 5.0  # long before any deadline of a transfer
 
@@ -47,7 +47,8 @@ BUGS: dict[str, tuple[Any, str, Any, bool, str]] = {
     "an attempt": (RemotePrefill, "run", raises_later, False, "OK"),
     "giving up an attempt": (RemotePrefill, "stop", stops_and_raises, True, "INTERNAL"),
     "closing an attempt": (RemotePrefill, "close", raises_later, False, "OK"),
-    "taking the result": (Scheduler, "receive_done", raises, False, "INTERNAL"),
+    "taking the result": (Scheduler, "receive_result", raises, False, "INTERNAL"),
+    "letting a group run": (Scheduler, "receive_done", raises, False, "INTERNAL"),
     "telling the first tokens": (Outbox, "push", raises_at_first_token, False, "INTERNAL"),
     "committing pages": (Scheduler, "receive_committed", raises, False, "OK"),
     "taking a request": (Scheduler, "submit", raises, False, "INTERNAL"),
@@ -65,7 +66,7 @@ def test_a_bug_costs_at_most_the_request_that_meets_it_and_no_page(
 
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         other = await router.submit(prompt_of(20), max_tokens=40)
-        await other.has_tokens.wait()
+        await wait_until(lambda: len(other.tokens[0]) > 1, what="its run")
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, bug)
             cluster.prefills[0].executor.num_failing_passes = int(fails_first)

@@ -24,7 +24,7 @@ from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine
 from worker.identity import ModelInfo
 
 SETTINGS = settings(
-    max_examples=160,
+    max_examples=320,
     stateful_step_count=70,
     deadline=None,
     derandomize=True,

@@ -41,6 +41,7 @@ class ModelSequence:
     tokens: list[int]
     num_computed: int  # tokens whose slots are written and final
     is_incoming: bool
+    twin: int | None = None  # pinned page of the tree, equal to the last one
 
     def prefix(self, num_pages: int) -> Prefix:
         return (self.salt, tuple(self.tokens[: num_pages * PAGE_SIZE]))
@@ -80,7 +81,8 @@ class Oracle:
         return sum(seq.page_ids.count(page_id) for seq in self.sequences)
 
     def num_leases(self, page_id: int) -> int:
-        return sum(lease.pinned.count(page_id) for lease in self.leases)
+        num_twins = sum(seq.twin == page_id for seq in self.sequences)
+        return num_twins + sum(lease.pinned.count(page_id) for lease in self.leases)
 
     def state(self, page_id: int) -> PageState:
         pages = (page for transfer in self.transfers for page in transfer.quarantined)
@@ -153,6 +155,8 @@ class CacheMachine(RuleBasedStateMachine):
             if model.prefix(num_pages) in self.oracle.tree:
                 break
             self.oracle.tree[model.prefix(num_pages)] = model.page_ids[num_pages - 1]
+        if not is_incoming:
+            self.hold_twin(model)
         self.fill_pages(model, num_filled)
 
     @precondition(lambda self: any(seq.num_computed for seq in self.oracle.sequences))
@@ -189,6 +193,20 @@ class CacheMachine(RuleBasedStateMachine):
             )
         )
 
+    def hold_twin(self, seq: ModelSequence) -> None:
+        """Copy the page that is left to compute, if it is in the tree, all but its last slot."""
+        last = seq.prefix(len(seq.page_ids))
+        if seq.num_filled_pages == len(seq.page_ids) - 1 and len(last[1]) % PAGE_SIZE == 0:
+            seq.twin = self.oracle.tree[last] if last in self.oracle.ready else None
+
+        assert self.cache.hold_twin(seq.pages, seq.tokens) == (seq.twin is not None)
+
+        for source, target in seq.pages.twin_copies:
+            assert (source, target) == (seq.twin, seq.page_ids[-1])
+            for offset in range(PAGE_SIZE - 1):
+                self.oracle.slots[target, offset] = self.oracle.slots[source, offset]
+            seq.num_computed = len(seq.tokens) - 1
+
     # Progress
 
     @precondition(lambda self: any(not seq.is_filled for seq in self.oracle.sequences))
@@ -204,6 +222,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.write(seq, seq.num_computed, min(end_page * PAGE_SIZE, len(seq.tokens)))
 
         self.cache.commit(seq.pages, end_page)
+        if seq.is_filled:
+            seq.twin = None
 
         assert seq.pages.num_committed_pages == end_page
         for count in range(1, len(seq.tokens[: seq.num_computed]) // PAGE_SIZE + 1):

@@ -67,6 +67,35 @@ def test_recomputed_last_page_stays_private() -> None:
     cache.check_integrity()
 
 
+def test_a_twin_of_the_last_page_stays_until_the_sequence_has_computed_its_own() -> None:
+    cache = build_cache(num_pages=4)
+    tokens = list(range(8))
+    cache.release(serve(cache, tokens))
+
+    again = cache.reserve(tokens, incoming=False)
+    assert cache.hold_twin(again, tokens)
+    ((twin, own),) = again.twin_copies
+
+    assert own == again.page_ids[1]
+    assert cache.pool.counts().free + cache.pool.counts().cached == 1, "the twin is not evictable"
+    cache.check_integrity()
+    cache.commit(again, 2)
+    assert again.twin_copies == ()
+    assert cache.pool.state(twin) is PageState.CACHED
+    cache.check_integrity()
+
+
+def test_without_an_equal_ready_page_there_is_no_twin() -> None:
+    cache = build_cache()
+    tokens = list(range(8))
+    pending = cache.reserve(tokens, incoming=False)
+    cache.commit(pending, 1)
+    for other in (tokens, [*tokens[:7], 50], [*tokens[:4], 50]):
+        seq = cache.reserve(other, incoming=False)
+        assert not cache.hold_twin(seq, other)
+        assert seq.twin_copies == ()
+
+
 def test_others_wait_for_pending_pages_and_get_them_chunk_by_chunk() -> None:
     cache = build_cache()
     tokens = list(range(13))

@@ -12,6 +12,7 @@ from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import run_inline
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.messages import Ticket
+from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport import Connection
@@ -53,8 +54,8 @@ class Workers:
         self.accepted = AcceptedConnections([self.sender_transport])
         self.num_connects = 0
 
-    async def connect(self) -> tuple[Connection, asyncio.Lock, Connection]:
-        """Return the receiver's side, its lock, and the sender's side."""
+    async def connect(self) -> tuple[Incoming, Outgoing]:
+        """Return the receiver's side and the sender's."""
         deadline = asyncio.get_running_loop().time() + 1
 
         async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
@@ -68,8 +69,13 @@ class Workers:
                 deadline=deadline,
             )
 
-        connection, lock = await self.pool.get(("prefill-0", 7), call, deadline)
-        return connection, lock, self.accepted.get(RECEIVER, connection.connection_id)
+        incoming = await self.pool.get(("prefill-0", 7), call, deadline)
+        return incoming, self.accepted.get(RECEIVER, incoming.connection.connection_id)
+
+    async def connections(self) -> tuple[Connection, Connection]:
+        """Return what both sides share with their transfers."""
+        incoming, outgoing = await self.connect()
+        return incoming.connection, outgoing.connection
 
 
 class Stream:
@@ -105,7 +111,7 @@ class Attempt:
     def __init__(
         self,
         workers: Workers,
-        sides: tuple[Connection, asyncio.Lock, Connection],
+        sides: tuple[Incoming, Outgoing],
         *,
         source_pages: Sequence[int],
         target_pages: Sequence[int],
@@ -115,7 +121,7 @@ class Attempt:
         ticket: Ticket = TICKET,
         deadlines: TransferDeadlines = DEADLINES,
     ) -> None:
-        receiving, lock, sending = sides
+        incoming, outgoing = sides
         self.workers = workers
         self.source_pages = tuple(source_pages)
         self.target_pages = tuple(target_pages)
@@ -130,8 +136,7 @@ class Attempt:
             page_ids=target_pages,
             first_page=first_page,
             storage=workers.target,
-            connection=receiving,
-            receive_lock=lock,
+            incoming=incoming,
             send=self.to_sender.send,
             on_commit=self.committed.append,
             deadlines=deadlines,
@@ -140,7 +145,7 @@ class Attempt:
         self.sender = Sender(
             ticket=ticket,
             storage=workers.source,
-            connection=sending,
+            outgoing=outgoing,
             send=self.to_receiver.send,
             on_ack=lambda first, num: self.acked.append((first, num)),
             deadlines=deadlines,

@@ -37,12 +37,12 @@ def test_concurrent_callers_share_one_set_up() -> None:
 def test_a_broken_connection_is_made_anew() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
-        first, _, first_sending = await workers.connect()
+        first, first_sending = await workers.connections()
         await first.abort()
 
         with pytest.raises(ConnectionBroken, match="Connect again"):
             workers.accepted.get(RECEIVER, first.connection_id)
-        second, _, _ = await workers.connect()
+        second, _ = await workers.connections()
 
         assert second is not first
         assert first_sending.is_broken
@@ -55,7 +55,7 @@ def test_a_broken_connection_is_made_anew() -> None:
 def test_dropping_aborts_both_views_of_the_connection() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
-        connection, _, _ = await workers.connect()
+        connection, _ = await workers.connections()
 
         workers.pool.drop(connection)
         workers.pool.drop(connection)
@@ -71,7 +71,7 @@ def test_dropping_aborts_both_views_of_the_connection() -> None:
 def test_a_new_incarnation_of_the_peer_gets_a_new_connection() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
-        old, _, _ = await workers.connect()
+        old, _ = await workers.connections()
 
         async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
             await workers.accepted.connect(
@@ -83,7 +83,7 @@ def test_a_new_incarnation_of_the_peer_gets_a_new_connection() -> None:
                 deadline=5,
             )
 
-        new, _ = await workers.pool.get(("prefill-0", 8), call, 5)
+        new = (await workers.pool.get(("prefill-0", 8), call, 5)).connection
         await asyncio.sleep(0.1)
 
         assert old.is_broken
@@ -107,7 +107,7 @@ def test_a_failed_set_up_fails_all_its_callers_and_the_next_call_tries_again() -
 
         assert [type(result) for result in results] == [ConnectionRefusedError] * 3
         assert workers.network.offers == {}
-        connection, _, _ = await workers.connect()
+        connection, _ = await workers.connections()
         assert not connection.is_broken
 
     run(scenario)
@@ -170,7 +170,7 @@ def test_one_caller_that_leaves_does_not_end_the_set_up_of_others() -> None:
         await started.wait()
         leaving.cancel()
 
-        connection, _ = await staying
+        connection = (await staying).connection
 
         assert not connection.is_broken
 
@@ -201,11 +201,11 @@ def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
                 deadline=5,
             )
 
-        connection, _ = await pool.get(("prefill-0", 7), call, 5)
+        connection = (await pool.get(("prefill-0", 7), call, 5)).connection
 
         assert tried == ["other", "loopback"]
         assert (
-            accepted.get(RECEIVER, connection.connection_id).connection_id
+            accepted.get(RECEIVER, connection.connection_id).connection.connection_id
             == connection.connection_id
         )
 
@@ -215,13 +215,13 @@ def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
 def test_a_connection_serves_only_the_receiver_that_made_it() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
-        connection, _, sending = await workers.connect()
+        connection, sending = await workers.connections()
 
         for other in (("decode-1", 9), ("decode-0", 10)):
             with pytest.raises(ConnectionBroken, match="call Connect first"):
                 workers.accepted.get(other, connection.connection_id)
 
-        assert workers.accepted.get(RECEIVER, connection.connection_id) is sending
+        assert workers.accepted.get(RECEIVER, connection.connection_id).connection is sending
 
     run(scenario)
 

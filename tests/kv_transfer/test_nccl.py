@@ -12,6 +12,7 @@ import pytest
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch
 from kv_transfer.nccl import _OFFER, NcclConnection, NcclTransport
+from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.polling_thread import PollingThread, Steps
 from tests.kv_transfer.pair import Attempt, Workers, make_storage, shuffled
 from tests.support.loopback import LoopbackNetwork
@@ -116,7 +117,7 @@ def test_whole_transfers_run_over_the_polling_threads() -> None:
             workers.source, workers.target = pair.source, pair.target
             attempt = Attempt(
                 workers,
-                (receiving, asyncio.Lock(), sending),
+                (Incoming(receiving), Outgoing(sending)),
                 source_pages=shuffled(10, 1),
                 target_pages=shuffled(10, 2),
             )

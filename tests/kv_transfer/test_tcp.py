@@ -16,6 +16,7 @@ import pytest
 
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import ConnectionBroken, DigestMismatch, TransferError
+from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.tcp import (
     CHALLENGE_BYTES,
     MAX_GREETINGS,
@@ -109,7 +110,7 @@ def test_whole_transfers_run_over_tcp_and_find_damage() -> None:
             receiving, sending = await pair.connect()
             workers = Workers(LoopbackNetwork())
             workers.source, workers.target = pair.source, pair.target
-            sides = (receiving, asyncio.Lock(), sending)
+            sides = (Incoming(receiving), Outgoing(sending))
             good = Attempt(
                 workers, sides, source_pages=shuffled(10, 1), target_pages=shuffled(10, 2)
             )

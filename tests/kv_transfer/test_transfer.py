@@ -1,6 +1,7 @@
 """Sender and receiver over the loopback transport, in virtual time, with every fault."""
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -17,9 +18,11 @@ from kv_transfer.errors import (
     TransferTimeout,
 )
 from kv_transfer.messages import ChunkGo, ChunkPosted, ChunkReady, Granted
+from kv_transfer.order import Load
+from kv_transfer.receiver_protocol import Slot
 from tests.kv_transfer.pair import DEADLINES, TICKET, Attempt, Workers, shuffled
 from tests.support.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
-from tests.support.virtual_time import run_virtual
+from tests.support.virtual_time import run_virtual, wait_until
 
 
 def network(*faults: LoopbackFault, hang_on_peer_death: bool = True) -> LoopbackNetwork:
@@ -78,24 +81,29 @@ def test_only_the_wanted_pages_move() -> None:
     run(scenario)
 
 
+async def eight_attempts(workers: Workers, **options: Any) -> list[Attempt]:
+    """Transfers of eight pages each that share one connection."""
+    sides = await workers.connect()
+    pages = shuffled(64, 3)
+    return [
+        Attempt(
+            workers,
+            sides,
+            source_pages=pages[i * 8 : i * 8 + 8],
+            target_pages=pages[i * 8 : i * 8 + 8],
+            ticket=replace(TICKET, transfer_id=bytes([i]) * 16),
+            **options,
+        )
+        for i in range(8)
+    ]
+
+
 def test_transfers_of_one_pair_share_the_connection_one_receive_at_a_time() -> None:
     async def scenario() -> None:
         net = network()
         net.latency_s = 0.05
         workers = Workers(net)
-        sides = await workers.connect()
-        pages = shuffled(64, 3)
-        attempts = [
-            Attempt(
-                workers,
-                sides,
-                source_pages=pages[i * 8 : i * 8 + 8],
-                target_pages=pages[i * 8 : i * 8 + 8],
-                ticket=replace(TICKET, transfer_id=bytes([i]) * 16),
-                chunk_pages=2,
-            )
-            for i in range(8)
-        ]
+        attempts = await eight_attempts(workers, chunk_pages=2)
 
         await asyncio.gather(*(attempt.run() for attempt in attempts))
 
@@ -103,6 +111,104 @@ def test_transfers_of_one_pair_share_the_connection_one_receive_at_a_time() -> N
         assert all(attempt.is_equal(8) for attempt in attempts)
         assert net.copies == 32
         assert asyncio.get_running_loop().time() >= 32 * 0.05
+
+    run(scenario)
+
+
+def test_round_trips_of_several_transfers_overlap() -> None:
+    async def scenario() -> None:
+        net = network()
+        net.latency_s = 0.0001
+        attempts = await eight_attempts(Workers(net), chunk_pages=8, compute_s=0.0)
+        for attempt in attempts:
+            attempt.to_receiver.delay_s = attempt.to_sender.delay_s = 0.01
+        started_at = asyncio.get_running_loop().time()
+
+        await asyncio.gather(*(attempt.run() for attempt in attempts))
+
+        assert all(attempt.is_equal(8) for attempt in attempts)
+        # Granted and Ready, Go, Posted, Ack: four messages one after the other, and eight copies.
+        assert asyncio.get_running_loop().time() - started_at < 4 * 0.01 + 8 * 0.0001 + 0.001
+
+    run(scenario)
+
+
+def test_receives_are_posted_in_the_order_of_the_sends_whoever_hears_of_them_first() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempts = await eight_attempts(workers, chunk_pages=2)
+        rng = random.Random(5)
+        for attempt in attempts:
+            attempt.to_receiver.delay_s = rng.uniform(0.0, 0.02)
+            attempt.to_sender.delay_s = rng.uniform(0.0, 0.02)
+
+        results = await asyncio.gather(*(attempt.run() for attempt in attempts))
+
+        assert all(isinstance(result, TransferStats) for result, *_ in results)
+        assert all(attempt.is_equal(8) for attempt in attempts)
+        numbers = [
+            (attempt.to_receiver.delay_s, message.order)
+            for attempt in attempts
+            for message in attempt.to_receiver.seen
+            if isinstance(message, ChunkPosted)
+        ]
+        assert sorted(order for _, order in numbers) == list(range(32))
+        assert len({delay for delay, _ in numbers}) == 8, "some must have been overtaken"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("what", ["cancelled", "stream lost"])
+def test_a_transfer_that_ends_between_others_keeps_them_or_ends_them_soon(what: str) -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempts = await eight_attempts(workers, chunk_pages=2, compute_s=0.003)
+        running = [asyncio.create_task(attempt.run()) for attempt in attempts]
+        victim = attempts[3]
+        await wait_until(lambda: victim.receiver.driver.state.slot is Slot.CALLED)
+        if what == "cancelled":
+            await victim.receiver.driver.cancel("the client left")
+        else:
+            # The answer to ChunkGo is lost, and with it the number of a send.
+            victim.to_receiver.is_cut = victim.to_sender.is_cut = True
+            victim.receiver.driver.stream_lost("cut")
+            victim.sender.driver.stream_lost("cut")
+
+        async with asyncio.timeout(DEADLINES.transfer_s / 2):
+            results = await asyncio.gather(*running)
+
+        failed = [isinstance(received, TransferError) for received, *_ in results]
+        assert failed[3]
+        if what == "cancelled":
+            assert sum(failed) == 1
+            assert not victim.receiver._incoming.connection.is_broken
+        for attempt in attempts:
+            await attempt.wait_quiescent()
+            num_pages = attempt.committed[-1] if attempt.committed else 0
+            assert attempt.is_equal(num_pages)
+        assert victim.receiver._incoming.load == Load()
+        assert victim.sender._outgoing.load == Load()
+
+    run(scenario)
+
+
+def test_a_number_that_comes_twice_breaks_the_connection() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        incoming, outgoing = await workers.connect()
+        sending = asyncio.create_task(outgoing.connection.send([1], 5.0))
+        await incoming.receive(0, [1], 5.0)
+        await sending
+
+        with pytest.raises(ConnectionBroken, match="twice"):
+            await incoming.receive(0, [1], 5.0)
+        waiting = asyncio.create_task(incoming.receive(7, [1], 5.0))
+        await asyncio.sleep(0)
+        with pytest.raises(ConnectionBroken, match="twice"):
+            await incoming.receive(7, [1], 5.0)
+        await incoming.abort()
+        with pytest.raises(ConnectionBroken, match="before this one failed"):
+            await waiting
 
     run(scenario)
 
@@ -123,7 +229,7 @@ def test_damaged_pages_are_never_committed(kind: FaultKind) -> None:
         assert isinstance(received, DigestMismatch)
         assert isinstance(sent, TransferAborted)
         assert attempt.committed == [4]
-        assert not attempt.receiver._connection.is_broken
+        assert not attempt.receiver._incoming.connection.is_broken
 
     run(scenario)
 
@@ -170,7 +276,7 @@ def test_a_stuck_transfer_ends_within_its_deadlines(
         assert isinstance(sent, TransferError)
         assert attempt.committed == []
         assert loop.time() < DEADLINES.transfer_s + DEADLINES.abort_s
-        assert attempt.receiver._connection.is_broken
+        assert attempt.receiver._incoming.connection.is_broken
 
     run(scenario)
 
@@ -210,7 +316,7 @@ def test_an_overdue_abort_keeps_the_pages_until_it_returns_but_frees_the_receive
                 await side.driver.wait_quiescent()
             assert not side.driver.is_quiescent
             side.driver.call_when_quiescent(partial(freed.append, name))
-        assert not sides[1].locked()
+        assert sides[0].load == Load()
         await asyncio.sleep(90.0)
         assert freed == []
 
@@ -272,7 +378,7 @@ def test_cancelling_at_any_point_frees_both_sides_at_once_and_keeps_the_connecti
         assert cancelled_after_s < 0.01
         assert isinstance(received, TransferAborted)
         assert isinstance(sent, TransferAborted)
-        assert not attempt.receiver._connection.is_broken
+        assert not attempt.receiver._incoming.connection.is_broken
         again = await ten_pages(workers, ticket=replace(TICKET, attempt=1))
         results = await again.run()
         assert isinstance(results[0], TransferStats)
@@ -406,7 +512,7 @@ def test_a_callback_that_raises_is_reported_and_ends_only_its_attempt() -> None:
 
         assert isinstance(received, ValueError)
         assert isinstance(sent, TransferAborted)
-        assert not attempt.receiver._lock.locked()
+        assert attempt.receiver._incoming.load == Load()
 
     run(scenario)
 

@@ -43,7 +43,7 @@ messages = st.one_of(
     st.builds(Granted, tickets),
     st.builds(ChunkReady, tickets, u32, u32, digests, st.booleans()),
     st.builds(ChunkGo, tickets, u32),
-    st.builds(ChunkPosted, tickets, u32),
+    st.builds(ChunkPosted, tickets, u32, st.integers(0, 2**64 - 1)),
     st.builds(ChunkAck, tickets, u32),
     st.builds(Abort, tickets, st.text(max_size=100)),
 )

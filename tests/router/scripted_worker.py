@@ -122,6 +122,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     choice_cancels: list[tuple[str, int]] = field(default_factory=list)
     cache_batches: list[worker_pb2.SubscribeCacheEventsResponse] = field(default_factory=list)
     subscriptions: list[worker_pb2.SubscribeCacheEventsRequest] = field(default_factory=list)
+    met: list[list[str]] = field(default_factory=list)  # prefill workers, each time they were told
+    is_shy: bool = False  # refuses to meet anybody
 
     @property
     def address(self) -> str:
@@ -178,6 +180,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             yield batch
         while True:
             await asyncio.sleep(1.0)
+
+    async def Meet(  # noqa: N802
+        self, request: worker_pb2.MeetRequest, context: Any
+    ) -> worker_pb2.MeetResponse:
+        if self.is_shy:
+            await context.abort(grpc.StatusCode.INTERNAL, "a bug")
+        self.met.append([each.address for each in request.prefill_workers])
+        return worker_pb2.MeetResponse()
 
     async def Session(  # noqa: N802
         self, requests: AsyncIterator[worker_pb2.SessionRequest], context: Any

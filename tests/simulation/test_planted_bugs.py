@@ -86,7 +86,7 @@ def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
 def wait_without_deadline(patch: pytest.MonkeyPatch) -> None:
     """A transfer waits for ever."""
     deadlines = kv_transfer.deadlines.TransferDeadlines
-    patch.setattr(deadlines, "seconds", lambda self, wait, num_bytes: 1e9)
+    patch.setattr(deadlines, "seconds", lambda self, *anything: 1e9)
 
 
 def resume_takes_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -228,12 +228,12 @@ def imported_pages_are_shifted(patch: pytest.MonkeyPatch) -> None:
 
 def prefill_draws_for_one_choice(patch: pytest.MonkeyPatch) -> None:
     """All choices begin with the token of the first."""
-    right = decode_worker.scheduler.Scheduler.receive_done
+    right = decode_worker.scheduler.Scheduler.receive_result
 
     def wrong(self: Any, group: Any, tokens: Any, **rest: Any) -> Any:
         return right(self, group, [tokens[0]] * len(tokens), **rest)
 
-    patch.setattr(decode_worker.scheduler.Scheduler, "receive_done", wrong)
+    patch.setattr(decode_worker.scheduler.Scheduler, "receive_result", wrong)
 
 
 def evictions_do_not_reach_the_index(patch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,10 @@ def test_requests_that_wait_for_a_prefix_in_flight_hold_up_nobody_else() -> None
 
         assert_right(other, *await asyncio.gather(*sharing))
         assert other.deltas[0].at - other.arrived_at < 0.5
-        first_of_others = min(task.result().deltas[0].at for task in sharing)
-        assert first_of_others > 2.0, "the prefix was in flight all the while"
+        # The first token of the one whose prefix is in flight does not wait for it.
+        firsts = sorted(task.result().deltas[0].at for task in sharing)
+        assert firsts[0] < 0.5
+        assert firsts[1] > 2.0, "the prefix was in flight all the while"
         moved = sum(task.result().usage.stats.pages_moved for task in sharing)
         assert moved == 20 + 36, "it moved once"
 
@@ -211,9 +213,48 @@ def test_what_was_committed_before_a_prefill_worker_died_is_not_moved_again() ->
 
         history = await serving
         assert_right(history)
-        assert history.usage.stats.pages_moved == 20
+        assert len(history.deltas) > 0
+        # The first token was told before its pages were there; it belongs to the prompt now.
+        assert history.usage.stats.pages_moved == 20 + 1
 
     in_cluster(FakeCluster(shape=SLOW), body)
+
+
+@pytest.mark.parametrize("silently", [True, False])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("victim", ["prefill", "decode", "both"])
+def test_a_worker_killed_between_the_first_token_and_its_pages(
+    victim: str, params: SamplingParams, silently: bool
+) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        spec = request("r0", 80, n=3, params=params)
+        serving = await start_request(cluster, spec)
+        prefill = await _serving_prefill(cluster)
+        decodes = [name for name in cluster.workers if name.startswith("decode")]
+
+        def serving_decode() -> str | None:
+            # All is computed, so that the first tokens are told, and most pages have not arrived.
+            if cluster.workers[prefill].engine.num_computed_tokens < 80:
+                return None
+            pools = {name: cluster.workers[name].cache.pool.counts() for name in decodes}
+            return next((name for name, pool in pools.items() if pool.incoming > 4), None)
+
+        await wait_until(lambda: serving_decode() is not None)
+        decode = serving_decode()
+        assert decode is not None
+        await asyncio.sleep(0.02)
+        if victim != "prefill":
+            cluster.kill(decode, silently=silently)
+        if victim != "decode":
+            cluster.kill(prefill, silently=silently)
+
+        history = await serving
+        assert_right(history)
+        assert min(delta.at for delta in history.deltas) < 0.3, "told before the kill"
+        assert history.usage.stats.resumptions == (victim != "prefill")
+        assert history.usage.stats.pages_moved > 0
+
+    in_cluster(FakeCluster(shape=replace(SLOW, num_decode=2)), body)
 
 
 def test_without_any_prefill_worker_left_the_decode_worker_computes() -> None:

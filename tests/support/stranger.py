@@ -172,6 +172,8 @@ class Stranger:
             return [self._connect_request(worker)]
         if name == "Prefill":
             return [self._prefill_start(worker)]
+        if name == "Meet":
+            return [worker_pb2.MeetRequest(prefill_workers=self._liars())]
         kinds = {
             "GetInfo": worker_pb2.GetInfoRequest,
             "Watch": worker_pb2.WatchRequest,
@@ -185,18 +187,20 @@ class Stranger:
 
     def submits(self) -> list[worker_pb2.SessionRequest]:
         """Have prompts of others computed by the liar, for the cache that all share."""
-        liars = [worker_to_proto(self._liar)] if self._liar else []
         submits = [
             worker_pb2.SubmitRequest(
                 request_id=f"stranger-{self._rng.randrange(2**32)}",
                 prompt_token_ids=pack_token_ids(prompt),
                 sampling=common_pb2.SamplingParams(max_tokens=4, top_p=1.0, repetition_penalty=1.0),
                 choices=[worker_pb2.ChoiceState(choice=0)],
-                prefill_candidates=liars,
+                prefill_candidates=self._liars(),
             )
             for prompt in self._prompts
         ]
         return [worker_pb2.SessionRequest(submit=submit) for submit in submits]
+
+    def _liars(self) -> list[common_pb2.WorkerRef]:
+        return [worker_to_proto(self._liar)] if self._liar else []
 
     def _connect_request(self, worker: WorkerIdentity) -> worker_pb2.ConnectRequest:
         """Connect under a genuine decode worker's name, which would replace its connection."""

@@ -1,0 +1,52 @@
+"""How many prompt tokens a step may compute beside decodes without making them late.
+
+Prefill that shares steps with decodes lengthens each of them, and so the time between two tokens of
+everybody who decodes here. How long a chunk takes depends on the model, the device, the context and
+on whether steps are recorded, so it is measured, not configured. Pure: durations come in as values.
+
+Source: chunks that are sized to a latency target, as in Sarathi-Serve (Agrawal et al., 2024).
+"""
+
+LIMIT_BOUND = 0.9  # of the limit: from this size on a step shows whether more would fit
+
+
+class ChunkBudget:
+    """Adapts the limit of prompt tokens to the durations of steps.
+
+    The limit moves to where the measured cost of a chunk meets what the decodes leave of the
+    budget, by at most a factor of two for each step: a single slow step, which any stall of the
+    host can make, costs little.
+
+    Args:
+        budget_s: How long a step may take that also decodes; 0: as long as it takes.
+        min_tokens: Computed even if that takes longer, so that prompts make progress.
+        max_tokens: Computed at most.
+    """
+
+    def __init__(self, *, budget_s: float, min_tokens: int, max_tokens: int) -> None:
+        self._budget_s = budget_s
+        self._min_tokens = min(min_tokens, max_tokens)
+        self._max_tokens = max_tokens
+        self._limit = float(self._min_tokens if budget_s else max_tokens)
+        self._decode_s = 0.0  # the last step without a chunk
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many prompt tokens a step with decodes may compute."""
+        return int(self._limit)
+
+    def observe(self, *, num_decodes: int, num_chunk_tokens: int, seconds: float) -> None:
+        """Take the duration of a step into account."""
+        if not self._budget_s or seconds <= 0:
+            return
+        if not num_chunk_tokens:
+            self._decode_s = seconds
+            return
+        decode_s = min(self._decode_s, seconds) if num_decodes else 0.0
+        # Proportional, which overstates a chunk's cost per token less the larger it is.
+        left_s = max(0.0, self._budget_s - self._decode_s)
+        fits = num_chunk_tokens * left_s / max(seconds - decode_s, 1e-6)
+        is_late = num_decodes > 0 and seconds > self._budget_s
+        if is_late or num_chunk_tokens >= LIMIT_BOUND * self._limit:
+            fits = min(max(fits, self._limit / 2), self._limit * 2)
+            self._limit = min(max(fits, self._min_tokens), self._max_tokens)

@@ -1,0 +1,107 @@
+"""Several transfers over one connection: in which order both sides post, and how many may wait.
+
+A connection moves one message after the other, and both sides must post in the same order. The
+sender decides it: it numbers its sends and says the number in ChunkPosted. ChunkPosted of different
+transfers may overtake each other, since each comes over a stream of its own, so the receiver posts
+by number. A number that is missing is that of a transfer whose stream was lost after ChunkGo: that
+one aborts the connection, and so ends the wait of all others.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.errors import ConnectionBroken
+from kv_transfer.transport import Connection
+
+WINDOW = 8  # chunks that a receiver asks for at a time; hides the round trips between them
+
+
+@dataclass(slots=True)
+class Load:
+    """What is under way on one side of a connection: each of it has the time of all."""
+
+    num_chunks: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count a chunk that is asked for, or posted."""
+        self.num_chunks += 1
+        self.num_bytes += num_bytes
+
+    def remove(self, num_bytes: int) -> None:
+        """Count it no longer."""
+        self.num_chunks -= 1
+        self.num_bytes -= num_bytes
+
+
+class Outgoing:
+    """The sender's side of a connection, shared by its transfers."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.load = Load()
+        self._num_posted = 0
+        self._order = asyncio.Lock()
+
+    def next_order(self) -> int:
+        """Return the number of a send; sends must then be called in the order of their numbers."""
+        self._num_posted += 1
+        return self._num_posted - 1
+
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
+        """Send pages as the connection does, within so long from the end of the send before."""
+        async with self._order:
+            await self.connection.send(page_ids, asyncio.get_running_loop().time() + seconds)
+
+
+class Incoming:
+    """The receiver's side of a connection, shared by its transfers."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.slots = asyncio.Semaphore(WINDOW)
+        self.load = Load()
+        self._num_done = 0
+        self._known: set[int] = set()  # numbers not done that were said
+        self._waiting: dict[int, asyncio.Future[None]] = {}  # number |-> set when its turn comes
+
+    async def receive(self, order: int, page_ids: Sequence[int], seconds: float) -> None:
+        """Receive pages as the connection does, within so long from the end of the one before.
+
+        Raises:
+            ConnectionBroken: As the connection does; also when a number comes twice, or when an
+                earlier receive failed.
+        """
+        await self._turn(order)
+        try:
+            await self.connection.receive(page_ids, asyncio.get_running_loop().time() + seconds)
+        except BaseException:
+            self._break()
+            raise
+        self._known.remove(order)
+        self._num_done += 1
+        if (following := self._waiting.pop(self._num_done, None)) and not following.done():
+            following.set_result(None)
+
+    async def abort(self) -> None:
+        """Abort the connection, and let nobody wait for a turn that will not come."""
+        self._break()
+        await self.connection.abort()
+
+    async def _turn(self, order: int) -> None:
+        if self.connection.is_broken:
+            raise ConnectionBroken("the connection broke while another transfer used it")
+        if order < self._num_done or order in self._known:
+            raise ConnectionBroken(f"the number {order} of a send comes twice")
+        self._known.add(order)
+        if order == self._num_done:
+            return
+        turn = self._waiting[order] = asyncio.get_running_loop().create_future()
+        await turn
+
+    def _break(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for turn in waiting.values():
+            if not turn.done():
+                turn.set_exception(ConnectionBroken("a transfer before this one failed"))

@@ -1,0 +1,52 @@
+"""Tells decode workers of prefill workers, so that no request has to wait for a connection.
+
+A connection takes two workers some round trips, with NCCL up to seconds. Made when the router knows
+of both, it is there before the first request needs it. What fails here costs nothing: the first
+request connects then.
+"""
+
+import asyncio
+import logging
+
+import grpc
+
+from observability.logs import fields
+from router import wire
+from router.membership import WorkerMember
+from router.worker_registry import Worker, WorkerRegistry
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 5.0  # between two attempts, when nothing changes
+MEET_S = 5.0  # for one call
+
+
+class Introductions:
+    """Follows the registry; one call at a time to each decode worker."""
+
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self._registry = registry
+        self._told: dict[Worker, frozenset[WorkerMember]] = {}  # decode worker |-> whom it knows
+
+    async def run(self) -> None:
+        """Introduce until cancelled."""
+        while True:
+            prefills = frozenset(worker.member for worker in self._registry.ready("prefill"))
+            decodes = self._registry.ready("decode")
+            self._told = {each: told for each, told in self._told.items() if each in decodes}
+            due = [each for each in decodes if prefills and self._told.get(each) != prefills]
+            await asyncio.gather(*(self._introduce(each, prefills) for each in due))
+            now = asyncio.get_running_loop().time()
+            await self._registry.wait_changed(now + REFRESH_S)
+
+    async def _introduce(self, worker: Worker, prefills: frozenset[WorkerMember]) -> None:
+        members = sorted(prefills, key=lambda member: member.worker_id)
+        try:
+            await wire.meet(worker.channel, members, timeout_s=MEET_S)
+        except grpc.aio.AioRpcError as error:
+            logger.info(
+                "introduction_failed",
+                extra=fields(worker_id=worker.member.worker_id, reason=error.details()),
+            )
+        else:
+            self._told[worker] = prefills

@@ -1,0 +1,44 @@
+"""Decode workers hear of prefill workers before requests need them."""
+
+from tests.router.scripted_worker import ScriptedWorker, running_router
+from tests.support.virtual_time import run_virtual, wait_until
+
+
+def test_each_decode_worker_hears_of_all_prefill_workers_that_are_ready() -> None:
+    async def main() -> None:
+        decodes = [ScriptedWorker(f"decode-{index}") for index in range(2)]
+        async with running_router(*decodes) as tested:
+            assert not any(each.met for each in decodes), "there is nobody to meet"
+
+            await tested.add(*(ScriptedWorker(f"prefill-{i}", pool="prefill") for i in range(2)))
+            both = ["prefill-0:1", "prefill-1:1"]
+            await wait_until(lambda: all(each.met[-1:] == [both] for each in decodes))
+
+            late = ScriptedWorker("decode-2")
+            await tested.add(late)
+            await wait_until(lambda: late.met == [both])
+
+            before = [list(each.met) for each in decodes]
+            await tested.add(ScriptedWorker("prefill-0", incarnation=2, pool="prefill"))
+            both[0] = "prefill-0:2"
+            await wait_until(lambda: all(each.met[-1] == both for each in (*decodes, late)))
+            assert [each.met[: len(told)] for each, told in zip(decodes, before, strict=True)] == (
+                before
+            )
+            assert not any(each.submits for each in decodes)
+
+    run_virtual(main())
+
+
+def test_a_decode_worker_that_fails_to_meet_serves_and_is_told_again() -> None:
+    async def main() -> None:
+        shy = ScriptedWorker("decode-0", is_shy=True)
+        async with running_router(shy, ScriptedWorker("prefill-0", pool="prefill")) as tested:
+            answer = await tested.generate(max_tokens=3)
+            assert answer.error is None
+            assert not shy.met
+
+            shy.is_shy = False
+            await wait_until(lambda: shy.met == [["prefill-0:1"]], timeout_s=10.0)
+
+    run_virtual(main())
