@@ -14,14 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 from benchmarks.client_processes import ClientProcesses, ClientsFailed
 from benchmarks.prompts import Seeds, StreamSpec
 from benchmarks.random_checkpoint import SHAPES, ensure_random_checkpoint
-from benchmarks.served_cluster import ClusterFailed, ClusterSpec, ServedCluster
+from benchmarks.served_cluster import OPTIONS, ClusterFailed, ClusterSpec, ServedCluster
 from benchmarks.stream_statistics import Row, StreamRecord, work_done
 from llm_engine.cached_folder import user_cache_dir
 from pagewire import PagewireError
@@ -204,7 +204,8 @@ class ResultFile:
     def add(self, row: Row) -> None:
         """Take a case in, and write the file."""
         self._rows[row["case"]] = row
-        say(f"{row['case']}: " + ", ".join(f"{k} {v}" for k, v in row.items() if k != "case"))
+        shown = [f"{key} {value}" for key, value in row.items() if not isinstance(value, list)]
+        say(f"{row['case']}: {', '.join(shown[1:])}")
         self.write()
 
     def leave_out(self, cases: Sequence[str]) -> None:
@@ -256,7 +257,8 @@ def run_cases(
                 clock.left_s()  # it may only have been the end of the time
                 row = {"error": f"{type(error).__name__}: {error}"}
                 host.close()
-            results.add({"case": left[0].name} | row)
+            on = {"cluster": left[0].cluster} if left[0].cluster else {}
+            results.add({"case": left[0].name, **on, **row})
             left.pop(0)
     except OutOfTime:
         say("the deadline has passed")
@@ -395,6 +397,29 @@ def cluster_options(options: argparse.Namespace) -> Row:
             raise SystemExit(f"--option {each}: not NAME=VALUE")
         found[name] = yaml.safe_load(value)
     return found
+
+
+def configuration_of(
+    options: argparse.Namespace, sizes: Sizes, clusters: Mapping[str, ClusterSpec]
+) -> Row:
+    """Return what the rows of a run depend on, beside hardware and versions."""
+    return {
+        "shape": options.shape,
+        "device": options.device,
+        "scale": options.scale,
+        "repeats": sizes.repeats,
+        "clients": options.clients,
+        "seed": options.seed,
+        "clusters": {
+            name: {
+                "prefill": spec.prefill,
+                "decode": spec.decode,
+                "options": {**OPTIONS, **spec.options},
+                "altered": [name for name, is_so in asdict(spec.altered).items() if is_so],
+            }
+            for name, spec in clusters.items()
+        },
+    }
 
 
 def head_of(options: argparse.Namespace, program: str, configuration: Row) -> Row:

@@ -7,13 +7,14 @@ Weights, prompts and clients are those of benchmarks.serving_matrix. "Aggregated
 without prefill workers on as many GPUs.
 
 transfer/again@L    a prompt of L tokens that the prefill worker's cache has and the decode worker
-                    must receive whole; pages of both lie in random order. transfer/again@page is
-                    one page: what a request costs besides.
+                    must receive whole; pages of both lie in random order.
 transfer/new@L, aggregated@L    the first token of a new prompt, with 1 + 1 workers and on one GPU.
-transfer/scattered@L            GB/s, by what again@L takes longer than again@page (computed).
-transfer/ttft_share@L           `share`: of the first token's time, what new@L takes longer than
-                                aggregated@L; `hidden_share`: of the transfer's time, what does not
-                                show in it (computed).
+                    All three also for @page, a prompt of one page, which shows what a request costs
+                    besides.
+transfer/scattered@L     GB/s, by what again@L takes longer than again@page (computed).
+transfer/ttft_share@L    `share`: of the first token's time, what new@L takes longer than
+                    aggregated@L; `hidden_share`: of the transfer's time, what is not in that
+                    difference, without the difference that a page makes (computed).
 transfer/dedup      64 requests at once with one new prefix of 8,192 tokens: how often it was
                     computed and moved.
 itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive.
@@ -30,7 +31,7 @@ with --shape tiny --scale small --device cpu --page-size 16.
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from benchmarks.case_runs import (
     Run,
     arguments,
     cluster_options,
+    configuration_of,
     head_of,
     model_of,
     num_gpus,
@@ -66,7 +68,7 @@ from benchmarks.stream_statistics import (
 )
 from prefill_worker.config import PrefillConfig
 
-LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)
+LENGTHS = (0, 1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens; 0: a page
 CHUNK_PAGES = PrefillConfig().chunk_pages
 DEDUP_STREAMS, DEDUP_PREFIX, DEDUP_OWN = 64, 8192, 128
 CHATS, CHAT_TOKENS, CHAT_STEPS = 16, 1024, 2048
@@ -88,7 +90,7 @@ ARMS = {
 def move_again(length: int, run: Run) -> Row:
     """Time the first token of a prompt whose pages all have to move, and nothing else."""
     page_size = run.cluster.model.page_size
-    length = run.sizes.tokens(length) if length else page_size
+    length = run.sizes.tokens(length) or page_size
     specs = wave(run.seeds, 1, unique=length)
     for _ in range(2):
         run.wave(specs)
@@ -103,7 +105,7 @@ def move_again(length: int, run: Run) -> Row:
 
 def new_prompt(length: int, run: Run) -> Row:
     """Time the first token of a new prompt."""
-    length = run.sizes.tokens(length)
+    length = run.sizes.tokens(length) or run.cluster.model.page_size
     run.wave(wave(run.seeds, 1, unique=length))
     waves = [run.wave(wave(run.seeds, 1, unique=length)) for _ in range(max(run.sizes.repeats, 5))]
     work = run.check_work([record for each in waves for record in each])
@@ -113,15 +115,17 @@ def new_prompt(length: int, run: Run) -> Row:
 
 def transfer_shares(rows: Mapping[str, Row]) -> list[Row]:
     """Return what follows from the transfers that were measured; see the module's text."""
+
+    def row(kind: str, length: int) -> Row | None:
+        return rows.get(transfer_case(kind, length))
+
     found = []
-    page = rows.get("transfer/again@page")
-    for length in LENGTHS:
-        again = rows.get(f"transfer/again@{length}")
-        if page is None or again is None:
+    page = row("again", 0)
+    for length in LENGTHS[1:]:
+        again = row("again", length)
+        if page is None or again is None or again["ms"] <= page["ms"]:  # noise hides it
             continue
         moving_ms = again["ms"] - page["ms"]
-        if moving_ms <= 0:  # noise hides it
-            continue
         per_repeat = (again["bytes_moved"] - page["bytes_moved"]) / again["repeats"]
         found.append(
             {
@@ -131,21 +135,29 @@ def transfer_shares(rows: Mapping[str, Row]) -> list[Row]:
                 "from": [again["case"], page["case"]],
             }
         )
-        new, alone = (rows.get(f"transfer/{each}@{length}") for each in ("new", "aggregated"))
-        if new is None or alone is None:
+        sources = [row(kind, each) for each in (length, 0) for kind in ("new", "aggregated")]
+        present = [each for each in sources if each]
+        if len(present) < len(sources):
             continue
+        new, alone, new_page, page_alone = present
         exposed_ms = new["ms"] - alone["ms"]
+        of_page_ms = new_page["ms"] - page_alone["ms"]
         found.append(
             {
                 "case": f"transfer/ttft_share@{length}",
                 "ms": round(exposed_ms, 3),
                 "share": round(exposed_ms / new["ms"], 4),
-                "hidden_share": round(1 - exposed_ms / moving_ms, 4),
+                "hidden_share": round(1 - (exposed_ms - of_page_ms) / moving_ms, 4),
                 "chunks": again["chunks"],
-                "from": [each["case"] for each in (new, alone, again, page)],
+                "from": [each["case"] for each in (*present, again, page)],
             }
         )
     return found
+
+
+def transfer_case(kind: str, length: int) -> str:
+    """Return the name of a case of transfers; of length 0: of a page."""
+    return f"transfer/{kind}@{length or 'page'}"
 
 
 def dedup(run: Run) -> Row:
@@ -278,7 +290,7 @@ def replay(path: Path, scale: TraceScale, run: Run) -> Row:
         "failed": len(records) - len(done),
         "errors": sorted({each.error for each in records if each.error})[:5],
         "too_long": too_long,
-        "trace": path.name,
+        "trace": {"file": path.name, **asdict(scale)},
         **work,
     }
 
@@ -290,16 +302,16 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
     """Return all cases, those of one cluster after another."""
     pools = f"{options.pairs}+{options.pairs}"
     alone = f"0+{2 * options.pairs}"
-    cases = [
-        Case(name="transfer/again@page", cluster="1+1, all move", measure=partial(move_again, 0))
-    ]
+    cases = []
     for length in LENGTHS:
         again, new = partial(move_again, length), partial(new_prompt, length)
-        cases += [
-            Case(name=f"transfer/again@{length}", cluster="1+1, all move", measure=again),
-            Case(name=f"transfer/new@{length}", cluster="1+1, all move", measure=new),
-            Case(name=f"transfer/aggregated@{length}", cluster="0+1", measure=new),
-        ]
+        for kind, cluster, measure in (
+            ("again", "1+1, all move", again),
+            ("new", "1+1, all move", new),
+            ("aggregated", "0+1", new),
+        ):
+            name = transfer_case(kind, length)
+            cases.append(Case(name=name, cluster=cluster, measure=measure))
     cases += [
         Case(name="transfer/dedup", cluster="1+1", measure=dedup),
         Case(name="itl/disaggregated", cluster="1+1", measure=chats_beside_prompts),
@@ -345,7 +357,11 @@ def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterS
         "0+2": replace(base, prefill=0, decode=2),
         f"0+{2 * pairs}": replace(base, prefill=0, decode=2 * pairs),
         "1+1, all move": replace(base, altered=Alteration(moves_again=True, scatters_pages=True)),
-        **{f"1+1, {arm}": replace(base, altered=altered) for arm, altered in ARMS.items()},
+        **{
+            f"1+1, {arm}": replace(base, altered=altered)
+            for arm, altered in ARMS.items()
+            if altered != Alteration()
+        },
         "1+1, watched": replace(base, options={**base.options, **kills.OPTIONS}),
     }
 
@@ -369,32 +385,18 @@ def main() -> None:
     if options.list:
         print("\n".join(chosen))
         return
+    clock = Clock(options.deadline_s, options.seed)
     sizes = sizes_of(options)
-    configuration = {
-        "shape": options.shape,
-        "device": options.device,
-        "scale": options.scale,
-        "repeats": sizes.repeats,
-        "clients": options.clients,
-        "seed": options.seed,
-        "cluster": cluster_options(options),
-        "pairs": options.pairs,
-        "kills": options.kills,
-        "trace": {
-            "seconds": options.trace_seconds,
-            "rate": options.trace_rate,
-            "lengths": options.trace_lengths,
-        },
-    }
+    clusters = all_clusters(options, model_of(options))
+    configuration = configuration_of(options, sizes, clusters)
     head = head_of(options, "benchmarks.disaggregation", configuration)
     try:
         results = ResultFile(options.out, head, derive=transfer_shares, resumes=options.resume)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    clock = Clock(options.deadline_s, options.seed)
     run_cases(
         [case for case in cases if case.name in chosen],
-        all_clusters(options, model_of(options)),
+        clusters,
         results,
         sizes=sizes,
         clock=clock,

@@ -26,10 +26,10 @@ with --shape tiny --scale small --device cpu --page-size 16.
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 from benchmarks.case_runs import (
     Case,
@@ -39,6 +39,7 @@ from benchmarks.case_runs import (
     Run,
     arguments,
     cluster_options,
+    configuration_of,
     drop_from_file_cache,
     head_of,
     model_of,
@@ -214,7 +215,10 @@ def warm_up(run: Run) -> None:
 def cold_start(spec: ClusterSpec, clock: Clock) -> Row:
     """Time a start that reads weights from the disk and compiles all kernels."""
     drop_from_file_cache(spec.model)
-    with tempfile.TemporaryDirectory() as kernels, new_environment(TRITON_CACHE_DIR=kernels):
+    with (
+        tempfile.TemporaryDirectory() as kernels,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=kernels),
+    ):
         return time_start(spec, COLD, clock)
 
 
@@ -233,21 +237,6 @@ def time_start(spec: ClusterSpec, name: str, clock: Clock) -> Row:
     return {"ms": round(1e3 * seconds, 1), "seconds": round(seconds, 2), "repeats": 1}
 
 
-@contextmanager
-def new_environment(**variables: str) -> Iterator[None]:
-    """Set variables for processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def main() -> None:
     """Run from the command line."""
     options = arguments(__doc__).parse_args()
@@ -257,33 +246,25 @@ def main() -> None:
     if options.list:
         print("\n".join(chosen))
         return
-    cluster = cluster_options(options)
+    clock = Clock(options.deadline_s, options.seed)
     sizes = sizes_of(options)
-    configuration = {
-        "shape": options.shape,
-        "device": options.device,
-        "scale": options.scale,
-        "repeats": sizes.repeats,
-        "clients": options.clients,
-        "seed": options.seed,
-        "cluster": cluster,
-    }
+    disaggregated = ClusterSpec(
+        model=model_of(options),
+        prefill=1,
+        decode=1,
+        device=options.device,
+        options=cluster_options(options),
+    )
+    specs = {DISAGGREGATED: disaggregated, AGGREGATED: replace(disaggregated, prefill=0)}
+    configuration = configuration_of(options, sizes, specs)
     head = head_of(options, "benchmarks.serving_matrix", configuration)
     try:
         results = ResultFile(options.out, head, derive=lambda rows: [], resumes=options.resume)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    clock = Clock(options.deadline_s, options.seed)
-    model = model_of(options)
-    specs = {
-        name: ClusterSpec(
-            model=model, prefill=prefill, decode=1, device=options.device, options=cluster
-        )
-        for name, prefill in ((DISAGGREGATED, 1), (AGGREGATED, 0))
-    }
     of_starts = {
-        COLD: partial(cold_start, specs[DISAGGREGATED]),
-        WARM: partial(warm_start, specs[DISAGGREGATED]),
+        COLD: partial(cold_start, disaggregated),
+        WARM: partial(warm_start, disaggregated),
     }
     cases = [Case(name=name, measure_start=each) for name, each in of_starts.items()]
     cases += [

@@ -17,7 +17,7 @@ from benchmarks.random_checkpoint import (
     write_random_checkpoint,
 )
 from benchmarks.serving_matrix import cached, decode, ttft
-from tests.cluster.in_process import one_plus_one
+from tests.cluster.in_process import in_process_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -54,7 +54,10 @@ def test_cases_measure_what_they_say_and_refuse_a_cluster_that_only_looks_right(
 
 
 async def measure_all(model_dir: Path) -> dict[str, dict[str, Any]]:
-    async with one_plus_one(model_dir) as client:
+    # Large: on a busy host no deadline passes, after which decode workers compute prompts.
+    async with in_process_cluster(
+        model_dir, num_prefill=1, num_decode=1, page_size=PAGE_SIZE, is_large=True
+    ) as client:
         cluster: Any = SimpleNamespace(
             address=client.address,
             model=(await client.list_models())[0],
