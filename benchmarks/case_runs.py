@@ -33,7 +33,11 @@ NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 class CaseFailed(Exception):
-    """A case ran, and what it shows is not what it must."""
+    """A case ran, and what it shows is not what it must; `row` is what it measured all the same."""
+
+    def __init__(self, why: str, row: Row | None = None) -> None:
+        super().__init__(why)
+        self.row = row or {}
 
 
 class OutOfTime(Exception):
@@ -255,7 +259,8 @@ def run_cases(
                 row = host.measure(left[0])
             except (CaseFailed, ClientsFailed, ClusterFailed, PagewireError) as error:
                 clock.left_s()  # it may only have been the end of the time
-                row = {"error": f"{type(error).__name__}: {error}"}
+                row = error.row if isinstance(error, CaseFailed) else {}
+                row = {**row, "error": f"{type(error).__name__}: {error}"}
                 host.close()
             on = {"cluster": left[0].cluster} if left[0].cluster else {}
             results.add({"case": left[0].name, **on, **row})

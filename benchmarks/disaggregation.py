@@ -65,6 +65,7 @@ from benchmarks.stream_statistics import (
     spread,
     step_window,
     wall_s,
+    work_done,
 )
 from prefill_worker.config import PrefillConfig
 
@@ -273,10 +274,10 @@ def replay(path: Path, scale: TraceScale, run: Run) -> Row:
     done = [each for each in records if not each.error]
     if not done:
         raise CaseFailed(f"no request was answered: {records[0].error}")
-    work = run.check_work(done)
+    work = work_done(done)
     ttft = percentiles(first_token_ms(done), "ttft_ms")
     seconds = wall_s(done)
-    return {
+    row = {
         "ms": ttft["ttft_ms_p50"],
         **ttft,
         **percentiles(gaps_ms(done), "itl_ms"),
@@ -293,6 +294,11 @@ def replay(path: Path, scale: TraceScale, run: Run) -> Row:
         "trace": {"file": path.name, **asdict(scale)},
         **work,
     }
+    try:
+        run.check_work(done)
+    except CaseFailed as error:
+        raise CaseFailed(str(error), row) from error
+    return row
 
 
 # All of them

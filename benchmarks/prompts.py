@@ -18,7 +18,7 @@ FIRST_TOKEN_ID = 10  # after the special tokens
 TRACE_TICK_MS = 3000  # of the Mooncake traces: arrivals are rounded down to it
 TRACE_BLOCK_TOKENS = 512  # that share one hash id
 
-# Of the offline mix that peers were measured with.
+# Sums of the offline mix that peers were measured with; how far its lengths spread is not known.
 MIX_REQUESTS, MIX_INPUT_TOKENS, MIX_OUTPUT_TOKENS = 512, 502_942, 121_658
 MIX_INPUT_SIGMA, MIX_OUTPUT_SIGMA = 0.8, 0.6
 

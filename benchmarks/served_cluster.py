@@ -109,8 +109,10 @@ class ServedCluster:
         return int(self._hear(STATUS_TIMEOUT_S))
 
     def close(self) -> None:
-        """Stop everything."""
-        if self._client is not None:
+        """Stop everything; a cluster that still starts is killed."""
+        if self._client is None:
+            self._process.terminate()
+        else:
             self._client.close()
         self._pipe.close()  # which tells it to stop
         self._process.join(STOP_TIMEOUT_S)

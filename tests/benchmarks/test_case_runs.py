@@ -37,7 +37,7 @@ def takes(ms: float) -> Any:
 
 
 def fails(clock: Clock) -> dict[str, Any]:
-    raise CaseFailed("no page moved")
+    raise CaseFailed("no page moved", {"ms": 3.0})
 
 
 def test_each_case_is_written_when_it_ends_and_failures_say_why(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_each_case_is_written_when_it_ends_and_failures_say_why(tmp_path: Path) 
     assert written["cases"] == [
         {"case": "a", "ms": 1.0},
         {"case": "b", "ms": 2.0},
-        {"case": "c", "error": "CaseFailed: no page moved"},
+        {"case": "c", "ms": 3.0, "error": "CaseFailed: no page moved"},
     ]
     assert written["not_run"] == []
     assert results.num_failed == 1
