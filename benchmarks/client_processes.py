@@ -143,12 +143,13 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             share = pipe.recv()
-        except EOFError:
+            try:
+                answer: object = asyncio.run(_read_share(share, pipe))
+            except PagewireError as error:
+                answer = RuntimeError(f"{type(error).__name__}: {error}")
+            pipe.send(answer)
+        except (EOFError, OSError):  # the launcher is gone
             return
-        try:
-            pipe.send(asyncio.run(_read_share(share, pipe)))
-        except (PagewireError, OSError, TimeoutError) as error:
-            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 async def _read_share(share: _Share, pipe: Connection) -> list[StreamRecord]:

@@ -46,6 +46,7 @@ from benchmarks.case_runs import (
     arguments,
     cluster_options,
     configuration_of,
+    end_in_order,
     head_of,
     model_of,
     num_gpus,
@@ -391,6 +392,7 @@ def main() -> None:
     if options.list:
         print("\n".join(chosen))
         return
+    end_in_order()
     clock = Clock(options.deadline_s, options.seed)
     sizes = sizes_of(options)
     clusters = all_clusters(options, model_of(options))

@@ -41,6 +41,7 @@ from benchmarks.case_runs import (
     cluster_options,
     configuration_of,
     drop_from_file_cache,
+    end_in_order,
     head_of,
     model_of,
     read_into_file_cache,
@@ -246,6 +247,7 @@ def main() -> None:
     if options.list:
         print("\n".join(chosen))
         return
+    end_in_order()
     clock = Clock(options.deadline_s, options.seed)
     sizes = sizes_of(options)
     disaggregated = ClusterSpec(
