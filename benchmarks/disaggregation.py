@@ -37,24 +37,19 @@ from pathlib import Path
 
 from benchmarks import kills
 from benchmarks.altered_workers import Alteration
-from benchmarks.case_runs import (
-    Case,
-    CaseFailed,
-    Clock,
-    ResultFile,
-    Run,
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected
+from benchmarks.measured_host import num_gpus
+from benchmarks.prompts import TraceScale, read_trace, wave
+from benchmarks.result_file import ResultFile
+from benchmarks.run_arguments import (
     arguments,
     cluster_options,
     configuration_of,
     end_in_order,
     head_of,
     model_of,
-    num_gpus,
-    run_cases,
-    selected,
     sizes_of,
 )
-from benchmarks.prompts import TraceScale, read_trace, wave
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.serving_matrix import check_fresh, first_tokens, warm_up, with_tokens
 from benchmarks.stream_statistics import (

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.case_runs import CaseFailed, Run, gpu_memory_mib
+from benchmarks.case_runs import CaseFailed, Run
+from benchmarks.measured_host import gpu_memory_mib
 from benchmarks.prompts import token_ids, wave
 from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
 from pagewire import ClusterStatus, PagewireError, WorkerStatus

@@ -31,25 +31,8 @@ from dataclasses import replace
 from functools import partial
 from unittest import mock
 
-from benchmarks.case_runs import (
-    Case,
-    CaseFailed,
-    Clock,
-    ResultFile,
-    Run,
-    arguments,
-    cluster_options,
-    configuration_of,
-    drop_from_file_cache,
-    end_in_order,
-    head_of,
-    model_of,
-    read_into_file_cache,
-    run_cases,
-    selected,
-    sizes_of,
-    start,
-)
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected, start
+from benchmarks.measured_host import drop_from_file_cache, read_into_file_cache
 from benchmarks.prompts import (
     MIX_INPUT_TOKENS,
     MIX_OUTPUT_TOKENS,
@@ -57,6 +40,16 @@ from benchmarks.prompts import (
     StreamSpec,
     mix,
     wave,
+)
+from benchmarks.result_file import ResultFile
+from benchmarks.run_arguments import (
+    arguments,
+    cluster_options,
+    configuration_of,
+    end_in_order,
+    head_of,
+    model_of,
+    sizes_of,
 )
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.stream_statistics import (

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.case_runs import SCALES, Case, CaseFailed, Clock, ResultFile, run_cases, selected
+from benchmarks.case_runs import Case, CaseFailed, Clock, run_cases, selected
+from benchmarks.result_file import ResultFile
+from benchmarks.run_arguments import SCALES
 
 HEAD = {"hardware": "h", "commit": "one", "configuration": {"seed": 1}}
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.case_runs import CaseFailed, Clock, Run, Sizes
+from benchmarks.case_runs import CaseFailed, Clock, Run
+from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
 from benchmarks.client_processes import ClientProcesses
 from benchmarks.disaggregation import dedup
-from benchmarks.random_checkpoint import (
-    SHAPES,
-    ensure_random_checkpoint,
-    write_random_checkpoint,
-)
+from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.run_arguments import Sizes
 from benchmarks.serving_matrix import cached, decode, ttft
 from tests.cluster.in_process import in_process_cluster
 
