@@ -15,7 +15,7 @@ class Group:
     """The bars of one case, from top to bottom."""
 
     case: str
-    us: tuple[float, ...]  # one for each series
+    values: tuple[float | None, ...]  # one for each series; None: it has none
     lengths: tuple[float, ...]  # parts of the plot's width
     remark: str = ""  # stands at the right
 
@@ -30,6 +30,7 @@ class Chart:
     case_heading: str
     ticks: tuple[tuple[float, str], ...]  # part of the plot's width, and text
     remark_heading: str = ""
+    unit: str = "us"  # of the values
     groups: tuple[Group, ...]
 
 
@@ -42,7 +43,7 @@ def draw(chart: Chart) -> str:
     parts = [
         *_legend(chart, legend),
         text(16, top - 8, chart.case_heading),
-        text(LEFT - 6, top - 8, "us", anchor="end"),
+        text(LEFT - 6, top - 8, chart.unit, anchor="end"),
         text(WIDTH - 16, top - 8, chart.remark_heading, anchor="end"),
     ]
     for part, label in chart.ticks:
@@ -54,23 +55,26 @@ def draw(chart: Chart) -> str:
     return figure(chart.title, chart.notes, bottom + 30, parts)
 
 
-def format_us(us: float) -> str:
-    """Return a time with three digits or all before the point."""
-    return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+def format_value(value: float) -> str:
+    """Return a value with a digit after the point, or all before it from 100 on."""
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _group(group: Group, chart: Chart, top: float) -> Iterator[str]:
-    """Yield one case: its name, the us of each series, the bars and the remark."""
-    middle = top + len(group.us) * BAR_HEIGHT / 2 + 4
+    """Yield one case: its name, the value of each series, the bars and the remark."""
+    middle = top + len(group.values) * BAR_HEIGHT / 2 + 4
     yield text(16, middle, group.case)
-    for number, (us, length) in enumerate(zip(group.us, group.lengths, strict=True)):
+    for number, (value, length) in enumerate(zip(group.values, group.lengths, strict=True)):
+        if value is None:
+            continue
         name, colour = chart.series[number]
+        label = f"{group.case}, {name}: {format_value(value)} {chart.unit}"
         y = top + number * BAR_HEIGHT
-        yield text(LEFT - 6, y + BAR_HEIGHT - 3, format_us(us), anchor="end")
+        yield text(LEFT - 6, y + BAR_HEIGHT - 3, format_value(value), anchor="end")
         yield (
             f'<rect x="{LEFT}" y="{y:.1f}" width="{length * PLOT_WIDTH:.1f}" '
             f'height="{BAR_HEIGHT - 1}" fill="{colour}">'
-            f"<title>{escape(f'{group.case}, {name}: {format_us(us)} us')}</title></rect>"
+            f"<title>{escape(label)}</title></rect>"
         )
     yield text(WIDTH - 16, middle, group.remark, anchor="end")
 

@@ -13,7 +13,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 
 from benchmarks import border_chart
-from benchmarks.bar_chart import Chart, Group, draw, format_us
+from benchmarks.bar_chart import Chart, Group, draw, format_value
 from benchmarks.cascade_border import Row
 
 # FlashInfer 0.6.12, median us, measured earlier on the same type of GPU by the method of
@@ -71,9 +71,9 @@ def decode_chart(us: Mapping[str, float]) -> Chart:
         groups.append(
             Group(
                 case=f"{case} *" if case in WITHOUT_WRITE else case,
-                us=(ours, flashinfer),
+                values=(ours, flashinfer),
                 lengths=(read / ours, read / flashinfer),
-                remark=format_us(read),
+                remark=format_value(read),
             )
         )
     return Chart(
@@ -109,7 +109,7 @@ def cascade_chart(us: Mapping[str, float]) -> Chart:
         for digit in ((1, 2, 5) if power < high else (1,))
     ]
     groups = [
-        Group(case=case, us=row, lengths=tuple((log10(t) - low) / (high - low) for t in row))
+        Group(case=case, values=row, lengths=tuple((log10(t) - low) / (high - low) for t in row))
         for case, row in times.items()
     ]
     return Chart(

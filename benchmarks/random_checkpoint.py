@@ -18,35 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.checkpoint_shapes import SHAPES
 from cluster.demo_model import BOS, EOS, build_tokenizer
 
 SHARD_BYTES = 2 << 30
 SEED = 20261121
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 65_536,  # the model's own is 8,192; workloads are longer
-        "rope_theta": 500_000.0,
-    },
-    "small": {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 4096,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500_000.0,
-    },
-}
 
 
 def write_random_checkpoint(shape: dict[str, Any], folder: Path, device: torch.device) -> int:

@@ -72,7 +72,7 @@ def test_each_case_has_its_name_and_all_its_times(chart: Chart) -> None:
 
     for group in chart.groups:
         assert shown.count(group.case) == 1
-        assert len(group.us) == len(chart.series)
+        assert len(group.values) == len(chart.series)
     assert set(shown) >= {name for name, _ in chart.series}
     assert len(bars(chart)) == len(chart.groups) * len(chart.series)
 

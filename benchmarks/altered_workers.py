@@ -1,0 +1,90 @@
+"""Workers that lack one part, or start from another state: what the part is worth.
+
+The product has no switches for them. Each alteration replaces a function in the process of a worker
+before it starts, and a run that alters workers must show in its counts that the alteration holds.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from credentials.secret import PartyKeys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alteration:
+    """What is different from the product; nothing by default."""
+
+    reads_again: bool = False  # each request reads its prefix for itself: no cascade
+    moves_again: bool = False  # decode workers ask for all pages of a prompt: no delta
+    scatters_pages: bool = False  # pages of a prompt lie far apart in the pools of both sides
+
+    def apply(self) -> None:
+        """Alter this process."""
+        if self.reads_again:
+            read_again()
+        if self.moves_again:
+            move_again()
+        if self.scatters_pages:
+            scatter_pages()
+
+    @contextmanager
+    def in_launcher(self) -> Iterator[None]:
+        """Have the clusters that this process starts meanwhile use altered workers."""
+        if self == Alteration():
+            yield
+            return
+        import cluster.launch
+        from decode_worker.actor import DecodeActor
+        from prefill_worker.actor import PrefillActor
+
+        of_prefill = Alteration(scatters_pages=self.scatters_pages)
+        with (
+            mock.patch.object(cluster.launch, "DecodeActor", altered(DecodeActor, self)),
+            mock.patch.object(cluster.launch, "PrefillActor", altered(PrefillActor, of_prefill)),
+        ):
+            yield
+
+
+def altered(actor: type, alteration: Alteration) -> type:
+    """Return an actor class whose process is altered before the engine is loaded."""
+
+    class Altered(actor):  # type: ignore[misc] # whichever it is
+        async def __init__(  # type: ignore[misc] # Ray awaits it
+            self, settings: Any, config: Any, keys: PartyKeys, controller_name: str
+        ) -> None:
+            alteration.apply()
+            await super().__init__(settings, config, keys, controller_name)
+
+    Altered.__name__ = Altered.__qualname__ = f"Altered{actor.__name__}"
+    return Altered
+
+
+def read_again() -> None:
+    """Let decode attention be flat (docs/decisions/0009)."""
+    from llm_engine import decode_triton
+
+    decode_triton.reads_prefixes_once = lambda pages, sliding_window: False
+
+
+def move_again() -> None:
+    """Let prompts find nothing in the cache; equal pages still become one when they have come."""
+    from kv_cache.prefix_cache import PrefixCache
+
+    PrefixCache._match_path = lambda self, page_tokens, num_tokens, salt: []  # type: ignore[method-assign]
+
+
+def scatter_pages() -> None:
+    """Let new pools hand out their pages in random order, as after long service."""
+    from kv_cache.page_pool import PagePool
+
+    make = PagePool.__init__
+
+    def make_and_shuffle(self: PagePool, num_pages: int) -> None:
+        make(self, num_pages)
+        random.Random(num_pages).shuffle(self._free)  # noqa: S311 - nothing secret
+
+    PagePool.__init__ = make_and_shuffle  # type: ignore[method-assign]

@@ -1,0 +1,200 @@
+"""Clients in processes of their own: so many that none of them is what limits a cluster.
+
+Each reads its share of a wave's streams in one event loop. Prompts are made and the connection
+stands before the wave begins, which is at the same moment for all.
+"""
+
+import asyncio
+import multiprocessing
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Self
+
+from benchmarks.prompts import StreamSpec, token_ids
+from benchmarks.stream_statistics import StreamRecord
+from pagewire import AsyncClient, PagewireError
+
+ARM_TIMEOUT_S = 120.0  # making prompts takes a millisecond for each 100,000 tokens
+LEAD_S = 0.05  # from the word to the beginning
+MARGIN_S = 30.0  # for clients to send what they have, when their streams have timed out
+
+
+class ClientsFailed(Exception):
+    """A client process died or did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What one process reads of a wave."""
+
+    address: str
+    vocab_size: int
+    streams: tuple[StreamSpec, ...]
+    timeout_s: float  # of each stream
+
+
+class ClientProcesses:
+    """Owns the processes; use it with `with`. One wave at a time."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._running: list[tuple[Connection, list[int]]] = []  # places in the wave
+        self._deadline = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes, also in the middle of a wave."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    @property
+    def count(self) -> int:
+        """Processes."""
+        return len(self._processes)
+
+    def run(
+        self, address: str, vocab_size: int, streams: Sequence[StreamSpec], timeout_s: float
+    ) -> list[StreamRecord]:
+        """Read a wave to its end; returns a record for each stream, in order.
+
+        Raises:
+            ClientsFailed: See `finish`.
+        """
+        self.begin(address, vocab_size, streams, timeout_s)
+        return self.finish()
+
+    def begin(
+        self, address: str, vocab_size: int, streams: Sequence[StreamSpec], timeout_s: float
+    ) -> float:
+        """Begin a wave; returns at which time of the monotonic clock."""
+        self._running = []
+        for index, pipe in enumerate(self._pipes):
+            places = list(range(index, len(streams), self.count))
+            if places:
+                share = tuple(streams[place] for place in places)
+                pipe.send(
+                    _Share(
+                        address=address, vocab_size=vocab_size, streams=share, timeout_s=timeout_s
+                    )
+                )
+                self._running.append((pipe, places))
+        armed_by = time.monotonic() + ARM_TIMEOUT_S
+        for pipe, _ in self._running:
+            self._hear(pipe, armed_by)
+        begin_at = time.monotonic() + LEAD_S
+        for pipe, _ in self._running:
+            pipe.send(begin_at)
+        last_offset_s = max(each.offset_s for each in streams)
+        self._deadline = begin_at + last_offset_s + timeout_s + MARGIN_S
+        return begin_at
+
+    def finish(self) -> list[StreamRecord]:
+        """Wait for the end of the wave that `begin` began; returns a record for each stream.
+
+        Raises:
+            ClientsFailed: A process died, or has not answered when all streams have timed out.
+        """
+        records: dict[int, StreamRecord] = {}
+        for pipe, places in self._running:
+            heard = self._hear(pipe, self._deadline)
+            assert isinstance(heard, list), "records"
+            records |= zip(places, heard, strict=True)
+        self._running = []
+        return [records[place] for place in sorted(records)]
+
+    def _hear(self, pipe: Connection, deadline: float) -> object:
+        try:
+            if pipe.poll(max(deadline - time.monotonic(), 0)):
+                heard: object = pipe.recv()
+                if isinstance(heard, Exception):
+                    raise ClientsFailed(f"a client failed: {heard!r}") from heard
+                return heard
+        except (EOFError, OSError) as error:
+            raise ClientsFailed(f"a client process died: {error!r}") from error
+        raise ClientsFailed("a client process does not answer")
+
+
+def _serve(pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's to handle
+    while True:
+        try:
+            share = pipe.recv()
+            try:
+                answer: object = asyncio.run(_read_share(share, pipe))
+            except PagewireError as error:
+                answer = RuntimeError(f"{type(error).__name__}: {error}")
+            pipe.send(answer)
+        except (EOFError, OSError):  # the launcher is gone
+            return
+
+
+async def _read_share(share: _Share, pipe: Connection) -> list[StreamRecord]:
+    prompts = [token_ids(each.prompt, share.vocab_size) for each in share.streams]
+    async with AsyncClient(share.address, default_timeout_s=share.timeout_s) as client:
+        await client.list_models(timeout_s=MARGIN_S)  # connects
+        pipe.send("armed")
+        begin_at = await asyncio.to_thread(pipe.recv)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_read(client, spec, prompt, begin_at))
+                for spec, prompt in zip(share.streams, prompts, strict=True)
+            ]
+    return [task.result() for task in tasks]
+
+
+async def _read(
+    client: AsyncClient, spec: StreamSpec, prompt: list[int], begin_at: float
+) -> StreamRecord:
+    await asyncio.sleep(max(begin_at + spec.offset_s - time.monotonic(), 0))
+    times: list[float] = []
+    counts: list[int] = []
+    tokens: list[int] = []
+    usage, error = None, ""
+    started = time.monotonic()
+    try:
+        async with client.stream(
+            prompt, temperature=0.0, max_tokens=spec.max_tokens, ignore_eos=True
+        ) as stream:
+            async for delta in stream:
+                if delta.token_ids:
+                    times.append(time.monotonic())
+                    counts.append(len(delta.token_ids))
+                    if spec.keeps_tokens:
+                        tokens += delta.token_ids
+                usage = delta.usage or usage
+    except PagewireError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    if not error and sum(counts) != spec.max_tokens:
+        error = f"ended with {sum(counts)} of {spec.max_tokens} tokens"
+    return StreamRecord(
+        started=started,
+        times=tuple(times),
+        counts=tuple(counts),
+        usage=usage,
+        error=error,
+        token_ids=tuple(tokens),
+    )

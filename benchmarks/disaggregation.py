@@ -1,0 +1,414 @@
+"""Measures what separate pools cost and what they bring, as clients of whole clusters see it.
+
+    python -m benchmarks.disaggregation --trace conversation_trace.jsonl.gz \\
+        --out benchmarks/results/disaggregation-h200.json
+
+Weights, prompts and clients are those of benchmarks.serving_matrix. "Aggregated" is a cluster
+without prefill workers on as many GPUs.
+
+transfer/again@L    a prompt of L tokens that the prefill worker's cache has and the decode worker
+                    must receive whole; pages of both lie in random order.
+transfer/new@L, aggregated@L    the first token of a new prompt, with 1 + 1 workers and on one GPU.
+                    All three also for @page, a prompt of one page, which shows what a request costs
+                    besides.
+transfer/scattered@L     GB/s, by what again@L takes longer than again@page (computed).
+transfer/ttft_share@L    `share`: of the first token's time, what new@L takes longer than
+                    aggregated@L; `hidden_share`: of the transfer's time, what is not in that
+                    difference, without the difference that a page makes (computed).
+transfer/dedup      64 requests at once with one new prefix of 8,192 tokens: how often it was
+                    computed and moved.
+itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive.
+ablation/ARM/N,S,U  N streams that share S tokens: `prime_ms`, `step_ms`, and `ms` for all tokens.
+                    both: as it is; cascade: all pages of a prompt move for each request; delta:
+                    each request reads its prefix for itself; none: both of these.
+replay/ARM          the first seconds of a Mooncake trace, by --trace-seconds, -rate and -lengths.
+kill/SIDE/MOMENT    SIGKILL before, during and after a transfer, --kills times each (kills.py).
+
+What the product has no switch for is altered in the workers (altered_workers.py). Try it anywhere
+with --shape tiny --scale small --device cpu --page-size 16.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks import kills
+from benchmarks.altered_workers import Alteration
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected
+from benchmarks.measured_host import num_gpus
+from benchmarks.prompts import TraceScale, read_trace, wave
+from benchmarks.result_file import ResultFile
+from benchmarks.run_arguments import (
+    arguments,
+    cluster_options,
+    configuration_of,
+    end_in_order,
+    head_of,
+    model_of,
+    sizes_of,
+)
+from benchmarks.served_cluster import ClusterSpec
+from benchmarks.serving_matrix import check_fresh, first_tokens, warm_up, with_tokens
+from benchmarks.stream_statistics import (
+    Row,
+    first_token_ms,
+    gaps_ms,
+    last_first_token_ms,
+    percentiles,
+    spread,
+    step_window,
+    wall_s,
+    work_done,
+)
+from prefill_worker.config import PrefillConfig
+
+LENGTHS = (0, 1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens; 0: a page
+CHUNK_PAGES = PrefillConfig().chunk_pages
+DEDUP_STREAMS, DEDUP_PREFIX, DEDUP_OWN = 64, 8192, 128
+CHATS, CHAT_TOKENS, CHAT_STEPS = 16, 1024, 2048
+INTRUDERS, INTRUDER_TOKENS, INTRUDER_PERIOD_S = 6, 32_768, 1.0
+ABLATION = ((64, 8192, 256), (256, 8192, 128), (64, 16_384, 64), (64, 32_768, 256))
+ABLATION_STEPS = 256
+TRACE_SEED = 1 << 40  # far from all other prompts
+ARMS = {
+    "both": Alteration(),
+    "cascade": Alteration(moves_again=True),
+    "delta": Alteration(reads_again=True),
+    "none": Alteration(moves_again=True, reads_again=True),
+}
+
+
+# Transfers
+
+
+def move_again(length: int, run: Run) -> Row:
+    """Time the first token of a prompt whose pages all have to move, and nothing else."""
+    page_size = run.cluster.model.page_size
+    length = run.sizes.tokens(length) or page_size
+    specs = wave(run.seeds, 1, unique=length)
+    for _ in range(2):
+        run.wave(specs)
+    waves = [run.wave(specs) for _ in range(max(run.sizes.repeats, 5))]
+    work = run.check_work([record for each in waves for record in each])
+    pages = -(-length // page_size)
+    if work["pages_moved"] != pages * len(waves):
+        raise CaseFailed(f"{work['pages_moved']} pages moved, not {len(waves)} times {pages}")
+    chunks = -(-pages // CHUNK_PAGES)
+    return first_tokens(waves) | {"own_tokens": length, "chunks": chunks} | work
+
+
+def new_prompt(length: int, run: Run) -> Row:
+    """Time the first token of a new prompt."""
+    length = run.sizes.tokens(length) or run.cluster.model.page_size
+    run.wave(wave(run.seeds, 1, unique=length))
+    waves = [run.wave(wave(run.seeds, 1, unique=length)) for _ in range(max(run.sizes.repeats, 5))]
+    work = run.check_work([record for each in waves for record in each])
+    check_fresh(work, shared=0)
+    return first_tokens(waves) | {"own_tokens": length} | work
+
+
+def transfer_shares(rows: Mapping[str, Row]) -> list[Row]:
+    """Return what follows from the transfers that were measured; see the module's text."""
+
+    def row(kind: str, length: int) -> Row | None:
+        return rows.get(transfer_case(kind, length))
+
+    found = []
+    page = row("again", 0)
+    for length in LENGTHS[1:]:
+        again = row("again", length)
+        if page is None or again is None or again["ms"] <= page["ms"]:  # noise hides it
+            continue
+        moving_ms = again["ms"] - page["ms"]
+        per_repeat = (again["bytes_moved"] - page["bytes_moved"]) / again["repeats"]
+        found.append(
+            {
+                "case": f"transfer/scattered@{length}",
+                "ms": round(moving_ms, 3),
+                "gb_per_s": round(per_repeat / moving_ms / 1e6, 2),
+                "from": [again["case"], page["case"]],
+            }
+        )
+        sources = [row(kind, each) for each in (length, 0) for kind in ("new", "aggregated")]
+        present = [each for each in sources if each]
+        if len(present) < len(sources):
+            continue
+        new, alone, new_page, page_alone = present
+        exposed_ms = new["ms"] - alone["ms"]
+        of_page_ms = new_page["ms"] - page_alone["ms"]
+        found.append(
+            {
+                "case": f"transfer/ttft_share@{length}",
+                "ms": round(exposed_ms, 3),
+                "share": round(exposed_ms / new["ms"], 4),
+                "hidden_share": round(1 - (exposed_ms - of_page_ms) / moving_ms, 4),
+                "chunks": again["chunks"],
+                "from": [each["case"] for each in (*present, again, page)],
+            }
+        )
+    return found
+
+
+def transfer_case(kind: str, length: int) -> str:
+    """Return the name of a case of transfers; of length 0: of a page."""
+    return f"transfer/{kind}@{length or 'page'}"
+
+
+def dedup(run: Run) -> Row:
+    """Count how often a prefix was computed and moved that many requests bring at once."""
+    sizes, page_size = run.sizes, run.cluster.model.page_size
+    shared, own = sizes.tokens(DEDUP_PREFIX), sizes.tokens(DEDUP_OWN)
+    count = sizes.streams(DEDUP_STREAMS)
+    waves = []
+    for _ in range(sizes.repeats):
+        waves.append(run.wave(wave(run.seeds, count, unique=own, shared=shared)))
+    work = run.check_work([record for each in waves for record in each])
+    pages = {"prefix": shared // page_size, "prompt": -(-(shared + own) // page_size)}
+    own_pages = pages["prompt"] - pages["prefix"]
+    computed = work["prefill_prompt_tokens"] / len(waves) - count * own
+    moved = work["pages_moved"] / len(waves) - count * own_pages
+    return {
+        **spread([last_first_token_ms(each) for each in waves], 2),
+        "times_computed": round(computed / shared, 4),
+        "times_moved": round(moved / pages["prefix"], 4),
+        "streams": count,
+        "shared_tokens": shared,
+        "own_tokens": own,
+        **work,
+    }
+
+
+# Two kinds of work at once
+
+
+def chats_beside_prompts(run: Run) -> Row:
+    """Time the gaps between tokens of chats while long prompts arrive."""
+    sizes = run.sizes
+    chats = wave(run.seeds, sizes.streams(CHATS), unique=sizes.tokens(CHAT_TOKENS))
+    run.wave(chats)
+    chats = with_tokens(chats, sizes.tokens(CHAT_STEPS))
+    calm = gaps_ms(run.wave(with_tokens(chats, sizes.steps)))
+    run.wave(wave(run.seeds, 1, unique=sizes.tokens(INTRUDER_TOKENS)))
+    prompts = wave(run.seeds, INTRUDERS, unique=sizes.tokens(INTRUDER_TOKENS), max_tokens=16)
+    period_s = INTRUDER_PERIOD_S / sizes.tokens_by
+    late = [replace(each, offset_s=period_s * (0.5 + index)) for index, each in enumerate(prompts)]
+    records = run.wave([*chats, *late])
+    talking, intruding = records[: len(chats)], records[len(chats) :]
+    work = run.check_work(records)
+    begin = min(each.started for each in intruding)
+    end = min(max(each.times[0] for each in intruding), min(each.times[-1] for each in talking))
+    gaps = gaps_ms(talking, begin, end)
+    if not gaps:
+        raise CaseFailed("the chats had ended before the prompts came")
+    during = percentiles(gaps, "itl_ms")
+    return {
+        "ms": during["itl_ms_p99"],
+        **during,
+        **percentiles(calm, "calm_itl_ms"),
+        **percentiles(first_token_ms(intruding), "prompt_first_token_ms"),
+        "window_s": round(end - begin, 3),
+        "are_all_prompts_in_window": end >= max(each.times[0] for each in intruding),
+        "tokens_per_s": round(work["tokens"] / wall_s(records), 1),
+        "all_tokens_per_s": round((work["tokens"] + work["prompt_tokens"]) / wall_s(records), 1),
+        "seconds": round(wall_s(records), 3),
+        "chats": len(chats),
+        **work,
+    }
+
+
+# What the parts are worth
+
+
+def ablation(streams: int, shared: int, own: int, run: Run) -> Row:
+    """Time streams that share a prefix, first new and then again."""
+    sizes, page_size = run.sizes, run.cluster.model.page_size
+    count, shared, own = sizes.streams(streams), sizes.tokens(shared), sizes.tokens(own)
+    specs = wave(run.seeds, count, unique=own, shared=shared)
+    primed = run.wave(specs)
+    prime = run.check_work(primed)
+    steps = max(ABLATION_STEPS // sizes.tokens_by, 16)
+    specs = with_tokens(specs, steps)
+    run.wave(specs)
+    waves = [run.wave(specs) for _ in range(sizes.repeats)]
+    work = run.check_work([record for each in waves for record in each])
+    all_pages = count * -(-(shared + own) // page_size)
+    moves_all = run.cluster.spec.altered.moves_again
+    if moves_all != (prime["pages_moved"] == all_pages):
+        raise CaseFailed(f"{prime['pages_moved']} of {all_pages} pages moved in this arm")
+    windows = [window for each in waves if (window := step_window(each))]
+    steps_ms = spread([window.step_ms for window in windows]) if windows else {}
+    return {
+        **spread([1e3 * wall_s(each) for each in waves], 2),
+        "prime_ms": round(last_first_token_ms(primed), 2),
+        # None: the streams were never all active at once.
+        "step_ms": steps_ms.get("ms"),
+        "step_min_ms": steps_ms.get("min_ms"),
+        "step_max_ms": steps_ms.get("max_ms"),
+        "steps_ended": steps,
+        "streams": count,
+        "shared_tokens": shared,
+        "own_tokens": own,
+        **work,
+        **{f"prime_{key}": value for key, value in prime.items()},
+    }
+
+
+# A trace
+
+
+def replay(path: Path, scale: TraceScale, run: Run) -> Row:
+    """Replay a trace at its own pace."""
+    specs, too_long = read_trace(
+        path, scale, seed=TRACE_SEED, max_context=run.cluster.model.max_context_tokens
+    )
+    if not specs:
+        raise CaseFailed(f"no request of the trace fits: {too_long} are too long")
+    records = run.wave(specs, may_fail=True)
+    done = [each for each in records if not each.error]
+    if not done:
+        raise CaseFailed(f"no request was answered: {records[0].error}")
+    work = work_done(done)
+    ttft = percentiles(first_token_ms(done), "ttft_ms")
+    seconds = wall_s(done)
+    row = {
+        "ms": ttft["ttft_ms_p50"],
+        **ttft,
+        **percentiles(gaps_ms(done), "itl_ms"),
+        "seconds": round(seconds, 2),
+        "offered_requests_per_s": round(len(specs) / specs[-1].offset_s, 3)
+        if specs[-1].offset_s
+        else None,
+        "requests_per_s": round(len(done) / seconds, 3),
+        "tokens_per_s": round(work["tokens"] / seconds, 1),
+        "hit_share": round(work["hit_tokens"] / work["prompt_tokens"], 4),
+        "failed": len(records) - len(done),
+        "errors": sorted({each.error for each in records if each.error})[:5],
+        "too_long": too_long,
+        "trace": {"file": path.name, **asdict(scale)},
+        **work,
+    }
+    try:
+        run.check_work(done)
+    except CaseFailed as error:
+        raise CaseFailed(str(error), row) from error
+    return row
+
+
+# All of them
+
+
+def all_cases(options: argparse.Namespace) -> list[Case]:
+    """Return all cases, those of one cluster after another."""
+    pools = f"{options.pairs}+{options.pairs}"
+    alone = f"0+{2 * options.pairs}"
+    cases = []
+    for length in LENGTHS:
+        again, new = partial(move_again, length), partial(new_prompt, length)
+        for kind, cluster, measure in (
+            ("again", "1+1, all move", again),
+            ("new", "1+1, all move", new),
+            ("aggregated", "0+1", new),
+        ):
+            name = transfer_case(kind, length)
+            cases.append(Case(name=name, cluster=cluster, measure=measure))
+    cases += [
+        Case(name="transfer/dedup", cluster="1+1", measure=dedup),
+        Case(name="itl/disaggregated", cluster="1+1", measure=chats_beside_prompts),
+        Case(name="itl/aggregated", cluster="0+2", measure=chats_beside_prompts),
+    ]
+    for arm in ARMS:
+        for shape in ABLATION:
+            name = f"ablation/{arm}/{','.join(map(str, shape))}"
+            cluster = "1+1" if arm == "both" else f"1+1, {arm}"
+            cases.append(Case(name=name, cluster=cluster, measure=partial(ablation, *shape)))
+    if options.trace is not None:
+        scale = TraceScale(
+            seconds=options.trace_seconds, rate=options.trace_rate, lengths=options.trace_lengths
+        )
+        of_trace = partial(replay, options.trace, scale)
+        cases += [
+            Case(name="replay/disaggregated", cluster=pools, measure=of_trace),
+            Case(name="replay/aggregated", cluster=alone, measure=of_trace),
+        ]
+    cases += [
+        Case(
+            name=f"kill/{side}/{moment}",
+            cluster="1+1, watched",
+            measure=partial(kills.kill, side, moment, options.kills),
+        )
+        for side in kills.SIDES
+        for moment in kills.MOMENTS
+    ]
+    order = list(dict.fromkeys(case.cluster for case in cases))
+    return sorted(cases, key=lambda case: order.index(case.cluster))
+
+
+def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterSpec]:
+    """Return the clusters of all cases, by name."""
+    base = ClusterSpec(
+        model=model, prefill=1, decode=1, device=options.device, options=cluster_options(options)
+    )
+    pairs = options.pairs
+    return {
+        "1+1": base,
+        f"{pairs}+{pairs}": replace(base, prefill=pairs, decode=pairs),
+        "0+1": replace(base, prefill=0),
+        "0+2": replace(base, prefill=0, decode=2),
+        f"0+{2 * pairs}": replace(base, prefill=0, decode=2 * pairs),
+        "1+1, all move": replace(base, altered=Alteration(moves_again=True, scatters_pages=True)),
+        **{
+            f"1+1, {arm}": replace(base, altered=altered)
+            for arm, altered in ARMS.items()
+            if altered != Alteration()
+        },
+        "1+1, watched": replace(base, options={**base.options, **kills.OPTIONS}),
+    }
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = arguments(__doc__)
+    parser.add_argument("--trace", type=Path, help="JSONL of Mooncake's format, also as .gz")
+    parser.add_argument("--trace-seconds", type=float, default=180.0, help="of the trace's time")
+    parser.add_argument("--trace-rate", type=float, default=1.0, help="2: twice as fast")
+    parser.add_argument("--trace-lengths", type=float, default=1.0, help="0.5: half as long")
+    parser.add_argument("--kills", type=int, default=3, help="of each side at each moment")
+    parser.add_argument("--pairs", type=int, help="of GPUs for the replay; default: 1, of four 2")
+    options = parser.parse_args()
+    options.pairs = options.pairs or (2 if num_gpus() >= 4 else 1)
+    try:
+        cases = all_cases(options)
+    except ValueError as error:
+        parser.error(f"--trace-...: {error}")
+    chosen = selected([case.name for case in cases], options.cases)
+    if options.list:
+        print("\n".join(chosen))
+        return
+    end_in_order()
+    clock = Clock(options.deadline_s, options.seed)
+    sizes = sizes_of(options)
+    clusters = all_clusters(options, model_of(options))
+    configuration = configuration_of(options, sizes, clusters)
+    head = head_of(options, "benchmarks.disaggregation", configuration)
+    try:
+        results = ResultFile(options.out, head, derive=transfer_shares, resumes=options.resume)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    run_cases(
+        [case for case in cases if case.name in chosen],
+        clusters,
+        results,
+        sizes=sizes,
+        clock=clock,
+        num_clients=options.clients,
+        warm_up=warm_up,
+    )
+    if results.num_failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

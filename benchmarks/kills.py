@@ -1,0 +1,245 @@
+"""SIGKILL of a worker of a 1 + 1 cluster around a transfer: what it costs, and for how long.
+
+Streams begin, one worker is killed before, during or after their pages move, and all is watched
+until a new request moves pages again. The same prompts are then read once more: their greedy tokens
+are what the interrupted streams must have had.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.case_runs import CaseFailed, Run
+from benchmarks.measured_host import gpu_memory_mib
+from benchmarks.prompts import token_ids, wave
+from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
+from pagewire import ClusterStatus, PagewireError, WorkerStatus
+
+SIDES = {"prefill": "prefill-0", "decode": "decode-0"}
+MOMENTS = ("before", "during", "after")
+# All streams must run at once after the transfer, and the transfer last for some heartbeats, also
+# of a small model; so a scale makes these no smaller than LEAST_...
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 4096, 512
+LEAST_STREAMS, LEAST_PROMPT_TOKENS = 4, 2048
+RECOVERY_TIMEOUT_S = 240.0
+SETTLE_TIMEOUT_S = 15.0  # for memory to come back, and for pages to settle
+MEMORY_NOISE_MIB = 64
+PROBE_PAGES = 4
+
+# Status is only as new as the last heartbeat.
+OPTIONS = {
+    "decode_worker.heartbeat_s": 0.05,
+    "prefill_worker.heartbeat_s": 0.05,
+    # There is no second decode worker: streams wait until the first has loaded its weights again.
+    "router.resume_wait_s": 180.0,
+    "router.worker_wait_s": 180.0,
+}
+BEFORE_S = 0.005  # from the calls to the kill, in which no worker can fill a chunk of pages
+
+
+def kill(side: str, moment: str, times: int, run: Run) -> Row:
+    """Kill a worker so often, each time with new prompts, and sum up what that cost."""
+    rounds = [_kill_once(SIDES[side], moment, run) for _ in range(times)]
+    found: Row = {
+        "times": times,
+        "streams": rounds[0]["streams"],
+        "hit_the_moment": sum(each["hit_the_moment"] for each in rounds),
+        "lost_requests": sum(each["lost_requests"] for each in rounds),
+        "wrong_tokens": sum(each["wrong_tokens"] for each in rounds),
+    }
+    for name in ("noticed_ms", "failed_ms", "quiet_ms", "restarted_ms", "usable_ms", "last_ms"):
+        if values := [each[name] for each in rounds if each[name] is not None]:
+            found[name] = round(percentile(values, 50), 1)
+            found[f"{name}_max"] = round(max(values), 1)
+    if any(each["memory_grew_mib"] for each in rounds):
+        found["memory_grew_mib"] = max(max(each["memory_grew_mib"]) for each in rounds)
+    return {"ms": found["usable_ms"], **found, "rounds": rounds}
+
+
+def _kill_once(victim: str, moment: str, run: Run) -> Row:
+    sizes = run.sizes
+    streams = max(sizes.streams(STREAMS), LEAST_STREAMS)
+    length = max(sizes.tokens(PROMPT_TOKENS), LEAST_PROMPT_TOKENS)
+    specs = [
+        replace(each, max_tokens=OUTPUT_TOKENS, keeps_tokens=True)
+        for each in wave(run.seeds, streams, unique=length)
+    ]
+    run.until(lambda: _is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster")
+    memory_mib = gpu_memory_mib()
+    before = _workers(run.cluster.status())
+    num_pages = sum(-(-each.prompt_tokens // run.cluster.model.page_size) for each in specs)
+    pid = run.cluster.pid(victim)
+    begin_at = run.begin(specs)
+    moved = _wait_for(moment, begin_at, len(specs), num_pages, before, run)
+    killed_at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    seen = _watch(victim, before, killed_at, run)
+    records = run.finish(may_fail=True)
+    run.until(lambda: _is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster again")
+    calm = run.wave(specs)
+    work = work_done(records)
+    return {
+        "streams": len(specs),
+        "hit_the_moment": _is_hit(moment, moved, num_pages, records, killed_at),
+        "moved_pages_at_kill": moved,
+        "prompt_pages": num_pages,
+        "lost_requests": sum(bool(record.error) for record in records),
+        "wrong_tokens": sum(
+            count_differences(interrupted.token_ids, undisturbed.token_ids)
+            for interrupted, undisturbed in zip(records, calm, strict=True)
+            if not interrupted.error
+        ),
+        "errors": sorted({record.error for record in records if record.error}),
+        **seen,
+        "last_ms": max(
+            (round(1e3 * (each.times[-1] - killed_at), 1) for each in records if each.times),
+            default=None,
+        ),
+        "memory_grew_mib": _memory_growth(memory_mib, run),
+        "resumptions": _total(records, "resumptions"),
+        "prefill_retries": _total(records, "prefill_retries"),
+        "prefill_prompt_tokens": work["prefill_prompt_tokens"],
+        "decode_prompt_tokens": work["decode_prompt_tokens"],  # by itself while it is alone
+    }
+
+
+def count_differences(found: Sequence[int], expected: Sequence[int]) -> int:
+    """Return at how many places two streams differ; what one of them lacks counts."""
+    longer = max(len(found), len(expected))
+    return longer - sum(a == b for a, b in zip(found, expected, strict=False))
+
+
+def _wait_for(
+    moment: str,
+    begin_at: float,
+    streams: int,
+    num_pages: int,
+    before: dict[str, WorkerStatus],
+    run: Run,
+) -> int:
+    """Wait for the moment to kill; returns the pages that had moved by then, as far as is known."""
+    moved = 0
+
+    def is_due() -> bool:
+        nonlocal moved
+        if moment == "before":
+            return time.monotonic() >= begin_at + BEFORE_S
+        worker = _workers(run.cluster.status())["decode-0"]
+        moved = worker.pages_moved - before["decode-0"].pages_moved
+        if moment == "during":
+            return moved > 0
+        return moved >= num_pages and worker.running == streams
+
+    run.until(is_due, RECOVERY_TIMEOUT_S, f"the moment {moment} the transfer")
+    return moved
+
+
+def _is_hit(
+    moment: str, moved: int, num_pages: int, records: Sequence[StreamRecord], killed_at: float
+) -> bool:
+    """Tell whether the kill came when it should, by what clients saw and workers told."""
+    had_token = [bool(each.times) and each.times[0] < killed_at for each in records]
+    if moment == "before":
+        return not any(had_token)
+    if moment == "during":
+        return 0 < moved < num_pages
+    return all(had_token)
+
+
+def _watch(victim: str, before: dict[str, WorkerStatus], killed_at: float, run: Run) -> Row:
+    """Return when what was seen after the kill, ms; None: it was not.
+
+    noticed_ms      the router gives the victim no more work
+    failed_ms       the other worker has given up a transfer
+    quiet_ms        and has no page any more that a transfer reads or may write
+    restarted_ms    the victim is ready again
+    usable_ms       a new request has moved pages, and no decode worker computed its prompt
+    """
+    other = next(name for name in SIDES.values() if name != victim)
+    seen: dict[str, float | None] = dict.fromkeys(
+        ("noticed_ms", "failed_ms", "quiet_ms", "restarted_ms", "usable_ms")
+    )
+
+    def mark(name: str) -> None:
+        if seen[name] is None:
+            seen[name] = round(1e3 * (time.monotonic() - killed_at), 1)
+
+    def is_usable() -> bool:
+        try:
+            workers = _workers(run.cluster.status())
+        except PagewireError:
+            return False
+        mine, its = workers.get(victim), workers[other]
+        if mine is None or mine.state != "ready":
+            mark("noticed_ms")
+        if its.transfer_failures > before[other].transfer_failures:
+            mark("failed_ms")
+            pages = its.pages
+            if not pages.leased + pages.incoming + pages.quarantine:
+                mark("quiet_ms")
+        if mine is None or mine.state != "ready" or mine.incarnation == before[victim].incarnation:
+            return False
+        mark("noticed_ms")
+        mark("restarted_ms")
+        return _probe(run)
+
+    run.until(is_usable, RECOVERY_TIMEOUT_S, f"a transfer after the death of {victim}")
+    mark("usable_ms")
+    return dict(seen)
+
+
+def _probe(run: Run) -> bool:
+    """Tell whether a new request moves pages."""
+    model = run.cluster.model
+    prompt = token_ids([run.seeds.segment(PROBE_PAGES * model.page_size)], model.vocab_size)
+    try:
+        completion = run.cluster.client.generate(
+            prompt, max_tokens=1, temperature=0.0, ignore_eos=True, timeout_s=SETTLE_TIMEOUT_S
+        )
+    except PagewireError:
+        return False
+    usage = completion.usage
+    return usage is not None and usage.bytes_moved > 0 and not usage.decode_computed_tokens
+
+
+def _workers(status: ClusterStatus) -> dict[str, WorkerStatus]:
+    """Return the newest start of each worker that the router still knows."""
+    workers: dict[str, WorkerStatus] = {}
+    for each in status.workers:
+        if each.worker_id not in workers or each.state == "ready":
+            workers[each.worker_id] = each
+    return workers
+
+
+def _is_idle(status: ClusterStatus) -> bool:
+    workers = _workers(status).values()
+    return all(
+        each.state == "ready"
+        and not each.running + each.waiting
+        and not each.pages.live + each.pages.leased + each.pages.incoming + each.pages.quarantine
+        for each in workers
+    )
+
+
+def _memory_growth(before_mib: list[int], run: Run) -> list[int]:
+    """Return by how much the memory of each GPU has grown, once it no longer shrinks."""
+    grown: list[int] = []
+
+    def is_back() -> bool:
+        nonlocal grown
+        grown = [now - then for now, then in zip(gpu_memory_mib(), before_mib, strict=True)]
+        return all(each <= MEMORY_NOISE_MIB for each in grown)
+
+    if before_mib:
+        try:
+            run.until(is_back, SETTLE_TIMEOUT_S, "the memory of before")
+        except CaseFailed:
+            return grown  # that is the finding
+    return grown
+
+
+def _total(records: Sequence[StreamRecord], name: str) -> Any:
+    return sum(getattr(each.usage, name) for each in records if each.usage)

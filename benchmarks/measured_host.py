@@ -1,0 +1,91 @@
+"""What a benchmark runs on: hardware, versions, commit, GPU memory and the file cache."""
+
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.stream_statistics import Row
+
+VERSIONS_OF = ("torch", "triton", "ray", "grpcio", "nccl4py", "nvidia-nccl-cu13", "pagewire")
+NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def hardware() -> Row:
+    """Return what this host has, by name."""
+    gpus = [row.split(", ") for row in nvidia_smi("name", "driver_version")]
+    found: Row = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0))}
+    if gpus:
+        found |= {"gpus": [name for name, _ in gpus], "driver": gpus[0][1]}
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is installed of VERSIONS_OF."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONS_OF:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def commit() -> str:
+    """Return the commit of this tree, with a + if it was changed since; unknown: no repository."""
+    root = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(  # noqa: S603 - nothing of it comes from outside
+            ["git", "-C", str(root), *words],  # noqa: S607 - whichever is installed
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    try:
+        is_changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.proto")
+        return git("rev-parse", "--short", "HEAD") + ("+" if is_changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def gpu_memory_mib() -> list[int]:
+    """Return what is used of each GPU's memory, by anybody; [] without GPUs."""
+    return [int(row) for row in nvidia_smi("memory.used")]
+
+
+def num_gpus() -> int:
+    """Return how many GPUs this host shows."""
+    return len(nvidia_smi("name"))
+
+
+def nvidia_smi(*fields: str) -> list[str]:
+    """Return fields of each GPU, as text; [] where nothing tells."""
+    try:
+        done = subprocess.run(  # noqa: S603 - nothing of it comes from outside
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
+
+
+def drop_from_file_cache(folder: Path) -> None:
+    """Have the files of a folder read from the disk next time."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not written yet would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_into_file_cache(folder: Path) -> None:
+    """Read all files of a folder once."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass

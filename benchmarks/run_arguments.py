@@ -1,0 +1,147 @@
+"""What a run of cases was asked for, and the head of its file: what its rows hold for."""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
+from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.result_file import say
+from benchmarks.served_cluster import OPTIONS, ClusterSpec
+from benchmarks.stream_statistics import Row
+from llm_engine.cached_folder import user_cache_dir
+
+LOCAL_PREFILL = "decode_worker.local_prefill_max_tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Turns the sizes that name a case into those that are run."""
+
+    tokens_by: int = 1  # divides lengths
+    streams_by: int = 1
+    repeats: int = 3
+    steps: int = 192  # tokens of each stream whose steps are measured
+
+    def tokens(self, count: int) -> int:
+        """Return a length."""
+        return max(count // self.tokens_by, min(count, 16))
+
+    def streams(self, count: int) -> int:
+        """Return a number of streams."""
+        return max(count // self.streams_by, min(count, 2))
+
+
+SCALES = {
+    "full": Sizes(),
+    "small": Sizes(tokens_by=16, streams_by=16, repeats=2, steps=24),
+}
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return the arguments that runs of cases have in common."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument("--cases", nargs="+", default=["*"], help="patterns, as in 'decode/*'")
+    parser.add_argument("--list", action="store_true", help="name the cases and end")
+    parser.add_argument("--resume", action="store_true", help="keep what --out has measured")
+    parser.add_argument("--deadline-s", type=float, default=3600.0, help="of the whole run")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--model", type=Path, help="folder of its weights; default: in the cache")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the cluster's configuration (docs/configuration.md), in every cluster",
+    )
+    parser.add_argument("--scale", choices=sorted(SCALES), default="full")
+    parser.add_argument("--repeats", type=int, help="default: that of the scale")
+    parser.add_argument("--clients", type=int, default=8, help="client processes")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", default="", help="where there is no repository to ask")
+    return parser
+
+
+def end_in_order() -> None:
+    """Have SIGTERM end the run as Ctrl-C does: clusters stopped, cases that were not run listed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Return the sizes that a run was asked for."""
+    sizes = SCALES[options.scale]
+    return Sizes(
+        tokens_by=sizes.tokens_by,
+        streams_by=sizes.streams_by,
+        repeats=options.repeats or sizes.repeats,
+        steps=sizes.steps,
+    )
+
+
+def model_of(options: argparse.Namespace) -> Path:
+    """Return the folder of the weights, written if it is not there; see --model."""
+    folder: Path = options.model or user_cache_dir() / f"random-{options.shape}"
+    say(f"weights: {ensure_random_checkpoint(options.shape, folder)}")
+    return folder
+
+
+def cluster_options(options: argparse.Namespace) -> Row:
+    """Return the options of all clusters of a run; SystemExit: one is no NAME=VALUE."""
+    found: Row = {
+        "page_size": options.page_size,
+        # Without it short remainders would be prefilled where they are decoded.
+        LOCAL_PREFILL: 0,
+    }
+    for each in options.option:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise SystemExit(f"--option {each}: not NAME=VALUE")
+        found[name] = yaml.safe_load(value)
+    return found
+
+
+def configuration_of(
+    options: argparse.Namespace, sizes: Sizes, clusters: Mapping[str, ClusterSpec]
+) -> Row:
+    """Return what the rows of a run depend on, beside hardware and versions."""
+    return {
+        "shape": options.shape,
+        "device": options.device,
+        "scale": options.scale,
+        "repeats": sizes.repeats,
+        "clients": options.clients,
+        "seed": options.seed,
+        "clusters": {
+            name: {
+                "prefill": spec.prefill,
+                "decode": spec.decode,
+                "options": {**OPTIONS, **spec.options},
+                "altered": [name for name, is_so in asdict(spec.altered).items() if is_so],
+            }
+            for name, spec in clusters.items()
+        },
+    }
+
+
+def head_of(options: argparse.Namespace, program: str, configuration: Row) -> Row:
+    """Return what the rows of a run hold for."""
+    words = [Path(word).name if "/" in word and "*" not in word else word for word in sys.argv[1:]]
+    return {
+        "command": " ".join([f"python -m {program}", *words]),  # folders are the host's own
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": options.commit or commit(),
+        "configuration": configuration,
+    }

@@ -1,0 +1,78 @@
+"""Cases of both benchmarks on a cluster of one event loop, read by client processes."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.case_runs import CaseFailed, Clock, Run
+from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
+from benchmarks.client_processes import ClientProcesses
+from benchmarks.disaggregation import dedup
+from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.run_arguments import Sizes
+from benchmarks.serving_matrix import cached, decode, ttft
+from tests.cluster.in_process import in_process_cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+PAGE_SIZE = 8
+SIZES = Sizes(tokens_by=1, streams_by=1, repeats=2, steps=40)
+
+
+def test_cases_measure_what_they_say_and_refuse_a_cluster_that_only_looks_right(
+    tmp_path: Path,
+) -> None:
+    write_random_checkpoint(SHAPES["tiny"], tmp_path, torch.device("cpu"))
+    assert ensure_random_checkpoint("tiny", tmp_path) == f"found {tmp_path}"
+    with pytest.raises(SystemExit, match="is not empty"):
+        ensure_random_checkpoint("small", tmp_path)
+
+    rows = asyncio.run(measure_all(tmp_path))
+
+    step = rows["decode"]
+    assert 0 < step["min_ms"] <= step["ms"] <= step["max_ms"]
+    assert (step["prime_prompt_tokens"], step["prime_hit_tokens"]) == (3 * 64, 0)
+    assert step["prime_pages_moved"] == 3 * 64 // PAGE_SIZE
+    # Of a cached prompt the last page alone is computed and moved again, in each of two repeats.
+    assert step["hit_tokens"] == 2 * 3 * (64 - PAGE_SIZE)
+    assert step["pages_moved"] == 2 * 3
+    assert step["tokens"] == 2 * 3 * 40
+    first = rows["ttft"]
+    assert first["prefill_prompt_tokens"] == first["prompt_tokens"] == 2 * 32
+    assert first["each_ms_max"] == pytest.approx(first["max_ms"], abs=0.01)
+    again = rows["cached"]
+    assert again["prefill_prompt_tokens"] == 2 * 2 * PAGE_SIZE
+    shared = rows["dedup"]
+    assert (shared["times_computed"], shared["times_moved"]) == (1.0, 1.0)
+    assert all(row["decode_prompt_tokens"] == 0 for row in rows.values())
+
+
+async def measure_all(model_dir: Path) -> dict[str, dict[str, Any]]:
+    # Large: on a busy host no deadline passes, after which decode workers compute prompts.
+    async with in_process_cluster(
+        model_dir, num_prefill=1, num_decode=1, page_size=PAGE_SIZE, is_large=True
+    ) as client:
+        cluster: Any = SimpleNamespace(
+            address=client.address,
+            model=(await client.list_models())[0],
+            spec=SimpleNamespace(is_disaggregated=True, options={}),
+        )
+        with ClientProcesses(2) as clients:
+            run = Run(cluster, clients, SIZES, Clock(100.0, seed=1))
+            rows = {
+                "decode": await asyncio.to_thread(decode, 3, 64, run),
+                "ttft": await asyncio.to_thread(ttft, 1, 32, run),
+            }
+            small = Run(cluster, clients, Sizes(tokens_by=32, repeats=2), Clock(100.0, seed=2))
+            rows["cached"] = await asyncio.to_thread(cached, 2, small)
+            few = Run(cluster, clients, Sizes(tokens_by=64, streams_by=16), Clock(100.0, seed=3))
+            rows["dedup"] = await asyncio.to_thread(dedup, few)
+            # The same cluster, taken for one without prefill workers.
+            cluster.spec.is_disaggregated = False
+            with pytest.raises(CaseFailed, match="pages moved without prefill workers"):
+                await asyncio.to_thread(ttft, 1, 32, run)
+    return rows
