@@ -21,7 +21,7 @@ from cluster.errors import StartError
 from cluster.launch import RunningCluster, StartWatch, deploy, find_cluster, starting
 from cluster.local_head import LocalHead, find_head, head_log
 from cluster.placement import has_own_gpus
-from cluster.preflight import choose_device
+from cluster.preflight import check_start, choose_device
 from cluster.readiness import cluster_resources
 
 HEAD_TIMEOUT_S = 60.0  # for a Ray to start
@@ -32,7 +32,6 @@ LOOK_PERIOD_S = 0.1
 def bring_up(
     config: ClusterConfig,
     signals: StopSignals,
-    check_start: Callable[[ClusterConfig, Callable[[str], None]], str | None],
     say: Callable[[str], None],
 ) -> RunningCluster:
     """Start a cluster and detach from it; one that runs already must have this configuration.
@@ -40,7 +39,6 @@ def bring_up(
     Args:
         config: What to start.
         signals: Entered; the first one ends the start.
-        check_start: Refuses, before anything is started, what cannot be.
         say: Told what happens.
 
     Raises:
@@ -73,14 +71,11 @@ def bring_up(
             return deploy(config, device, deadline, watch, is_own_ray=False)
         assert device is not None
         watch.say(starting(config, device))
-        if head is not None:  # who started it was ended in the middle
-            return _deploy_on(head, device, watch)
+        if head is not None:  # whoever started it was ended before there was a cluster
+            return deploy(config, device, deadline, watch, is_own_ray=False)
         head = _start_head(config, device, watch.check)
-        attach_head(head)
-        return _deploy_on(head, device, watch)
-
-    def _deploy_on(head: LocalHead, device: str, watch: StartWatch) -> RunningCluster:
         try:
+            attach_head(head)
             return deploy(config, device, deadline, watch, is_own_ray=True)
         except BaseException:
             ray.shutdown()

@@ -13,12 +13,12 @@ from cli.stop_signals import StopSignals
 from cluster.config import ClusterConfig
 from cluster.config_file import no_defaults
 from cluster.environment import prepare_ray
-from cluster.errors import ConfigError, NotRunning
-from cluster.preflight import check_start
+from cluster.errors import ConfigError, NotRunning, StartError
 from observability.logs import configure_logging
 
 GRACE_HELP = (
-    "Time for what runs there to end; what does not goes on elsewhere. Default: stop_grace_s."
+    "Time for what runs to end; on a worker that leaves, the rest goes on elsewhere. Default: the "
+    "cluster's stop_grace_s."
 )
 PrefillFlag = Annotated[
     Optional[int],  # noqa: UP045 - the type is a value here
@@ -45,7 +45,7 @@ def up(config: ClusterConfig) -> None:
     with StopSignals() as signals:
         from cli.bring_up import bring_up  # imports Ray
 
-        cluster = bring_up(config, signals, check_start, say)
+        cluster = bring_up(config, signals, say)
     if note := context_note(config, cluster.device, cluster.context_tokens):
         say(note)
     say(f"ready: {serving_where(config, cluster)}; `pagewire down` ends it")
@@ -65,6 +65,10 @@ def down(config: ClusterConfig, grace_s: float | None) -> None:
             end_cluster(grace_s)
     except NotRunning as error:
         end = str(error)
+    except StartError as error:
+        if config.ray_address:
+            raise
+        say(f"{error}; it is ended all the same")
     if not config.ray_address:
         from cli.bring_up import end_head
 

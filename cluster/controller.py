@@ -189,13 +189,13 @@ class ControllerActor:
         names: list[str] = ray.util.list_named_actors()
         existing = {each for each in names if is_worker(each)}
         leaving = self._membership.leaving & existing
-        since = _now() - HEARD_S
-        heard = (self._membership.heard_since(pool, since) for pool in ("prefill", "decode"))
+        staying = frozenset(existing - leaving)
         return ClusterWorkers(
-            staying=frozenset(existing - leaving),
-            leaving=leaving,
-            answering=frozenset.union(*heard) & existing,
+            staying=staying, leaving=leaving, answering=staying & self._heard_of()
         )
+
+    def _heard_of(self) -> frozenset[str]:
+        return self._membership.heard_since(_now() - HEARD_S)
 
     def _place(self, worker_id: str) -> Any:
         self._loaded.pop(worker_id, None)
@@ -203,6 +203,8 @@ class ControllerActor:
 
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
         """Have workers leave: first the routers send them nothing more."""
+        heard_of = self._heard_of()
+        is_young = _now() < self._started_at + HEARD_S  # so it has not heard of all yet
         for worker_id in names:
             self._membership.dismiss(worker_id, grace_s)
         await self._push_all()
@@ -210,9 +212,9 @@ class ControllerActor:
             log.info("worker_dismissed", extra=fields(worker_id=worker_id, grace_s=grace_s))
             with suppress(ValueError):  # it has just ended
                 actor = ray.get_actor(worker_id)
-                if worker_id in self._membership or _now() < self._started_at + HEARD_S:
+                if worker_id in heard_of or is_young:
                     actor.drain.remote(grace_s)
-                else:  # it still loads, or waits for a place, and serves nobody
+                else:  # it loads, waits for a place or dies again and again, and serves nobody
                     ray.kill(actor, no_restart=True)
                     self._membership.forget(worker_id)
 
@@ -233,8 +235,8 @@ def _check_free_gpus(num_needed: int) -> None:
     num_free = int(free.get("GPU", 0))
     if num_needed > num_free:
         raise PlacementError(
-            f"{num_needed} more workers need {num_needed} GPUs, and {num_free} are free; add hosts "
-            "to the Ray cluster, or ask for fewer"
+            f"{num_needed} more workers need a GPU each, and {num_free} of them are free; add "
+            "hosts to the Ray cluster, or ask for fewer"
         )
 
 

@@ -18,7 +18,7 @@ COUNTS = ("prefill", "decode")
 class Deployment:
     """Everything that its processes are started with. Ray keeps it, and gives it to nobody."""
 
-    config: ClusterConfig
+    config: ClusterConfig  # the model's path is absolute
     device: str  # of the workers: "cpu" or "cuda"
     secret: ClusterSecret = field(repr=False)
     hash_key: bytes = field(repr=False)  # of page hashes, unknown to clients

@@ -153,8 +153,10 @@ def deploy(
     Raises:
         ClusterError: What was wrong and what to do; of a Ray of others nothing is left running.
     """
+    assert config.model is not None
     deployment = Deployment(
-        config=config,
+        # Processes of the cluster run in other folders than this one.
+        config=replace(config, model=config.model.resolve()),
         device=device,
         # Actors get their keys as arguments, which only who may use this Ray can read.
         secret=ClusterSecret.generate(),

@@ -32,9 +32,8 @@ class LocalHead:
 class HeadFile:
     """The locked file of a running head, as its process holds it."""
 
-    def __init__(self, file: IO[str], path: Path) -> None:
+    def __init__(self, file: IO[str]) -> None:
         self._file = file
-        self._path = path
 
     def publish(self, head: LocalHead) -> None:
         """Let others find it."""
@@ -62,7 +61,7 @@ def holding_head_file() -> Iterator[HeadFile]:
         file.close()  # its last holder removed it before it was locked here
     try:
         file.truncate()  # a holder that was killed has left what it wrote
-        yield HeadFile(file, path)
+        yield HeadFile(file)
     finally:
         path.unlink(missing_ok=True)
         file.close()
@@ -82,11 +81,6 @@ def find_head() -> LocalHead | None:
         return LocalHead(**json.loads(content))
     except ValueError:  # it is being written
         return None
-
-
-def is_kept(head: LocalHead) -> bool:
-    """Return whether the process that keeps a head still runs."""
-    return find_head() == head
 
 
 def head_log() -> Path:

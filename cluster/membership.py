@@ -6,7 +6,7 @@ and controller have died together: it comes back as one that stays.
 
 from dataclasses import replace
 
-from router.membership import PoolName, WorkerMember
+from router.membership import WorkerMember
 
 
 class Membership:
@@ -69,12 +69,6 @@ class Membership:
         self._heard_at.pop(worker_id, None)
         self._leaving.pop(worker_id, None)
 
-    def heard_since(self, pool: PoolName, since: float) -> frozenset[str]:
-        """Return who of a pool has announced itself since then and is not to leave."""
-        return frozenset(
-            worker_id
-            for worker_id, member in self._members.items()
-            if member.pool == pool
-            and self._heard_at[worker_id] >= since
-            and worker_id not in self._leaving
-        )
+    def heard_since(self, since: float) -> frozenset[str]:
+        """Return who has announced itself since then."""
+        return frozenset(name for name, at in self._heard_at.items() if at >= since)

@@ -82,7 +82,7 @@ def place_router(deployment: Deployment) -> Any:
             local_prefill_max_tokens=config.decode_worker.local_prefill_max_tokens,
             max_running_sequences=config.decode_worker.max_running_sequences,
         ),
-        text_folder(config.model.resolve()),
+        text_folder(config.model),
         config.host,
         config.port,
         config.log_level,
@@ -143,12 +143,11 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
 def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
     config = deployment.config
     assert config.model is not None
-    model = config.model.resolve()
     is_decode = pool_of(worker_id) == "decode"
     return WorkerSettings(
         worker_id=worker_id,
-        model_dir=model,
-        served_model_name=config.served_model_name or model_name(model),
+        model_dir=config.model,
+        served_model_name=config.served_model_name or model_name(config.model),
         device=deployment.device,
         dtype=config.dtype,
         deterministic=config.deterministic,
