@@ -1,13 +1,12 @@
 """Starts a cluster that outlives this process, on a Ray that does, or finds the one that runs."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import psutil
 import ray
 
 from cli.foreground import ray_thread, run_start
@@ -20,6 +19,7 @@ from cluster.devices import count_gpus
 from cluster.errors import StartError
 from cluster.launch import RunningCluster, StartWatch, deploy, find_cluster, starting
 from cluster.local_head import LocalHead, find_head, head_log
+from cluster.local_ray import is_alive
 from cluster.placement import has_own_gpus
 from cluster.preflight import check_start, choose_device
 from cluster.readiness import cluster_resources
@@ -95,15 +95,17 @@ def end_head() -> None:
     head = find_head()
     if head is None:
         return
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.kill(head.pid, number)
-        deadline = time.monotonic() + END_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if find_head() != head:
-                return
-            time.sleep(LOOK_PERIOD_S)
-    raise StartError(f"process {head.pid}, which keeps Ray, does not end; see {head_log()}")
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(head.pid)
+        for end in (process.terminate, process.kill):
+            if find_head() == head:  # its id cannot be another process's
+                end()
+            deadline = time.monotonic() + END_TIMEOUT_S
+            while time.monotonic() < deadline:
+                if not is_alive(process):
+                    return
+                time.sleep(LOOK_PERIOD_S)
+        raise StartError(f"process {head.pid}, which keeps Ray, does not end; see {head_log()}")
 
 
 def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -> LocalHead:
