@@ -181,7 +181,17 @@ def chat(
 
 
 def status(
-    address: AddressFlag = DEFAULT_ADDRESS,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            help="Where the router is, host:port. Default: that of the cluster on the Ray at "
+            f"--ray-address, or that `pagewire up` started on this host, else {DEFAULT_ADDRESS}.",
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str, typer.Option("--ray-address", help="Ray cluster that the cluster runs on.")
+    ] = "",
     once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     wide: Annotated[
         bool, typer.Option("--wide", help=f"All columns; for a window of {WIDE_COLUMNS}.")
@@ -199,6 +209,7 @@ def status(
 
         from cli.status import status_json, status_table
 
+    address = address or _find_router(ray_address)
     with Client(address, default_timeout_s=CONNECT_TIMEOUT_S) as client:
         if as_json:
             sys.stdout.write(status_json(client.status()) + "\n")
@@ -223,6 +234,22 @@ def status(
                 else:
                     answered_at = time.monotonic()
                     live.update(table, refresh=True)
+
+
+def _find_router(ray_address: str) -> str:
+    """Return the address of the router on a Ray, or on this host."""
+    from cluster.local_head import find_head
+
+    head = None if ray_address else find_head()
+    if not ray_address and head is None:
+        return DEFAULT_ADDRESS
+    from cluster.environment import prepare_ray
+
+    prepare_ray(is_local=not ray_address)
+    from cluster.attach import attached, router_address  # imports Ray
+
+    with attached(ray_address, head):
+        return router_address()
 
 
 def _decoded(content: bytes, offset: int) -> str:

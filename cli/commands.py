@@ -1,4 +1,4 @@
-"""The command line: pagewire serve, demo, gateway, generate, chat, status, doctor, version."""
+"""The command line: pagewire serve, up, down, scale, drain, generate, chat, status and others."""
 
 import sys
 from dataclasses import asdict
@@ -43,8 +43,9 @@ class Commands(TyperGroup):
 
     def _add_serving_commands(self) -> None:
         with interrupts_end_at_once():
-            from cli import serving_commands
-        self.commands.update(get_group(serving_commands.app).commands)
+            from cli import lifecycle_commands, serving_commands
+        for each in (serving_commands, lifecycle_commands):
+            self.commands.update(get_group(each.app).commands)
 
 
 app = typer.Typer(

@@ -11,7 +11,7 @@ from cli.stop_signals import StopSignals
 from cluster.config import ClusterConfig
 from cluster.descendants import no_descendant_left
 from cluster.errors import ClusterError
-from cluster.launch import RunningCluster, start_cluster
+from cluster.launch import RunningCluster, StartWatch, start_cluster
 
 # Ray puts a handler in front of Python's, which prints a stack for each SIGTERM.
 REINSTALL_PERIOD_S = 0.1
@@ -39,41 +39,62 @@ def running_cluster(
         ClusterError: What was wrong and what to do; nothing is left running.
         Interrupted: A signal came before the cluster was ready.
     """
-    # A thread of its own, because Ray takes over SIGTERM in a main thread. It lives as long as the
-    # cluster, because Ray's processes end with the thread that started them.
-    logging.getLogger("ray._private.worker").addFilter(_is_no_signal_note)
-    with (
-        no_descendant_left(),
-        ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="ray", initializer=_block_hangups
-        ) as thread,
-    ):
-        with load_display(say) as show_loaded:
-            starting = thread.submit(
-                start_cluster,
-                config,
-                device,
-                shows_worker_logs=shows_worker_logs,
-                say=say,
-                show_loaded=show_loaded,
-                check=signals.check,
-            )
-            is_told = False
-            while not wait([starting], timeout=REINSTALL_PERIOD_S).done:
-                signals.install()
-                if signals.stopped.is_set() and not is_told:
-                    is_told = True
-                    say("stopping what has started; a second signal ends all at once")
-        signals.install()
-        try:
-            cluster = starting.result()
-        except ClusterError:
-            signals.check()  # it went to the whole process group, and ended Ray's processes, too
-            raise
+    with no_descendant_left(), ray_thread() as thread:
+        cluster = run_start(
+            thread,
+            signals,
+            say,
+            lambda watch: start_cluster(
+                config, device, shows_worker_logs=shows_worker_logs, watch=watch
+            ),
+        )
         try:
             yield cluster
         finally:
             thread.submit(cluster.stop, config.stop_grace_s).result()
+
+
+@contextmanager
+def ray_thread() -> Iterator[ThreadPoolExecutor]:
+    """Make a thread for all that is asked of Ray, because Ray takes over SIGTERM in a main thread.
+
+    It lives as long as what it starts, because Ray's processes end with the thread that started
+    them.
+    """
+    logging.getLogger("ray._private.worker").addFilter(_is_no_signal_note)
+    with ThreadPoolExecutor(
+        max_workers=1, thread_name_prefix="ray", initializer=_block_hangups
+    ) as thread:
+        yield thread
+
+
+def run_start(
+    thread: ThreadPoolExecutor,
+    signals: StopSignals,
+    say: Callable[[str], None],
+    start: Callable[[StartWatch], RunningCluster],
+) -> RunningCluster:
+    """Run a start in Ray's thread and show how far it is; a signal ends it.
+
+    Raises:
+        ClusterError: What `start` raised.
+        Interrupted: A signal came before the cluster was ready.
+    """
+    with load_display(say) as show_loaded:
+        watch = StartWatch(say=say, show_loaded=show_loaded, check=signals.check)
+        starting = thread.submit(start, watch)
+        is_told = False
+        while not wait([starting], timeout=REINSTALL_PERIOD_S).done:
+            signals.install()
+            if signals.stopped.is_set() and not is_told:
+                is_told = True
+                say("stopping what has started; a second signal ends all at once")
+    signals.install()
+    try:
+        return starting.result()
+    except ClusterError:
+        signals.check()  # it went to the whole process group, and ended Ray's processes, too
+        raise
 
 
 def _block_hangups() -> None:

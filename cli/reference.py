@@ -12,11 +12,11 @@ INTRODUCTION = """\
 Written by `make docs`; a test compares it with the code.
 
 Every option can stand in a YAML file (`pagewire serve --config cluster.yaml`) and is a flag of
-`serve` and `demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags override
-the file, the file overrides the defaults, some of which differ in `demo` and on CPUs: `--help`
-shows what the command really uses. Unknown options, options given twice, and values that are not
-allowed end the command with exit code 2 and a line for each, which names the file or the flag, the
-option and, of a value, what was found and what is allowed.
+`serve`, `up` and `demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags
+override the file, the file overrides the defaults, some of which differ in `demo` and on CPUs:
+`--help` shows what the command really uses. Unknown options, options given twice, and values that
+are not allowed end the command with exit code 2 and a line for each, which names the file or the
+flag, the option and, of a value, what was found and what is allowed.
 
 ```yaml
 model: /models/llama-3-8b
@@ -45,9 +45,9 @@ ENVIRONMENT = {  # what Pagewire itself reads of it
     "PAGEWIRE_CACHE_DIR": "Folder for what Pagewire can make again: configuration and tokenizer of "
     "GGUF files, the demo's random model; unset or empty: `pagewire` in `XDG_CACHE_HOME`",
     "RAY_AUTH_MODE": "Ray's own; with `ray_address` it must be `token` where that Ray wants one. "
-    "Where `serve` and `demo` start a Ray they set it themselves, and `doctor` looks at it",
-    "RAY_TMPDIR": "Folder in which `serve` and `demo` make one that only their user can enter, "
-    "`pagewire-UID`, for the sockets, logs and token of the Ray that they start; unset: `/tmp`",
+    "Where `serve`, `up` and `demo` start a Ray they set it themselves, and `doctor` looks at it",
+    "RAY_TMPDIR": "Folder in which `serve`, `up` and `demo` make one that only their user can "
+    "enter, `pagewire-UID`, for sockets, logs and token of the Ray that they start; unset: `/tmp`",
     "XDG_CACHE_HOME": "Folder of the user's caches; unset or empty: `~/.cache`",
 }
 

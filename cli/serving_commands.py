@@ -4,7 +4,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from cluster.preflight import check_start
 from decode_worker.config import DecodeConfig
 from llm_engine.model_files import model_name
 from observability.logs import configure_logging
+
+if TYPE_CHECKING:
+    from cluster.launch import RunningCluster  # imports Ray
 
 # On CPUs a step of 2,048 tokens of a model of some billion weights takes longer than
 # `router.stuck_after_s`, and its worker would count as dead.
@@ -50,22 +53,18 @@ def serve(config: ClusterConfig) -> None:
     prepare_ray(is_local=not config.ray_address)
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
-        device = check_start(config, _say)
+        device = check_start(config, say)
         from cli.foreground import running_cluster  # imports Ray
 
-        with running_cluster(config, device, signals, shows_worker_logs=True, say=_say) as cluster:
-            if note := _context_note(config, cluster.device, cluster.context_tokens):
-                _say(note)
-            http = f"; HTTP on http://{cluster.http_address}/v1" if cluster.http_address else ""
-            _say(
-                f"ready: pagewire serves {config.model} on {_where(cluster.address)} "
-                f"({cluster.device}){http}"
-            )
+        with running_cluster(config, device, signals, shows_worker_logs=True, say=say) as cluster:
+            if note := context_note(config, cluster.device, cluster.context_tokens):
+                say(note)
+            say(f"ready: {serving_where(config, cluster)}")
             while not signals.stopped.wait(RAY_PERIOD_S):
                 cluster.local_ray.check()
             grace = f"running requests have {config.stop_grace_s:.0f} s"
-            _say(f"stopping; {grace}; a second signal ends all at once")
-        _say("stopped")
+            say(f"stopping; {grace}; a second signal ends all at once")
+        say("stopped")
 
 
 def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,16 +111,16 @@ def demo(config: ClusterConfig) -> None:
         model, name = _demo_model()
         config = replace(config, model=model)
     with StopSignals() as signals:
-        device = check_start(config, _say)
+        device = check_start(config, say)
         from rich.console import Console
 
         from cli.demo import run_demo
         from cli.foreground import running_cluster  # imports Ray
 
-        with running_cluster(config, device, signals, shows_worker_logs=False, say=_say) as cluster:
-            _say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
+        with running_cluster(config, device, signals, shows_worker_logs=False, say=say) as cluster:
+            say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
             signals.run(run_demo(cluster.address, Console()))
-        _say("stopped")
+        say("stopped")
 
 
 def _demo_model() -> tuple[Path, str]:
@@ -130,11 +129,11 @@ def _demo_model() -> tuple[Path, str]:
 
     if trained := trained_model():
         return trained, model_name(trained)
-    _say(f"no trained model: answers will be nonsense until you `{INSTALL_TRAINED}`")
+    say(f"no trained model: answers will be nonsense until you `{INSTALL_TRAINED}`")
     return demo_model_dir(), "the embedded model (random weights)"
 
 
-def _context_note(config: ClusterConfig, device: str, context_tokens: int) -> str:
+def context_note(config: ClusterConfig, device: str, context_tokens: int) -> str:
     """Say that the pages do not hold the whole context, and what helps; empty: they do."""
     assert config.model is not None
     needs = read_model_needs(config.model, config, device)
@@ -146,6 +145,12 @@ def _context_note(config: ClusterConfig, device: str, context_tokens: int) -> st
     )
 
 
+def serving_where(config: ClusterConfig, cluster: "RunningCluster") -> str:
+    """Say what a cluster serves, and where."""
+    http = f"; HTTP on http://{cluster.http_address}/v1" if cluster.http_address else ""
+    return f"pagewire serves {config.model} on {_where(cluster.address)} ({cluster.device}){http}"
+
+
 def _where(address: str) -> str:
     """Return an address, and for that of all interfaces also one to connect to."""
     host, _, port = address.rpartition(":")
@@ -154,7 +159,7 @@ def _where(address: str) -> str:
     return f"{address}, for clients localhost:{port} or {socket.gethostname()}:{port}"
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Print one line at once and unwrapped, so that scripts can wait for it."""
     print(line, flush=True)
 

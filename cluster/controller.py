@@ -1,52 +1,163 @@
-"""The controller: a named Ray actor that hears of each start of a worker and tells the routers.
+"""The controller: a named Ray actor that places a cluster's processes and knows its workers.
 
-It holds nothing that the next announcements do not bring again, so its death stops no request and
-its restart needs no storage: workers and routers announce themselves every two seconds. While they
-load, workers tell it how far they are, and the launcher asks: they themselves answer nobody yet.
+It hears of each start of a worker and tells the routers; it adds workers and lets others go. Ray
+starts it again with the deployment that it was made with. Everything else the next announcements
+and Ray's list of actors bring back, so its death stops no request and its restart needs no storage:
+workers and routers announce themselves every two seconds, and a worker that has been told to leave
+needs nobody for that. While they load, workers tell it how far they are, and the launcher asks:
+they themselves answer nobody yet.
 """
 
 import asyncio
 import logging
 import os
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from cluster.config import ClusterConfig
+from cluster.deployment import Deployment
+from cluster.errors import PlacementError, StartError
 from cluster.membership import Membership
+from cluster.placement import (
+    GATEWAY_NAME,
+    ROUTER_NAME,
+    has_own_gpus,
+    place_gateway,
+    place_router,
+    place_worker,
+)
+from cluster.scaling import (
+    ClusterWorkers,
+    ScalePlan,
+    check_drain,
+    is_worker,
+    plan_scale,
+    worker_ids,
+)
 from observability.logs import configure_logging, fields
 from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
+HEARD_S = 6.0  # three announcements; a worker that is silent for longer may not be there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFacts:
+    """What a controller tells of its cluster; no key is in it."""
+
+    config: ClusterConfig
+    device: str
+    workers: ClusterWorkers
 
 
 class ControllerActor:
-    """Hears announcements and pushes the membership to every router that announced itself."""
+    """Places the cluster's processes, and pushes the membership to every router.
 
-    async def __init__(  # type: ignore[misc] # Ray awaits it
-        self, log_level: str, log_format: str
-    ) -> None:
-        configure_logging(log_level, log_format)
+    Args:
+        deployment: What all processes are started from.
+    """
+
+    async def __init__(self, deployment: Deployment) -> None:  # type: ignore[misc] # Ray awaits it
+        config = deployment.config
+        configure_logging(config.log_level, config.log_format)
+        self._deployment = deployment
         self._membership = Membership()
         self._routers: dict[str, Any] = {}  # router_id |-> actor handle
         self._loaded: dict[str, tuple[int, int]] = {}  # worker_id |-> bytes loaded, bytes in all
+        self._started_at = _now()
+        self._is_closed = False
+
+    # What the launcher and the command line ask for. A decision and what it leads to have no await
+    # between them, so that two callers cannot both let the last worker go.
+
+    async def deploy(self) -> dict[str, Any]:
+        """Place what is missing of the cluster as it was configured; return all handles by name."""
+        config = self._deployment.config
+        self._check_open()
+        actors = {ROUTER_NAME: place_router(self._deployment)}
+        for name in worker_ids(config.prefill, config.decode):
+            actors[name] = self._place(name)
+        if config.http_port:
+            actors[GATEWAY_NAME] = place_gateway(self._deployment)
+        return actors
+
+    async def facts(self) -> ClusterFacts:
+        """Return what runs."""
+        return ClusterFacts(
+            config=self._deployment.config, device=self._deployment.device, workers=self._workers()
+        )
+
+    async def scale(
+        self, wanted: dict[PoolName, int], grace_s: float
+    ) -> tuple[dict[str, Any], ScalePlan]:
+        """Have that many workers; return the handles of those that start, and who comes and goes.
+
+        Args:
+            wanted: By pool; a pool that is absent stays as it is.
+            grace_s: For what runs on those that leave.
+
+        Raises:
+            ClusterError: Nothing has changed.
+        """
+        self._check_open()
+        deployment = self._deployment
+        plan = plan_scale(self._workers(), deployment.config, deployment.device, wanted)
+        if plan.starts and has_own_gpus(deployment.device, deployment.config.workers_per_gpu):
+            _check_free_gpus(len(plan.starts))
+        actors = {name: self._place(name) for name in plan.starts}
+        await self._dismiss(plan.drains, grace_s)
+        return actors, plan
+
+    async def drain(self, worker_id: str, grace_s: float) -> None:
+        """Have a worker finish what it has within `grace_s` seconds, and leave.
+
+        Raises:
+            ClusterError: Nothing has changed.
+        """
+        self._check_open()
+        check_drain(self._workers(), worker_id)
+        await self._dismiss((worker_id,), grace_s)
+
+    async def close(self) -> None:
+        """Change nothing any more: the cluster stops."""
+        self._is_closed = True
+
+    # What workers and routers tell.
 
     async def announce_worker(
-        self, worker_id: str, incarnation: int, address: str, pool: PoolName
+        self, worker_id: str, incarnation: int, address: str, pool: PoolName, is_leaving: bool
     ) -> None:
         """Enter one start of a worker; idempotent."""
         member = WorkerMember(
-            worker_id=worker_id, incarnation=incarnation, address=address, pool=pool
+            worker_id=worker_id,
+            incarnation=incarnation,
+            address=address,
+            pool=pool,
+            is_draining=is_leaving,
         )
-        if self._membership.announce(member):
+        if self._membership.announce(member, _now()):
             log.info(
                 "worker_announced",
                 extra=fields(
                     worker_id=worker_id, incarnation=f"{incarnation:016x}", address=address
                 ),
             )
-            await asyncio.gather(*(self._push(router_id) for router_id in self._routers))
+            await self._push_all()
+        if (grace_s := self._membership.grace_of(member)) is not None:
+            # It has not heard it yet, or it has died since and come back.
+            with suppress(ValueError):  # it has just ended
+                ray.get_actor(worker_id).drain.remote(grace_s)
+
+    async def worker_left(self, worker_id: str, incarnation: int) -> None:
+        """Forget a start of a worker that has drained."""
+        if self._membership.left(worker_id, incarnation):
+            log.info("worker_left", extra=fields(worker_id=worker_id))
+            await self._push_all()
 
     async def announce_router(self, router_id: str, handle: Any) -> None:
         """Enter a router and tell it the workers; a restarted one knows none, so each time."""
@@ -70,6 +181,46 @@ class ControllerActor:
         """Return the process id on its host."""
         return os.getpid()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StartError("the cluster is being stopped; wait until `pagewire down` has ended")
+
+    def _workers(self) -> ClusterWorkers:
+        names: list[str] = ray.util.list_named_actors()
+        existing = {each for each in names if is_worker(each)}
+        leaving = self._membership.leaving & existing
+        staying = frozenset(existing - leaving)
+        return ClusterWorkers(
+            staying=staying, leaving=leaving, answering=staying & self._heard_of()
+        )
+
+    def _heard_of(self) -> frozenset[str]:
+        return self._membership.heard_since(_now() - HEARD_S)
+
+    def _place(self, worker_id: str) -> Any:
+        self._loaded.pop(worker_id, None)
+        return place_worker(self._deployment, worker_id)
+
+    async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
+        """Have workers leave: first the routers send them nothing more."""
+        heard_of = self._heard_of()
+        is_young = _now() < self._started_at + HEARD_S  # so it has not heard of all yet
+        for worker_id in names:
+            self._membership.dismiss(worker_id, grace_s)
+        await self._push_all()
+        for worker_id in names:
+            log.info("worker_dismissed", extra=fields(worker_id=worker_id, grace_s=grace_s))
+            with suppress(ValueError):  # it has just ended
+                actor = ray.get_actor(worker_id)
+                if worker_id in heard_of or is_young:
+                    actor.drain.remote(grace_s)
+                else:  # it loads, waits for a place or dies again and again, and serves nobody
+                    ray.kill(actor, no_restart=True)
+                    self._membership.forget(worker_id)
+
+    async def _push_all(self) -> None:
+        await asyncio.gather(*(self._push(router_id) for router_id in self._routers))
+
     async def _push(self, router_id: str) -> None:
         call = self._routers[router_id].set_workers.remote(self._membership.members)
         try:
@@ -77,3 +228,17 @@ class ControllerActor:
         except (ray.exceptions.RayError, TimeoutError) as error:
             # A router that comes back announces itself and is told then.
             log.warning("push_failed", extra=fields(router_id=router_id, error=str(error)))
+
+
+def _check_free_gpus(num_needed: int) -> None:
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    num_free = int(free.get("GPU", 0))
+    if num_needed > num_free:
+        raise PlacementError(
+            f"{num_needed} more workers need a GPU each, and {num_free} of them are free; add "
+            "hosts to the Ray cluster, or ask for fewer"
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -51,9 +51,11 @@ def gpus_of_pools(num_prefill: int, num_decode: int, workers_per_gpu: int) -> tu
     return -(-num_prefill // workers_per_gpu), -(-num_decode // workers_per_gpu)
 
 
-def visible_gpu(index: int) -> str:
-    """Return what CUDA_VISIBLE_DEVICES must be for a process that is to see one GPU of this one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def visible_gpu(index: int, visible: str | None) -> str:
+    """Return what CUDA_VISIBLE_DEVICES must be for a process that is to see one GPU of `visible`.
+
+    That is the variable where the cluster was started; None: it was unset.
+    """
     return str(index) if visible is None else visible.split(",")[index].strip()
 
 

@@ -1,10 +1,11 @@
 """The environment variables that a cluster's processes are started with.
 
-launch.py adds CUDA_VISIBLE_DEVICES where workers share a GPU, and the path of Ray's token.
+placement.py adds CUDA_VISIBLE_DEVICES where workers share a GPU, and the path of Ray's token.
 """
 
 import os
 import sys
+from collections.abc import Mapping
 
 # Of the launching process: what actors must see too, also those on a Ray that ran before.
 FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH", "PAGEWIRE_", "GRPC_VERBOSITY")
@@ -37,15 +38,16 @@ def prepare_ray(*, is_local: bool) -> None:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Return the variables that every worker's and router's process is started with."""
+    """Return the variables of this process that all processes of a cluster are started with."""
     return {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
     }
 
 
-def worker_environment(device: str, cpu_threads: int) -> dict[str, str]:
-    """Return the variables that a worker's process is started with."""
-    forwarded = forwarded_environment()
+def worker_environment(
+    device: str, cpu_threads: int, forwarded: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that a worker's process is started with, with the forwarded ones."""
     if device == "cuda":
         # A kernel that is loaded lazily can deadlock with a transfer that waits for its peer.
         return {"CUDA_MODULE_LOADING": "EAGER", **forwarded}

@@ -6,6 +6,7 @@ ClusterError
 ├── ConfigError        an option is wrong; names its path, the value found and what is allowed
 ├── PlacementError     the hosts do not have what was asked for
 ├── StartError         something did not start, or not in time
+├── NotRunning         there is no cluster to talk with
 ├── RayLost            a process of the Ray that was started here has ended
 ├── DemoError          the demo ran but did not show what it must
 ├── OutputLost         standard output takes nothing
@@ -29,6 +30,10 @@ class PlacementError(ClusterError):
 
 class StartError(ClusterError):
     """Something did not start, or not in time."""
+
+
+class NotRunning(ClusterError):
+    """There is no cluster to talk with."""
 
 
 class RayLost(ClusterError):

@@ -29,7 +29,7 @@ class LocalRay:
     @property
     def lost(self) -> list[str]:
         """The names of those that have ended."""
-        return [name for name, each in self._processes.items() if not _is_alive(each)]
+        return [name for name, each in self._processes.items() if not is_alive(each)]
 
     def check(self) -> None:
         """Raise RayLost if one has ended."""
@@ -45,7 +45,8 @@ class LocalRay:
             self._token.remove()
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process has not ended; one that nobody has collected has."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,23 +1,39 @@
-"""Who is a member: the pure part of the controller."""
+"""Who is a member, and who of them is to leave: the pure part of the controller.
+
+Everything here is rebuilt by the next announcements, except that a worker is to leave whose process
+and controller have died together: it comes back as one that stays.
+"""
+
+from dataclasses import replace
 
 from router.membership import WorkerMember
 
 
 class Membership:
-    """The latest start of each worker. Everything here is rebuilt by the next announcements."""
+    """The latest start of each worker."""
 
     def __init__(self) -> None:
         self._members: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
+        self._heard_at: dict[str, float] = {}  # worker_id |-> when it has announced itself last
+        self._leaving: dict[str, float] = {}  # worker_id |-> seconds for what runs there
 
     @property
     def members(self) -> tuple[WorkerMember, ...]:
         """All members, by name."""
-        return tuple(self._members[worker_id] for worker_id in sorted(self._members))
+        return tuple(
+            replace(self._members[worker_id], is_draining=worker_id in self._leaving)
+            for worker_id in sorted(self._members)
+        )
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """The names of those that are to leave."""
+        return frozenset(self._leaving)
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._members
 
-    def announce(self, member: WorkerMember) -> bool:
+    def announce(self, member: WorkerMember, now: float) -> bool:
         """Enter a start of a worker; returns whether that changed anything.
 
         A worker announces itself only from its newest process: Ray starts another one only after
@@ -25,4 +41,34 @@ class Membership:
         """
         changed = self._members.get(member.worker_id) != member
         self._members[member.worker_id] = member
+        self._heard_at[member.worker_id] = now
+        if member.is_draining and member.worker_id not in self._leaving:
+            self._leaving[member.worker_id] = 0.0  # as an earlier controller has told it
+            changed = True
         return changed
+
+    def dismiss(self, worker_id: str, grace_s: float) -> None:
+        """Note that a worker is to leave, whichever of its processes."""
+        self._leaving[worker_id] = grace_s
+
+    def grace_of(self, member: WorkerMember) -> float | None:
+        """Return what a start that knows nothing of it has left to leave; None: it stays."""
+        return None if member.is_draining else self._leaving.get(member.worker_id)
+
+    def left(self, worker_id: str, incarnation: int) -> bool:
+        """Forget a worker if this is its latest start; returns whether that changed anything."""
+        member = self._members.get(worker_id)
+        if member is None or member.incarnation != incarnation:
+            return False
+        self.forget(worker_id)
+        return True
+
+    def forget(self, worker_id: str) -> None:
+        """Forget a worker that is gone."""
+        self._members.pop(worker_id, None)
+        self._heard_at.pop(worker_id, None)
+        self._leaving.pop(worker_id, None)
+
+    def heard_since(self, since: float) -> frozenset[str]:
+        """Return who has announced itself since then."""
+        return frozenset(name for name, at in self._heard_at.items() if at >= since)

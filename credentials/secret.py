@@ -2,7 +2,7 @@
 
 Keys form a tree, so that a process holds no more than its own part needs:
 
-    secret                                   the launcher alone
+    secret                                   the cluster's controller alone
     └── accepting key of a role              the workers of that role, to check their callers
         └── calling key of a named caller    that caller, for its calls to workers of the role
 
@@ -40,7 +40,7 @@ class PartyKeys:
 
 
 class ClusterSecret:
-    """The root of all keys of a cluster. It stays in the process that starts the cluster."""
+    """The root of all keys of a cluster. Only its controller holds it, who starts all others."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SECRET_BYTES:

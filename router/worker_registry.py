@@ -3,7 +3,7 @@
 Life of a worker's entry (one per incarnation):
     CONNECTING  announced by the controller; GetInfo and the first heartbeat are awaited
     READY       heartbeats arrive; takes requests
-    DRAINING    heartbeats arrive and say so; finishes what it has
+    DRAINING    the membership or its heartbeats say so; finishes what it has
     DEAD        its connection or a session broke, it is stuck or was silent for long, or another
                 incarnation replaced it. While it is a member the registry goes on trying to reach
                 it, and it may become READY again.
@@ -174,6 +174,10 @@ class WorkerRegistry:
             member = self._announced.get(worker_id)
             if member != worker.member and (member is not None or worker.state == "DEAD"):
                 self._depart(worker)
+            elif member is not None:
+                worker.member = member
+                if worker.state == "READY" and member.is_draining:
+                    worker.state = "DRAINING"
         for worker_id, member in self._announced.items():
             if worker_id not in self._workers:
                 worker = Worker(member, self._connect_channel(member))
@@ -259,12 +263,13 @@ class WorkerRegistry:
         if self._workers.get(worker.member.worker_id, worker) is worker:
             self._index.remove_worker(worker.member.worker_id)
         if was_used:
-            is_member = worker.member.worker_id in self._workers
+            worker_id = worker.member.worker_id
+            is_expected = worker_id not in self._workers or worker_id not in self._announced
             logger.log(
-                logging.WARNING if is_member else logging.INFO,
+                logging.INFO if is_expected else logging.WARNING,
                 "worker_lost",
                 extra=fields(
-                    worker_id=worker.member.worker_id,
+                    worker_id=worker_id,
                     incarnation=f"{worker.member.incarnation:016x}",
                     reason=reason,
                 ),
@@ -365,7 +370,8 @@ class WorkerRegistry:
             if now - progress_at > self._config.stuck_after_s:
                 raise WorkerGone(f"no engine step for {now - progress_at:.1f} s with work to do")
             worker.take_heartbeat(beat, now)
-            state = "DRAINING" if beat.is_draining else "READY"
+            is_draining = beat.is_draining or worker.member.is_draining
+            state = "DRAINING" if is_draining else "READY"
             if worker.state != state:
                 worker.state = state
                 self._notify()

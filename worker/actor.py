@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from worker.process import WorkerProcess, WorkerSettings
 log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0  # as in router/actor.py, which may not import this
+CLOSE_TIMEOUT_S = 15.0  # for what is still open when a worker has drained
 
 Config = TypeVar("Config")
 
@@ -58,6 +60,7 @@ class WorkerActor(ABC, Generic[Config]):
             log.exception("worker_start_failed", extra=fields(worker_id=settings.worker_id))
             os._exit(1)
         self._watching: asyncio.Task[None] = asyncio.create_task(self._exit_when_failed())
+        self._leaving: asyncio.Task[None] | None = None
 
     async def wait_ready(self) -> str:
         """Return the gRPC address."""
@@ -68,6 +71,15 @@ class WorkerActor(ABC, Generic[Config]):
         """Give running requests `grace_s` seconds, then end everything but the actor."""
         self._watching.cancel()
         await self._process.stop(grace_s)
+
+    async def drain(self, grace_s: float) -> None:
+        """Begin to leave: take nothing new, let running requests end for `grace_s`, and be gone.
+
+        Returns at once, and needs nobody from then on; a second call changes nothing.
+        """
+        if self._leaving is None:
+            self._watching.cancel()
+            self._leaving = asyncio.create_task(self._leave(grace_s))
 
     async def pid(self) -> int:
         """Return the process id on its host."""
@@ -90,9 +102,27 @@ class WorkerActor(ABC, Generic[Config]):
         except (ray.exceptions.RayError, TimeoutError):
             return True  # at the first start of a cluster the controller is there
 
-    async def _announce(self, identity: WorkerIdentity) -> None:
+    async def _leave(self, grace_s: float) -> None:
+        worker_id = self._settings.worker_id
+        log.info("worker_drains", extra=fields(worker_id=worker_id, grace_s=grace_s))
+        try:
+            async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
+                await self._process.drain(grace_s)
+        except Exception:
+            log.exception("drain_failed", extra=fields(worker_id=worker_id))
+        assert self._process.identity
+        call: Any = self._controller.worker_left.remote(
+            worker_id, self._process.identity.incarnation
+        )
+        with suppress(ray.exceptions.RayError, TimeoutError):
+            await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)
+        log.info("worker_drained", extra=fields(worker_id=worker_id))
+        # Ray starts whoever exits again, but not whom somebody ends.
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _announce(self, identity: WorkerIdentity, is_leaving: bool) -> None:
         call: Any = self._controller.announce_worker.remote(
-            identity.worker_id, identity.incarnation, identity.address, self.pool
+            identity.worker_id, identity.incarnation, identity.address, self.pool, is_leaving
         )
         try:
             await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)

@@ -168,7 +168,7 @@ class WorkerHost:
             async with asyncio.timeout(grace_s):
                 await self._pool.wait_idle()
         except TimeoutError:
-            self._pool.end_all(Draining("the worker stops"))
+            await self._send_away(Draining("the worker stops"))
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
@@ -202,10 +202,14 @@ class WorkerHost:
         raise error
 
     async def _resign(self) -> None:
-        """Send everybody away, so that they go on elsewhere at once."""
+        """Take nothing new, and send everybody away."""
         self._context.is_draining = True
         await self._health.enter_graceful_shutdown()
-        self._pool.end_all(Draining("this worker fails"))
+        await self._send_away(Draining("this worker fails"))
+
+    async def _send_away(self, error: WorkerError) -> None:
+        """End what runs and see that its callers know, so that they go on elsewhere at once."""
+        self._pool.end_all(error)
         with suppress(TimeoutError):
             async with asyncio.timeout(RESIGN_S):
                 await self._pool.wait_told()

@@ -57,7 +57,7 @@ class WorkerSettings:
 
 
 BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor, ClusterCredentials], WorkerHost]
-Announce = Callable[[WorkerIdentity], Awaitable[None]]
+Announce = Callable[[WorkerIdentity, bool], Awaitable[None]]  # told whether it leaves the cluster
 
 
 def connect_channel(address: str) -> grpc.aio.Channel:
@@ -84,6 +84,7 @@ class WorkerProcess:
         self._server: grpc.aio.Server | None = None
         self._worker: WorkerHost | None = None
         self._announcing: asyncio.Task[None] | None = None
+        self._is_leaving = False
         self.identity: WorkerIdentity | None = None  # set by start
 
     async def start(self, build: BuildWorker) -> None:
@@ -116,7 +117,7 @@ class WorkerProcess:
         await worker.start()
         self._executor, self._server, self._worker = executor, server, worker
         self.identity = identity
-        await self._announce(identity)
+        await self._announce(identity, self._is_leaving)
         self._announcing = asyncio.create_task(self._announce_for_ever(identity))
         log.info(
             "worker_ready",
@@ -139,12 +140,17 @@ class WorkerProcess:
         if self._server:
             await self._server.stop(LAST_WORDS_S)
 
+    async def drain(self, grace_s: float) -> None:
+        """Stop as a worker that leaves the cluster: it announces that until it has stopped."""
+        self._is_leaving = True
+        await self.stop(grace_s)
+
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end everything."""
-        if self._announcing:
-            self._announcing.cancel()
         if self._worker:
             await self._worker.stop(grace_s)
+        if self._announcing:
+            self._announcing.cancel()
         if self._server:
             await self._server.stop(None)
         if self._executor:
@@ -154,7 +160,7 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(ANNOUNCE_PERIOD_S)
             try:
-                await self._announce(identity)
+                await self._announce(identity, self._is_leaving)
             except Exception:
                 # A bug must not make the worker unknown to a controller that restarts.
                 log.exception("announce_crashed", extra=fields(worker_id=identity.worker_id))

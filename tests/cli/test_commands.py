@@ -26,7 +26,10 @@ FLAGS = {
         --timeout-s --top-k --top-p""",
     "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
         --top-k --top-p""",
-    "status": "--address --help --json --once --wide",
+    "status": "--address --help --json --once --ray-address --wide",
+    "down": "--config --grace-s --help --ray-address",
+    "scale": "--config --decode --grace-s --help --prefill --ray-address",
+    "drain": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",
     "gateway": """--config --help --host --http-gateway-allow-origins
         --http-gateway-body-timeout-s --http-gateway-comment-period-s
@@ -56,7 +59,7 @@ def test_commands_are_a_decision():
     group = get_command(commands.app)
     names = group.list_commands(group.make_context("pagewire", ["version"]))
 
-    assert sorted(names) == sorted([*FLAGS, "demo", "serve"])
+    assert sorted(names) == sorted([*FLAGS, "demo", "serve", "up"])
 
 
 @pytest.mark.parametrize("command", sorted(FLAGS))
@@ -64,7 +67,7 @@ def test_flags_are_a_decision(command):
     assert flags_of(command) == FLAGS[command].split()
 
 
-@pytest.mark.parametrize("command", ["serve", "demo"])
+@pytest.mark.parametrize("command", ["serve", "up", "demo"])
 def test_every_option_is_a_flag(command):
     sections = (
         "--http-gateway-",
@@ -201,11 +204,11 @@ def test_a_context_that_the_pages_do_not_hold_is_noted_with_what_helps(device, o
     # 8192 tokens of context; a page of 64 tokens takes 256 KiB in float32.
     config = load_config(None, {"model": demo_model_dir(), "dtype": "float32"} | options)
 
-    note = serving_commands._context_note(config, device, 576)
+    note = serving_commands.context_note(config, device, 576)
 
     said = "note: a request may have 576 tokens, the model could serve 8192; more with "
     assert note.startswith(said + remedy)
-    assert serving_commands._context_note(config, device, 8192) == ""
+    assert serving_commands.context_note(config, device, 8192) == ""
 
 
 def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):

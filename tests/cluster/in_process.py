@@ -149,7 +149,7 @@ async def start_worker(
     )
     announced = {}
 
-    async def announce(identity):
+    async def announce(identity, is_leaving):
         announced[identity.worker_id] = identity
 
     def build(identity, model, executor, credentials):

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from cluster.devices import check_gpus, check_port_free, most_visible, resolve_device
-from cluster.environment import worker_environment
+from cluster.environment import forwarded_environment, worker_environment
 from cluster.errors import ConfigError, PlacementError
 
 
@@ -69,9 +69,9 @@ def test_workers_get_named_variables_only(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET_TOKEN", "x")
 
-    environment = worker_environment("cuda", 1)
+    environment = worker_environment("cuda", 1, forwarded_environment())
 
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert "SECRET_TOKEN" not in environment
-    assert worker_environment("cpu", 3)["OMP_NUM_THREADS"] == "3"
+    assert worker_environment("cpu", 3, {})["OMP_NUM_THREADS"] == "3"

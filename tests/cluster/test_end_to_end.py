@@ -450,7 +450,7 @@ def test_the_controller_adds_up_how_far_the_weights_of_workers_are(cluster):
 def test_a_killed_controller_costs_no_stream_a_resumption(cluster):
     import ray
 
-    from cluster.launch import CONTROLLER_NAME
+    from cluster.placement import CONTROLLER_NAME
     from router.actor import ANNOUNCE_PERIOD_S
 
     old_pid = cluster.pid(CONTROLLER_NAME)
@@ -490,7 +490,7 @@ def test_a_killed_controller_costs_no_stream_a_resumption(cluster):
 
 
 def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster):
-    from cluster.launch import ROUTER_NAME
+    from cluster.placement import ROUTER_NAME
 
     prompt = prompt_of("router", 50)
 
@@ -511,7 +511,7 @@ def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster
 
 
 def test_a_killed_gateway_comes_back_at_its_address(cluster):
-    from cluster.launch import GATEWAY_NAME
+    from cluster.placement import GATEWAY_NAME
 
     prompt = prompt_of("gateway", 50)
     before = ask_http(cluster, prompt)

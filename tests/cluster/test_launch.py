@@ -1,46 +1,56 @@
+import asyncio
 import inspect
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import ray
 
-from cluster import launch
+from cluster import placement, readiness
 from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.demo_model import demo_model_dir
+from cluster.deployment import Deployment
 from cluster.errors import StartError
-from cluster.launch import (
-    RunningCluster,
-    _refuse_misfits,
-    _resources,
-    _settings,
-    start_cluster,
-    start_local_ray,
-    worker_ids,
-)
-from credentials.secret import PartyKeys
+from cluster.launch import StartWatch, start_cluster, start_local_ray
+from cluster.placement import GATEWAY_NAME, ROUTER_NAME, _resources, _settings
+from cluster.readiness import _refuse_misfits
+from cluster.scaling import worker_ids
+from credentials.secret import ClusterSecret, PartyKeys
 from decode_worker.actor import DecodeActor
-from decode_worker.config import DecodeConfig
 from prefill_worker.actor import PrefillActor
-from prefill_worker.config import PrefillConfig
 from tests.pagewire.scripted_service import serving_in_thread
+
+
+def deployment(options, device="cpu"):
+    return Deployment(
+        config=load_config(None, {"model": "/models/tiny", **options}),
+        device=device,
+        secret=ClusterSecret.generate(),
+        hash_key=b"k" * 16,
+        router_node_id="00" * 28,
+        environment={"GRPC_VERBOSITY": "ERROR"},
+        visible_gpus=None,
+    )
 
 
 def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("deterministic: false\nmodel: /models/tiny", encoding="utf-8")
+    config = load_config(path, {"dtype": "float16"})
 
-    settings = _settings(load_config(path, {"dtype": "float16"}), "decode-0", "cuda")
+    settings = _settings(replace(deployment({}, "cuda"), config=config), "decode-0")
 
     assert not settings.deterministic
     assert settings.dtype == "float16"
     assert settings.served_model_name == "tiny"
 
 
-def gpus_of_workers(options):
-    config = load_config(None, options)
-    resources = {name: _resources(config, name, "cuda") for name in worker_ids(config)}
+def gpus_of_workers(options, visible_gpus=None):
+    started = replace(deployment(options, "cuda"), visible_gpus=visible_gpus)
+    names = worker_ids(started.config.prefill, started.config.decode)
+    resources = {name: _resources(started, name) for name in names}
     return {
         name: each["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"]
         for name, each in resources.items()
@@ -48,8 +58,7 @@ def gpus_of_workers(options):
     }
 
 
-def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses():
     three = {"prefill": 3, "decode": 2, "workers_per_gpu": 2}
 
     assert gpus_of_workers({"prefill": 2, "decode": 2}) == {}  # Ray gives each one its own
@@ -60,63 +69,55 @@ def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses(monkey
         "decode-0": "2",
         "decode-1": "2",
     }
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3,GPU-1f")
-    assert set(gpus_of_workers(three).values()) == {"5", "3", "GPU-1f"}
+    assert set(gpus_of_workers(three, "5, 3,GPU-1f").values()) == {"5", "3", "GPU-1f"}
 
 
 @pytest.fixture
 def placed(monkeypatch):
-    """What actors are placed with, by name: options and arguments. Each is ready at once."""
+    """What actors are placed with, by name: options and arguments."""
     placed = {}
-    node = SimpleNamespace(get_node_id=lambda: "00" * 28)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     monkeypatch.setattr(
-        launch,
-        "_place",
-        lambda actor, name, options, *arguments: (
-            placed.update({name: (options, arguments)}) or name
-        ),
-    )
-    monkeypatch.setattr(launch, "_LoadWatch", lambda *_: None)
-    ready = {launch.ROUTER_NAME: "h:1", launch.GATEWAY_NAME: "h:2"}
-    monkeypatch.setattr(
-        launch, "_wait_ready", lambda actors, *_: {n: ready[n] for n in actors if n in ready}
+        placement,
+        "place",
+        lambda actor, name, options, *arguments: placed.update({name: (options, arguments)}),
     )
     return placed
 
 
-def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(monkeypatch, placed):
-    monkeypatch.setenv("GRPC_VERBOSITY", "ERROR")
-
-    config = load_config(None, {"model": "/models/tiny"})
-    launch._start_actors(config, "cpu", 0.0, print, print, print)
-
-    for name in ("prefill-0", "decode-0", launch.ROUTER_NAME):
-        assert placed[name][0]["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
+def controller_of(started):
+    controller = ControllerActor.__new__(ControllerActor)
+    asyncio.run(controller.__init__(started))
+    return controller
 
 
-def test_a_gateway_is_placed_beside_the_router_and_stopped_with_it_unless_there_is_none(placed):
-    options = {"model": "/models/tiny", "host": "0.0.0.0", "http_gateway.max_prompts": 3}
+def deploy(started):
+    asyncio.run(controller_of(started).deploy())
 
-    def start(http_port):
-        config = load_config(None, {**options, "http_port": http_port})
-        return launch._start_actors(config, "cpu", 0.0, print, print, print)
 
-    without = start(0)
-    assert launch.GATEWAY_NAME not in placed
-    assert (without.http_address, next(iter(without.actors))) == ("", launch.ROUTER_NAME)
-    with_gateway = start(8123)
-    config, host, port, *_, router_name = placed[launch.GATEWAY_NAME][1]
+def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(placed):
+    deploy(deployment({}))
+
+    assert set(placed) == {"prefill-0", "decode-0", ROUTER_NAME, GATEWAY_NAME}
+    for options, _ in placed.values():
+        assert options["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
+
+
+def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
+    options = {"host": "0.0.0.0", "http_gateway.max_prompts": 3}
+
+    deploy(deployment({**options, "http_port": 0}))
+    assert GATEWAY_NAME not in placed
+    deploy(deployment({**options, "http_port": 8123}))
+    config, host, port, *_, router_name = placed[GATEWAY_NAME][1]
     assert (config.max_prompts, host, port) == (3, "0.0.0.0", 8123)
-    assert router_name == launch.ROUTER_NAME
-    assert placed[launch.GATEWAY_NAME][0] == placed[launch.ROUTER_NAME][0], "on the same host"
-    assert with_gateway.http_address == "h:2"
-    assert list(with_gateway.actors)[:2] == [launch.GATEWAY_NAME, launch.ROUTER_NAME]
+    assert router_name == ROUTER_NAME
+    nodes = {placed[n][0]["scheduling_strategy"].node_id for n in (GATEWAY_NAME, ROUTER_NAME)}
+    assert nodes == {"00" * 28}, "on the host of whoever started it"
 
 
 def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed, caplog):
-    config = load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2})
-    launch._start_actors(config, "cpu", 0.0, print, print, print)
+    started = deployment({"prefill": 2, "decode": 2})
+    deploy(started)
 
     keys = {
         name: each
@@ -133,15 +134,9 @@ def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed,
     }
     assert keys["decode-0"].calling != keys["decode-1"].calling
     held = {key for each in keys.values() for key in (each.accepting, *each.calling.values())}
-    held |= {
-        each.hash_key
-        for _, arguments in placed.values()
-        for each in arguments
-        if isinstance(each, PrefillConfig | DecodeConfig)
-    }
-    printed = f"{placed} {keys} {caplog.text}"
+    held |= {started.hash_key}
+    printed = f"{placed} {keys} {started} {caplog.text}"
     assert not [key for key in held if key.hex() in printed or repr(key) in printed]
-    assert placed[launch.CONTROLLER_NAME], "which needs none"
 
 
 def test_workers_with_different_models_fail_the_start_with_the_difference():
@@ -161,7 +156,7 @@ def test_a_ray_that_does_not_start_is_explained_and_leaves_no_token(monkeypatch,
     said = []
 
     with pytest.raises(StartError, match=r"cannot start Ray on this host: .* timed out"):
-        start_cluster(config, "cpu", shows_worker_logs=False, say=said.append)
+        start_cluster(config, "cpu", shows_worker_logs=False, watch=StartWatch(say=said.append))
 
     assert said == ["starting 1 prefill and 1 decode workers on cpu"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -175,7 +170,7 @@ def test_a_ray_that_others_reach_is_not_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
     with pytest.raises(StartError, match=r"Ray listens on 10\.0\.0\.7, which others reach"):
-        start_local_ray(load_config(None, {}), "cpu", shows_worker_logs=False)
+        start_local_ray(0, shows_worker_logs=False)
 
     assert ended == ["ray"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -214,7 +209,7 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
 
     said = []
     with pytest.raises(StartError) as caught:
-        launch._wait_ready(actors, time.monotonic() + 0.1, 90.0, said.append, lambda: None)
+        readiness.wait_ready(actors, time.monotonic() + 0.1, 90.0, said.append, lambda: None)
 
     assert said == ["router-0 is ready, 1 of 3"]
     assert str(caught.value) == (
@@ -249,7 +244,7 @@ def test_the_weights_of_all_workers_are_shown_as_answers_come(monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([c for c in calls if c], calls))
     monkeypatch.setattr(ray, "get", get)
     lost = ray.exceptions.RayActorError()
-    watch = launch._LoadWatch(
+    watch = readiness.LoadWatch(
         FakeController((0, 0), (1, 4), lost, (3, 4)), lambda *loaded: shown.append(loaded)
     )
 
@@ -274,15 +269,14 @@ def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatc
     async def never(request, context):
         yield
 
-    workers = {"prefill-0": None, "decode-0": None}
     router = SimpleNamespace(misfits=SimpleNamespace(remote=dict))
     monkeypatch.setattr(ray, "get", lambda misfits, timeout: misfits)
     with serving_in_thread(never) as (address, service):
-        cluster = RunningCluster(
-            address=address, device="cpu", workers=workers, router=router, controller=None
-        )
+        deadline = time.monotonic() + 1.0
         with pytest.raises(StartError) as caught:
-            launch._wait_until_served(cluster, time.monotonic() + 1.0, lambda: None)
+            readiness.wait_until_served(
+                address, router, ["prefill-0", "decode-0"], deadline, lambda: None
+            )
 
     assert service.num_statuses > 1
     assert str(caught.value) == (

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import ray
 
-from cluster.config_file import load_config
 from cluster.launch import start_local_ray
 from cluster.ray_listeners import find_listeners, open_sockets
 from tests.support.local_ray import forget_token
@@ -40,8 +39,7 @@ def join(address, **environment):
 def local_ray():
     """A Ray as `pagewire serve` starts it, with one actor."""
     forget_token()
-    config = load_config(None, {})
-    running = start_local_ray(config, "cpu", shows_worker_logs=False)
+    running = start_local_ray(0, shows_worker_logs=False)
     actor = ray.remote(num_cpus=0)(Actor).remote()
     ray.get(actor.pid.remote())
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])

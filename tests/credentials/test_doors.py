@@ -107,7 +107,7 @@ async def a_worker(
             **common,
         )
 
-    async def announce(identity: Any) -> None:
+    async def announce(identity: Any, is_leaving) -> None:
         pass
 
     process = WorkerProcess(

@@ -3,6 +3,7 @@ after the end, R4 load counters return to zero (checked by running_router), R5 o
 R6 bounded retries, R7 dead workers leave the index."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -687,6 +688,30 @@ def test_a_draining_worker_finishes_but_gets_nothing_new() -> None:
 
             assert {each.usage.decode_workers[0] for each in answers} == {"decode-1"}
             assert list((await first).usage.decode_workers) == ["decode-0"]
+
+    run_virtual(main())
+
+
+def test_a_member_that_is_to_drain_gets_nothing_from_that_moment_and_is_not_given_up() -> None:
+    async def main() -> None:
+        leaving, stays = ScriptedWorker("decode-0", token_s=0.2), ScriptedWorker("decode-1")
+        async with running_router(leaving) as tested:
+            first = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: leaving.steps > 1)
+            await tested.add(stays)
+
+            members = [replace(leaving.member, is_draining=True), stays.member]
+            await tested.router.set_workers(members)
+            answers = await asyncio.gather(*(tested.generate() for _ in range(5)))
+
+            assert tested.state("decode-0") == "DRAINING"
+            assert len(leaving.submits) == 1, "before its heartbeats could say so"
+            assert {each.usage.decode_workers[0] for each in answers} == {"decode-1"}
+            await asyncio.sleep(2.0)
+            assert tested.state("decode-0") == "DRAINING", "whatever its heartbeats say"
+            finished = await first
+            assert list(finished.usage.decode_workers) == ["decode-0"]
+            assert finished.usage.stats.resumptions == 0
 
     run_virtual(main())
 

@@ -120,6 +120,7 @@ class FakeCluster:
     broken: set[str] = field(default_factory=set)  # workers whose engine fails at every start
     toxin: int | None = None  # see VirtualExecutor
     is_deadly: bool = False
+    leaving: set[str] = field(default_factory=set)  # workers that drain
     supervisors: set["asyncio.Task[None]"] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -144,9 +145,10 @@ class FakeCluster:
             await self.start_worker(f"decode-{index}")
         for index in range(self.shape.num_routers):
             await self.start_router(f"router-{index}")
-        await wait_until(self._all_are_ready, timeout_s=5.0, what="every worker ready")
+        await wait_until(self.all_are_ready, timeout_s=5.0, what="every worker ready")
 
-    def _all_are_ready(self) -> bool:
+    def all_are_ready(self) -> bool:
+        """Return whether each router can use each worker."""
         registries = [each.router.registry for each in self.routers.values()]
         num_ready = sum(
             len(each.ready("prefill")) + len(each.ready("decode")) for each in registries
@@ -248,12 +250,25 @@ class FakeCluster:
                 incarnation=each.identity.incarnation,
                 address=each.identity.address,
                 pool="prefill" if each.identity.worker_id.startswith("prefill") else "decode",
+                is_draining=each.identity.worker_id in self.leaving,
             )
             for each in self.workers.values()
         ]
         for each in self.routers.values():
             if each.process.state == "running":
                 await each.process.spawn(each.router.set_workers(members))
+
+    async def drain(self, worker_id: str, grace_s: float) -> FakeWorker:
+        """Let a worker go, as the cluster's controller and the worker's actor do."""
+        worker = self.workers[worker_id]
+        self.leaving.add(worker_id)
+        await self.announce()
+        await worker.process.spawn(worker.worker.stop(grace_s))
+        await worker.process.spawn(worker.server.stop(0.0))
+        del self.workers[worker_id]
+        self.leaving.remove(worker_id)
+        await self.announce()
+        return worker
 
     def kill(self, name: str, *, silently: bool = False) -> None:
         """Kill a worker or a router, as SIGKILL does."""

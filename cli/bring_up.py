@@ -1,0 +1,147 @@
+"""Starts a cluster that outlives this process, on a Ray that does, or finds the one that runs."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+import ray
+
+from cli.foreground import ray_thread, run_start
+from cli.stop_signals import StopSignals
+from cluster.attach import ask, attach_head, attach_ray, find_controller
+from cluster.config import ClusterConfig
+from cluster.controller import ClusterFacts
+from cluster.deployment import check_same
+from cluster.devices import count_gpus
+from cluster.errors import StartError
+from cluster.launch import RunningCluster, StartWatch, deploy, find_cluster, starting
+from cluster.local_head import LocalHead, find_head, head_log
+from cluster.local_ray import is_alive
+from cluster.placement import has_own_gpus
+from cluster.preflight import check_start, choose_device
+from cluster.readiness import cluster_resources
+
+HEAD_TIMEOUT_S = 60.0  # for a Ray to start
+END_TIMEOUT_S = 20.0  # for it to end
+LOOK_PERIOD_S = 0.1
+
+
+def bring_up(
+    config: ClusterConfig,
+    signals: StopSignals,
+    say: Callable[[str], None],
+) -> RunningCluster:
+    """Start a cluster and detach from it; one that runs already must have this configuration.
+
+    Args:
+        config: What to start.
+        signals: Entered; the first one ends the start.
+        say: Told what happens.
+
+    Raises:
+        ClusterError: What was wrong and what to do; nothing is left running that this started.
+        Interrupted: A signal came before the cluster was ready.
+    """
+    deadline = time.monotonic() + config.start_timeout_s
+
+    def start(watch: StartWatch) -> RunningCluster:
+        try:
+            return _start(watch)
+        finally:
+            ray.shutdown()
+
+    def _start(watch: StartWatch) -> RunningCluster:
+        head = None if config.ray_address else find_head()
+        if head is not None:
+            attach_head(head)
+        elif config.ray_address:
+            attach_ray(config.ray_address, shows_worker_logs=False)
+        if ray.is_initialized() and (controller := find_controller()) is not None:
+            facts = ask(controller.facts.remote())
+            check_same(facts.config, facts.workers.counts, config)
+            watch.say(f"a cluster with this configuration runs already: {_told(facts)}")
+            return find_cluster(facts, deadline, watch)
+        device = check_start(config, watch.say)
+        if config.ray_address:
+            device = choose_device(config, int(cluster_resources().get("GPU", 0)))
+            watch.say(starting(config, device))
+            return deploy(config, device, deadline, watch, is_own_ray=False)
+        assert device is not None
+        watch.say(starting(config, device))
+        if head is not None:  # whoever started it was ended before there was a cluster
+            return deploy(config, device, deadline, watch, is_own_ray=False)
+        head = _start_head(config, device, watch.check)
+        try:
+            attach_head(head)
+            return deploy(config, device, deadline, watch, is_own_ray=True)
+        except BaseException:
+            ray.shutdown()
+            end_head()
+            raise
+
+    with ray_thread() as thread:
+        return run_start(thread, signals, say, start)
+
+
+def end_head() -> None:
+    """End the Ray of `pagewire up` on this host, if there is one, with all that runs on it.
+
+    Raises:
+        StartError: It does not end.
+    """
+    head = find_head()
+    if head is None:
+        return
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(head.pid)
+        for end in (process.terminate, process.kill):
+            if find_head() == head:  # its id cannot be another process's
+                end()
+            deadline = time.monotonic() + END_TIMEOUT_S
+            while time.monotonic() < deadline:
+                if not is_alive(process):
+                    return
+                time.sleep(LOOK_PERIOD_S)
+        raise StartError(f"process {head.pid}, which keeps Ray, does not end; see {head_log()}")
+
+
+def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -> LocalHead:
+    """Start a Ray that outlives this process, and wait until it runs."""
+    num_gpus = count_gpus() if has_own_gpus(device, config.workers_per_gpu) else 0
+    log_path = head_log()
+    with log_path.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(  # noqa: S603 - the arguments are its own
+            [sys.executable, "-m", "cli.local_head", str(num_gpus)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # neither a terminal's signals nor its end reach it
+        )
+    deadline = time.monotonic() + HEAD_TIMEOUT_S
+    try:
+        while (head := find_head()) is None or head.pid != process.pid:
+            check()
+            if process.poll() is not None:
+                said = log_path.read_text(encoding="utf-8", errors="replace").strip()
+                reason = said.rpartition("\n")[2].removeprefix("error: ")
+                raise StartError(reason or f"Ray did not start; see {log_path}")
+            if time.monotonic() >= deadline:
+                raise StartError(f"Ray did not start within {HEAD_TIMEOUT_S:.0f} s; see {log_path}")
+            time.sleep(LOOK_PERIOD_S)
+    except BaseException:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
+        process.kill()
+        raise
+    return head
+
+
+def _told(facts: ClusterFacts) -> str:
+    workers = facts.workers
+    names = [*workers.of("prefill"), *workers.of("decode")]
+    leaving = f"; {', '.join(sorted(workers.leaving))} leave" if workers.leaving else ""
+    return f"{', '.join(names)} on {facts.device}{leaving}"

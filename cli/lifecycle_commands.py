@@ -1,0 +1,139 @@
+"""The commands that run a cluster that outlives them: pagewire up, down, scale, drain."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Optional
+
+import typer
+
+from cli.flags import config_command, with_config_flags
+from cli.serving_commands import context_note, say, serve_defaults, serving_where
+from cli.stop_signals import StopSignals
+from cluster.config import ClusterConfig
+from cluster.config_file import no_defaults
+from cluster.environment import prepare_ray
+from cluster.errors import ConfigError, NotRunning, StartError
+from observability.logs import configure_logging
+
+GRACE_HELP = (
+    "Time for what runs to end; on a worker that leaves, the rest goes on elsewhere. Default: the "
+    "cluster's stop_grace_s."
+)
+PrefillFlag = Annotated[
+    Optional[int],  # noqa: UP045 - the type is a value here
+    typer.Option("--prefill", help="Number of prefill workers to have."),
+]
+DecodeFlag = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--decode", help="Number of decode workers to have."),
+]
+GraceFlag = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option("--grace-s", min=0.0, help=GRACE_HELP),
+]
+WorkerArgument = Annotated[str, typer.Argument(help="Name of a worker, as in `pagewire status`.")]
+
+
+def up(config: ClusterConfig) -> None:
+    """Start a cluster that goes on when this command has ended, and wait until it serves.
+
+    Where it runs already with this configuration, say so. `pagewire down` ends it.
+    """
+    prepare_ray(is_local=not config.ray_address)
+    configure_logging(config.log_level, config.log_format)
+    with StopSignals() as signals:
+        from cli.bring_up import bring_up  # imports Ray
+
+        cluster = bring_up(config, signals, say)
+    if note := context_note(config, cluster.device, cluster.context_tokens):
+        say(note)
+    say(f"ready: {serving_where(config, cluster)}; `pagewire down` ends it")
+
+
+def down(config: ClusterConfig, grace_s: float | None) -> None:
+    """End the cluster that `pagewire up` has started. Where none runs, that is no error."""
+    end = "stopped"
+    try:
+        with _running(config) as controller:
+            from cluster.attach import ask
+            from cluster.launch import end_cluster
+
+            if grace_s is None:
+                grace_s = ask(controller.facts.remote()).config.stop_grace_s
+            say(f"stopping; running requests have {grace_s:g} s")
+            end_cluster(grace_s)
+    except NotRunning as error:
+        end = str(error)
+    except StartError as error:
+        if config.ray_address:
+            raise
+        say(f"{error}; it is ended all the same")
+    if not config.ray_address:
+        from cli.bring_up import end_head
+
+        end_head()
+    say(end)
+
+
+def scale(
+    config: ClusterConfig, prefill: int | None, decode: int | None, grace_s: float | None
+) -> None:
+    """Have more workers, or fewer: those that leave finish what they have first."""
+    wanted: dict[Any, int] = {
+        pool: number
+        for pool, number in (("prefill", prefill), ("decode", decode))
+        if number is not None
+    }
+    if not wanted:
+        raise ConfigError("nothing to do; give --prefill, --decode, or both")
+    with _running(config) as controller:
+        from cluster.scale_out import scale_cluster
+
+        scale_cluster(controller, wanted, grace_s, say)
+
+
+def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
+    """Have a worker finish what it has and leave; no request fails."""
+    with _running(config) as controller:
+        from cluster.scale_out import drain_worker
+
+        drain_worker(controller, worker, grace_s, say)
+
+
+@contextmanager
+def _running(config: ClusterConfig) -> Iterator[Any]:
+    """Attach to the running cluster while entered; yields its controller's handle."""
+    prepare_ray(is_local=not config.ray_address)
+    configure_logging("warning", "text")
+    from cluster.attach import attached
+    from cluster.local_head import find_head
+
+    head = None if config.ray_address else find_head()
+    with attached(config.ray_address, head) as controller:
+        yield controller
+
+
+def _own(name: str, annotation: object, default: object = None) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _finds(path: str) -> bool:
+    """Return whether an option tells where a running cluster is."""
+    return path == "ray_address"
+
+
+app = typer.Typer(rich_markup_mode=None)
+app.command("up", cls=config_command(serve_defaults))(with_config_flags(up, serve_defaults))
+_GRACE = _own("grace_s", GraceFlag)
+for _command, _parameters in (
+    (down, [_GRACE]),
+    (scale, [_own("prefill", PrefillFlag), _own("decode", DecodeFlag), _GRACE]),
+    (drain, [_own("worker", WorkerArgument, inspect.Parameter.empty), _GRACE]),
+):
+    _names = [each.name for each in _parameters]
+    app.command(_command.__name__, cls=config_command(no_defaults, _names))(
+        with_config_flags(_command, takes=_finds, own=_parameters)
+    )

@@ -1,0 +1,124 @@
+"""Attaches this process to a Ray, and talks with the cluster that runs there."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+
+from cluster.errors import ClusterError, NotRunning, StartError
+from cluster.local_head import LocalHead
+from cluster.placement import CONTROLLER_NAME, NAMESPACE, ROUTER_NAME
+from cluster.private_folder import TOKEN_PATH_VARIABLE
+from cluster.ray_address import check_ray_answers
+from observability.logs import fields
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 30.0  # for what a controller answers from memory, or asks Ray for
+
+
+def attach_ray(address: str, *, shows_worker_logs: bool) -> None:
+    """Attach to the Ray at host:port or "auto".
+
+    Raises:
+        StartError: It does not answer, or not to this user.
+    """
+    check_ray_answers(address)
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=shows_worker_logs,
+            logging_level=logging.WARNING,
+        )
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+        raise StartError(f"cannot attach to Ray at {address}: {error}") from error
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        # Who reaches such a Ray runs code in it, and reads the keys that actors are given.
+        log.warning("ray_takes_anybody", extra=fields(address=address))
+
+
+def attach_head(head: LocalHead) -> None:
+    """Attach to the Ray that `pagewire up` has started on this host; StartError: it is gone."""
+    os.environ[TOKEN_PATH_VARIABLE] = head.token_path
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # another cluster's; Ray would prefer it
+    attach_ray(head.ray_address, shows_worker_logs=False)
+
+
+@contextmanager
+def attached(address: str, head: LocalHead | None) -> Iterator[Any]:
+    """Attach while entered, and yield the handle of the cluster's controller.
+
+    Args:
+        address: Of a Ray cluster; empty: the head.
+        head: Of a cluster on this host; None: none runs.
+
+    Raises:
+        NotRunning: There is no cluster.
+        StartError: The Ray does not answer.
+    """
+    if address:
+        attach_ray(address, shows_worker_logs=False)
+    elif head is not None:
+        attach_head(head)
+    else:
+        raise NotRunning("no cluster that `pagewire up` started runs on this host")
+    try:
+        controller = find_controller()
+        if controller is None:
+            raise NotRunning(f"no cluster runs on the Ray at {address or 'this host'}")
+        yield controller
+    finally:
+        ray.shutdown()
+
+
+def find_controller() -> Any:
+    """Return the handle of the controller on the attached Ray; None: no cluster runs there."""
+    with suppress(ValueError):
+        return ray.get_actor(CONTROLLER_NAME)
+    return None
+
+
+def router_address() -> str:
+    """Return where the router of the cluster on the attached Ray listens, when it does."""
+    with suppress(ValueError):
+        return str(ask(ray.get_actor(ROUTER_NAME).wait_ready.remote()))
+    raise StartError("the cluster has no router yet; `pagewire up` again places it")
+
+
+def named_actors() -> dict[str, Any]:
+    """Return the handles of all processes of the cluster on the attached Ray, by name."""
+    names: list[str] = ray.util.list_named_actors()
+    actors = {}
+    for name in names:
+        with suppress(ValueError):  # it has just ended
+            actors[name] = ray.get_actor(name)
+    return actors
+
+
+def ask(call: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
+    """Return the answer of the controller or the router.
+
+    Raises:
+        ClusterError: As it was raised there, or because nobody answers.
+    """
+    try:
+        return ray.get(call, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ClusterError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise StartError(
+            f"the cluster does not answer ({last_line(error)}); Ray starts it again "
+            "by itself: try again in some seconds"
+        ) from error
+
+
+def last_line(error: Exception) -> str:
+    """Return the last line of what Ray says, which is the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

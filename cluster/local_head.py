@@ -1,0 +1,103 @@
+"""The Ray of `pagewire up` on this host: which process keeps it, and where it answers.
+
+That process (cli/local_head.py) holds a lock on a file that only its user reads. So nobody starts a
+second one, and who finds the file unlocked knows that the process is gone, however it ended.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from cluster.errors import StartError
+from cluster.private_folder import private_folder
+
+NAME = "head"  # of the file, in the private folder
+LOG_NAME = "head.log"  # beside it: what the process has to say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalHead:
+    """A Ray that runs."""
+
+    pid: int  # of the process that keeps it
+    ray_address: str  # host:port
+    token_path: str  # of Ray's token, which only this user reads
+
+
+class HeadFile:
+    """The locked file of a running head, as its process holds it."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def publish(self, head: LocalHead) -> None:
+        """Let others find it."""
+        self._file.write(json.dumps(asdict(head)))
+        self._file.flush()
+
+
+@contextmanager
+def holding_head_file() -> Iterator[HeadFile]:
+    """Hold the file while entered, and remove it then.
+
+    Raises:
+        StartError: Another process holds it.
+    """
+    path = private_folder() / NAME
+    while True:
+        file = os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise StartError("another `pagewire up` has started a Ray on this host") from error
+        if _is_at(path, file):
+            break
+        file.close()  # its last holder removed it before it was locked here
+    try:
+        file.truncate()  # a holder that was killed has left what it wrote
+        yield HeadFile(file)
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def find_head() -> LocalHead | None:
+    """Return the head that runs; None: there is none, or it has not published itself yet."""
+    try:
+        file = (private_folder() / NAME).open(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    with file:
+        if not _is_locked(file):
+            return None
+        content = file.read()
+    try:
+        return LocalHead(**json.loads(content))
+    except ValueError:  # it is being written
+        return None
+
+
+def head_log() -> Path:
+    """Return the file with the log of the process."""
+    return private_folder() / LOG_NAME
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,164 @@
+"""Asks Ray for a cluster's processes: named actors that outlive whoever asked.
+
+They are detached, so Ray's control store owns them: it starts each one again whenever its process
+dies, with the arguments that it got here, and ends none because another one ended.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.deployment import Deployment
+from cluster.devices import gpus_of_pools, visible_gpu
+from cluster.environment import worker_environment
+from cluster.errors import StartError
+from cluster.scaling import pool_of
+from decode_worker.actor import DecodeActor
+from http_gateway.actor import GatewayActor
+from llm_engine.model_files import model_name, text_folder
+from prefill_worker.actor import PrefillActor
+from router.actor import RouterActor
+from worker.process import WorkerSettings
+
+NAMESPACE = "pagewire"
+CONTROLLER_NAME = "pagewire-controller"
+ROUTER_NAME = "router-0"
+GATEWAY_NAME = "http-gateway-0"
+CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
+LOOPBACK = "127.0.0.1"
+
+
+def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
+    """Return the actor of that name, which is made if there is none, or refuse: `get_if_exists`."""
+    remote = ray.remote(  # type: ignore[call-overload] # Ray's hints lack concurrency_groups
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,  # replaying work is the router's decision
+        concurrency_groups={CONTROL_GROUP: 2},
+    )(actor)
+    options = {"get_if_exists": True, **options}
+    try:
+        return remote.options(
+            name=name, namespace=NAMESPACE, lifetime="detached", **options
+        ).remote(*arguments)
+    except ValueError as error:
+        if "already taken" in str(error):
+            reason = "another Pagewire cluster runs on this Ray; `pagewire down` ends it"
+            raise StartError(f"{name} exists already: {reason}") from error
+        raise StartError(f"cannot start {name}: {error}") from error
+
+
+def place_worker(deployment: Deployment, worker_id: str) -> Any:
+    """Place a worker of either pool."""
+    config = deployment.config
+    is_prefill = pool_of(worker_id) == "prefill"
+    pool = config.prefill_worker if is_prefill else config.decode_worker
+    return place(
+        PrefillActor if is_prefill else DecodeActor,
+        worker_id,
+        _resources(deployment, worker_id),
+        _settings(deployment, worker_id),
+        replace(pool, transfer_deadlines=config.transfer, hash_key=deployment.hash_key),
+        deployment.secret.keys_of(pool_of(worker_id), worker_id),
+        CONTROLLER_NAME,
+    )
+
+
+def place_router(deployment: Deployment) -> Any:
+    """Place the router."""
+    config = deployment.config
+    assert config.model is not None
+    return place(
+        RouterActor,
+        ROUTER_NAME,
+        _beside_clients(deployment),
+        replace(
+            config.router,
+            router_id=ROUTER_NAME,
+            page_hash_key=deployment.hash_key,
+            local_prefill_max_tokens=config.decode_worker.local_prefill_max_tokens,
+            max_running_sequences=config.decode_worker.max_running_sequences,
+        ),
+        text_folder(config.model),
+        config.host,
+        config.port,
+        config.log_level,
+        config.log_format,
+        deployment.secret.keys_of("router", ROUTER_NAME),
+        CONTROLLER_NAME,
+    )
+
+
+def place_gateway(deployment: Deployment) -> Any:
+    """Place the HTTP gateway."""
+    config = deployment.config
+    return place(
+        GatewayActor,
+        GATEWAY_NAME,
+        _beside_clients(deployment),
+        config.http_gateway,
+        config.host,
+        config.http_port,
+        config.log_level,
+        config.log_format,
+        ROUTER_NAME,
+    )
+
+
+def has_own_gpus(device: str, workers_per_gpu: int) -> bool:
+    """Return whether Ray gives each worker a GPU of its own."""
+    return device == "cuda" and workers_per_gpu == 1
+
+
+def _beside_clients(deployment: Deployment) -> dict[str, Any]:
+    node = NodeAffinitySchedulingStrategy(deployment.router_node_id, soft=False)
+    return {
+        "scheduling_strategy": node,
+        "runtime_env": {"env_vars": dict(deployment.environment)},
+    }
+
+
+def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
+    """Return what Ray gives a worker: a GPU, unless several share one."""
+    config, device = deployment.config, deployment.device
+    variables = worker_environment(device, config.cpu_threads, deployment.environment)
+    has_own_gpu = has_own_gpus(device, config.workers_per_gpu)
+    if device == "cuda" and not has_own_gpu:
+        # Ray puts fractions of a GPU wherever there is room, so in time workers of both pools on
+        # one. This way a worker that is started again comes back to its own GPU.
+        pool, _, index = worker_id.partition("-")
+        gpu = int(index) // config.workers_per_gpu
+        if pool == "decode":
+            gpu += gpus_of_pools(config.prefill, config.decode, config.workers_per_gpu)[0]
+        variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, deployment.visible_gpus)
+    return {
+        "num_gpus": int(has_own_gpu),
+        "runtime_env": {"env_vars": variables},
+    }
+
+
+def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
+    config = deployment.config
+    assert config.model is not None
+    is_decode = pool_of(worker_id) == "decode"
+    return WorkerSettings(
+        worker_id=worker_id,
+        model_dir=config.model,
+        served_model_name=config.served_model_name or model_name(config.model),
+        device=deployment.device,
+        dtype=config.dtype,
+        deterministic=config.deterministic,
+        num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        gpu_memory_fraction=config.gpu_memory_fraction,
+        workers_per_gpu=config.workers_per_gpu,
+        cpu_pages_bytes=config.cpu_pages_mib * 2**20,
+        cpu_threads=config.cpu_threads,
+        host="" if config.ray_address else LOOPBACK,
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )

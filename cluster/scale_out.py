@@ -1,0 +1,91 @@
+"""Adds workers to a running cluster and lets others go, and waits until that is so."""
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ray
+
+from cluster.attach import ask, router_address
+from cluster.config import ClusterConfig
+from cluster.controller import ClusterFacts
+from cluster.errors import StartError
+from cluster.placement import ROUTER_NAME
+from cluster.readiness import wait_ready, wait_until_served
+from router.membership import PoolName
+
+LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
+LOOK_PERIOD_S = 0.1
+
+Say = Callable[[str], None]
+
+
+def scale_cluster(
+    controller: Any, wanted: dict[PoolName, int], grace_s: float | None, say: Say
+) -> None:
+    """Have that many workers; return when those that start serve and those that leave are gone.
+
+    Args:
+        controller: Handle of the cluster's.
+        wanted: By pool; a pool that is absent stays as it is.
+        grace_s: For what runs on those that leave; None: the cluster's stop_grace_s.
+        say: Told what happens.
+
+    Raises:
+        ClusterError: What was wrong and what to do. A worker that does not start is not left.
+    """
+    facts: ClusterFacts = ask(controller.facts.remote())
+    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
+    actors, plan = ask(controller.scale.remote(wanted, grace_s))
+    if plan.starts:
+        say(f"starting {', '.join(plan.starts)}")
+    if plan.drains:
+        say(_draining(plan.drains, grace_s))
+    if plan.starts:
+        _wait_served(actors, facts.config, say)
+    _wait_gone(plan.drains, grace_s)
+    facts = ask(controller.facts.remote())
+    counts = facts.workers.counts
+    say(f"the cluster has {counts['prefill']} prefill and {counts['decode']} decode workers")
+
+
+def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Say) -> None:
+    """Let a worker go; return when it is gone.
+
+    Raises:
+        ClusterError: What was wrong and what to do.
+    """
+    facts: ClusterFacts = ask(controller.facts.remote())
+    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
+    ask(controller.drain.remote(worker_id, grace_s))
+    say(_draining([worker_id], grace_s))
+    _wait_gone([worker_id], grace_s)
+    say(f"{worker_id} has left")
+
+
+def _draining(names: Collection[str], grace_s: float) -> str:
+    what = "takes nothing new and leaves" if len(names) == 1 else "take nothing new and leave"
+    return f"{', '.join(names)} {what}; running requests have {grace_s:g} s there"
+
+
+def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> None:
+    deadline = time.monotonic() + config.start_timeout_s
+    try:
+        wait_ready(actors, deadline, config.start_timeout_s, say, lambda: None)
+        router = ray.get_actor(ROUTER_NAME)
+        wait_until_served(router_address(), router, actors, deadline, lambda: None)
+    except BaseException:
+        for actor in actors.values():
+            ray.kill(actor, no_restart=True)
+        raise
+
+
+def _wait_gone(names: Collection[str], grace_s: float) -> None:
+    deadline = time.monotonic() + grace_s + LEAVE_MARGIN_S
+    while left := set(names).intersection(ray.util.list_named_actors()):
+        if time.monotonic() >= deadline:
+            raise StartError(
+                f"{', '.join(sorted(left))} did not leave within {grace_s + LEAVE_MARGIN_S:.0f} s; "
+                "it goes on to try; see `pagewire status`"
+            )
+        time.sleep(LOOK_PERIOD_S)

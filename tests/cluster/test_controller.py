@@ -1,0 +1,216 @@
+"""What the controller does with its workers; the actors are fakes that note their calls."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from cluster import controller as module
+from cluster.config_file import load_config
+from cluster.controller import HEARD_S, ControllerActor
+from cluster.deployment import Deployment
+from cluster.errors import ConfigError, PlacementError, StartError
+from cluster.scaling import worker_ids
+from credentials.secret import ClusterSecret
+
+
+class World:
+    """A controller among fake actors; `told` are the calls that it made, in order."""
+
+    def __init__(self, monkeypatch, device="cpu"):
+        self.told = []
+        self.now = 100.0
+        self.names = [*worker_ids(2, 2), "router-0"]
+        monkeypatch.setattr(ray.util, "list_named_actors", lambda: self.names)
+        monkeypatch.setattr(ray, "get_actor", self._actor)
+        monkeypatch.setattr(
+            ray, "kill", lambda actor, no_restart: self.told.append(("kill", actor.name))
+        )
+        monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0})
+        monkeypatch.setattr(module, "_now", lambda: self.now)
+        monkeypatch.setattr(module, "place_worker", self._place)
+        self.deployment = Deployment(
+            config=load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2}),
+            device=device,
+            secret=ClusterSecret.generate(),
+            hash_key=b"k" * 16,
+            router_node_id="00" * 28,
+            environment={},
+            visible_gpus=None,
+        )
+        self.controller = ControllerActor.__new__(ControllerActor)
+
+    async def start(self):
+        await self.controller.__init__(self.deployment)
+        self.now += 2 * HEARD_S
+        for name in self.names:
+            if name != "router-0":
+                await self.announce(name)
+        await self.controller.announce_router("router-0", self._actor("router-0"))
+        self.told.clear()
+
+    async def announce(self, worker_id, incarnation=1, is_leaving=False):
+        pool = worker_id.partition("-")[0]
+        await self.controller.announce_worker(worker_id, incarnation, "h:1", pool, is_leaving)
+
+    def _place(self, deployment, worker_id):
+        self.told.append(("place", worker_id))
+        return worker_id
+
+    def _actor(self, name):
+        if name not in self.names:
+            raise ValueError(name)
+
+        async def done():
+            pass
+
+        def set_workers(members):
+            draining = [each.worker_id for each in members if each.is_draining]
+            self.told.append(("router-0", [each.worker_id for each in members], draining))
+            return done()
+
+        def drain(grace_s):
+            self.told.append(("drain", name, grace_s))
+
+        return SimpleNamespace(
+            name=name,
+            set_workers=SimpleNamespace(remote=set_workers),
+            drain=SimpleNamespace(remote=drain),
+        )
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+def test_routers_hear_of_a_drain_before_the_worker_does(world):
+    async def main():
+        await world.start()
+        await world.controller.drain("decode-1", 7.0)
+        assert world.told == [
+            ("router-0", worker_names(), ["decode-1"]),
+            ("drain", "decode-1", 7.0),
+        ]
+        world.told.clear()
+
+        await world.controller.worker_left("decode-1", 1)
+        assert world.told == [("router-0", worker_names(without="decode-1"), [])]
+
+    asyncio.run(main())
+
+
+def worker_names(without=""):
+    return [each for each in sorted(worker_ids(2, 2)) if each != without]
+
+
+def test_two_callers_cannot_both_let_the_last_worker_of_a_pool_go(world):
+    async def main():
+        await world.start()
+        results = await asyncio.gather(
+            *(world.controller.drain(name, 1.0) for name in ("decode-0", "decode-1")),
+            return_exceptions=True,
+        )
+
+        assert results[0] is None
+        assert isinstance(results[1], ConfigError)
+        assert [each for each in world.told if each[0] == "drain"] == [("drain", "decode-0", 1.0)]
+
+    asyncio.run(main())
+
+
+def test_a_dismissed_worker_that_comes_back_is_told_again_also_by_a_new_controller(world):
+    async def main():
+        await world.start()
+        await world.controller.drain("decode-1", 7.0)
+        world.told.clear()
+        await world.announce("decode-1", incarnation=2)
+        assert ("drain", "decode-1", 7.0) in world.told
+
+        await world.start()  # a new controller, which knows nothing
+        await world.announce("decode-1", incarnation=2, is_leaving=True)
+        assert world.told == [("router-0", worker_names(), ["decode-1"])]
+        await world.announce("decode-1", incarnation=3)
+        assert world.told[-1] == ("drain", "decode-1", 0.0)
+
+    asyncio.run(main())
+
+
+def test_scaling_places_new_workers_and_lets_others_go_and_what_still_loads_is_ended(world):
+    async def main():
+        await world.start()
+        actors, plan = await world.controller.scale({"prefill": 1, "decode": 3}, 5.0)
+        world.names.append("decode-2")
+        assert (actors, plan.drains) == ({"decode-2": "decode-2"}, ("prefill-1",))
+        assert world.told[0] == ("place", "decode-2")
+        assert world.told[-1] == ("drain", "prefill-1", 5.0)
+
+        await world.controller.scale({"decode": 2}, 5.0)
+        assert world.told[-1] == ("kill", "decode-2"), "nobody has heard of it, so nothing runs"
+
+    asyncio.run(main())
+
+
+def test_nobody_is_let_go_for_one_that_is_not_heard_of(world):
+    async def main():
+        await world.start()
+        world.now += HEARD_S + 1
+        await world.announce("decode-0")
+
+        with pytest.raises(ConfigError, match=r"decode-0 cannot be drained now: .*heard of lately"):
+            await world.controller.drain("decode-0", 1.0)
+        await world.controller.drain("decode-1", 1.0)
+
+    asyncio.run(main())
+
+
+def test_one_that_dies_again_and_again_is_ended_and_one_that_drains_is_not_ended_by_a_second_word(
+    world,
+):
+    async def main():
+        await world.start()
+        await world.controller.drain("prefill-0", 60.0)
+        world.now += HEARD_S + 1  # of prefill-1 nothing has been heard, but it is Ray's
+        for name in ("decode-0", "decode-1"):
+            await world.announce(name)
+        await world.announce("prefill-0", is_leaving=True)
+
+        await world.controller.drain("prefill-0", 60.0)
+        assert world.told[-1] == ("drain", "prefill-0", 60.0)
+
+        world.names.append("prefill-2")
+        await world.announce("prefill-2")
+        await world.controller.drain("prefill-1", 60.0)
+        assert world.told[-1] == ("kill", "prefill-1")
+
+    asyncio.run(main())
+
+
+def test_workers_for_which_no_gpu_is_free_are_refused_before_any_is_placed(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        await world.start()
+        with pytest.raises(
+            PlacementError, match="2 more workers need a GPU each, and 1 of them are free"
+        ):
+            await world.controller.scale({"decode": 4}, 1.0)
+        assert world.told == []
+
+    asyncio.run(main())
+
+
+def test_a_cluster_that_stops_changes_no_more(world):
+    async def main():
+        await world.start()
+        await world.controller.close()
+        for change in (
+            world.controller.deploy(),
+            world.controller.scale({"decode": 3}, 1.0),
+            world.controller.drain("decode-1", 1.0),
+        ):
+            with pytest.raises(StartError, match="being stopped"):
+                await change
+        assert world.told == []
+
+    asyncio.run(main())

@@ -1,0 +1,225 @@
+"""A cluster that outlives its launcher, as processes: up, scale, drain and down on the CPU."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.demo_model import write_demo_model
+from pagewire import AsyncClient, TransportError
+from tests.support.processes import kill_session, processes_of_session
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("ray"),
+]
+
+PAGE_SIZE = 16
+OPTIONS = {
+    "device": "cpu",
+    "prefill": 1,
+    "decode": 1,
+    "page_size": PAGE_SIZE,
+    "num_pages": 2048,
+    "port": 0,
+    "http_port": 0,
+    "log_level": "warning",
+    "stop_grace_s": 20.0,
+    "decode_worker": {"local_prefill_max_tokens": 0, "heartbeat_s": 0.1},
+    "prefill_worker": {"heartbeat_s": 0.1},
+}
+
+
+class Host:
+    """A host of one user: a folder of its own for Ray, and one cluster's configuration."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.environment = os.environ | {"RAY_TMPDIR": str(folder)}
+        self.config = folder / "cluster.yaml"
+        (folder / "model").mkdir()
+        write_demo_model(folder / "model")
+        self.config.write_text(json.dumps(OPTIONS | {"model": str(folder / "model")}))
+
+    def start(self, command, *arguments):
+        return subprocess.Popen(
+            [sys.executable, "-m", "cli", command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+        )
+
+    def run(self, command, *arguments):
+        with self.start(command, *arguments) as process:
+            output, errors = process.communicate(timeout=120)
+        return process.returncode, output, errors
+
+    def head(self):
+        """What `pagewire up` has left for others to find."""
+        return json.loads((self.private / "head").read_text())
+
+    @property
+    def private(self):
+        return self.folder / f"pagewire-{os.geteuid()}"
+
+
+@pytest.fixture(scope="module")
+def host():
+    """A host where `up` was killed in the middle, and asked again; `down` leaves nothing there."""
+    with tempfile.TemporaryDirectory(prefix="pw", dir="/tmp") as folder:  # sockets: short paths
+        host = Host(Path(folder))
+        launcher = host.start("up", "--config", str(host.config))
+        for line in launcher.stdout:
+            if line.startswith("Ray runs"):
+                launcher.kill()
+        launcher.communicate(timeout=30)
+        head = host.head()
+        try:
+            code, output, errors = host.run("up", "--config", str(host.config))
+            assert code == 0, errors
+            *_, ready = output.splitlines()
+            assert ready.startswith("ready: pagewire serves"), output
+            assert "runs already: prefill-0, decode-0 on cpu" in output
+            host.address = ready.partition(" on ")[2].partition(" ")[0]
+            yield host
+            code, output, errors = host.run("down", "--grace-s", "0")
+            assert (code, output.splitlines()[-1]) == (0, "stopped"), errors
+            assert processes_of_session(head["pid"]) == {}
+            left = {path.name for path in host.private.iterdir()}
+            assert left == {"head.log", "ray"}, "no token and no address, only logs"
+        finally:
+            kill_session(head["pid"])
+
+
+def test_the_head_is_kept_from_others_by_a_token_that_only_its_user_reads(host):
+    token = Path(host.head()["token_path"])
+
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert (host.private / "head").stat().st_mode & 0o777 == 0o600
+    assert token.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_another_configuration_is_refused_by_name(host):
+    code, _, errors = host.run("up", "--config", str(host.config), "--page-size", "32")
+
+    found = "error: page_size is 32; the running cluster has 16; `pagewire down` ends it"
+    assert (code, errors.strip()) == (2, found)
+
+
+def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
+    async def main():
+        async with AsyncClient(host.address, default_timeout_s=120) as client:
+            calm = await ask(client, 0)
+            loads = [asyncio.create_task(keep_asking(client, index)) for index in range(4)]
+            grown = await asyncio.to_thread(host.run, "scale", "--decode", "2")
+            await until(client, lambda status: used(status) == {"decode-0", "decode-1"})
+            incarnations = {each.incarnation for each in (await client.status()).workers}
+            drained = await asyncio.to_thread(host.run, "drain", "decode-0")
+            refused = await asyncio.to_thread(host.run, "drain", "decode-1")
+            for each in loads:
+                each.cancel()
+            answers = [await ended(each) for each in loads]
+            after = await ask(client, 0)
+            status = await client.status()
+        return calm, grown, drained, refused, answers, after, status, incarnations
+
+    calm, grown, drained, refused, answers, after, status, incarnations = asyncio.run(main())
+
+    assert grown[0] == 0, grown
+    assert grown[1].splitlines()[-1] == "the cluster has 1 prefill and 2 decode workers"
+    assert drained[:2] == (
+        0,
+        "decode-0 takes nothing new and leaves; running requests have 20 s there\n"
+        "decode-0 has left\n",
+    ), drained
+    assert refused[0] == 2
+    assert "decode-1 cannot be drained: of decode-1 one must stay" in refused[2]
+    for each in answers:
+        assert each, "some requests of each load ended"
+        assert len({completion.token_ids for completion in each}) == 1, "greedy, one prompt"
+        for completion in each:
+            assert completion.usage.decode_computed_tokens == 0
+    assert calm.usage.pages_moved > 0
+    assert list(after.usage.decode_workers) == ["decode-1"]
+    assert after.token_ids == calm.token_ids
+    alive = {each.worker_id for each in status.workers if each.state == "ready"}
+    assert alive == {"prefill-0", "decode-1"}
+    left = {each.incarnation for each in status.workers if each.state == "ready"}
+    assert left < incarnations, "nobody was started again"
+
+
+def test_a_killed_worker_is_started_again_though_no_launcher_lives(host):
+    async def main():
+        async with AsyncClient(host.address, default_timeout_s=60) as client:
+            before = await until(client, has_both_pools)
+            old = {each.incarnation for each in before.workers}
+            victim = next(p for p in host_processes(host) if p.name() == "ray::PrefillActor")
+            os.kill(victim.pid, signal.SIGKILL)
+            await until(
+                client,
+                lambda status: (
+                    has_both_pools(status) and {each.incarnation for each in ready(status)} - old
+                ),
+            )
+            return await ask(client, 99)
+
+    completion = asyncio.run(main())
+
+    assert completion.usage.pages_moved > 0
+    assert completion.usage.decode_computed_tokens == 0
+
+
+def host_processes(host):
+    return [psutil.Process(pid) for pid in processes_of_session(host.head()["pid"])]
+
+
+async def ask(client, index):
+    prompt = [0, *(4 + (index * 31 + position * 7) % 500 for position in range(40))]
+    return await client.generate(prompt, temperature=0.0, max_tokens=30, ignore_eos=True)
+
+
+async def keep_asking(client, index):
+    """Ask the same again and again until it is cancelled; what was answered is the result."""
+    completions = []
+    with suppress(asyncio.CancelledError):
+        while True:
+            completions.append(await ask(client, index))
+    return completions
+
+
+async def ended(load):
+    return await load
+
+
+def ready(status):
+    return [each for each in status.workers if each.state == "ready"]
+
+
+def has_both_pools(status):
+    return {each.pool for each in ready(status)} == {"prefill", "decode"}
+
+
+def used(status):
+    return {each.worker_id for each in ready(status) if each.pool == "decode" and each.running}
+
+
+async def until(client, is_true, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with suppress(TransportError):
+            status = await client.status()
+            if is_true(status):
+                return status
+        assert time.monotonic() < deadline, status
+        await asyncio.sleep(0.02)

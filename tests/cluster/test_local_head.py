@@ -1,0 +1,64 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cluster.errors import StartError
+from cluster.local_head import LocalHead, find_head, holding_head_file
+from cluster.private_folder import private_folder
+
+HEAD = LocalHead(pid=17, ray_address="127.0.0.1:6379", token_path="/tmp/token-1")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+
+
+def find_elsewhere():
+    """Return what another process finds: a lock never stands in its holder's own way."""
+    code = "from cluster.local_head import find_head; print(find_head())"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_head_is_found_from_when_it_runs_until_it_ends_and_only_by_its_user():
+    assert find_head() is None
+    with holding_head_file() as file:
+        assert find_elsewhere() == "None", "Ray does not run yet"
+        file.publish(HEAD)
+        assert find_elsewhere() == str(HEAD)
+        [path] = private_folder().iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+
+    assert find_head() is None
+    assert not path.exists()
+
+
+def test_a_second_head_is_refused():
+    with holding_head_file() as file:
+        file.publish(HEAD)
+        with (
+            pytest.raises(StartError, match="another `pagewire up` has started"),
+            holding_head_file(),
+        ):
+            pass
+        assert find_elsewhere() == str(HEAD), "the first one is still found"
+
+
+def test_what_a_killed_head_has_left_does_not_count():
+    path = private_folder() / "head"
+    code = (
+        "import os; from tests.cluster.test_local_head import *\n"
+        "with holding_head_file() as file: file.publish(HEAD); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False, env=os.environ, timeout=60)
+    assert path.read_text(), "it was killed after it had published itself"
+
+    assert find_head() is None
+    with holding_head_file() as file:
+        assert find_elsewhere() == "None"
+        file.publish(HEAD)
+        assert find_elsewhere() == str(HEAD)

@@ -1,0 +1,125 @@
+"""Which workers come and go, and what is refused: without any of them running."""
+
+import pytest
+
+from cluster.config_file import load_config
+from cluster.deployment import check_same
+from cluster.errors import ConfigError
+from cluster.scaling import ClusterWorkers, ScalePlan, check_drain, plan_scale, worker_ids
+
+
+def workers(*staying, leaving=(), silent=()):
+    return ClusterWorkers(
+        staying=frozenset(staying),
+        leaving=frozenset(leaving),
+        answering=frozenset(staying) - set(silent),
+    )
+
+
+CONFIG = load_config(None, {"model": "/models/tiny"})
+TWO_AND_TWO = workers(*worker_ids(2, 2))
+
+
+def test_new_workers_take_the_lowest_free_numbers_and_those_with_the_highest_leave():
+    running = workers("prefill-0", "prefill-10", "prefill-9", "decode-1", leaving=["decode-0"])
+
+    plan = plan_scale(running, CONFIG, "cpu", {"prefill": 1, "decode": 3})
+
+    assert plan == ScalePlan(starts=("decode-2", "decode-3"), drains=("prefill-9", "prefill-10"))
+
+
+def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
+    assert plan_scale(TWO_AND_TWO, CONFIG, "cpu", {"decode": 2}) == ScalePlan(starts=(), drains=())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "running", "words"),
+    [
+        ({"decode": 0}, TWO_AND_TWO, "--decode is 0; it must be 1 to 1024: of decode-0, decode-1 "),
+        ({"prefill": 0}, TWO_AND_TWO, "--prefill is 0; it must be 1 to 1024: of prefill-0, prefi"),
+        ({"decode": 9999}, TWO_AND_TWO, "--decode is 9999; it must be 1 to 1024"),
+        ({"decode": -1}, TWO_AND_TWO, "--decode is -1; it must be 1 to 1024"),
+        (
+            {"prefill": 1},
+            workers("decode-0"),
+            "--prefill is 1; it must be 0: the cluster was started without prefill workers",
+        ),
+        (
+            {"decode": 1},
+            workers(*worker_ids(1, 2), silent=["decode-0"]),
+            "decode-1 cannot be drained now: of the decode workers that would remain, decode-0, "
+            "none has been heard of lately",
+        ),
+    ],
+)
+def test_what_would_end_the_service_is_refused_with_what_was_found(wanted, running, words):
+    with pytest.raises(ConfigError) as refusal:
+        plan_scale(running, CONFIG, "cpu", wanted)
+
+    assert str(refusal.value).startswith(words)
+
+
+def test_workers_that_share_gpus_are_not_added():
+    shared = load_config(None, {"model": "/models/tiny", "workers_per_gpu": 2})
+
+    with pytest.raises(ConfigError, match=r"workers_per_gpu is 2; to add workers .* must be 1"):
+        plan_scale(TWO_AND_TWO, shared, "cuda", {"decode": 3})
+    assert plan_scale(TWO_AND_TWO, shared, "cuda", {"decode": 1}).drains == ("decode-1",)
+
+
+def test_a_worker_may_be_drained_while_another_one_answers_and_told_twice():
+    check_drain(TWO_AND_TWO, "decode-0")
+    check_drain(workers("prefill-0", "decode-0", leaving=["decode-1"]), "decode-1")
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "running", "words"),
+    [
+        ("decode-7", TWO_AND_TWO, "WORKER is 'decode-7'; it must be one of prefill-0, prefill-1, "),
+        ("router-0", TWO_AND_TWO, "WORKER is 'router-0'; it must be one of prefill-0, prefill-1, "),
+        (
+            "decode-0",
+            workers("prefill-0", "decode-0", leaving=["decode-1"]),
+            "decode-0 cannot be drained: of decode-0 one must stay, or nothing is served; add one "
+            "first with `pagewire scale --decode 2`",
+        ),
+        ("prefill-0", workers("prefill-0", "decode-0"), "prefill-0 cannot be drained: of prefill"),
+        (
+            "decode-0",
+            workers("decode-0", "decode-1", silent=["decode-1"]),
+            "decode-0 cannot be drained now: of the decode workers that would remain, decode-1, "
+            "none has been heard of lately",
+        ),
+    ],
+)
+def test_a_worker_that_is_unknown_or_needed_is_not_drained(worker_id, running, words):
+    with pytest.raises(ConfigError) as refusal:
+        check_drain(running, worker_id)
+
+    assert str(refusal.value).startswith(words)
+
+
+def config(**options):
+    return load_config(None, {"model": "/models/tiny", **options})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [config(), config(decode=6), config(ray_address="auto", start_timeout_s=5.0)],
+    ids=["as it was started", "as it was scaled", "asked from elsewhere"],
+)
+def test_the_configuration_of_the_running_cluster_is_known_again(asked):
+    check_same(config(), {"prefill": 1, "decode": 6}, asked)
+
+
+def test_each_option_that_differs_from_the_running_clusters_is_named_with_both_values():
+    asked = config(decode=2, page_size=32, **{"router.dead_after_s": 20.0})
+
+    with pytest.raises(ConfigError) as refusal:
+        check_same(config(), {"prefill": 1, "decode": 6}, asked)
+
+    assert str(refusal.value).splitlines() == [
+        "decode is 2; the running cluster has 6; `pagewire scale --decode 2` changes that",
+        "page_size is 32; the running cluster has 64; `pagewire down` ends it",
+        "router.dead_after_s is 20.0; the running cluster has 15.0; `pagewire down` ends it",
+    ]
