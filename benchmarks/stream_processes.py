@@ -8,7 +8,7 @@ import asyncio
 import multiprocessing
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
@@ -28,6 +28,7 @@ from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
 from observability.collector import settle_collector
 from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from worker.identity import WorkerIdentity
 
 HOST = "127.0.0.1"
 MODEL = inference_pb2.Model(
@@ -104,6 +105,9 @@ class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
     def close_session(self, outbox: Outbox) -> None:
         """Forget all requests."""
         self._running.clear()
+
+    def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
+        """Connect to nobody: every token is made here."""
 
     async def _step_for_ever(self) -> None:
         while True:
