@@ -17,12 +17,18 @@ from cluster.controller import ClusterFacts
 from cluster.deployment import check_same
 from cluster.devices import count_gpus
 from cluster.errors import StartError
-from cluster.launch import RunningCluster, StartWatch, deploy, find_cluster, starting
+from cluster.launch import (
+    RunningCluster,
+    StartWatch,
+    deploy,
+    device_of_ray,
+    find_cluster,
+    starting,
+)
 from cluster.local_head import LocalHead, find_head, head_log
 from cluster.local_ray import is_alive
 from cluster.placement import has_own_gpus
-from cluster.preflight import check_start, choose_device
-from cluster.readiness import cluster_resources
+from cluster.preflight import check_start
 
 HEAD_TIMEOUT_S = 60.0  # for a Ray to start
 END_TIMEOUT_S = 20.0  # for it to end
@@ -66,7 +72,7 @@ def bring_up(
             return find_cluster(facts, deadline, watch)
         device = check_start(config, watch.say)
         if config.ray_address:
-            device = choose_device(config, int(cluster_resources().get("GPU", 0)))
+            device = device_of_ray(config)
             watch.say(starting(config, device))
             return deploy(config, device, deadline, watch, is_own_ray=False)
         assert device is not None

@@ -96,6 +96,11 @@ class ClusterConfig:
         accepts=_is_ray_address,
         accepted="host:port of a Ray cluster, as in 10.0.0.1:6379, or auto",
     )
+    pool_resources: bool = option(
+        False,
+        "Of the Ray cluster's hosts each worker takes one that has its pool's custom resource, "
+        "pagewire-prefill or pagewire-decode, and 1 of it; hosts may join later.",
+    )
     start_timeout_s: float = option(
         600.0, "Longest time until all workers are ready, weights included.", above=0
     )
@@ -129,6 +134,24 @@ class ClusterConfig:
                     OptionName("workers_per_gpu"),
                     self.workers_per_gpu,
                     OptionName("ray_address"),
+                )
+            )
+        if self.pool_resources and not self.ray_address:
+            problems.append(
+                WrongOption(
+                    "{} is {!r}; it must be False without {}, because one host has both pools",
+                    OptionName("pool_resources"),
+                    self.pool_resources,
+                    OptionName("ray_address"),
+                )
+            )
+        if self.pool_resources and self.device == "auto":
+            problems.append(
+                WrongOption(
+                    "{} is {!r}; it must be cpu or cuda with {}, because hosts may join later",
+                    OptionName("device"),
+                    self.device,
+                    OptionName("pool_resources"),
                 )
             )
         if self.http_port and self.http_port == self.port:

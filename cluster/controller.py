@@ -105,9 +105,10 @@ class ControllerActor:
             ClusterError: Nothing has changed.
         """
         self._check_open()
-        deployment = self._deployment
-        plan = plan_scale(self._workers(), deployment.config, deployment.device, wanted)
-        if plan.starts and has_own_gpus(deployment.device, deployment.config.workers_per_gpu):
+        config, device = self._deployment.config, self._deployment.device
+        plan = plan_scale(self._workers(), config, device, wanted)
+        needs_free_gpus = has_own_gpus(device, config.workers_per_gpu) and not config.pool_resources
+        if plan.starts and needs_free_gpus:
             _check_free_gpus(len(plan.starts))
         actors = {name: self._place(name) for name in plan.starts}
         await self._dismiss(plan.drains, grace_s)

@@ -127,7 +127,7 @@ def start_cluster(
         local_ray = start_local_ray(num_gpus, shows_worker_logs=shows_worker_logs)
     try:
         if device is None:
-            device = choose_device(config, int(cluster_resources().get("GPU", 0)))
+            device = device_of_ray(config)
             watch.say(starting(config, device))
         watch.check()
         is_own_ray = not config.ray_address
@@ -284,6 +284,13 @@ def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
         local_ray.close()
         raise StartError(f"Ray listens on {host}, which others reach; call prepare_ray earlier")
     return local_ray
+
+
+def device_of_ray(config: ClusterConfig) -> str:
+    """Return where the workers compute on the attached Ray; PlacementError: it has too few GPUs."""
+    if config.pool_resources:  # it is not "auto", and nobody knows how many GPUs there will be
+        return config.device
+    return choose_device(config, int(cluster_resources().get("GPU", 0)))
 
 
 def starting(config: ClusterConfig, device: str) -> str:

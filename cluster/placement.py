@@ -122,20 +122,21 @@ def _beside_clients(deployment: Deployment) -> dict[str, Any]:
 
 
 def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
-    """Return what Ray gives a worker: a GPU, unless several share one."""
+    """Return what Ray gives a worker: a GPU, unless several share one; and a host of its pool."""
     config, device = deployment.config, deployment.device
+    pool, _, index = worker_id.partition("-")
     variables = worker_environment(device, config.cpu_threads, deployment.environment)
     has_own_gpu = has_own_gpus(device, config.workers_per_gpu)
     if device == "cuda" and not has_own_gpu:
         # Ray puts fractions of a GPU wherever there is room, so in time workers of both pools on
         # one. This way a worker that is started again comes back to its own GPU.
-        pool, _, index = worker_id.partition("-")
         gpu = int(index) // config.workers_per_gpu
         if pool == "decode":
             gpu += gpus_of_pools(config.prefill, config.decode, config.workers_per_gpu)[0]
         variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, deployment.visible_gpus)
     return {
         "num_gpus": int(has_own_gpu),
+        "resources": {f"pagewire-{pool}": 1} if config.pool_resources else {},
         "runtime_env": {"env_vars": variables},
     }
 

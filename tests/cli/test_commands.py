@@ -17,8 +17,8 @@ from tests.support.command_line import run_main
 SERVE_FLAGS = """
     --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
     --gpu-memory-fraction --help --host --http-port --log-format --log-level --model --num-pages
-    --page-size --port --prefill --ray-address --served-model-name --start-timeout-s --stop-grace-s
-    --workers-per-gpu
+    --page-size --pool-resources --port --prefill --ray-address --served-model-name
+    --start-timeout-s --stop-grace-s --workers-per-gpu
 """
 FLAGS = {
     "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p

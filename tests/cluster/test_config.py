@@ -141,6 +141,14 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             "ray_address: auto\nworkers_per_gpu: 2",
             ["workers_per_gpu is 2", "must be 1 with ray_address"],
         ),
+        (
+            "pool_resources: true\ndevice: cpu",
+            ["pool_resources is True", "must be False without ray_address"],
+        ),
+        (
+            "pool_resources: true\nray_address: auto",
+            ["device is 'auto'", "must be cpu or cuda with pool_resources"],
+        ),
         ("ray_address: head", ["ray_address is 'head'", "host:port"]),
         ("ray_address: ray://head:1", ["ray_address is 'ray://head:1'", "host:port"]),
         ("ray_address: head:99999", ["ray_address is 'head:99999'", "host:port"]),

@@ -1,6 +1,7 @@
 """What the controller does with its workers; the actors are fakes that note their calls."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +197,19 @@ def test_workers_for_which_no_gpu_is_free_are_refused_before_any_is_placed(monke
         ):
             await world.controller.scale({"decode": 4}, 1.0)
         assert world.told == []
+
+    asyncio.run(main())
+
+
+def test_workers_wait_for_hosts_that_may_join_later(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        options = {"device": "cuda", "ray_address": "auto", "pool_resources": True}
+        config = load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2, **options})
+        world.deployment = replace(world.deployment, config=config)
+        await world.start()
+        await world.controller.scale({"decode": 4}, 1.0)
+        assert world.told[:2] == [("place", "decode-2"), ("place", "decode-3")]
 
     asyncio.run(main())
 

@@ -12,8 +12,8 @@ from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.demo_model import demo_model_dir
 from cluster.deployment import Deployment
-from cluster.errors import StartError
-from cluster.launch import StartWatch, start_cluster, start_local_ray
+from cluster.errors import PlacementError, StartError
+from cluster.launch import StartWatch, device_of_ray, start_cluster, start_local_ray
 from cluster.placement import GATEWAY_NAME, ROUTER_NAME, _resources, _settings
 from cluster.readiness import _refuse_misfits
 from cluster.scaling import worker_ids
@@ -70,6 +70,31 @@ def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses():
         "decode-1": "2",
     }
     assert set(gpus_of_workers(three, "5, 3,GPU-1f").values()) == {"5", "3", "GPU-1f"}
+
+
+def test_workers_take_hosts_of_their_pool_where_the_hosts_are_marked():
+    options = {"ray_address": "auto", "device": "cuda"}
+
+    def asked(**more):
+        started = deployment({**options, **more}, "cuda")
+        return [_resources(started, name) for name in ("prefill-0", "decode-0")]
+
+    assert [each["resources"] for each in asked()] == [{}, {}]
+    marked = asked(pool_resources=True)
+    assert [each["resources"] for each in marked] == [
+        {"pagewire-prefill": 1},
+        {"pagewire-decode": 1},
+    ]
+    assert [each["num_gpus"] for each in marked] == [1, 1]
+
+
+def test_marked_hosts_may_join_after_the_start(monkeypatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
+    options = {"ray_address": "auto", "device": "cuda", "prefill": 1, "decode": 3}
+
+    with pytest.raises(PlacementError, match="need 4 GPUs"):
+        device_of_ray(load_config(None, options))
+    assert device_of_ray(load_config(None, {**options, "pool_resources": True})) == "cuda"
 
 
 @pytest.fixture
