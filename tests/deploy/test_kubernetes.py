@@ -1,0 +1,433 @@
+"""The manifests of deploy/kubernetes: what kustomize renders is valid, and its parts fit together.
+
+No API server takes part. Each check is shown to find a fault that is planted for it.
+"""
+
+import copy
+import json
+import re
+import shlex
+import subprocess
+import sys
+import uuid
+
+import pytest
+from google.protobuf import json_format
+
+from protos import inference_pb2
+from tests.deploy import manifest_checks as checks
+from tests.deploy.kubectl import kustomize
+
+KUBERNETES = checks.ROOT / "deploy" / "kubernetes"
+OVERLAYS = ("cpu-demo", "production", "single-node")
+CLUSTER = "RayCluster/pagewire/spec"
+# In what an overlay may differ from the base, as patterns of paths.
+IMAGES = rf"{CLUSTER}/.*/(initContainers|containers)/\d/image"
+CONFIG = r"ConfigMap/.*|" + rf"{CLUSTER}/headGroupSpec/template/spec/volumes/\d/configMap/name"
+VOLUME = r"PersistentVolumeClaim/pagewire-model/spec/(accessModes/0|resources/requests/storage)"
+DIFFERENCES = {
+    "cpu-demo": (
+        IMAGES,
+        CONFIG,
+        VOLUME,
+        r"NetworkPolicy/fetch-model/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/initContainers/0/.*",
+        rf"{CLUSTER}/.*/template/spec/containers/\d/resources/.*",
+        rf"{CLUSTER}/.*/template/spec/volumes/1/emptyDir/sizeLimit",
+        rf"{CLUSTER}/workerGroupSpecs/\d/template/spec/tolerations/.*",
+    ),
+    "production": (
+        IMAGES,
+        CONFIG,
+        r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|GRPCRoute|HTTPRoute)/.*",
+        r"NetworkPolicy/(prometheus|gateway)/.*",
+        rf"{CLUSTER}/.*/template/spec/affinity/.*",
+        rf"{CLUSTER}/workerGroupSpecs/\d/(replicas|maxReplicas)",
+    ),
+    "single-node": (
+        IMAGES,
+        VOLUME,
+        rf"{CLUSTER}/workerGroupSpecs/1/.*",
+        rf"{CLUSTER}/workerGroupSpecs/0/(groupName|resources/.*)",
+        rf"{CLUSTER}/workerGroupSpecs/0/template/metadata/labels/{checks.COMPONENT}",
+        rf"{CLUSTER}/workerGroupSpecs/0/template/spec/containers/0/resources/.*",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rendered():
+    """Overlays by name, and the base."""
+    folders = {name: KUBERNETES / "overlays" / name for name in OVERLAYS}
+    return {
+        name: checks.load(kustomize(folder))
+        for name, folder in {**folders, "base": KUBERNETES / "base"}.items()
+    }
+
+
+def test_all_overlays_are_checked():
+    assert {each.name for each in (KUBERNETES / "overlays").iterdir()} == set(OVERLAYS)
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_has_no_fault(rendered, name, check, tmp_path):
+    assert list(check(rendered[name], tmp_path)) == []
+
+
+def head(overlay, container=0):
+    return overlay.head.spec["containers"][container]
+
+
+def up(overlay):
+    return overlay.container("up")
+
+
+def group(overlay, index=0):
+    return overlay.cluster["spec"]["workerGroupSpecs"][index]
+
+
+def worker(overlay):
+    return group(overlay)["template"]["spec"]["containers"][0]
+
+
+def spec(overlay, kind, name):
+    return overlay.of(kind)[name]["spec"]
+
+
+def configured(old, new):
+    def plant(overlay):
+        (config,) = overlay.of("ConfigMap").values()
+        assert old in config["data"]["cluster.yaml"]
+        config["data"]["cluster.yaml"] = config["data"]["cluster.yaml"].replace(old, new)
+
+    return plant
+
+
+def command(old, new):
+    def plant(overlay):
+        for words in (
+            up(overlay)["command"],
+            up(overlay)["lifecycle"]["preStop"]["exec"]["command"],
+        ):
+            words[-1] = words[-1].replace(old, new)
+
+    return plant
+
+
+def drop(kind, name):
+    return lambda overlay: overlay.objects.remove(overlay.of(kind)[name])
+
+
+def put(of, value, *keys):
+    """Return what sets a value within what `of` finds."""
+
+    def plant(overlay):
+        place = of(overlay)
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return plant
+
+
+def take(of, *keys):
+    """Return what removes a value within what `of` finds."""
+
+    def plant(overlay):
+        place = of(overlay)
+        for key in keys[:-1]:
+            place = place[key]
+        del place[keys[-1]]
+
+    return plant
+
+
+def clients(overlay):
+    return spec(overlay, "NetworkPolicy", "clients")
+
+
+FAULTS = [
+    ("schemas", put(group, "2", "replicas"), "replicas: '2' is not of type 'integer'"),
+    ("schemas", put(head, [], "livenesProbe"), "'livenesProbe' was unexpected"),
+    ("schemas", put(lambda o: o.of("Service")["pagewire-grpc"], 1, "spek"), "'spek' was unex"),
+    ("schemas", put(lambda o: spec(o, "GRPCRoute", "pagewire-grpc"), {}, "rule"), "'rule' was"),
+    ("selectors", put(lambda o: spec(o, "Service", "pagewire-http"), {"a": "b"}, "selector"), "Se"),
+    ("selectors", put(clients, {"matchLabels": {"a": "b"}}, "podSelector"), "clients selects no"),
+    (
+        "selectors",
+        put(lambda o: group(o, 1), "prefill", "template", "metadata", "labels", checks.COMPONENT),
+        "PodDisruptionBudget pagewire-decode selects no pod",
+    ),
+    ("ports", put(head, 50052, "ports", 1, "containerPort"), "Service pagewire-grpc: port 50051"),
+    ("ports", configured("http_port: 8000", "http_port: 8001"), "the head has"),
+    ("ports", put(clients, "rpc", "ingress", 0, "ports", 0, "port"), "has no port rpc"),
+    (
+        "ports",
+        put(lambda o: spec(o, "PodMonitor", "pagewire"), "x", "podMetricsEndpoints", 0, "port"),
+        "PodMonitor pagewire: head has no port x",
+    ),
+    (
+        "ports",
+        put(
+            lambda o: spec(o, "HTTPRoute", "pagewire-http"),
+            80,
+            "rules",
+            0,
+            "backendRefs",
+            0,
+            "port",
+        ),
+        "no Service pagewire-http:80",
+    ),
+    ("volumes", put(worker, "data", "volumeMounts", 2, "name"), "there is no volume data"),
+    ("volumes", take(worker, "volumeMounts", 1), "/dev/shm must be memory"),
+    ("volumes", take(worker, "volumeMounts", 2, "readOnly"), "/model must be mounted"),
+    ("volumes", take(worker, "volumeMounts", 0), "nothing can be written to /tmp"),
+    ("volumes", drop("PersistentVolumeClaim", "pagewire-model"), "there is no claim"),
+    ("volumes", command("cluster.yaml", "config.yaml"), "up reads /etc/pagewire/config.yaml"),
+    ("volumes", configured("model: /model", "model: /models"), "/models must be mounted"),
+    ("volumes", put(up, "/tmp", "env", 0, "value"), "HOME is ['/tmp', '/tmp/home']"),
+    ("names", drop("PriorityClass", "pagewire-worker"), "no PriorityClass pagewire-worker"),
+    ("names", drop("ServiceAccount", "pagewire"), "no ServiceAccount pagewire"),
+    ("names", drop("Namespace", "pagewire"), "there is no Namespace"),
+    (
+        "names",
+        put(up, "token", "env", 2, "valueFrom", "secretKeyRef", "name"),
+        "up must take Ray's token",
+    ),
+    ("names", take(lambda o: o.cluster["spec"], "authOptions"), "Ray must ask for a token"),
+    ("commands_exist", command("--config", "--confg"), "pagewire up: "),
+    ("commands_exist", command("--ray-address", "--address"), "pagewire down: "),
+    ("commands_exist", command("pagewire down", "pagewire stop"), "started and ended"),
+    ("commands_exist", configured("stop_grace_s", "stop_grase_s"), "unknown option stop_grase_s"),
+    (
+        "commands_exist",
+        put(group, "1", "rayStartParams", "nod-port"),
+        "ray start has no --nod-port",
+    ),
+    ("versions", put(lambda o: o.cluster["spec"], "2.50.0", "rayVersion"), "rayVersion is 2.50.0"),
+    ("versions", put(worker, "a.example/pagewire:latest", "image"), "has no fixed tag"),
+    ("versions", put(worker, "localhost:5000/pagewire", "image"), "has no fixed tag"),
+    ("versions", put(head, ["pip install ray==1.0"], "args"), "installs ray 1.0"),
+    ("pools", configured("decode: 4", "decode: 5"), "5 decode workers are configured, and 4 have"),
+    ("pools", put(group, {"pagewire-prefil": "1"}, "resources"), "asks for pagewire-prefil"),
+    (
+        "pools",
+        put(worker, "2", "resources", "limits", checks.GPU),
+        "2 GPUs for workers that need 1",
+    ),
+    ("pools", put(group, 9, "replicas"), "replicas is 9, out of its bounds"),
+    ("pools", configured("pool_resources: true", "pool_resources: false"), "be placed by pool"),
+    ("pools", take(group, "template", "spec", "tolerations"), "tolerates no node"),
+    ("pools", take(up, "env", 3), "which interface NCCL uses"),
+    ("security", put(worker, False, "securityContext", "readOnlyRootFilesystem"), "must be {"),
+    (
+        "security",
+        take(worker, "securityContext", "capabilities"),
+        "ray-worker: its securityContext",
+    ),
+    ("security", put(lambda o: o.head.spec, 0, "securityContext", "runAsUser"), "image's user"),
+    ("security", take(lambda o: o.head.spec, "securityContext", "seccompProfile"), "no seccomp"),
+    ("security", take(lambda o: o.head.spec, "automountServiceAccountToken"), "API server is mou"),
+    ("security", put(lambda o: o.head.spec, True, "hostNetwork"), "head: hostNetwork"),
+    (
+        "security",
+        put(
+            lambda o: o.of("Namespace")["pagewire"],
+            "baseline",
+            "metadata",
+            "labels",
+            "pod-security.kubernetes.io/enforce",
+        ),
+        "does not enforce",
+    ),
+    ("limits", take(worker, "resources", "limits", "memory"), "limits lack ['memory']"),
+    ("limits", take(up, "resources", "requests"), "up: requests lack ['cpu', 'memory']"),
+    ("probes", take(worker, "livenessProbe"), "ray-worker: livenessProbe must ask"),
+    ("probes", put(worker, 6381, "readinessProbe", "grpc", "port"), "readinessProbe must ask"),
+    ("probes", put(up, "pagewire.v1.Router", "readinessProbe", "grpc", "service"), "is ready when"),
+    ("probes", put(up, 3, "startupProbe", "failureThreshold"), "before start_timeout_s"),
+    ("stopping", configured("stop_grace_s: 30", "stop_grace_s: 60"), "head: is killed after 120 s"),
+    ("stopping", take(worker, "lifecycle"), "prefill: Ray does not wait"),
+    (
+        "disruptions",
+        put(lambda o: spec(o, "PodDisruptionBudget", "pagewire-decode"), "50%", "minAvailable"),
+        "only a number",
+    ),
+    (
+        "disruptions",
+        put(lambda o: spec(o, "PodDisruptionBudget", "pagewire-decode"), 5, "minAvailable"),
+        "5 of 4 pods",
+    ),
+    ("disruptions", drop("PodDisruptionBudget", "pagewire-head"), "the head has no"),
+    ("networks", drop("NetworkPolicy", "default-deny"), "there is no default-deny"),
+    ("networks", take(clients, "ingress", 0, "from"), "open to everybody"),
+    ("networks", drop("NetworkPolicy", "names"), "names egress"),
+    (
+        "networks",
+        put(clients, [{"podSelector": {"matchLabels": {"a": "b"}}}], "ingress", 0, "from"),
+        "clients ingress pod a=b TCP:grpc,TCP:http is new",
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "plant", "told"), FAULTS, ids=[f"{c}-{t}" for c, _, t in FAULTS])
+def test_a_planted_fault_is_found(rendered, check, plant, told, tmp_path):
+    overlay = checks.Overlay(copy.deepcopy(rendered["production"].objects))
+    plant(overlay)
+
+    found = list(getattr(checks, check)(overlay, tmp_path))
+
+    assert any(told in each for each in found), found
+
+
+def test_each_check_has_a_planted_fault():
+    assert {check for check, *_ in FAULTS} == {each.__name__ for each in checks.CHECKS}
+
+
+def leaves(overlay):
+    """Return all values by path."""
+    found = {}
+
+    def walk(path, value):
+        if isinstance(value, dict | list):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in pairs:
+                walk(f"{path}/{key}", each)
+        else:
+            found[path] = value
+
+    for each in overlay.objects:
+        walk(f"{each['kind']}/{each['metadata']['name']}", each)
+    return found
+
+
+def differences(base, overlay):
+    before, after = leaves(base), leaves(overlay)
+    return {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+
+
+def unknown_differences(rendered, name, overlay):
+    patterns = [re.compile(each) for each in DIFFERENCES[name]]
+    paths = differences(rendered["base"], overlay)
+    unused = [each.pattern for each in patterns if not any(map(each.fullmatch, paths))]
+    unknown = [path for path in paths if not any(each.fullmatch(path) for each in patterns)]
+    return sorted(unknown), unused
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_differs_from_the_base_in_what_it_is_for(rendered, name):
+    assert unknown_differences(rendered, name, rendered[name]) == ([], [])
+
+
+def test_another_difference_is_found(rendered):
+    overlay = checks.Overlay(copy.deepcopy(rendered["cpu-demo"].objects))
+    overlay.head.spec["shareProcessNamespace"] = False
+
+    unknown, _ = unknown_differences(rendered, "cpu-demo", overlay)
+
+    assert unknown == [f"{CLUSTER}/headGroupSpec/template/spec/shareProcessNamespace"]
+
+
+@pytest.mark.parametrize(
+    ("pod", "title", "waits"),
+    [
+        ("head", "ray::RouterActor", True),
+        ("head", "pagewire\0down", True),
+        ("head", "ray::GatewayActor", False),
+        ("prefill", "ray::PrefillActor", True),
+        ("decode", "ray::DecodeActor.drain", True),
+        ("decode", "ray::IDLE", False),
+    ],
+)
+def test_ray_waits_for_what_ends_running_requests(rendered, pod, title, waits):
+    """Of processes that are named as Ray and the image name them, with another prefix."""
+    here = f"t{uuid.uuid4().hex}"
+    (found,) = [each for each in rendered["production"].pods if each.where == pod]
+    *shell, script = found.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    script = script.replace("ray::", f"{here}::").replace("pagewire", here)
+    script = script.replace("sleep 1", "exit 9")  # instead of the next look
+    name = title.replace("ray::", f"{here}::").replace("pagewire", here)
+    sleep = "import sys; print(flush=True); sys.stdin.read()"
+
+    words = [*name.split("\0")[:1], "-c", sleep, *name.split("\0")]
+    with subprocess.Popen(
+        words, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        waited = subprocess.run([*shell, script], timeout=60).returncode
+        process.stdin.close()
+    over = subprocess.run([*shell, script], timeout=60).returncode
+
+    assert (waited, over) == (9 if waits else 0, 0)
+
+
+def test_the_processes_that_ray_waits_for_exist():
+    sources = {"Router": "router", "Prefill": "prefill_worker", "Decode": "decode_worker"}
+    for name, package in sources.items():
+        source = (checks.ROOT / package / "actor.py").read_text(encoding="utf-8")
+        assert f"\nclass {name}Actor" in source
+
+
+def test_the_pod_that_models_are_copied_to_may_run_and_writes_where_others_read(rendered):
+    (pod,) = checks.load((KUBERNETES / "model-loader.yaml").read_text(encoding="utf-8")).objects
+    (loader,) = pod["spec"]["containers"]
+    (volume,) = pod["spec"]["volumes"]
+
+    for version in checks.KUBERNETES:
+        checks.built_in.validate(pod, version, strict=True)
+    assert loader["securityContext"] == checks.SECURED
+    image = {each["image"] for each in rendered["production"].head.containers}
+    assert {loader["image"]} == image
+    assert volume["persistentVolumeClaim"]["claimName"] in rendered["production"].of(
+        "PersistentVolumeClaim"
+    )
+
+
+def shell_lines():
+    text = (KUBERNETES / "README.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.strip():
+                yield shlex.split(line, comments=True)
+
+
+def test_the_commands_of_the_readme_name_what_exists(rendered):
+    named = {
+        f"{kind}/{name}".lower()
+        for kind in ("Service", "RayCluster", "ConfigMap")
+        for each in rendered.values()
+        for name in each.of(kind)
+    }
+    seen = set()
+    for words in shell_lines():
+        for word in words:
+            if word.startswith("deploy/"):
+                assert (checks.ROOT / word).exists(), word
+            if match := re.fullmatch(r"(svc|raycluster)/(.*)", word):
+                kind = match[1].replace("svc", "service")
+                assert f"{kind}/{match[2]}" in named, word
+        if "exec" in words:
+            program, name, *rest = words[words.index("--") + 1 :]
+            assert program == "pagewire"
+            check_command(name, rest)
+            seen.add(name)
+        if words[0] == "grpcurl" and "-d" in words:
+            request = inference_pb2.GenerateRequest()
+            json_format.Parse(words[words.index("-d") + 1], request)
+            method = words[-1].rpartition("/")
+            services = inference_pb2.DESCRIPTOR.services_by_name
+            assert method[0] == services["InferenceService"].full_name
+            assert method[2] in services["InferenceService"].methods_by_name
+            seen.add("grpcurl")
+        if words[0] == "curl" and "-d" in words:
+            assert json.loads(words[words.index("-d") + 1])["model"] == "smollm2"
+            seen.add("curl")
+    assert seen == {"grpcurl", "curl", "scale", "drain", "status"}
+
+
+def check_command(name, words):
+    group = checks.get_command(checks.commands.app)
+    parent = group.make_context("pagewire", ["version"])
+    group.get_command(parent, name).make_context(name, words, parent=parent)
