@@ -135,6 +135,37 @@ def test_tokens_and_pages_do_not_depend_on_batch_chunks_or_resumption(
             assert_same(engine, [each], [mine])
 
 
+@pytest.mark.parametrize("sampling", ["greedy", "seeded"])
+def test_a_last_page_that_is_copied_gives_the_bits_of_one_that_is_computed(
+    engine: Engine, sampling: str
+) -> None:
+    page_size = engine.layout.page_size
+    prompts = [each.prompt for each in sequences_for(engine, sampling)]
+    prompts = [prompt for prompt in prompts if len(prompt) % page_size == 0]
+    sequences = make_sequences(engine, prompts * 2, GREEDY)
+    if sampling == "seeded":
+        for index, each in enumerate(sequences):
+            each.params = SAMPLING[index % len(prompts) % len(SAMPLING)]
+    originals, twins = sequences[: len(prompts)], sequences[len(prompts) :]
+    run(engine, originals)
+    copies = []
+    for original, twin in zip(originals, twins, strict=True):
+        last = len(twin.prompt) // page_size - 1
+        twin.page_ids[:last] = original.page_ids[:last]
+        copies.append((original.page_ids[last], twin.page_ids[last]))
+        twin.num_computed = len(twin.prompt) - 1
+
+    slices = tuple(each.next_slice(10**6) for each in twins)
+    engine.launch(EngineStep(copies=tuple(copies), slices=slices))
+    for twin, drawn in zip(twins, engine.read().slices, strict=True):
+        assert drawn is not None
+        twin.take(drawn)
+    run(engine, twins, is_prefilled=True)
+
+    assert len(prompts) > 3
+    assert_same(engine, twins, [result_of(engine, each) for each in originals])
+
+
 def num_loaded_kernels() -> int:
     """Count what was compiled or loaded so far of the kernels of decode attention."""
     kernels = (
