@@ -13,7 +13,7 @@ shared/N,S,U        the same, with prompts of S tokens that all share and U of t
                     `prime_ms` is the last first token of the wave before, which computes them.
 ttft/NxL            from the first call to the last first token of N new prompts at once.
 ttft/cached         the same for a prompt of 1,024 tokens that the cache holds, of which the last
-                    page is computed and moved again; N-cached-at-once for N of them.
+                    token is computed and the last page moved again; N-cached-at-once for N of them.
 mixed/512           until all of 512 requests are done that come at once: lognormal lengths,
                     502,942 input and 121,658 output tokens.
 ready/cold, warm    from the launch until the router is ready: with the weights on the disk and no

@@ -23,7 +23,8 @@ def load(count: int, seconds: float, max_tokens: int = 60) -> list[RequestSpec]:
     specs = []
     for index in range(count):
         greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        seeded = SamplingParams(temperature=0.9, seed=index, max_tokens=max_tokens)
+        # One that ends with its first token does so before its pages arrive.
+        seeded = SamplingParams(temperature=0.9, seed=index, max_tokens=max_tokens, min_tokens=2)
         prompt = tokens(rng.randint(1, 20 * PAGE), seed=1000 + index)
         specs.append(
             request(
