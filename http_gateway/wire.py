@@ -14,10 +14,16 @@ import grpc
 from http_gateway.answers import Answers
 from http_gateway.errors import HttpError
 from observability.logs import fields
-from pagewire import ConnectionFailedError, Model, PagewireError, UnavailableError
+from pagewire import ClusterStatus, ConnectionFailedError, Model, PagewireError, UnavailableError
 from pagewire.async_client import Channel, ChannelFactory, open_channel
-from pagewire.wire import detokenize_request, error_from, error_from_status, model_from
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from pagewire.wire import (
+    detokenize_request,
+    error_from,
+    error_from_status,
+    model_from,
+    status_from,
+)
+from protos import inference_pb2, inference_pb2_grpc
 from protos.field_count import LARGE_REQUEST_BYTES, has_more_fields
 from protos.grpc_options import MAX_STREAM_AGE_S
 from protos.token_ids import unpack_token_ids
@@ -112,14 +118,14 @@ class RouterLink:
             self._model_until = loop.time() + MODEL_FRESH_S
         return self._model
 
-    async def has_worker(self) -> bool:
-        """Whether the router has a decode worker that takes requests."""
+    async def status(self) -> ClusterStatus:
+        """Return what the router knows of the cluster.
+
+        Raises:
+            PagewireError: The router does not answer.
+        """
         request = inference_pb2.GetClusterStatusRequest()
-        response = await self._call("GetClusterStatus", request, CALL_TIMEOUT_S)
-        return any(
-            each.state == inference_pb2.WORKER_STATE_READY and each.pool == common_pb2.POOL_DECODE
-            for each in response.workers
-        )
+        return status_from(await self._call("GetClusterStatus", request, CALL_TIMEOUT_S))
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> list[int]:
         """Return the token ids that a generation would take."""

@@ -13,10 +13,14 @@ import uuid
 
 import pytest
 from google.protobuf import json_format
+from prometheus_client.parser import text_string_to_metric_families
 
+from http_gateway.cluster_metrics import expose_cluster
+from http_gateway.metrics import Metrics
 from protos import inference_pb2
 from tests.deploy import manifest_checks as checks
 from tests.deploy.kubectl import kustomize
+from tests.support.cluster_status import ONE_OF_EACH
 
 KUBERNETES = checks.ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu-demo", "production", "single-node")
@@ -39,7 +43,7 @@ DIFFERENCES = {
     "production": (
         IMAGES,
         CONFIG,
-        r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|GRPCRoute|HTTPRoute)/.*",
+        r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|PrometheusRule|GRPCRoute|HTTPRoute)/.*",
         r"NetworkPolicy/(prometheus|gateway)/.*",
         rf"{CLUSTER}/.*/template/spec/affinity/.*",
         rf"{CLUSTER}/workerGroupSpecs/\d/(replicas|maxReplicas)",
@@ -73,6 +77,36 @@ def test_all_overlays_are_checked():
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_an_overlay_has_no_fault(rendered, name, check, tmp_path):
     assert list(check(rendered[name], tmp_path)) == []
+
+
+def unknown_metrics(overlay):
+    """Return the names in queries that no /metrics has."""
+    shown = Metrics().expose() + expose_cluster(ONE_OF_EACH)
+    known = {
+        name
+        for family in text_string_to_metric_families(shown.decode())
+        for name in (family.name, f"{family.name}_total", f"{family.name}_bucket")
+    }
+    rules = [
+        rule
+        for each in overlay.of("PrometheusRule").values()
+        for group in each["spec"]["groups"]
+        for rule in group["rules"]
+    ]
+    assert len(rules) > 4
+    return {name for each in rules for name in re.findall(r"pagewire_\w+", each["expr"])} - known
+
+
+def test_alerts_query_metrics_that_exist(rendered):
+    assert unknown_metrics(rendered["production"]) == set()
+
+
+def test_a_query_of_a_metric_that_nobody_tells_is_found(rendered):
+    overlay = checks.Overlay(copy.deepcopy(rendered["production"].objects))
+    rules = overlay.of("PrometheusRule")["pagewire"]["spec"]["groups"][0]["rules"]
+    rules[0]["expr"] = "pagewire_router_upp == 0"
+
+    assert unknown_metrics(overlay) == {"pagewire_router_upp"}
 
 
 def head(overlay, container=0):

@@ -2,16 +2,19 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from http_gateway.cluster_metrics import expose_cluster
 from http_gateway.config import GatewayConfig
 from observability.logs import ATTRIBUTE
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
 from tests.http_gateway.test_lifetime import TEXT, body_of, two_words, until
+from tests.support.cluster_status import ONE_OF_EACH
 
 SECRET = "prompt that nobody else may read"
 TOKEN = "sk-secret-token"
@@ -124,6 +127,40 @@ def test_metrics_count_requests_tokens_and_times_by_names_that_users_of_vllm_kno
         tuple(sorted(("", "GET", "404"))),
     }
     assert not [key for key in found if "nowhere" in key]
+
+
+def test_metrics_tell_of_the_router_and_its_workers(served):
+    found = metrics(served)
+
+    assert found["pagewire_router_up",] == 1
+    assert found["pagewire_router_requests_active",] == 2
+    of_worker = sorted(("decode-0", "decode"))
+    assert found["pagewire_worker_state", *sorted(("decode-0", "decode", "ready"))] == 1
+    assert found["pagewire_worker_state", *sorted(("decode-0", "decode", "dead"))] == 0
+    assert found["pagewire_worker_pages", *sorted(("decode-0", "decode", "live"))] == 6
+    assert found["pagewire_worker_looked_up_tokens_total", *of_worker] == 40
+    assert found["pagewire_worker_cached_tokens_total", *of_worker] == 30
+
+
+def test_metrics_without_a_router_are_those_of_the_gateway():
+    with gateway(lambda: scripted(two_words)) as served:
+        served.backend.is_away = True
+        found = metrics(served)
+
+    assert found["pagewire_router_up",] == 0
+    assert found["pagewire_num_requests_running",] == 1
+    assert not [key for key in found if key[0].startswith("pagewire_worker_")]
+
+
+def test_of_a_worker_that_does_not_live_only_the_state_is_told():
+    dead = replace(ONE_OF_EACH.workers[0], state="dead", worker_id="decode-9")
+    text = expose_cluster(replace(ONE_OF_EACH, workers=(*ONE_OF_EACH.workers, dead))).decode()
+
+    told = [line for line in text.splitlines() if "decode-9" in line]
+    assert {line.partition("{")[0] for line in told} == {"pagewire_worker_state"}
+    assert [line for line in told if line.endswith(" 1.0")] == [
+        'pagewire_worker_state{pool="decode",state="dead",worker_id="decode-9"} 1.0'
+    ]
 
 
 def test_ready_says_whether_a_worker_takes_requests(served):

@@ -1,0 +1,101 @@
+"""What /metrics tells of the router behind the gateway, and of each worker as that sees it."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pagewire import ClusterStatus, WorkerStatus
+
+STATES = ("connecting", "ready", "draining", "dead")
+PAGE_USES = ("free", "live", "cached", "leased", "incoming", "quarantine")
+LIVING_STATES = {"ready", "draining"}  # whose last numbers still hold
+OF_A_WORKER = ("worker_id", "pool")
+# Fields of WorkerStatus by kind, with their meaning. Counters begin anew when a worker does.
+GAUGES = {
+    "running": "Sequences in the batch; of a prefill worker, prompts that are computed.",
+    "waiting": "Requests that wait for pages, for a prefill or for a place in the batch.",
+    "queued_tokens": "Prompt tokens that are not computed yet.",
+}
+COUNTERS = {
+    "steps": "Engine steps.",
+    "looked_up_tokens": "Prompt tokens that were needed: looked up in the worker's cache.",
+    "cached_tokens": "Of these, tokens that were found.",
+    "computed_tokens": "Prompt tokens that were computed.",
+    "generated_tokens": "Tokens that were generated.",
+    "pages_moved": "Pages sent to, or received from, the other pool.",
+    "bytes_moved": "Bytes of those pages.",
+    "transfer_failures": "Attempts to move pages that failed.",
+    "preemptions": "Sequences that gave up their pages to others.",
+}
+
+
+def expose_cluster(status: ClusterStatus | None) -> bytes:
+    """Return the text that Prometheus reads.
+
+    Args:
+        status: What the router knows; None if it does not answer.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(status))
+    return generate_latest(registry)
+
+
+class _Snapshot(Collector):
+    def __init__(self, status: ClusterStatus | None) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        is_up = float(status is not None)
+        yield GaugeMetricFamily("pagewire_router_up", "1: the router answers.", value=is_up)
+        if status is None:
+            return
+        yield GaugeMetricFamily(
+            "pagewire_router_requests_active",
+            "Requests that the router serves, those of gRPC included.",
+            value=status.active_requests,
+        )
+        yield GaugeMetricFamily(
+            "pagewire_router_index_pages",
+            "Page hashes in the router's prefix index.",
+            value=status.index_pages,
+        )
+        yield CounterMetricFamily(
+            "pagewire_router_requests_finished",
+            "Requests that the router answered in full.",
+            value=status.finished_requests,
+        )
+        yield CounterMetricFamily(
+            "pagewire_router_requests_resumed",
+            "Times that requests went on in a new attempt.",
+            value=status.resumed_requests,
+        )
+        yield from _workers(status.workers)
+
+
+def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
+    states = GaugeMetricFamily(
+        "pagewire_worker_state",
+        "1: the worker is in this state.",
+        labels=(*OF_A_WORKER, "state"),
+    )
+    for each in workers:
+        for state in STATES:
+            states.add_metric((each.worker_id, each.pool, state), float(each.state == state))
+    yield states
+    living = [each for each in workers if each.state in LIVING_STATES]
+    pages = GaugeMetricFamily(
+        "pagewire_worker_pages", "Pages by their use.", labels=(*OF_A_WORKER, "use")
+    )
+    for each in living:
+        for use in PAGE_USES:
+            pages.add_metric((each.worker_id, each.pool, use), getattr(each.pages, use))
+    yield pages
+    for kind, fields in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, meaning in fields.items():
+            family = kind(f"pagewire_worker_{name}", meaning, labels=OF_A_WORKER)
+            for each in living:
+                family.add_metric((each.worker_id, each.pool), getattr(each, name))
+            yield family
