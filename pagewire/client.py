@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import cache
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -22,6 +22,8 @@ from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOpti
 from pagewire.wire import Messages, Prompt, Tools
 
 Answer = TypeVar("Answer")
+T = TypeVar("T")
+LOOK_UP_S = 0.2
 
 
 class Client:
@@ -277,10 +279,20 @@ class _Background:
 
         try:
             loop.call_soon_threadsafe(start)
-            return done.get().result()
+            return _wait(done).result()
         except BaseException:
             loop.call_soon_threadsafe(cancel)
             raise
+
+
+def _wait(queue: "SimpleQueue[T]") -> T:
+    """Take from a queue, and look up now and then.
+
+    An interrupt does not end a wait without a timeout if another thread was running when it came.
+    """
+    while True:
+        with suppress(Empty):
+            return queue.get(timeout=LOOK_UP_S)
 
 
 _starting = threading.Lock()

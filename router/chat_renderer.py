@@ -113,7 +113,11 @@ class ChildRenderer:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        for child in await asyncio.gather(*(self._spawn() for _ in range(self._num_children))):
+        spawning = (self._spawn() for _ in range(self._num_children))
+        # All of them end before the first failure is told: no process outlives it.
+        for child in await asyncio.gather(*spawning, return_exceptions=True):
+            if isinstance(child, BaseException):
+                raise child
             self._idle.put_nowait(child)
         try:
             await self.render(PROBE)
