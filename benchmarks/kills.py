@@ -197,7 +197,7 @@ def _probe(run: Run) -> bool:
     prompt = token_ids([run.seeds.segment(PROBE_PAGES * model.page_size)], model.vocab_size)
     try:
         completion = run.cluster.client.generate(
-            prompt, max_tokens=1, temperature=0.0, ignore_eos=True, timeout_s=SETTLE_TIMEOUT_S
+            prompt, max_tokens=2, temperature=0.0, ignore_eos=True, timeout_s=SETTLE_TIMEOUT_S
         )
     except PagewireError:
         return False

@@ -68,7 +68,7 @@ class Seeds:
 
 
 def wave(
-    seeds: Seeds, streams: int, *, unique: int, shared: int = 0, max_tokens: int = 1
+    seeds: Seeds, streams: int, *, unique: int, shared: int = 0, max_tokens: int = 2
 ) -> list[StreamSpec]:
     """Return requests that come at once: `unique` tokens each, after `shared` ones of all."""
     prefix = (seeds.segment(shared),) if shared else ()
