@@ -123,7 +123,9 @@ class Receiver:
     async def _take_slot(self) -> None:
         await self._incoming.slots.acquire()
         current = self.driver.state.current
-        assert current is not None
+        if current is None:  # the transfer has ended meanwhile
+            self._incoming.slots.release()
+            return
         self._slot_bytes = len(current.digests) * self._storage.page_bytes
         self._incoming.load.add(self._slot_bytes)
         if self._incoming.connection.is_broken:

@@ -302,7 +302,7 @@ def _fail(state: ReceiverState, kind: FailureKind, detail: str) -> tuple[Receive
     actions: Actions = (Send(Abort(state.ticket, detail)),)
     if state.slot is Slot.WAITING:
         state = replace(state, slot=Slot.IDLE, current=None)
-        actions += (LeaveSlot(),)
+        actions = (LeaveSlot(), *actions)  # telling takes time, in which a slot may come
     return replace(state, failure=Failure(kind, detail), announced=(), verifying=()), actions
 
 

@@ -48,5 +48,10 @@ class Introductions:
                 "introduction_failed",
                 extra=fields(worker_id=worker.member.worker_id, reason=error.details()),
             )
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Its channel was closed, because another start has replaced it or it has left.
         else:
             self._told[worker] = prefills
