@@ -34,6 +34,6 @@ class PageStorage(Protocol):
         """Return a 16-byte digest of each page; equal contents give equal digests on any device."""
         ...
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Overwrite page `target` with page `source`."""
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Overwrite the second page of each pair with the first; no page stands on both sides."""
         ...

@@ -22,6 +22,8 @@ from kv_cache.page_storage import PageBytes
 # (words int32 [num_pages, page_words], page_ids int64 [n], multipliers int64 [2, page_words])
 # -> lanes int64 [n, 2]; all on the storage's device.
 DigestKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (words, pairs of source and target page); waits for nothing
+CopyKernel = Callable[[Tensor, Sequence[tuple[int, int]]], None]
 
 # Words that torch_digest turns into int64 at a time: 24 MiB of temporary memory.
 _BLOCK_WORDS = 1 << 20
@@ -41,8 +43,9 @@ class TorchPageStorage:
         device: torch.device | str,
         *,
         digest_kernel: DigestKernel | None = None,
+        copy_kernel: CopyKernel | None = None,
     ) -> None:
-        """Allocate the pool; `digest_kernel` replaces torch_digest where it is faster."""
+        """Allocate the pool; kernels replace torch_digest and torch_copy where they are faster."""
         self.layout = layout
         self.device = torch.device(device)
         dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -52,6 +55,7 @@ class TorchPageStorage:
         self._words = self.pages.view(num_pages, -1).view(torch.int32)
         self._multipliers = digest_multipliers(self._words.shape[1]).to(self.device)
         self._digest_kernel = digest_kernel or torch_digest
+        self._copy_kernel = copy_kernel or torch_copy
 
     @property
     def num_pages(self) -> int:
@@ -84,17 +88,26 @@ class TorchPageStorage:
         lanes = self._digest_kernel(self._words, self._index(page_ids), self._multipliers)
         return [row.tobytes() for row in lanes.cpu().numpy().astype("<i8")]
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Overwrite page `target` with page `source`, in the order of the current stream."""
-        self._index([source, target])
-        self._words[target].copy_(self._words[source])
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Overwrite the second page of each pair with the first; no page stands on both sides.
+
+        In the order of the current stream; does not wait for it.
+        """
+        for pair in copies:
+            self._check_ids(pair)
+        if copies:
+            self._copy_kernel(self._words, copies)
 
     def _index(self, page_ids: Sequence[int]) -> Tensor:
+        """Return ids on the device; waits for it."""
+        self._check_ids(page_ids)
+        return torch.tensor(list(page_ids), dtype=torch.int64, device=self.device)
+
+    def _check_ids(self, page_ids: Sequence[int]) -> None:
         for page_id in page_ids:
             # A negative index would silently count from the end.
             if not 0 <= page_id < self.num_pages:
                 raise IndexError(f"page id {page_id} is not in [0, {self.num_pages})")
-        return torch.tensor(list(page_ids), dtype=torch.int64, device=self.device)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -113,6 +126,12 @@ def digest_multipliers(page_words: int) -> Tensor:
     # Interleaved, so that a multiplier does not depend on the length of the page.
     lanes = np.ascontiguousarray(value.reshape(page_words, 2).T)
     return torch.from_numpy(lanes.view(np.int64))
+
+
+def torch_copy(words: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+    """Copy pages, one launch for each; a CopyKernel for any device."""
+    for source, target in copies:
+        words[target].copy_(words[source])
 
 
 def torch_digest(words: Tensor, page_ids: Tensor, multipliers: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_kernels.append.launch import rotate_and_append
 from attn_kernels.prefill.launch import PrefillAttention
+from attn_kernels.prefill.plan import PrefillCapacity
 from llm_engine.decode_triton import (
     MAX_DECODE_ROWS,
     MAX_DECODE_TOKENS,
@@ -52,14 +53,15 @@ class TritonAttention:
         self._pages = pages
         self._cos = cos
         self._sin = sin
-        self._prefill = PrefillAttention(
-            pages, num_qo_heads=num_qo_heads, scale=scale, sliding_window=sliding_window
-        )
+        self._num_qo_heads = num_qo_heads
+        self._scale = scale
+        self._sliding_window = sliding_window
+        self._prefill = self._make_prefill()
         self._decode = TritonDecode(
             pages, num_qo_heads=num_qo_heads, scale=scale, sliding_window=sliding_window
         )
         self._batch: PassInputs | None = None
-        self._has_prefill = False
+        self._planned_prefill: PrefillAttention | None = None  # None: no prompt tokens
         self._has_rows_planned = False  # the last plan was made by plan_rows
         self._decode_launches: list[DecodeRows] = []
         self._page_table: npt.NDArray[np.integer] = np.zeros(0, dtype=np.int64)
@@ -72,8 +74,22 @@ class TritonAttention:
         """Plan both kernels for their tokens of the batch."""
         self._batch = batch
         self._has_rows_planned = False
-        self._plan_prefill(batch)
+        self._plan_prefill(batch, self._prefill)
         self._plan_decode(decode_rows(batch), batch.page_table)
+
+    def prefill_of(self, capacity: PrefillCapacity) -> PrefillAttention:
+        """Return a prefill whose plans, up to a capacity, all make the same launches."""
+        return self._make_prefill(capacity)
+
+    def plan_prompts(self, batch: ForwardBatch, prefill: PrefillAttention) -> None:
+        """Plan a pass of prompt tokens alone for one of `prefill_of`.
+
+        A recording of its launches holds for any other such pass over the same tensors.
+        """
+        self._batch = batch
+        self._has_rows_planned = False
+        self._decode_launches = []
+        self._plan_prefill(batch, prefill)
 
     def plan_rows(
         self,
@@ -94,7 +110,7 @@ class TritonAttention:
         """
         is_next_step &= self._has_rows_planned and len(self._decode_launches) == 1
         self._batch = inputs
-        self._has_prefill = False
+        self._planned_prefill = None
         self._has_rows_planned = True
         if not (is_next_step and self._decode.plan_next_step(rows.kv_lens)):
             self._plan_decode(rows, page_table)
@@ -108,7 +124,7 @@ class TritonAttention:
 
         Plans whose batches have other tensors or another number of tokens never agree.
         """
-        if self._has_prefill or len(self._decode_launches) != 1:
+        if self._planned_prefill is not None or len(self._decode_launches) != 1:
             return None
         return self._decode.recordable()
 
@@ -132,10 +148,10 @@ class TritonAttention:
         """Causal attention of the rotated queries over their sequences' pages, [T, N, H]."""
         batch = self._planned()
         out_TNH = q_TNH.new_empty(q_TNH.shape)
-        if self._has_prefill:
+        if self._planned_prefill is not None:
             assert isinstance(batch, ForwardBatch), "prompts come in slices"
             tables = (batch.kv_page_indptr, batch.kv_page_indices)
-            self._prefill.run(q_TNH, layer, *tables, out=out_TNH)
+            self._planned_prefill.run(q_TNH, layer, *tables, out=out_TNH)
         for launch in self._decode_launches:
             if len(self._decode_launches) > 1:  # else the plan of the pass holds for all layers
                 self._decode.plan(launch, self._page_table)
@@ -150,7 +166,16 @@ class TritonAttention:
         if self._decode_launches:
             self._decode.plan(self._decode_launches[0], page_table)
 
-    def _plan_prefill(self, batch: ForwardBatch) -> None:
+    def _make_prefill(self, capacity: PrefillCapacity | None = None) -> PrefillAttention:
+        return PrefillAttention(
+            self._pages,
+            num_qo_heads=self._num_qo_heads,
+            scale=self._scale,
+            sliding_window=self._sliding_window,
+            capacity=capacity,
+        )
+
+    def _plan_prefill(self, batch: ForwardBatch, prefill: PrefillAttention) -> None:
         lens = zip(batch.qo_lens, batch.kv_lens, batch.prompt_lens, strict=True)
         chunks = []
         first_row = 0
@@ -158,10 +183,10 @@ class TritonAttention:
             if prompt_len:
                 chunks.append((prompt_len, kv_len - qo_len + prompt_len, first_row, index))
             first_row += qo_len
-        self._has_prefill = bool(chunks)
+        self._planned_prefill = prefill if chunks else None
         if chunks:
             prompt_lens, prompt_ends, first_rows, slices = zip(*chunks, strict=True)
-            self._prefill.plan(prompt_lens, prompt_ends, first_rows=first_rows, requests=slices)
+            prefill.plan(prompt_lens, prompt_ends, first_rows=first_rows, requests=slices)
 
     def _planned(self) -> PassInputs:
         assert self._batch is not None, "plan comes first"

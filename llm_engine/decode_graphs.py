@@ -1,24 +1,22 @@
 """Steps of decode, launched as CUDA graphs: one call of the host from drawn tokens to drawn tokens.
 
 A layer has some ten kernels, and launching them one by one from Python takes the host longer than
-a step of decode takes the device. A graph repeats launches with the arguments they were recorded
-with. So what changes from step to step lies at fixed addresses (`attn_kernels.seats`), attention
-reads the rest from its plan, and rows are padded to one of few sizes. Padding shows in no bit, as
-no row depends on another (docs/decisions/0006-the-same-bits-in-any-batch.md).
+a step of decode takes the device. What changes from step to step lies at fixed addresses
+(`attn_kernels.seats`), attention reads the rest from its plan, and rows are padded to one of few
+sizes. Padding shows in no bit, as no row depends on another
+(docs/decisions/0006-the-same-bits-in-any-batch.md).
 
 A step needs no token on the host: it reads the last ones from the seats and leaves its own there.
 
 Legend: R rows.
 """
 
-import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from attn_kernels.sampling.launch import Logprobs, TokenSampler
@@ -28,10 +26,8 @@ from llm_engine.attention_triton import TritonAttention
 from llm_engine.decode_triton import MIN_DECODE_ROWS, DecodeRows, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
+from llm_engine.recordings import CudaGraphRecorder, Recorder, Recordings
 from llm_engine.transformer import Decoder
-from observability.logs import fields
-
-logger = logging.getLogger(__name__)
 
 # Rows of a recording.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -58,46 +54,8 @@ class Kind:
     has_logprobs: bool
 
 
-Work = Callable[[], DrawnRows]
-Recorder = Callable[[Work], Work]
-
-
-class CudaGraphRecorder:
-    """Records what a function launches on the current device.
-
-    Recordings of one recorder share the memory they work in: they run one after the other, and the
-    result of one is valid until the next one runs.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def __call__(self, work: Work) -> Work:
-        """Return what repeats the launches of `work`, whose kernels must have run before."""
-        graph = torch.cuda.CUDAGraph()
-        # Without torch.cuda.graph: it waits for the whole device, also for a transfer that waits
-        # for its peer. And what may not be recorded, other threads may do meanwhile.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            finally:
-                graph.capture_end()
-
-        def repeat() -> DrawnRows:
-            graph.replay()
-            return result
-
-        return repeat
-
-
 class GraphedDecode:
-    """Launches steps of a device batch.
-
-    The first step of a kind is launched kernel by kernel, which loads them; the second one is
-    recorded.
-    """
+    """Launches steps of a device batch."""
 
     def __init__(
         self,
@@ -112,7 +70,7 @@ class GraphedDecode:
         self._batch = batch
         self._sampler = sampler
         self._make_recorder = make_recorder
-        self._recordings: _Recordings | None = None
+        self._recordings: Recordings[Kind, DrawnRows] | None = None
         self._row_seats: tuple[int, ...] = ()  # of the last step
         self._num_padded = 0
         self._num_same = 0  # steps since prefixes were looked for, all with these rows
@@ -193,11 +151,11 @@ class GraphedDecode:
             return work()
         buffers = (launches.buffers, self._batch.seats.marks)
         if self._recordings is None or not self._recordings.hold_for(buffers):
-            self._recordings = _Recordings(buffers, self._make_recorder())
+            self._recordings = Recordings(buffers, self._make_recorder())
         kind = Kind(
             num_rows, launches.has_few_rows, launches.shares_prefixes, edits_logits, has_logprobs
         )
-        return self._recordings.run(kind, work)
+        return self._recordings.run(kind, work, num_rows=num_rows)
 
     def _work(self, num_rows: int, edits_logits: bool, has_logprobs: bool) -> DrawnRows:
         seats = self._batch.seats
@@ -222,30 +180,3 @@ class GraphedDecode:
             self.launch(seats, has_new=True)
         batch.lengths[:] = 0
         batch.seats.state.zero_()
-
-
-class _Recordings:
-    """Recordings of steps by kind, as long as what they have the addresses of remains."""
-
-    def __init__(self, buffers: Sequence[object], record: Recorder) -> None:
-        self._buffers = buffers
-        self._record = record
-        self._repeats: dict[Kind, Work | None] = {}  # None: launched once
-
-    def hold_for(self, buffers: Sequence[object]) -> bool:
-        return all(own is other for own, other in zip(self._buffers, buffers, strict=True))
-
-    def run(self, kind: Kind, work: Work) -> DrawnRows:
-        if kind not in self._repeats:
-            result = work()
-            self._repeats[kind] = None
-            return result
-        repeat = self._repeats[kind]
-        if repeat is None:
-            try:
-                repeat = self._record(work)
-            except torch.OutOfMemoryError:  # slower, but nobody's request fails
-                logger.warning("step_not_recorded", extra=fields(rows=kind.num_rows))
-                repeat = work
-            self._repeats[kind] = repeat
-        return repeat()

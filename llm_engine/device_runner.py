@@ -15,11 +15,13 @@ from kv_cache.layout import num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.decode_graphs import NUM_ROWS, CudaGraphRecorder, GraphedDecode, Recorder
+from llm_engine.decode_graphs import NUM_ROWS, GraphedDecode
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.engine import ReadResult
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.model_config import ModelConfig
+from llm_engine.prompt_graphs import GraphedPrompts
+from llm_engine.recordings import CudaGraphRecorder, Recorder
 from llm_engine.sampler_triton import ReadTokens, TritonSampler, read_later
 from llm_engine.sampling import SequenceSlice
 from llm_engine.slice_pass import drawn_after, draws_of, run_slices
@@ -34,6 +36,7 @@ class DeviceRunner:
         decoder: Of slices.
         batch: The seats; None runs slices only.
         decode: Steps of the seats; None likewise.
+        prompts: Passes of few prompt tokens; None launches them as all others.
     """
 
     max_launched = 2
@@ -44,17 +47,21 @@ class DeviceRunner:
         decoder: Decoder,
         batch: DeviceBatch | None,
         decode: GraphedDecode | None,
+        prompts: GraphedPrompts | None,
     ) -> None:
         self._storage = storage
         self._decoder = decoder
         self._batch = batch
         self._decode = decode
+        self._prompts = prompts
         self._sampler = TritonSampler()
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Record steps of decode; overwrites page 0."""
+        """Record steps of decode and passes of few prompt tokens; overwrites page 0."""
         if self._decode is not None:
             self._decode.warm_up(page_size=page_size, max_tokens=max_tokens)
+        if self._prompts is not None:
+            self._prompts.warm_up(max_tokens)
 
     def launch(self, step: EngineStep) -> ReadResult:
         # The decodes go first: recorded, they are launched at once, and the device is busy while
@@ -90,7 +97,7 @@ class DeviceRunner:
     def _launch_slices(self, slices: Sequence[SequenceSlice]) -> ReadTokens:
         if not slices:
             return list
-        logits_RV = run_slices(self._storage, self._decoder, slices)
+        logits_RV = run_slices(self._storage, self._decoder, slices, self._prompts)
         if logits_RV is None:
             return list
         return self._sampler.launch(logits_RV, draws_of(slices))
@@ -111,18 +118,29 @@ def make_device_runner(
     attention: AttentionBackend,
     *,
     num_seats: int,
+    records_prompts: bool = True,
     make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
 ) -> DeviceRunner:
     """Make the runner of a decoder whose attention is on Triton kernels.
 
     Args:
         num_seats: Most sequences that decode at once; 0 runs slices only.
-        make_recorder: Of steps of decode.
+        records_prompts: Whether passes of few prompt tokens are recorded, too.
+        make_recorder: Of steps of decode, and of passes of prompt tokens.
     """
-    if num_seats == 0:
-        return DeviceRunner(storage, decoder, None, None)
     assert isinstance(attention, TritonAttention), "recorded steps need its plans"
     page_size = storage.layout.page_size
+    prompts = None
+    if records_prompts:
+        prompts = GraphedPrompts(
+            decoder,
+            attention,
+            page_size=page_size,
+            device=storage.device,
+            make_recorder=make_recorder,
+        )
+    if num_seats == 0:
+        return DeviceRunner(storage, decoder, None, None, prompts)
     max_tokens = min(config.max_context_tokens, storage.num_pages * page_size)
     max_rows = next(size for size in NUM_ROWS if size >= num_seats)
     seats = DeviceSeats(
@@ -136,4 +154,4 @@ def make_device_runner(
     sampler = TokenSampler(vocab_size=config.vocab_size, max_rows=max_rows, device=storage.device)
     batch = DeviceBatch(seats, config.vocab_size)
     decode = GraphedDecode(decoder, attention, batch, sampler, make_recorder)
-    return DeviceRunner(storage, decoder, batch, decode)
+    return DeviceRunner(storage, decoder, batch, decode, prompts)

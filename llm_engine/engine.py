@@ -81,8 +81,7 @@ class Engine:
         assert len(self._launched) < self.max_launched, "read comes before another launch"
         self._check(step)
         with torch.inference_mode(), self._on_device():
-            for source, target in step.copies:
-                self._storage.copy_page(source, target)
+            self._storage.copy_pages(step.copies)
             self._launched.append(self._runner.launch(step))
 
     def read(self) -> StepResult:
@@ -127,10 +126,13 @@ class Engine:
         self.forward([replace(drawn, draws=draws)])
         self._storage.import_pages([0], self._storage.export_pages([0]))
         self._storage.digest_pages([0])
-        self._storage.copy_page(0, 0)
+        self._storage.copy_pages([(0, 0)])
 
     def _check(self, step: EngineStep) -> None:
         """Assert what a GPU would answer with an unusable device or with foreign pages."""
+        sources, targets = ({copy[side] for copy in step.copies} for side in (0, 1))
+        assert len(targets) == len(step.copies), "two copies to one page"
+        assert not sources & targets, "a page is copied that is overwritten"
         for started in step.started:
             self._check_pages(started.page_ids)
             self._check_tokens([*started.prompt_token_ids, *started.output_token_ids])

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_kernels.tiles import to_device
 from kv_cache.layout import num_pages_for
 from llm_engine.sampling import SequenceSlice
 
@@ -38,10 +39,56 @@ class ForwardBatch(PassInputs):
     prompt_lens: tuple[int, ...]  # on the host: leading tokens of each slice that are prompt
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBatch:
+    """The same before it is on the device."""
+
+    of_tokens: npt.NDArray[np.int64]  # [4, T]: ids, positions, pages and slots of the append
+    page_indptr: npt.NDArray[np.int64]  # [B + 1]
+    page_table: npt.NDArray[np.int64]  # [P]
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+
+    def on_device(
+        self, of_tokens: Tensor, kv_page_indptr: Tensor, kv_page_indices: Tensor
+    ) -> ForwardBatch:
+        """Return the batch with the device's copies of the first three, or longer ones."""
+        token_ids_T, positions_T, append_page_T, append_offset_T = of_tokens
+        return ForwardBatch(
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            append_page_T=append_page_T,
+            append_offset_T=append_offset_T,
+            kv_page_indptr=kv_page_indptr,
+            kv_page_indices=kv_page_indices,
+            qo_lens=self.qo_lens,
+            page_table=self.page_table,
+            table_starts=self.page_indptr[:-1],
+            kv_lens=self.kv_lens,
+            prompt_lens=self.prompt_lens,
+        )
+
+
 def build_forward_batch(
     slices: Sequence[SequenceSlice], page_size: int, device: torch.device
 ) -> ForwardBatch:
-    """Flatten slices into device tensors, in two copies that wait for nothing."""
+    """Flatten slices into device tensors."""
+    return send_batch(build_host_batch(slices, page_size), device)
+
+
+def send_batch(batch: HostBatch, device: torch.device) -> ForwardBatch:
+    """Send a batch to the device, in two copies that wait for nothing."""
+    tables = np.concatenate((batch.page_indptr, batch.page_table)).astype(np.int32)
+    num_borders = len(batch.page_indptr)
+    of_slices = to_device(tables, device)
+    return batch.on_device(
+        to_device(batch.of_tokens, device), of_slices[:num_borders], of_slices[num_borders:]
+    )
+
+
+def build_host_batch(slices: Sequence[SequenceSlice], page_size: int) -> HostBatch:
+    """Flatten slices."""
     qo_lens = tuple(len(each.token_ids) for each in slices)
     kv_lens = tuple(each.start + length for each, length in zip(slices, qo_lens, strict=True))
     num_pages = [num_pages_for(kv_len, page_size) for kv_len in kv_lens]
@@ -60,28 +107,11 @@ def build_forward_batch(
     append_page = all_pages[page_indptr[owner] + positions // page_size]
 
     token_ids = np.concatenate([np.asarray(each.token_ids, dtype=np.int64) for each in slices])
-    of_tokens = np.stack((token_ids, positions, append_page, positions % page_size))
-    token_ids_T, positions_T, append_page_T, append_offset_T = upload(of_tokens, device)
-    of_slices = upload(np.concatenate((page_indptr, all_pages)).astype(np.int32), device)
-
-    return ForwardBatch(
-        token_ids_T=token_ids_T,
-        positions_T=positions_T,
-        append_page_T=append_page_T,
-        append_offset_T=append_offset_T,
-        kv_page_indptr=of_slices[: len(page_indptr)],
-        kv_page_indices=of_slices[len(page_indptr) :],
-        qo_lens=qo_lens,
+    return HostBatch(
+        of_tokens=np.stack((token_ids, positions, append_page, positions % page_size)),
+        page_indptr=page_indptr,
         page_table=all_pages,
-        table_starts=page_indptr[:-1],
+        qo_lens=qo_lens,
         kv_lens=kv_lens,
         prompt_lens=tuple(each.prompt_len for each in slices),
     )
-
-
-def upload(values: npt.NDArray[np.integer], device: torch.device) -> Tensor:
-    """Copy integers to a device without waiting for what runs there."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":  # a copy from other memory waits for all that runs on the device
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -1,15 +1,17 @@
 """From a checkpoint to a ready engine: check, load weights, plan memory, warm up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from attn_kernels.tiles import to_device
 from kv_cache.layout import DTYPE_BYTES, KVLayout
-from kv_cache.torch_storage import DigestKernel, TorchPageStorage
+from kv_cache.torch_storage import CopyKernel, DigestKernel, TorchPageStorage
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_torch import TorchAttention
 from llm_engine.checkpoint import fingerprint
@@ -101,7 +103,11 @@ def load_engine(
     )
     num_pages = _plan_num_pages(num_pages, memory or MemoryPlan(), layout, device)
     storage = TorchPageStorage(
-        layout, num_pages, device, digest_kernel=_digest_kernel() if uses_triton else None
+        layout,
+        num_pages,
+        device,
+        digest_kernel=_digest_kernel() if uses_triton else None,
+        copy_kernel=_copy_kernel() if uses_triton else None,
     )
     cos, sin = rotary_table(
         config.rope,
@@ -223,3 +229,14 @@ def _digest_kernel() -> DigestKernel:
     from attn_kernels.pages.launch_digest import digest_pages
 
     return digest_pages
+
+
+def _copy_kernel() -> CopyKernel:
+    from attn_kernels.pages.launch import copy_pages
+
+    def copy(words: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+        ids = np.ascontiguousarray(np.array(copies, dtype=np.int64).T)
+        sources, targets = to_device(ids, words.device)
+        copy_pages(words, sources, targets)
+
+    return copy

@@ -23,7 +23,13 @@ from attn_kernels.errors import PlanError, ShapeError
 from attn_kernels.prefill import launch_hopper
 from attn_kernels.prefill.launch_hopper import HopperPrefill, HopperTile
 from attn_kernels.prefill.launch_triton import PrefillTile, TritonPrefill, prefill_tile
-from attn_kernels.prefill.plan import PrefillBatch, PrefillNeeds, check_batch, needs_of
+from attn_kernels.prefill.plan import (
+    PrefillBatch,
+    PrefillCapacity,
+    PrefillNeeds,
+    check_batch,
+    needs_of,
+)
 
 
 class PrefillKernel(Protocol):
@@ -67,6 +73,9 @@ class PrefillAttention:
         soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
         k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
             [num_layers, num_kv_heads], float32, positive; None for any other pool.
+        capacity: If given, plans lie in fixed buffers for batches up to this one, and all of them
+            make the same launches: a CUDA graph of one repeats any. For small batches, since
+            programs that a batch leaves idle are launched, too.
         tile: Which kernel runs and how it is compiled; None takes the shipped choice.
     """
 
@@ -80,6 +89,7 @@ class PrefillAttention:
         soft_cap: float | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        capacity: PrefillCapacity | None = None,
         tile: PrefillTile | HopperTile | None = None,
     ) -> None:
         check_pages(pages)
@@ -90,6 +100,7 @@ class PrefillAttention:
         self.pages = pages
         self.num_qo_heads = num_qo_heads
         self.tile = tile or shipped_tile(pages, soft_cap)
+        self._capacity = capacity
         self._sliding_window = sliding_window
         self._k_scale, self._v_scale = k_scale, v_scale
         self._batch: PrefillBatch
@@ -103,6 +114,7 @@ class PrefillAttention:
                 group=group,
                 scale=scale,
                 sliding_window=sliding_window,
+                capacity=capacity,
                 tile=self.tile,
             )
         else:
@@ -114,6 +126,7 @@ class PrefillAttention:
                 soft_cap=soft_cap,
                 k_scale=k_scale,
                 v_scale=v_scale,
+                capacity=capacity,
                 tile=self.tile,
             )
 
@@ -136,8 +149,11 @@ class PrefillAttention:
         Raises:
             ShapeError: If arguments differ in length, a request has more new tokens than tokens, or
                 fewer than none, or a row is negative or of two requests.
+            CapacityError: If the batch is larger than the capacity.
         """
         batch = check_batch(qo_lens, kv_lens, first_rows=first_rows, requests=requests)
+        if self._capacity is not None:
+            self._capacity.check(batch)
         needs = needs_of(batch, self.pages.shape[4])
         self._kernel.plan(batch)
         # Only now: a batch that is refused leaves the last plan as it was.

@@ -10,8 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_kernels.checks import HALF_DTYPES, check_aligned, hopper_refusal
 from attn_kernels.errors import ShapeError
 from attn_kernels.prefill.bodies_hopper import paged_prefill_hopper_kernel
-from attn_kernels.prefill.plan import UNIT_FIELDS, PrefillBatch, plan_units
-from attn_kernels.tiles import LOG2_E, on_hopper, programs_for, to_device
+from attn_kernels.prefill.plan import UNIT_FIELDS, PrefillBatch, PrefillCapacity, plan_units
+from attn_kernels.tiles import LOG2_E, PlanBuffer, on_hopper, padded, programs_for, to_device
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -43,6 +43,7 @@ class HopperPrefill:
         group: int,
         scale: float,
         sliding_window: int | None,
+        capacity: PrefillCapacity | None,
         tile: HopperTile,
     ) -> None:
         refusal = _refusal(pages)
@@ -53,8 +54,20 @@ class HopperPrefill:
         self._scale_log2 = scale * LOG2_E
         self._sliding_window = sliding_window
         self._tile = tile
-        self._unit_indptr = torch.zeros(1, dtype=torch.int32, device=pages.device)
-        self._units = torch.empty((0, UNIT_FIELDS), dtype=torch.int32, device=pages.device)
+        self._num_programs = programs_for(pages.device, 1)  # at most, or always in fixed buffers
+        self._buffer: PlanBuffer | None = None
+        self._has_work = False
+        if capacity is None:
+            self._unit_indptr = torch.zeros(1, dtype=torch.int32, device=pages.device)
+            self._units = torch.empty((0, UNIT_FIELDS), dtype=torch.int32, device=pages.device)
+        else:
+            max_items = capacity.max_items(group=group, block_m=BLOCK_M)
+            max_units = max_items * pages.shape[3] + self._num_programs
+            self._first_unit = padded(self._num_programs + 1)  # in the buffer; aligned
+            self._buffer = PlanBuffer(self._first_unit + max_units * UNIT_FIELDS, pages.device)
+            table = self._buffer.device_buffer
+            self._unit_indptr = table[: self._num_programs + 1]
+            self._units = table[self._first_unit :].view(max_units, UNIT_FIELDS)
         # For the copy engine the pool is a matrix: a box is a page's tokens and some columns.
         _, _, _, _, page_size, head_dim = pages.shape
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -72,11 +85,22 @@ class HopperPrefill:
             block_n=self._tile.block_n,
             sliding_window=self._sliding_window,
             token_bytes=2 * head_dim * self._pages.element_size(),
-            max_programs=programs_for(self._pages.device, 1),
+            max_programs=self._num_programs,
         )
-        unit_indptr = to_device(table.unit_indptr, self._pages.device)
-        units = to_device(table.units, self._pages.device)
-        self._unit_indptr, self._units = unit_indptr, units
+        self._has_work = len(table.units) > 0
+        if not self._has_work:
+            return
+        if self._buffer is None:
+            unit_indptr = to_device(table.unit_indptr, self._pages.device)
+            units = to_device(table.units, self._pages.device)
+            self._unit_indptr, self._units = unit_indptr, units
+            return
+        table = table.with_programs(self._num_programs)
+        used = self._first_unit + table.units.size
+        sent = self._buffer.host()
+        sent[: len(table.unit_indptr)] = table.unit_indptr
+        sent[self._first_unit : used] = table.units.reshape(-1)
+        self._buffer.send(used)
 
     def check(self, out: Tensor, q: Tensor) -> None:
         """Check what of a run's tensors only this kernel demands."""
@@ -94,9 +118,9 @@ class HopperPrefill:
     ) -> None:
         """Attend in one layer; the arguments are checked."""
         _, num_layers, _, num_kv_heads, page_size, head_dim = self._pages.shape
-        num_programs = self._unit_indptr.shape[0] - 1
-        if num_programs == 0:
+        if not self._has_work:
             return
+        num_programs = self._unit_indptr.shape[0] - 1
         paged_prefill_hopper_kernel[(num_programs,)](
             out,
             lse if lse is not None else out,

@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from attn_kernels.prefill.bodies import paged_prefill_kernel
-from attn_kernels.prefill.plan import ITEM_FIELDS, PrefillBatch, plan_items
-from attn_kernels.tiles import padded, score_factors, to_device
+from attn_kernels.prefill.plan import (
+    ITEM_FIELDS,
+    PrefillBatch,
+    PrefillCapacity,
+    idle_item,
+    plan_items,
+)
+from attn_kernels.tiles import PlanBuffer, padded, score_factors, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +50,7 @@ class TritonPrefill:
         soft_cap: float | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
+        capacity: PrefillCapacity | None,
         tile: PrefillTile,
     ) -> None:
         self._pages = pages
@@ -54,12 +61,28 @@ class TritonPrefill:
         self._k_scale = k_scale
         self._v_scale = v_scale
         self._tile = tile
-        self._items = torch.empty((0, ITEM_FIELDS), dtype=torch.int32, device=pages.device)
+        self._buffer: PlanBuffer | None = None
+        self._has_work = False
+        if capacity is None:
+            self._items = torch.empty((0, ITEM_FIELDS), dtype=torch.int32, device=pages.device)
+        else:
+            max_items = capacity.max_items(group=group, block_m=tile.block_m)
+            self._buffer = PlanBuffer(max_items * ITEM_FIELDS, pages.device)
+            self._items = self._buffer.device_buffer.view(max_items, ITEM_FIELDS)
 
     def plan(self, batch: PrefillBatch) -> None:
         """Make the query tiles of a batch and copy them to the device."""
         items = plan_items(batch, group=self._group, block_m=self._tile.block_m)
-        self._items = to_device(items, self._pages.device)
+        self._has_work = len(items) > 0
+        if not self._has_work:
+            return
+        if self._buffer is None:
+            self._items = to_device(items, self._pages.device)
+            return
+        sent = self._buffer.host().reshape(-1, ITEM_FIELDS)
+        sent[: len(items)] = items
+        sent[len(items) :] = idle_item(items)
+        self._buffer.send(sent.size)
 
     def check(self, out: Tensor, q: Tensor) -> None:
         """Demand nothing more of a run's tensors."""
@@ -75,9 +98,9 @@ class TritonPrefill:
     ) -> None:
         """Attend in one layer; the arguments are checked."""
         _, _, _, num_kv_heads, page_size, head_dim = self._pages.shape
-        num_programs = self._items.shape[0] * num_kv_heads
-        if num_programs == 0:
+        if not self._has_work:
             return
+        num_programs = self._items.shape[0] * num_kv_heads
         paged_prefill_kernel[(num_programs,)](
             out,
             lse if lse is not None else out,

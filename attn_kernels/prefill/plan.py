@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_kernels.checks import Integers, as_column
-from attn_kernels.errors import ShapeError
+from attn_kernels.errors import CapacityError, ShapeError
 
 ITEM_FIELDS = 5  # request, first row, qo_len, kv_len, tile
 UNIT_FIELDS = 6  # those of its item, key-value head
@@ -33,6 +33,26 @@ class PrefillBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCapacity:
+    """The largest batch that fixed buffers hold."""
+
+    max_tokens: int  # new ones
+    max_requests: int
+
+    def check(self, batch: PrefillBatch) -> None:
+        """Raise CapacityError if a batch is larger."""
+        num_tokens, num_requests = int(batch.qo_lens.sum()), len(batch.qo_lens)
+        if num_tokens > self.max_tokens:
+            raise CapacityError(f"{num_tokens} new tokens, at most {self.max_tokens} are planned")
+        if num_requests > self.max_requests:
+            raise CapacityError(f"{num_requests} requests, at most {self.max_requests} are planned")
+
+    def max_items(self, *, group: int, block_m: int) -> int:
+        """Return the most query tiles of a batch, of which each request's last may be partial."""
+        return self.max_tokens * group // block_m + self.max_requests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillNeeds:
     """What a batch needs of the tensors of a run, at least."""
 
@@ -47,6 +67,17 @@ class UnitTable:
 
     unit_indptr: NDArray[np.int32]  # [num_programs + 1], first unit of each program
     units: NDArray[np.int32]  # [num_units, UNIT_FIELDS]
+
+    def with_programs(self, num_programs: int) -> "UnitTable":
+        """Return the same work, of which there is some, with idle programs behind it."""
+        num_units = len(self.units)
+        num_idle = num_programs - (len(self.unit_indptr) - 1)
+        ends = np.arange(num_units + 1, num_units + num_idle + 1)
+        idle = np.tile([*idle_item(self.units), 0], (num_idle, 1))
+        return UnitTable(
+            unit_indptr=np.concatenate([self.unit_indptr, ends]).astype(np.int32),
+            units=np.concatenate([self.units, idle]).astype(np.int32),
+        )
 
 
 def check_batch(
@@ -108,6 +139,14 @@ def needs_of(batch: PrefillBatch, page_size: int) -> PrefillNeeds:
         num_borders=max(num_pages) + 2,
         num_entries=sum(num_pages.values()),
     )
+
+
+def idle_item(items: NDArray[np.int32]) -> tuple[int, int, int, int, int]:
+    """Return what a program does that has nothing to do.
+
+    No row attends to the first key of a request that an item names: its page may be read.
+    """
+    return int(items[0, 0]), 0, 0, 1, 0
 
 
 def plan_items(batch: PrefillBatch, *, group: int, block_m: int) -> NDArray[np.int32]:

@@ -5,6 +5,7 @@ from torch import Tensor
 from attn_kernels.errors import ShapeError
 from attn_kernels.prefill.launch import PrefillAttention
 from attn_kernels.prefill.launch_triton import PrefillTile
+from attn_kernels.prefill.plan import PrefillCapacity
 from tests.attn_kernels.paged_case import (
     HALF_PRECISION,
     PagedCase,
@@ -157,6 +158,34 @@ def test_chunks_without_new_tokens_leave_the_others_as_they_are(device: str, qo_
     assert (out[-2:] == 7.0).all()
     if sum(qo_lens):
         assert_close(out[:-2], case)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_plans_in_fixed_buffers_give_the_same_bits(device: str, window: int | None):
+    tables = make_case([37, 20], [37, 52], device=device)
+    attention = PrefillAttention(
+        tables.pages,
+        num_qo_heads=tables.num_qo_heads,
+        scale=tables.scale,
+        sliding_window=window,
+        capacity=PrefillCapacity(max_tokens=57, max_requests=3),
+        tile=TILE,
+    )
+
+    for ends, lens in (
+        ([21, 40], [21, 8]),
+        ([37, 52], [37, 20]),
+        ([37, 52], [16, 0]),
+        ([5, 33], [1, 1]),
+    ):
+        case = tables.chunk(ends, lens)
+        guard = torch.full((2, *case.q.shape[1:]), 7.0, device=device)
+        out = torch.cat((case.q, guard))  # rows of no chunk behind, as of a padded pass
+        attention.plan(case.qo_lens, case.kv_lens)
+        entries = (case.kv_page_indptr, case.kv_page_indices)
+        attention.run(torch.cat((case.q, guard)), case.layer, *entries, out=out)
+        assert torch.equal(out[:-2], prefill(case, window=window))
+        assert (out[-2:] == 7.0).all()
 
 
 def test_more_new_tokens_than_tokens_are_refused(device: str):

@@ -10,6 +10,7 @@ from attn_kernels.prefill import launch_hopper
 from attn_kernels.prefill.launch import PrefillAttention
 from attn_kernels.prefill.launch_hopper import HopperTile
 from attn_kernels.prefill.launch_triton import PrefillTile
+from attn_kernels.prefill.plan import PrefillCapacity
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
 from tests.attn_kernels.sm90_shapes import BF16, FP16, KERNELS, WINDOW, Shape
@@ -201,6 +202,28 @@ def test_the_same_bits_by_any_number_of_programs_and_stages(
     for num_programs in (1, 7):  # many units in a row
         monkeypatch.setattr(launch_hopper, "programs_for", lambda *_, n=num_programs: n)
         assert torch.equal(prefill(case, window), together)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[6]], ids=str)
+def test_the_same_bits_beside_idle_programs(shape: Shape):
+    attention: PrefillAttention | None = None
+    for qo_lens, kv_lens in (([1], [1]), ([1], [1000]), (QO_LENS, KV_LENS), ([7, 0, 40], [90] * 3)):
+        case = case_of(qo_lens, kv_lens, shape)
+        if attention is None:
+            pages = case_of(QO_LENS, KV_LENS, shape).pages
+            attention = PrefillAttention(
+                pages,
+                num_qo_heads=case.num_qo_heads,
+                scale=case.scale,
+                sliding_window=shape.sliding_window,
+                capacity=PrefillCapacity(max_tokens=sum(QO_LENS), max_requests=len(QO_LENS)),
+            )
+        attention.pages[: len(case.pages)] = case.pages
+        attention.plan(case.qo_lens, case.kv_lens)
+
+        assert torch.equal(run(attention, case), prefill(case, shape.sliding_window))
 
 
 @pytest.mark.gpu

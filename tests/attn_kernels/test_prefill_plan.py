@@ -1,8 +1,16 @@
 import numpy as np
 import pytest
 
+from attn_kernels.errors import CapacityError
 from attn_kernels.prefill import plan
-from attn_kernels.prefill.plan import UNIT_COST, PrefillBatch, UnitTable, plan_items, plan_units
+from attn_kernels.prefill.plan import (
+    UNIT_COST,
+    PrefillBatch,
+    PrefillCapacity,
+    UnitTable,
+    plan_items,
+    plan_units,
+)
 
 GROUP, NUM_KV_HEADS, BLOCK = 4, 8, 128
 TOKEN_BYTES = 512  # of one head, key and value
@@ -100,3 +108,36 @@ def test_a_batch_without_new_tokens_has_no_program():
 
     assert table.unit_indptr.tolist() == [0]
     assert table.units.shape == (0, plan.UNIT_FIELDS)
+
+
+def test_programs_that_are_added_are_idle():
+    table = units_of(batch_of((0, 9), (3, 40), (5, 5)), max_programs=6)
+
+    padded = table.with_programs(9)
+
+    assert padded.unit_indptr[:7].tolist() == table.unit_indptr.tolist()
+    assert np.diff(padded.unit_indptr)[6:].tolist() == [1, 1, 1]
+    assert (padded.units[: len(table.units)] == table.units).all()
+    for request, _, qo_len, kv_len, tile, head in padded.units[len(table.units) :]:
+        assert request in (1, 2), "the page of a request without new tokens may not be read"
+        assert (qo_len, kv_len, tile, head) == (0, 1, 0, 0)
+
+
+@pytest.mark.parametrize("lens", [[1] * 7, [33], [31, 2], [64, 1, 1], [129, 0, 0, 0, 0, 0, 1]])
+def test_a_batch_of_any_lengths_has_no_more_items_than_its_capacity(lens: list[int]):
+    batch = batch_of(*((qo, qo + 5) for qo in lens))
+    capacity = PrefillCapacity(max_tokens=sum(lens), max_requests=len(lens))
+
+    capacity.check(batch)
+    most = capacity.max_items(group=GROUP, block_m=BLOCK)
+
+    assert len(plan_items(batch, group=GROUP, block_m=BLOCK)) <= most
+
+
+def test_a_batch_above_the_capacity_is_refused():
+    capacity = PrefillCapacity(max_tokens=8, max_requests=2)
+
+    with pytest.raises(CapacityError, match="9 new tokens, at most 8 are planned"):
+        capacity.check(batch_of((4, 4), (5, 5)))
+    with pytest.raises(CapacityError, match="3 requests, at most 2 are planned"):
+        capacity.check(batch_of((4, 4), (0, 5), (1, 1)))

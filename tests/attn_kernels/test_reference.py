@@ -58,6 +58,7 @@ SAMPLING = [TokenSampler.__init__, TokenSampler.sample, TokenSampler.logprobs]
 # What says how a kernel computes, and not what
 HOW = {
     "tile",
+    "capacity",
     "decode_tile",
     "shape",
     "rule",

@@ -58,14 +58,15 @@ def test_exported_pages_are_a_copy() -> None:
     assert not exported.any()
 
 
-def test_copy_page_overwrites_the_target_only() -> None:
+def test_copied_pages_overwrite_their_targets_only() -> None:
     storage = build_storage("bfloat16")
     storage.import_pages(range(6), random_pages(storage, 6))
     before = storage.export_pages(range(6))
 
-    storage.copy_page(1, 4)
+    storage.copy_pages([(1, 4), (5, 2), (1, 3)])
+    storage.copy_pages([])
 
-    assert np.array_equal(storage.export_pages(range(6)), before[[0, 1, 2, 3, 1, 5]])
+    assert np.array_equal(storage.export_pages(range(6)), before[[0, 1, 5, 1, 1, 5]])
 
 
 def test_import_takes_read_only_and_strided_contents() -> None:
@@ -83,7 +84,7 @@ def test_wrong_page_ids_are_named(page_id: int) -> None:
         with pytest.raises(IndexError, match=rf"page id {page_id} is not in \[0, 6\)"):
             operation([0, page_id])
     with pytest.raises(IndexError):
-        storage.copy_page(0, page_id)
+        storage.copy_pages([(1, 2), (0, page_id)])
 
 
 def test_wrong_contents_are_refused() -> None:
@@ -212,7 +213,7 @@ def test_cuda_agrees_with_the_cpu(dtype: str) -> None:
     contents = random_pages(here, 6)
     for storage in (here, there):
         storage.import_pages(range(6), contents)
-        storage.copy_page(1, 4)
+        storage.copy_pages([(1, 4)])
     assert here.digest_pages(range(6)) == there.digest_pages(range(6))
     assert np.array_equal(here.export_pages(range(6)), there.export_pages(range(6)))
 

@@ -1,8 +1,14 @@
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
 
+from llm_engine import recordings
+from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.support.triton_interpreter import interpreted
 
 
@@ -16,3 +22,29 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield torch.device("cuda")
     else:
         pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]:
+    """Kernels are interpreted; the list gets the recorders that decoders make."""
+    made: list[LaunchRecorder] = []
+    known: list[Tensor] = []
+
+    def make_recorder() -> LaunchRecorder:
+        made.append(LaunchRecorder(known))
+        return made[-1]
+
+    with interpreted():
+        launch = JITFunction.run
+
+        def noted(self: JITFunction, *args: Any, **options: Any) -> Any:
+            for each in made:
+                each.note(self, args, options)
+            if any(each.is_recording for each in made):
+                return None
+            return launch(self, *args, **options)
+
+        monkeypatch.setattr(JITFunction, "run", noted)
+        monkeypatch.setattr(recordings, "CudaGraphRecorder", make_recorder)
+        yield made
+    gc.unfreeze()

@@ -3,8 +3,7 @@
 Expected is what the same engine draws step by step, the host knowing each token before the next.
 """
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from attn_kernels.cascade.launch import CascadeAttention
 from attn_kernels.cascade.plan import CascadeEstimate
@@ -20,102 +18,19 @@ from llm_engine import (
     decode_graphs,
     device_runner,
     operations_triton,  # noqa: F401  # else it stays interpreted
+    recordings,
 )
-from llm_engine.decode_graphs import DrawnRows, GraphedDecode, Work
+from llm_engine.decode_graphs import DrawnRows, GraphedDecode
 from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SampledToken, SamplingParams
 from tests.llm_engine.driver import DrivenSequence, computed_kv, run
+from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.support.checkpoints import write_checkpoint
-from tests.support.triton_interpreter import interpreted
 
 PREFIX = [(7 * index) % 199 for index in range(256)]  # the least that is read once
-
-
-class LaunchRecorder:
-    """Stands for a CUDA graph: a repetition must make the launches that were recorded.
-
-    Same kernels, same arguments; of tensors the same addresses, unless the step made them. Nothing
-    is launched while it is recorded.
-    """
-
-    def __init__(self, known: list[Tensor]) -> None:
-        self.num_recorded = 0
-        self.num_repeated = 0
-        self.is_recording = False
-        self._launches: list[tuple[object, ...]] | None = None
-        self._known = known  # kept, so that no address is given out again
-        self._addresses: set[int] = set()
-
-    def __call__(self, work: Work) -> Work:
-        self.num_recorded += 1
-        self.is_recording = True
-        recorded, _ = self._run(work)
-        self.is_recording = False
-        assert recorded
-
-        def repeat() -> DrawnRows:
-            self.num_repeated += 1
-            launches, result = self._run(work)
-            assert launches == recorded, "a launch differs from the recorded one"
-            return result
-
-        return repeat
-
-    def note(self, kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._launches is not None:
-            values = [self._described(each) for each in (*args, *options.values())]
-            self._launches.append((kernel.__name__, tuple(options), *values))
-
-    def _run(self, work: Work) -> tuple[list[tuple[object, ...]], DrawnRows]:
-        self._known += unseen_tensors()
-        self._addresses = {each.untyped_storage().data_ptr() for each in self._known}
-        self._launches = launches = []
-        result = work()
-        self._launches = None
-        return launches, result
-
-    def _described(self, value: object) -> object:
-        if not isinstance(value, Tensor):
-            return value
-        is_outside = value.untyped_storage().data_ptr() in self._addresses
-        address = value.data_ptr() if is_outside else None
-        return value.dtype, value.shape, value.stride(), address
-
-
-def unseen_tensors() -> list[Tensor]:
-    """Return the tensors that exist, but for those of earlier calls."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    gc.freeze()  # the next call need not look at hundreds of thousands of objects again
-    return found
-
-
-@pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]:
-    """Kernels are interpreted; the list gets the recorders that decoders make."""
-    made: list[LaunchRecorder] = []
-    known: list[Tensor] = []
-
-    def make_recorder() -> LaunchRecorder:
-        made.append(LaunchRecorder(known))
-        return made[-1]
-
-    with interpreted():
-        launch = JITFunction.run
-
-        def noted(self: JITFunction, *args: Any, **options: Any) -> Any:
-            if made:
-                made[-1].note(self, args, options)
-                if made[-1].is_recording:
-                    return None
-            return launch(self, *args, **options)
-
-        monkeypatch.setattr(JITFunction, "run", noted)
-        monkeypatch.setattr(decode_graphs, "CudaGraphRecorder", make_recorder)
-        yield made
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -147,7 +62,8 @@ def ahead(engine: Engine, *, num_seats: int = 8) -> Engine:
         plain,
         plain._attention,
         num_seats=num_seats,
-        make_recorder=decode_graphs.CudaGraphRecorder,
+        records_prompts=False,
+        make_recorder=recordings.CudaGraphRecorder,
     )
     return Engine(engine.config, engine.storage, plain, runner)
 
@@ -484,7 +400,7 @@ def test_a_step_that_memory_does_not_suffice_to_record_is_launched_as_before(
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(3)]
     expected = results_of(engine, sequences)
 
-    def fail(self: LaunchRecorder, work: Work) -> Work:
+    def fail(self: LaunchRecorder, work: object) -> None:
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(LaunchRecorder, "__call__", fail)

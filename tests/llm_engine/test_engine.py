@@ -178,6 +178,13 @@ def test_impossible_slices_are_refused_before_anything_is_written(engine: Engine
         with pytest.raises(AssertionError, match=words):
             engine.forward([page(), bad])
 
+    for copies, words in (
+        (((0, 1), (2, 1)), "two copies"),
+        (((0, 1), (1, 2)), "is overwritten"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            engine.launch(EngineStep(copies=copies))
+
     assert torch.equal(engine.storage.pages, before)
     assert engine.forward([]) == []
 
@@ -313,10 +320,11 @@ def test_the_triton_path_computes_the_same_logits_and_digests(
         engine = load_engine(tmp_path, page_size=16, num_pages=8, device="cpu", attention="triton")
         logits = chunked_logits(engine, prompt, [5, 1, 30])
         engine.storage.pages.copy_(torch_engine.storage.pages)
-        digests = engine.storage.digest_pages([7, 0])
+        engine.storage.copy_pages([(7, 2), (0, 5)])
+        digests = engine.storage.digest_pages([7, 0, 2, 5])
 
     assert (logits - expected).abs().max() < 1e-4
-    assert digests == torch_engine.storage.digest_pages([7, 0])
+    assert digests == 2 * torch_engine.storage.digest_pages([7, 0])
 
 
 @pytest.mark.gpu

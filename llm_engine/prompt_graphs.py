@@ -1,0 +1,118 @@
+"""Passes of few prompt tokens, repeated from CUDA graphs.
+
+The host needs some 15 ms to launch the kernels of 32 layers one by one, whatever their size. Up to
+some hundred tokens the device needs less: the end of a prompt, or one token of a prompt that is
+cached, would wait for the host. So these passes lie at fixed addresses, too, padded to one of few
+sizes (docs/decisions/0010-steps-of-decode-are-recorded.md). Their logits and draws follow kernel by
+kernel, while the device computes the layers.
+
+Legend: T tokens, padded or not, D hidden.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_kernels.prefill.plan import PrefillCapacity
+from attn_kernels.tiles import PlanBuffer
+from kv_cache.layout import num_pages_for
+from llm_engine.attention_triton import TritonAttention
+from llm_engine.forward_batch import ForwardBatch, HostBatch, build_host_batch
+from llm_engine.recordings import CudaGraphRecorder, Recorder, Recordings
+from llm_engine.sampling import SequenceSlice
+from llm_engine.transformer import Decoder
+
+# Tokens of a recording. More than the last keep the device busy for longer than the host. Below 64
+# tokens all take as long: they read the weights once. Above, tiles of matrix products have 64 rows.
+NUM_TOKENS = (16, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768)
+MAX_SLICES = 256
+MAX_PAGES = 1 << 16  # of all slices
+NUM_TOKEN_FIELDS = 4  # id, position, page and slot of the append
+NO_PAGE = -1  # append nowhere
+
+
+class GraphedPrompts:
+    """Implements `llm_engine.slice_pass.RepeatedPasses`.
+
+    Args:
+        decoder: Computes the layers.
+        attention: That of the decoder.
+        page_size: Of the pool.
+        device: Of the pool.
+        make_recorder: Called once.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: TritonAttention,
+        *,
+        page_size: int,
+        device: torch.device,
+        make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._page_size = page_size
+        max_tokens = NUM_TOKENS[-1]
+        self._prefill = attention.prefill_of(
+            PrefillCapacity(max_tokens=max_tokens, max_requests=MAX_SLICES)
+        )
+        # int64 fields of tokens, first page-table entries of slices, page table
+        self._first_border = NUM_TOKEN_FIELDS * max_tokens * 2
+        self._first_page = self._first_border + 2 * MAX_SLICES  # aligned
+        self._buffer = PlanBuffer(self._first_page + MAX_PAGES, device)
+        sent = self._buffer.device_buffer
+        tokens = sent[: self._first_border].view(torch.int64)
+        self._tokens = tokens.view(NUM_TOKEN_FIELDS, max_tokens)
+        self._borders = sent[self._first_border : self._first_border + MAX_SLICES + 1]
+        self._pages = sent[self._first_page :]
+        self._recordings: Recordings[int, Tensor] = Recordings((), make_recorder())
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Record passes of all sizes, up to a length of sequences; overwrites page 0."""
+        for size in NUM_TOKENS[: bisect_right(NUM_TOKENS, max_tokens)]:
+            prompt = SequenceSlice(
+                token_ids=[0] * size,
+                start=0,
+                page_ids=[0] * num_pages_for(size, self._page_size),
+                num_prompt_tokens=size,
+            )
+            for _ in range(2):  # launched, then recorded
+                self.hidden_states(build_host_batch([prompt], self._page_size))
+
+    def takes(self, batch: HostBatch) -> bool:
+        """Tell whether a batch has prompt tokens alone, and few enough."""
+        return (
+            batch.of_tokens.shape[1] <= NUM_TOKENS[-1]
+            and batch.prompt_lens == batch.qo_lens
+            and len(batch.qo_lens) <= MAX_SLICES
+            and len(batch.page_table) <= MAX_PAGES
+        )
+
+    def hidden_states(self, batch: HostBatch) -> Tensor:
+        """Compute a batch that `takes` accepts; return [T, D], valid until the next call."""
+        num_tokens = batch.of_tokens.shape[1]
+        size = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
+        sent = self._send(batch, size)
+        self._attention.plan_prompts(sent, self._prefill)
+
+        def work() -> Tensor:
+            return self._decoder.run_layers(sent.token_ids_T)
+
+        return self._recordings.run(size, work, num_rows=size)[:num_tokens]
+
+    def _send(self, batch: HostBatch, size: int) -> ForwardBatch:
+        num_tokens, num_pages = batch.of_tokens.shape[1], len(batch.page_table)
+        host = self._buffer.host()
+        tokens = host[: self._first_border].view(np.int64).reshape(NUM_TOKEN_FIELDS, -1)
+        tokens[:, :num_tokens] = batch.of_tokens
+        tokens[:, num_tokens:size] = [[0], [0], [NO_PAGE], [0]]
+        borders = batch.page_indptr
+        host[self._first_border : self._first_border + len(borders)] = borders
+        host[self._first_page : self._first_page + num_pages] = batch.page_table
+        self._buffer.send(self._first_page + num_pages)
+        return batch.on_device(self._tokens[:, :size], self._borders, self._pages)

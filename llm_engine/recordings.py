@@ -1,0 +1,98 @@
+"""CUDA graphs: work that is recorded once, and then repeated by one call of the host.
+
+A graph repeats launches with the arguments they were recorded with. So whatever changes from one
+repetition to the next lies at fixed addresses.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from observability.logs import fields
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+class Recorder(Protocol):
+    """Makes recordings."""
+
+    def __call__(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Return what repeats the launches of `work`, whose kernels must have run before."""
+        ...
+
+
+class CudaGraphRecorder:
+    """Records what a function launches on the current device.
+
+    Recordings of one recorder share the memory they work in: they run one after the other, and the
+    result of one is valid until the next one runs.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        graph = torch.cuda.CUDAGraph()
+        # Without torch.cuda.graph: it waits for the whole device, also for a transfer that waits
+        # for its peer. And what may not be recorded, other threads may do meanwhile.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+
+        def repeat() -> Result:
+            graph.replay()
+            return result
+
+        return repeat
+
+
+class Recordings(Generic[Kind, Result]):
+    """Recordings of work by kind, as long as what they have the addresses of remains.
+
+    The first work of a kind is launched kernel by kernel, which loads them; the second one is
+    recorded.
+
+    Args:
+        buffers: What recordings have the addresses of, beside what never changes.
+        record: Makes a recording.
+    """
+
+    def __init__(self, buffers: Sequence[object], record: Recorder) -> None:
+        self._buffers = buffers
+        self._record = record
+        self._repeats: dict[Kind, Callable[[], Result] | None] = {}  # None: launched once
+
+    def hold_for(self, buffers: Sequence[object]) -> bool:
+        """Tell whether these are the buffers, each the same object."""
+        return all(own is other for own, other in zip(self._buffers, buffers, strict=True))
+
+    def run(self, kind: Kind, work: Callable[[], Result], *, num_rows: int) -> Result:
+        """Do work of a kind, by a recording if there is one.
+
+        Args:
+            kind: What a recording holds for.
+            work: Launches on the current stream and waits for nothing.
+            num_rows: For the log.
+        """
+        if kind not in self._repeats:
+            result = work()
+            self._repeats[kind] = None
+            return result
+        repeat = self._repeats[kind]
+        if repeat is None:
+            try:
+                repeat = self._record(work)
+            except torch.OutOfMemoryError:  # slower, but nobody's request fails
+                logger.warning("step_not_recorded", extra=fields(rows=num_rows))
+                repeat = work
+            self._repeats[kind] = repeat
+        return repeat()

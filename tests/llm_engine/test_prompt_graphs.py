@@ -1,0 +1,232 @@
+"""Passes of prompt tokens that repeat a recording leave the tokens and pages of others."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm_engine import (
+    operations_triton,  # noqa: F401  # else it stays interpreted
+    prompt_graphs,
+    recordings,
+)
+from llm_engine.attention_triton import TritonAttention
+from llm_engine.device_runner import DeviceRunner, make_device_runner
+from llm_engine.engine import Engine
+from llm_engine.load_engine import load_engine
+from llm_engine.prompt_graphs import GraphedPrompts
+from llm_engine.sampling import SampledToken, SamplingParams
+from tests.llm_engine.driver import DrivenSequence, computed_kv, run
+from tests.llm_engine.launch_recorder import LaunchRecorder
+from tests.support.checkpoints import write_checkpoint
+
+PAGE_SIZE, NUM_PAGES = 16, 40
+SIZES = (4, 16, 32)
+
+
+@pytest.fixture(params=[None, 20], ids=["full", "window"])
+def engine(
+    tmp_path: Path,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Engine:
+    """An engine of two layers that launches kernel by kernel."""
+    monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", SIZES)
+    monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 4)
+    window: dict[str, Any] = {"sliding_window": request.param} if request.param else {}
+    write_checkpoint(
+        tmp_path,
+        "mistral" if window else "llama",
+        num_hidden_layers=2,
+        hidden_size=32,
+        dtype=torch.bfloat16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        **window,
+    )
+    return load_engine(
+        tmp_path,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        device="cpu",
+        dtype="bfloat16",
+        attention="triton",
+    )
+
+
+def recorded(engine: Engine) -> Engine:
+    """Return an engine over the same pages that records passes of prompt tokens."""
+    runner = make_device_runner(
+        engine.config,
+        engine.storage,
+        engine.decoder,
+        engine.decoder._attention,
+        num_seats=0,
+        make_recorder=recordings.CudaGraphRecorder,
+    )
+    return Engine(engine.config, engine.storage, engine.decoder, runner)
+
+
+def prompts_of(engine: Engine) -> GraphedPrompts:
+    assert isinstance(engine._runner, DeviceRunner)
+    prompts = engine._runner._prompts
+    assert prompts is not None
+    return prompts
+
+
+def sequences_of(*lengths: int) -> list[DrivenSequence]:
+    pages = list(range(NUM_PAGES))[::-1]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    return [
+        DrivenSequence(
+            prompt=[(7 * length + index) % 199 for index in range(length)],
+            page_ids=[pages.pop() for _ in range(length // PAGE_SIZE + 1)],
+            params=params,
+        )
+        for length in lengths
+    ]
+
+
+Results = list[tuple[list[SampledToken], Tensor]]
+
+
+def results_of(
+    engine: Engine, sequences: Sequence[DrivenSequence], *, chunk_size: int = 10**6
+) -> Results:
+    """Compute prompts over pages full of NaN; return what was drawn, and their K and V."""
+    engine.storage.pages.fill_(torch.nan)
+    for each in sequences:
+        each.tokens.clear()
+        each.drawn.clear()
+        each.num_computed = 0
+    run(engine, sequences, chunk_size=chunk_size)
+    return [(list(each.drawn), computed_kv(engine, each)) for each in sequences]
+
+
+def assert_equal(found: Results, expected: Results) -> None:
+    for (tokens, kv), (expected_tokens, expected_kv) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert torch.equal(kv, expected_kv)
+
+
+def test_passes_of_a_size_repeat_one_recording_whatever_their_slices(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    ahead = recorded(engine)
+    # Padded to 32; the last is as long as a page, the third has a token of its own.
+    batches = [(31,), (9, 8), (1, 16, 3), (32,), (20, 4), (2, 3, 5, 16)]
+
+    for lengths in batches:
+        sequences = sequences_of(*lengths)
+        expected = results_of(engine, sequences)
+        assert_equal(results_of(ahead, sequences), expected)
+
+    (recorder,) = recorders
+    assert recorder.num_recorded == 1
+    assert recorder.num_repeated == len(batches) - 1  # less the first, launched kernel by kernel
+
+
+def test_chunks_of_a_prompt_go_on_where_the_last_one_ended(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    ahead = recorded(engine)
+    sequences = sequences_of(70, 45)
+    expected = results_of(engine, sequences)
+
+    for chunk_size in (16, 13, 3, 1):
+        assert_equal(results_of(ahead, sequences, chunk_size=chunk_size), expected)
+
+    (recorder,) = recorders
+    assert recorder.num_recorded == len(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "why"),
+    [((33,), "tokens"), ((1, 1, 1, 1, 1), "slices"), ((30,), "pages"), ((5,), "drawn tokens")],
+)
+def test_what_does_not_fit_is_launched_kernel_by_kernel(
+    engine: Engine,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, ...],
+    why: str,
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "MAX_PAGES", 1)
+    ahead = recorded(engine)
+    sequences = sequences_of(*lengths)
+    if why == "drawn tokens":  # as after a resumption
+        sequences[0].prompt, resumed = sequences[0].prompt[:4], sequences[0].prompt[4:]
+
+    def results(of: Engine) -> Results:
+        if why != "drawn tokens":
+            return results_of(of, sequences)
+        of.storage.pages.fill_(torch.nan)
+        (each,) = sequences
+        each.tokens, each.drawn, each.num_computed = list(resumed), [], 0
+        drawn = of.forward([each.next_slice(10**6)])
+        return [([*drawn[0]] if drawn[0] else [], computed_kv(of, each))]
+
+    expected = results(engine)
+
+    for _ in range(3):
+        assert_equal(results(ahead), expected)
+
+    (recorder,) = recorders
+    assert recorder.num_recorded == 0
+
+
+def test_passes_of_all_sizes_are_recorded_before_service(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    ahead = recorded(engine)
+    expected = [results_of(engine, sequences_of(size)) for size in SIZES]
+
+    prompts_of(ahead).warm_up(max_tokens=31)
+
+    (recorder,) = recorders
+    assert recorder.num_recorded == 2  # 32 tokens are more than a sequence may have
+    for size, each in zip(SIZES, expected, strict=True):
+        assert_equal(results_of(ahead, sequences_of(size)), each)
+    assert recorder.num_repeated == 4
+
+
+def test_a_pass_that_memory_does_not_suffice_to_record_is_launched_as_before(
+    engine: Engine,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sequences = sequences_of(5)
+    expected = results_of(engine, sequences)
+
+    def fail(self: LaunchRecorder, work: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(LaunchRecorder, "__call__", fail)
+    ahead = recorded(engine)
+
+    for _ in range(3):
+        assert_equal(results_of(ahead, sequences), expected)
+    assert [each.message for each in caplog.records] == ["step_not_recorded"]
+
+
+def test_a_recording_over_another_plan_is_noticed(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan in tensors of its own, as passes that are not recorded have it."""
+    ahead = recorded(engine)
+    attention = engine.decoder._attention
+    assert isinstance(attention, TritonAttention)
+    monkeypatch.setattr(prompts_of(ahead), "_prefill", attention._prefill)
+
+    sequences = sequences_of(20, 5)
+    for _ in range(2):  # launched, then recorded
+        results_of(ahead, sequences)
+
+    with pytest.raises(AssertionError, match="differs from the recorded one"):
+        results_of(ahead, sequences)
