@@ -257,6 +257,7 @@ class Scheduler:
         stats = group.request.stats
         stats.prefill_cached_tokens += num_cached_tokens
         stats.prefill_computed_tokens += num_computed_tokens
+        group.request.computed_from(num_cached_tokens)
         return self._take_first_tokens(group, tokens)
 
     def receive_done(self, group: PrefillGroup) -> None:
@@ -276,6 +277,9 @@ class Scheduler:
         """
         assert group.pages is not None
         self._receiving.remove(group)
+        if group.pages.num_committed_pages > group.pages.num_cached_pages:
+            # How many of those that came were computed may never be told, and they are here now.
+            group.request.computed_from(group.num_computed)
         quarantined = self._cache.abort(group.pages, quarantine=may_be_written)
         group.pages = None
         self._is_admission_due = True
@@ -584,6 +588,7 @@ class Scheduler:
             return []  # the step before failed, and what this one read had no meaning
         group.num_computed += chunk.num_tokens
         group.request.stats.decode_computed_tokens += chunk.num_tokens
+        group.request.computed_from(chunk.start)
         self.totals.computed_tokens += chunk.num_tokens
         self._cache.commit(group.pages, group.num_computed // self._page_size)
         if group.is_ended or not chunk.is_last:

@@ -3,7 +3,7 @@
 Life of a step:
 1. plan     the scheduler says what to compute; what needs no engine begins at once
 2. launch   the engine begins it; where it runs beside the host, the next step is planned and
-            launched meanwhile
+            launched meanwhile, unless requests arrive just now
 3. read     the step has ended, and its tokens are known
 4. settle   the scheduler is told what was drawn, and the pool what came of it
 
@@ -31,6 +31,7 @@ from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
 from worker.errors import Draining, EngineFailed, EngineLost, PassFailed, WorkerError
 from worker.executor import EngineExecutor
+from worker.wake import Wake
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         executor: EngineExecutor,
         eos_token_ids: tuple[int, ...],
         before_step: Callable[[], None],
-        wake: asyncio.Event,
+        wake: Wake,
         make_probe: MakeProbe,
         max_failed_passes: int,
     ) -> None:
@@ -178,6 +179,9 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         """
         try:
             while True:
+                if self._unsettled and self._wake.is_in_burst:
+                    await self._settle_oldest()  # meanwhile more arrive for the next step
+                    continue
                 self._wake.clear()
                 plan = self._scheduler.next_step()
                 self._before_step()

@@ -12,6 +12,7 @@ import pytest
 from llm_engine.engine_step import EngineStep, StepResult
 from worker.errors import Draining, EngineFailed, EngineLost, PassFailed, WorkerError
 from worker.step_loop import StepLoop
+from worker.wake import Wake
 
 PROBE: Any = "probe"
 AGAIN: Any = "again"
@@ -80,7 +81,7 @@ class World:
         self.done: list[str] = []
         self.failures: dict[str, WorkerError] = {}
         self.has_page = True
-        self.wake = asyncio.Event()
+        self.wake = Wake()
         self.loop: StepLoop[Plan, Request, str] = StepLoop(
             scheduler=self,
             listener=self,
@@ -199,6 +200,18 @@ def test_what_was_launched_behind_a_step_that_fails_is_computed_again_after_it(
     assert list(world.failures) == [f"r{index}"] * (where == "step")
     assert world.done == [f"r{i}" for i in range(6) if f"r{i}" not in world.failures]
     assert not world.launched
+
+
+def test_while_requests_arrive_no_step_is_launched_ahead() -> None:
+    class Burst(Wake):
+        is_in_burst = True
+
+    world = World(6, most=2, max_launched=2)
+    world.wake = world.loop._wake = Burst()
+    run(world)
+
+    assert world.done == [f"r{index}" for index in range(6)]
+    assert world.num_ahead == 0
 
 
 def test_steps_that_are_to_run_alone_have_no_other_beside_them() -> None:
