@@ -1,10 +1,11 @@
-"""Times steps of decode in one engine on the host's clock: run ahead, and one at a time.
+"""Times steps of one engine on the host's clock: run ahead, and one at a time.
 
     python -m benchmarks.engine_step --model DIR --out benchmarks/results/engine-step-X.json
 
 `ms` is a step of an engine that launches each step before it reads the one before; `one_by_one_ms`
 is one that reads each step before it launches the next. Cases are decode/BATCH@CONTEXT, and
-shared/BATCH,SHARED,OWN tokens. Pages hold random values, and all is drawn greedily.
+shared/BATCH,SHARED,OWN tokens; prefill/TOKENS@CONTEXT is a pass of so many prompt tokens behind a
+context that the pages hold. Pages hold random values, and all is drawn greedily.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.load_engine import load_engine
-from llm_engine.sampling import SamplingParams
+from llm_engine.sampling import Draw, SamplingParams, SequenceSlice
 
 WARM_UP_STEPS = 4  # the first of a kind loads what it needs, the second is recorded
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20)
@@ -53,6 +56,37 @@ CASES = (
 )
 
 
+# Tokens and those before them
+PROMPTS = (
+    *((1, context) for context in (1023, 8191, 32_767)),
+    *((tokens, 0) for tokens in (16, 64, 128, 256, 384, 512, 640, 768, 1024, 2048)),
+    (256, 8192),
+)
+
+
+def one_by_one_ms(engine: Engine, launch: Callable[[], None], count: int) -> float:
+    """Return the median of `count` steps, in ms, each read before the next is launched."""
+    times = []
+    for _ in range(count):
+        started = time.perf_counter()
+        launch()
+        engine.read()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def ahead_ms(engine: Engine, launch: Callable[[], None], count: int) -> float:
+    """Return the mean of `count` steps, of which each is launched before the last is read."""
+    launch()
+    started = time.perf_counter()
+    for _ in range(count):
+        launch()
+        engine.read()
+    seconds = time.perf_counter() - started
+    engine.read()
+    return 1e3 * seconds / count
+
+
 class Steps:
     """The steps of one case: sequences take seats at once and get a page when they need it."""
 
@@ -78,33 +112,13 @@ class Steps:
             for seat in self._seats
         )
 
-    def run_one_by_one(self, count: int) -> float:
-        """Return the median of `count` steps, in ms."""
-        times = []
-        for _ in range(count):
-            started = time.perf_counter()
-            self._launch()
-            self._engine.read()
-            times.append(1e3 * (time.perf_counter() - started))
-        return statistics.median(times)
-
-    def run_ahead(self, count: int) -> float:
-        """Return the mean of `count` steps, of which each is launched before the last is read."""
-        self._launch()
-        started = time.perf_counter()
-        for _ in range(count):
-            self._launch()
-            self._engine.read()
-        seconds = time.perf_counter() - started
-        self._engine.read()
-        return 1e3 * seconds / count
-
     def end(self) -> None:
         """Give all seats back."""
         self._engine.launch(EngineStep(ended=self._seats))
         self._engine.read()
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
+        """Launch the next step of all sequences."""
         extended = []
         for seat, length in enumerate(self._lengths):
             if num_pages_for(length, self._page_size) > self._num_pages[seat]:
@@ -128,14 +142,41 @@ class Steps:
 def run_case(engine: Engine, case: Case, repetitions: int) -> dict[str, Any]:
     """Time one case."""
     steps = Steps(engine, case)
-    steps.run_one_by_one(WARM_UP_STEPS)
-    result = {
-        "case": case.name,
-        "one_by_one_ms": round(steps.run_one_by_one(repetitions), 3),
-        "ms": round(steps.run_ahead(repetitions), 3),
-    }
+    result = timed(engine, steps.launch, case.name, repetitions)
     steps.end()
     return result
+
+
+def timed(
+    engine: Engine, launch: Callable[[], None], name: str, repetitions: int
+) -> dict[str, Any]:
+    """Time steps of one kind, both ways."""
+    one_by_one_ms(engine, launch, WARM_UP_STEPS)
+    return {
+        "case": name,
+        "one_by_one_ms": round(one_by_one_ms(engine, launch, repetitions), 3),
+        "ms": round(ahead_ms(engine, launch, repetitions), 3),
+    }
+
+
+def run_prompt(engine: Engine, tokens: int, context: int, repetitions: int) -> dict[str, Any]:
+    """Time passes over the end of one prompt, each of which draws a token."""
+    num_pages = num_pages_for(context + tokens, engine.layout.page_size)
+    draw = Draw(
+        params=GREEDY, seed=0, position=context + tokens, prompt_token_ids=[], output_token_ids=[]
+    )
+    step = EngineStep(
+        slices=(
+            SequenceSlice(
+                token_ids=[index % 1000 for index in range(tokens)],
+                start=context,
+                page_ids=range(num_pages),
+                num_prompt_tokens=context + tokens,
+                draws=(draw,),
+            ),
+        )
+    )
+    return timed(engine, partial(engine.launch, step), f"prefill/{tokens}@{context}", repetitions)
 
 
 def main() -> None:
@@ -152,8 +193,12 @@ def main() -> None:
     )
     engine.storage.pages.normal_()
     cases = []
-    for case in CASES:
-        cases.append(run_case(engine, case, options.repetitions))
+    runs = [
+        *(partial(run_case, engine, case) for case in CASES),
+        *(partial(run_prompt, engine, *prompt) for prompt in PROMPTS),
+    ]
+    for run in runs:
+        cases.append(run(options.repetitions))
         sys.stdout.write(json.dumps(cases[-1]) + "\n")
         sys.stdout.flush()
     arguments = [Path(argument).name for argument in sys.argv[1:]]  # folders are the host's own

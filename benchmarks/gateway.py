@@ -30,7 +30,7 @@ from benchmarks.stream_processes import (
     run_worker,
     started,
 )
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 
 Read = Callable[[int], Coroutine[Any, Any, None]]  # one request with so many tokens
 

@@ -27,7 +27,7 @@ from http_gateway.server import GatewayServer
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
 from observability.collector import settle_collector
-from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from worker.identity import WorkerIdentity
 
 HOST = "127.0.0.1"

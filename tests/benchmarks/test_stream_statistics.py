@@ -30,6 +30,7 @@ USAGE = Usage(
     preemptions=0,
     prefill_retries=0,
     resumptions=0,
+    cached_tokens=80,
     ttft_ms=1.0,
     total_ms=2.0,
     tpot_ms=0.5,
