@@ -8,8 +8,9 @@
 `AsyncClient` is the same with `await`. Errors are described in `pagewire.errors`.
 """
 
-from pagewire.async_client import AsyncClient, AsyncStream
-from pagewire.client import Client, Stream
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from pagewire.errors import (
     AuthenticationError,
     CancelledError,
@@ -31,6 +32,7 @@ from pagewire.types import (
     ClusterStatus,
     Completion,
     Delta,
+    HotPrefix,
     Message,
     Model,
     PageCounts,
@@ -41,6 +43,25 @@ from pagewire.types import (
     Usage,
     WorkerStatus,
 )
+
+if TYPE_CHECKING:
+    from pagewire.async_client import AsyncClient, AsyncStream
+    from pagewire.client import Client, Stream
+else:
+    # name |-> module that is imported when the name is first used, as it brings gRPC: a command
+    # can take its interrupts before, and a server that packs token ids needs no client.
+    _CLIENTS = {
+        "Client": "pagewire.client",
+        "Stream": "pagewire.client",
+        "AsyncClient": "pagewire.async_client",
+        "AsyncStream": "pagewire.async_client",
+    }
+
+    def __getattr__(name):
+        if name not in _CLIENTS:
+            raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+        return getattr(import_module(_CLIENTS[name]), name)
+
 
 __all__ = [
     "Client",
@@ -60,6 +81,7 @@ __all__ = [
     "ClusterStatus",
     "WorkerStatus",
     "PageCounts",
+    "HotPrefix",
     "PagewireError",
     "RequestError",
     "InvalidRequestError",

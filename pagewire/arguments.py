@@ -41,12 +41,21 @@ def refused(field: str, found: str, allowed: str) -> InvalidRequestError:
     )
 
 
-def check_address(value: object) -> str:
+def check_address(value: object, field: str = "address") -> str:
     """Return a router's address; it must be `host:port`."""
     match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
     if not isinstance(value, str) or match is None or not 1 <= int(match[1]) <= 65535:
-        raise refused("address", shown(value), "host:port, such as localhost:50051 or [::1]:50051")
+        raise refused(field, shown(value), "host:port, such as localhost:50051 or [::1]:50051")
     return value
+
+
+def check_addresses(value: object) -> tuple[str, ...]:
+    """Return the addresses of routers: of one, or of each in a sequence; at least one."""
+    if not isinstance(value, list | tuple):
+        return (check_address(value),)
+    if not value:
+        raise refused("address", "an empty sequence", "host:port, or a sequence of them")
+    return tuple(check_address(each, f"address[{i}]") for i, each in enumerate(value))
 
 
 def check_timeout_s(field: str, value: object) -> float:
@@ -55,6 +64,13 @@ def check_timeout_s(field: str, value: object) -> float:
         raise refused(field, shown_with_type(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
     if not 0 < value <= MAX_TIMEOUT_S:
         raise refused(field, shown(value), f"seconds, above 0, up to {MAX_TIMEOUT_S}")
+    return float(value)
+
+
+def check_resume_s(value: object) -> float:
+    """Return for how many seconds a lost stream looks for a router."""
+    if not _is_number(value) or not 0 <= value <= MAX_TIMEOUT_S:
+        raise refused("resume_s", shown_with_type(value), f"seconds, 0 to {MAX_TIMEOUT_S}")
     return float(value)
 
 

@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from pagewire.async_client import (
+    DEFAULT_RESUME_S,
     DEFAULT_TIMEOUT_S,
     AsyncClient,
     AsyncStream,
-    ChannelFactory,
-    open_channel,
 )
 from pagewire.errors import ClosedError
+from pagewire.protos.call_tasks import mark_seen
+from pagewire.routers import ChannelFactory, open_channel
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import Messages, Prompt, Tools
 
@@ -27,7 +28,7 @@ LOOK_UP_S = 0.2
 
 
 class Client:
-    """Talks to one router; the methods and their arguments are those of `AsyncClient`.
+    """Talks to a cluster's routers; the methods and all arguments are those of `AsyncClient`.
 
     Close it with `with`, or with `close`; a closed client cannot be used again. Any number of
     threads may use one client at the same time. Its calls block their thread, so code in an event
@@ -41,19 +42,23 @@ class Client:
 
     def __init__(
         self,
-        address: str = "localhost:50051",
+        address: str | Sequence[str] = "localhost:50051",
         *,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
+        resume_s: float = DEFAULT_RESUME_S,
         channel_factory: ChannelFactory = open_channel,
     ) -> None:
         self._client = AsyncClient(
-            address, default_timeout_s=default_timeout_s, channel_factory=channel_factory
+            address,
+            default_timeout_s=default_timeout_s,
+            resume_s=resume_s,
+            channel_factory=channel_factory,
         )
         self._background = _Background()
 
     @property
     def address(self) -> str:
-        """Where the router is, `host:port`."""
+        """Where the router is that calls go to, `host:port`."""
         return self._client.address
 
     def generate(
@@ -269,8 +274,7 @@ class _Background:
             tasks[0].add_done_callback(finish)
 
         def finish(task: asyncio.Task[Answer]) -> None:
-            if not task.cancelled():
-                task.exception()  # seen, also when nobody waits any more
+            mark_seen(task)  # also when nobody waits any more
             done.put(task)
 
         def cancel() -> None:

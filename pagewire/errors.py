@@ -15,8 +15,8 @@ PagewireError
 └── ClosedError                 the client was closed, or cannot be used from here
 
 Each carries `code`, the name of the gRPC status it was made from, or of the one that fits an error
-that was found before anything was sent. The client never repeats a call by itself: after a
-TransportError the caller decides.
+that was found before anything was sent. A call whose router is lost goes on at another one by
+itself, see AsyncClient; after any other TransportError the caller decides.
 """
 
 import copyreg

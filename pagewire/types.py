@@ -103,18 +103,11 @@ class Usage:
     preemptions: int
     prefill_retries: int
     resumptions: int  # times the stream went on on another decode worker
+    cached_tokens: int  # prompt tokens that nobody computed for this call; no sum
     ttft_ms: float  # arrival at the router to the first token
     total_ms: float  # arrival to the end
     tpot_ms: float  # mean time per output token after the first
     decode_workers: tuple[str, ...]  # ids, in order of use
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were found, not computed, for this call; after a fault at least."""
-        computed = self.prefill_computed_tokens + self.decode_computed_tokens
-        # A prefill worker that died took its count with it: not computed does not mean found.
-        found = max(self.prefill_cached_tokens, self.decode_cached_tokens)
-        return min(max(self.prompt_tokens - computed, 0), found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,9 +204,24 @@ class WorkerStatus:
     preemptions: int
 
     @property
+    def is_living(self) -> bool:
+        """Whether it answers, so that its numbers still hold."""
+        return self.state in ("ready", "draining")
+
+    @property
     def hit_rate(self) -> float:
         """Share of prompt tokens found in this worker's cache, 0..1."""
         return self.cached_tokens / max(self.looked_up_tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HotPrefix:
+    """A prefix that prompts found in a cache, without what is in it."""
+
+    prefix_id: str  # tells prefixes apart
+    num_tokens: int
+    num_hits: int  # prompts whose longest known prefix it was
+    workers: tuple[str, ...]  # that hold it now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,3 +233,5 @@ class ClusterStatus:
     finished_requests: int
     resumed_requests: int
     index_pages: int  # page hashes in the router's prefix index
+    is_stopping: bool = False  # it takes no requests any more, and ends
+    hot_prefixes: tuple[HotPrefix, ...] = ()  # those that most prompts had lately, most first

@@ -19,9 +19,13 @@ from pagewire.arguments import (
     refused,
 )
 from pagewire.chat_arguments import check_messages, check_tools
+from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos.grpc_options import MAX_MESSAGE_BYTES
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.types import (
     ClusterStatus,
     Delta,
+    HotPrefix,
     Message,
     Model,
     PageCounts,
@@ -30,12 +34,10 @@ from pagewire.types import (
     Usage,
     WorkerStatus,
 )
-from protos import common_pb2, inference_pb2
-from protos.grpc_options import MAX_MESSAGE_BYTES
-from protos.token_ids import pack_token_ids, unpack_token_ids
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _NO_GRPC = "Failed parsing HTTP/2"  # as gRPC says it of HTTP/1.1, SSH and others
+_STOPS = "ROUTER_STOPS"  # reason of a router's UNAVAILABLE
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as gRPC says it
 
 Prompt = str | Sequence[int]
@@ -154,7 +156,28 @@ def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStat
         finished_requests=response.finished_requests,
         resumed_requests=response.resumed_requests,
         index_pages=response.index_pages,
+        is_stopping=response.is_stopping,
+        hot_prefixes=tuple(
+            HotPrefix(
+                prefix_id=each.id.hex(),
+                num_tokens=each.tokens,
+                num_hits=each.hits,
+                workers=tuple(each.workers),
+            )
+            for each in response.hot_prefixes
+        ),
     )
+
+
+def is_router_lost(failure: grpc.aio.AioRpcError) -> bool:
+    """Return whether another router may do what this one did not: it is gone, or stops."""
+    if failure.code() is not grpc.StatusCode.UNAVAILABLE or _NO_GRPC in (failure.details() or ""):
+        return False
+    details = _details(failure)
+    if not details.code:  # no router says nothing
+        return True
+    reason = error_details_pb2.ErrorInfo()
+    return any(each.Unpack(reason) and reason.reason == _STOPS for each in details.details)
 
 
 def error_from(
@@ -278,6 +301,7 @@ def usage_from(usage: inference_pb2.Usage) -> Usage:
         preemptions=stats.preemptions,
         prefill_retries=stats.prefill_retries,
         resumptions=stats.resumptions,
+        cached_tokens=stats.cached_tokens,
         ttft_ms=usage.ttft_ms,
         total_ms=usage.total_ms,
         tpot_ms=usage.tpot_ms,

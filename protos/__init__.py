@@ -1,4 +1,4 @@
-"""The wire contract: *.proto files, the modules generated from them, and what else both ends share.
+"""The wire contract: *.proto files and their generator, and what servers share beyond messages.
 
-See docs/protocol.md.
+The generated modules are in pagewire.protos. See docs/protocol.md.
 """

@@ -25,6 +25,7 @@ import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
+from pagewire.protos.call_tasks import mark_seen
 from protos.field_count import LARGE_REQUEST_BYTES, has_more_fields
 
 MAX_SILENT = 128
@@ -132,7 +133,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def _read_in_time(self, context: grpc.aio.ServicerContext, silence: "_Silence") -> bytes:
         reading: asyncio.Future[bytes] = asyncio.ensure_future(context.read())
-        reading.add_done_callback(_retrieve)
+        reading.add_done_callback(mark_seen)
         try:
             async with asyncio.timeout(self._request_s) as silence.limit:
                 if self._trimming is None:
@@ -243,8 +244,3 @@ def _responding(method: str, handler: Any) -> Serve:
             await context.write(response)
 
     return write_one
-
-
-def _retrieve(reading: "asyncio.Future[bytes]") -> None:
-    if not reading.cancelled():
-        reading.exception()  # of a call that is over, or raised to the one that waits

@@ -11,9 +11,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.wire import STATUS_DETAILS_KEY
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
-from protos.token_ids import pack_token_ids, unpack_token_ids
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
 
@@ -23,7 +23,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
 
     `requests` keeps what came, `intervals_ms` the least times between messages that calls of
     GenerateMany asked for, `cancelled` is set by a lost client. `num_statuses` counts the calls
-    of GetClusterStatus that it answers: not while it `is_away`. `model` is what it serves.
+    of GetClusterStatus that it answers: not while it `is_away`. `model` is what it serves,
+    `cluster` what it knows of workers.
     """
 
     def __init__(self, script: Script) -> None:
@@ -32,6 +33,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self.intervals_ms: list[int] = []
         self.num_statuses = 0
         self.is_away = False
+        self.cluster = one_worker
         self.cancelled = asyncio.Event()
         self.model = inference_pb2.Model(
             name="tiny",
@@ -100,16 +102,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         if self.is_away:
             await abort(context, grpc.StatusCode.UNAVAILABLE, "away")
         self.num_statuses += 1
-        worker = inference_pb2.WorkerStatus(
-            worker=common_pb2.WorkerRef(worker_id="decode-0", incarnation=7, address="h:1"),
-            pool=common_pb2.POOL_DECODE,
-            state=inference_pb2.WORKER_STATE_READY,
-            heartbeat=inference_pb2.Heartbeat(
-                pages=inference_pb2.PageCounts(total=10, free=4, live=6),
-                totals=inference_pb2.WorkerTotals(cached_tokens=30, looked_up_tokens=40),
-            ),
-        )
-        return inference_pb2.GetClusterStatusResponse(workers=[worker], active_requests=2)
+        return self.cluster()
 
 
 class _Aborted(Exception):
@@ -137,10 +130,28 @@ def response(text="", token_ids=(), *, choice=0, first_index=0, **fields):
     )
 
 
+def one_worker():
+    """A cluster that is small."""
+    worker = inference_pb2.WorkerStatus(
+        worker=common_pb2.WorkerRef(worker_id="decode-0", incarnation=7, address="h:1"),
+        pool=common_pb2.POOL_DECODE,
+        state=inference_pb2.WORKER_STATE_READY,
+        heartbeat=inference_pb2.Heartbeat(
+            pages=inference_pb2.PageCounts(total=10, free=4, live=6),
+            totals=inference_pb2.WorkerTotals(cached_tokens=30, looked_up_tokens=40),
+        ),
+    )
+    return inference_pb2.GetClusterStatusResponse(workers=[worker], active_requests=2)
+
+
 def usage():
     """What the last message of a stream carries."""
     stats = common_pb2.RequestStats(
-        decode_cached_tokens=32, prefill_computed_tokens=8, pages_moved=3, bytes_moved=3000
+        decode_cached_tokens=32,
+        prefill_computed_tokens=8,
+        pages_moved=3,
+        bytes_moved=3000,
+        cached_tokens=32,
     )
     return inference_pb2.Usage(
         prompt_tokens=40, completion_tokens=2, stats=stats, ttft_ms=5, decode_workers=["decode-0"]

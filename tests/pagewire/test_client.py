@@ -10,7 +10,7 @@ import pytest
 
 import pagewire
 from pagewire import AsyncClient, Client, Message, ToolCall
-from protos import common_pb2, inference_pb2
+from pagewire.protos import common_pb2
 from tests.pagewire.scripted_service import (
     abort,
     response,
@@ -74,30 +74,6 @@ def test_generate_returns_text_tokens_and_account():
     assert completion.usage.pages_moved == 3
     assert completion.usage.cached_tokens == 32
     assert completion.usage.decode_workers == ("decode-0",)
-
-
-@pytest.mark.parametrize(
-    ("counts", "cached"),
-    [
-        ({"decode_cached_tokens": 32, "prefill_computed_tokens": 8}, 32),
-        ({"prefill_cached_tokens": 32, "prefill_computed_tokens": 8}, 32),
-        # The prefill worker that computed 32 of them is dead.
-        ({"decode_computed_tokens": 8, "prefill_retries": 1}, 0),
-        # Preempted, and then its own pages were found.
-        ({"decode_cached_tokens": 40, "prefill_computed_tokens": 40, "preemptions": 1}, 0),
-    ],
-)
-def test_only_what_was_found_and_not_computed_counts_as_cached(counts, cached):
-    account = inference_pb2.Usage(prompt_tokens=40, stats=common_pb2.RequestStats(**counts))
-
-    async def script(request, context):
-        stop = common_pb2.FINISH_REASON_STOP
-        yield response("a", [1], finish_reason=stop, usage=account)
-
-    async def work(client, service):
-        return await client.generate("prompt")
-
-    assert run(script, work).usage.cached_tokens == cached
 
 
 def test_stream_yields_each_delta_and_collects_the_answer():

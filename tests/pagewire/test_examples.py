@@ -5,7 +5,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos import common_pb2
+from pagewire.protos import common_pb2
 from tests.pagewire.scripted_service import abort, response, retry_after, serving_in_thread, usage
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -1,12 +1,10 @@
 import os
+import re
 import subprocess
-import tomllib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+from tests.support.distributions import CLIENT, PACKAGES, ROOT, SERVER
 
 
 def test_every_package_is_installed():
@@ -17,17 +15,44 @@ def test_every_package_is_installed():
         for path in top.rglob("__init__.py")
     }
 
-    assert sorted(found) == sorted(SETUPTOOLS["packages"])
+    assert sorted(found) == sorted(PACKAGES)
 
 
 def test_an_editable_installation_is_a_path_entry():
     # setuptools makes one only of packages that lie as they do below the folder named here.
-    assert SETUPTOOLS["package-dir"] == {"": "."}
+    assert CLIENT["tool"]["setuptools"]["package-dir"] == {"": "."}
+    assert SERVER["tool"]["setuptools"]["package-dir"] == {"": ".."}
+
+
+def test_client_and_server_go_together():
+    version = CLIENT["project"]["version"]
+    extras = CLIENT["project"]["optional-dependencies"]
+
+    assert SERVER["project"]["version"] == version
+    assert f"pagewire=={version}" in SERVER["project"]["dependencies"]
+    assert extras["server"] == [f"pagewire-server=={version}"]
+    for name in ("cuda", "cuda12"):
+        assert name in SERVER["project"]["optional-dependencies"]
+        assert extras[name] == [f"pagewire-server[{name}]=={version}"]
+
+
+def test_client_and_server_want_the_same_versions_of_what_both_import():
+    client, server = (
+        {re.match(r"[\w-]+", each)[0]: each for each in project["project"]["dependencies"]}
+        for project in (CLIENT, SERVER)
+    )
+
+    assert client.keys() & server.keys() >= {"grpcio", "protobuf"}
+    for name in client.keys() & server.keys():
+        assert client[name] == server[name]
 
 
 @pytest.mark.parametrize(
     ("extra", "target"),
-    [("", "-c constraints.txt torch -e .\n"), ("cuda12", "torch -e .[cuda12]\n")],
+    [
+        ("", "-c constraints.txt torch -e . -e ./server\n"),
+        ("cuda12", "torch -e . -e ./server[cuda12]\n"),
+    ],
 )
 def test_make_installs_the_extra_and_keeps_to_the_tested_versions_where_it_can(
     tmp_path, extra, target

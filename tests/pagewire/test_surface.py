@@ -1,13 +1,15 @@
 import subprocess
 import sys
 
+import pytest
+
 import pagewire
 from pagewire import errors
 
 EXPORTED = """
     Client Stream AsyncClient AsyncStream
     SamplingOptions Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens Model
-    ClusterStatus WorkerStatus PageCounts
+    ClusterStatus WorkerStatus PageCounts HotPrefix
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
     AuthenticationError OverloadedError TransportError ConnectionFailedError UnavailableError
     TimeoutError CancelledError ServerError ClosedError
@@ -37,7 +39,16 @@ def test_docstring_of_errors_is_the_tree_of_errors():
 def test_importing_the_client_stays_light():
     code = (
         "import sys, pagewire;"
+        "assert 'grpc' not in sys.modules;"
+        "pagewire.Client, pagewire.AsyncClient;"
         "heavy = {'torch', 'ray', 'numpy', 'transformers', 'pydantic'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_name_that_is_not_exported_is_an_import_error():
+    with pytest.raises(ImportError, match="cannot import name 'Cleint' from 'pagewire'"):
+        from pagewire import Cleint  # noqa: F401
+    with pytest.raises(AttributeError, match="module 'pagewire' has no attribute 'Cleint'"):
+        pagewire.Cleint  # noqa: B018

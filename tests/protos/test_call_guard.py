@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import call_guard, inference_pb2
+from pagewire.protos import inference_pb2
+from protos import call_guard
 from protos.call_guard import CallGuard
 from protos.field_count import has_more_fields
 from tests.support.log_records import records_of

@@ -7,11 +7,10 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
-import protos
-from protos import inference_pb2, worker_pb2
-from protos.common_pb2 import callers
+from pagewire.protos import controller_pb2, inference_pb2, worker_pb2
+from pagewire.protos.common_pb2 import callers
+from protos.generate import FOLDER, SEEN_AS
 
-FOLDER = Path(protos.__file__).parent
 # Field numbers in descriptor.proto: of the owners in a file, of the parts in an owner, and of the
 # oneofs in a message.
 MESSAGES, ENUMS, SERVICES, EXTENSIONS, PARTS, ONEOFS = 4, 5, 6, 7, 2, 8
@@ -24,12 +23,12 @@ def compile_with_comments(name: str, scratch: Path) -> FileDescriptorProto:
     own = Path(protoc.__file__).parent / "_proto"  # google/protobuf/*.proto
     arguments = [
         "",
-        f"-I{FOLDER.parent}",
+        SEEN_AS,
         f"-I{own}",
         f"--descriptor_set_out={out}",
         "--include_source_info",
     ]
-    assert protoc.main([*arguments, f"protos/{name}"]) == 0
+    assert protoc.main([*arguments, str(FOLDER / name)]) == 0
     return FileDescriptorSet.FromString(out.read_bytes()).file[0]
 
 
@@ -106,7 +105,9 @@ def test_what_may_be_unset_says_what_that_means(name: str, tmp_path: Path) -> No
     assert silent == []
 
 
-@pytest.mark.parametrize("file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR])
+@pytest.mark.parametrize(
+    "file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR, controller_pb2.DESCRIPTOR]
+)
 def test_every_method_names_who_may_call_it(file: FileDescriptor) -> None:
     methods = [each for service in file.services_by_name.values() for each in service.methods]
     nobody = [each.full_name for each in methods if not each.GetOptions().Extensions[callers]]

@@ -20,12 +20,12 @@ from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import run_inline
 from llm_engine.drawing import FinishReason
+from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
+from pagewire.protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
-from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.call_guard import CallGuard
-from protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS
-from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
@@ -211,6 +211,7 @@ class FakeCluster:
             router = Router(
                 config=RouterConfig(
                     router_id=name,
+                    resume_key=b"k" * 32,
                     retry_delay_s=0.1,
                     resume_wait_s=20.0,
                     max_expected_wait_s=self.shape.max_expected_wait_s,
@@ -220,6 +221,7 @@ class FakeCluster:
                 model_dir=None,
                 connect_channel=partial(self._connect_worker, credentials),
                 random_id=lambda: rng.randbytes(16).hex(),
+                run_blocking=run_inline,
             )
             router.register(server)
         await process.spawn(router.start())
@@ -264,7 +266,7 @@ class FakeCluster:
         self.leaving.add(worker_id)
         await self.announce()
         await worker.process.spawn(worker.worker.stop(grace_s))
-        await worker.process.spawn(worker.server.stop(0.0))
+        await worker.process.spawn(worker.server.stop(LAST_WORDS_S))
         del self.workers[worker_id]
         self.leaving.remove(worker_id)
         await self.announce()

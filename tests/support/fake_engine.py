@@ -153,9 +153,11 @@ class FakePageStorage:
             for page_id in self._index(page_ids).tolist()
         ]
 
-    def copy_page(self, source: int, target: int) -> None:
-        self._index([source, target])
-        self.slots[target] = self.slots[source]
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        sources, targets = (self._index([copy[side] for copy in copies]) for side in (0, 1))
+        assert len(set(targets.tolist())) == len(copies), "two copies to one page"
+        assert not np.isin(sources, targets).any(), "a page is copied that is overwritten"
+        self.slots[targets] = self.slots[sources]
 
     def _index(self, page_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         index = np.asarray(page_ids, dtype=np.int64)
@@ -206,8 +208,7 @@ class FakeEngine:
 
     def read(self) -> StepResult:
         step = self._launched.popleft()
-        for source, target in step.copies:
-            self._storage.copy_page(source, target)
+        self._storage.copy_pages(step.copies)
         self._seats.change(step)
         self.prompts |= {each.seat: tuple(each.prompt_token_ids) for each in step.started}
         num_decodes = len(step.decodes)

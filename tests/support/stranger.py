@@ -21,10 +21,10 @@ from credentials.party import Party
 from credentials.rules import WORKER_CALLERS
 from credentials.secret import ClusterSecret
 from kv_transfer.driver import run_inline
+from pagewire.protos import common_pb2, worker_pb2
+from pagewire.protos.token_ids import pack_token_ids
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
-from protos import common_pb2, worker_pb2
-from protos.token_ids import pack_token_ids
 from tests.support.cluster_keys import role_of
 from tests.support.fake_cluster import DEADLINES, MODEL, FakeCluster, model_info
 from tests.support.fake_engine import FakeEngine, FakeModel

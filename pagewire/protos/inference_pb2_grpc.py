@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import inference_pb2 as protos_dot_inference__pb2
+from pagewire.protos import inference_pb2 as pagewire_dot_protos_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/inference_pb2_grpc.py depends on'
+        + ' but the generated code in pagewire/protos/inference_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,33 +37,33 @@ class InferenceServiceStub:
         """
         self.Generate = channel.unary_stream(
                 '/pagewire.v1.InferenceService/Generate',
-                request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateMany = channel.stream_stream(
                 '/pagewire.v1.InferenceService/GenerateMany',
-                request_serializer=protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.GenerateManyResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_inference__pb2.GenerateManyResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pagewire.v1.InferenceService/Tokenize',
-                request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.TokenizeResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/pagewire.v1.InferenceService/Detokenize',
-                request_serializer=protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.DetokenizeResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/pagewire.v1.InferenceService/ListModels',
-                request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.ListModelsResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
         self.GetClusterStatus = channel.unary_unary(
                 '/pagewire.v1.InferenceService/GetClusterStatus',
-                request_serializer=protos_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.GetClusterStatusResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_inference__pb2.GetClusterStatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -121,33 +121,33 @@ def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateMany': grpc.stream_stream_rpc_method_handler(
                     servicer.GenerateMany,
-                    request_deserializer=protos_dot_inference__pb2.GenerateManyRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.GenerateManyResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_inference__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=protos_dot_inference__pb2.TokenizeRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_inference__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=protos_dot_inference__pb2.DetokenizeRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
-                    request_deserializer=protos_dot_inference__pb2.ListModelsRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_inference__pb2.ListModelsRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetClusterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterStatus,
-                    request_deserializer=protos_dot_inference__pb2.GetClusterStatusRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.GetClusterStatusResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_inference__pb2.GetClusterStatusRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_inference__pb2.GetClusterStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,8 +176,8 @@ class InferenceService:
             request,
             target,
             '/pagewire.v1.InferenceService/Generate',
-            protos_dot_inference__pb2.GenerateRequest.SerializeToString,
-            protos_dot_inference__pb2.GenerateResponse.FromString,
+            pagewire_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+            pagewire_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -203,8 +203,8 @@ class InferenceService:
             request_iterator,
             target,
             '/pagewire.v1.InferenceService/GenerateMany',
-            protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
-            protos_dot_inference__pb2.GenerateManyResponse.FromString,
+            pagewire_dot_protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            pagewire_dot_protos_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -230,8 +230,8 @@ class InferenceService:
             request,
             target,
             '/pagewire.v1.InferenceService/Tokenize',
-            protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
-            protos_dot_inference__pb2.TokenizeResponse.FromString,
+            pagewire_dot_protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            pagewire_dot_protos_dot_inference__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -257,8 +257,8 @@ class InferenceService:
             request,
             target,
             '/pagewire.v1.InferenceService/Detokenize',
-            protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-            protos_dot_inference__pb2.DetokenizeResponse.FromString,
+            pagewire_dot_protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            pagewire_dot_protos_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -284,8 +284,8 @@ class InferenceService:
             request,
             target,
             '/pagewire.v1.InferenceService/ListModels',
-            protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
-            protos_dot_inference__pb2.ListModelsResponse.FromString,
+            pagewire_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
+            pagewire_dot_protos_dot_inference__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -311,8 +311,8 @@ class InferenceService:
             request,
             target,
             '/pagewire.v1.InferenceService/GetClusterStatus',
-            protos_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
-            protos_dot_inference__pb2.GetClusterStatusResponse.FromString,
+            pagewire_dot_protos_dot_inference__pb2.GetClusterStatusRequest.SerializeToString,
+            pagewire_dot_protos_dot_inference__pb2.GetClusterStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

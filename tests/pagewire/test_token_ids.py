@@ -1,6 +1,6 @@
 import pytest
 
-from protos.token_ids import largest_token_id, pack_token_ids, unpack_token_ids
+from pagewire.protos.token_ids import largest_token_id, pack_token_ids, unpack_token_ids
 
 
 @pytest.mark.parametrize("token_ids", [[], [0], [1, 2**31, 2**32 - 1]])

@@ -1,6 +1,6 @@
 import pytest
 
-from cluster.units import format_bytes, format_count
+from pagewire.cli.units import format_bytes, format_count
 
 
 @pytest.mark.parametrize(

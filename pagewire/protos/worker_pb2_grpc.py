@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import worker_pb2 as protos_dot_worker__pb2
+from pagewire.protos import worker_pb2 as pagewire_dot_protos_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/worker_pb2_grpc.py depends on'
+        + ' but the generated code in pagewire/protos/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,18 +37,18 @@ class WorkerServiceStub:
         """
         self.GetInfo = channel.unary_unary(
                 '/pagewire.v1.WorkerService/GetInfo',
-                request_serializer=protos_dot_worker__pb2.GetInfoRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.GetInfoResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_worker__pb2.GetInfoRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_worker__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/pagewire.v1.WorkerService/Watch',
-                request_serializer=protos_dot_worker__pb2.WatchRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.WatchResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
         self.SubscribeCacheEvents = channel.unary_stream(
                 '/pagewire.v1.WorkerService/SubscribeCacheEvents',
-                request_serializer=protos_dot_worker__pb2.SubscribeCacheEventsRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.SubscribeCacheEventsResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_worker__pb2.SubscribeCacheEventsRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_worker__pb2.SubscribeCacheEventsResponse.FromString,
                 _registered_method=True)
 
 
@@ -82,18 +82,18 @@ def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
-                    request_deserializer=protos_dot_worker__pb2.GetInfoRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.GetInfoResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_worker__pb2.GetInfoRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_worker__pb2.GetInfoResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=protos_dot_worker__pb2.WatchRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.WatchResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_worker__pb2.WatchResponse.SerializeToString,
             ),
             'SubscribeCacheEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeCacheEvents,
-                    request_deserializer=protos_dot_worker__pb2.SubscribeCacheEventsRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.SubscribeCacheEventsResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_worker__pb2.SubscribeCacheEventsRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_worker__pb2.SubscribeCacheEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -122,8 +122,8 @@ class WorkerService:
             request,
             target,
             '/pagewire.v1.WorkerService/GetInfo',
-            protos_dot_worker__pb2.GetInfoRequest.SerializeToString,
-            protos_dot_worker__pb2.GetInfoResponse.FromString,
+            pagewire_dot_protos_dot_worker__pb2.GetInfoRequest.SerializeToString,
+            pagewire_dot_protos_dot_worker__pb2.GetInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -149,8 +149,8 @@ class WorkerService:
             request,
             target,
             '/pagewire.v1.WorkerService/Watch',
-            protos_dot_worker__pb2.WatchRequest.SerializeToString,
-            protos_dot_worker__pb2.WatchResponse.FromString,
+            pagewire_dot_protos_dot_worker__pb2.WatchRequest.SerializeToString,
+            pagewire_dot_protos_dot_worker__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -176,8 +176,8 @@ class WorkerService:
             request,
             target,
             '/pagewire.v1.WorkerService/SubscribeCacheEvents',
-            protos_dot_worker__pb2.SubscribeCacheEventsRequest.SerializeToString,
-            protos_dot_worker__pb2.SubscribeCacheEventsResponse.FromString,
+            pagewire_dot_protos_dot_worker__pb2.SubscribeCacheEventsRequest.SerializeToString,
+            pagewire_dot_protos_dot_worker__pb2.SubscribeCacheEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -201,13 +201,13 @@ class DecodeServiceStub:
         """
         self.Session = channel.stream_stream(
                 '/pagewire.v1.DecodeService/Session',
-                request_serializer=protos_dot_worker__pb2.SessionRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.SessionResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_worker__pb2.SessionRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_worker__pb2.SessionResponse.FromString,
                 _registered_method=True)
         self.Meet = channel.unary_unary(
                 '/pagewire.v1.DecodeService/Meet',
-                request_serializer=protos_dot_worker__pb2.MeetRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.MeetResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_worker__pb2.MeetRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_worker__pb2.MeetResponse.FromString,
                 _registered_method=True)
 
 
@@ -235,13 +235,13 @@ def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=protos_dot_worker__pb2.SessionRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.SessionResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_worker__pb2.SessionRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_worker__pb2.SessionResponse.SerializeToString,
             ),
             'Meet': grpc.unary_unary_rpc_method_handler(
                     servicer.Meet,
-                    request_deserializer=protos_dot_worker__pb2.MeetRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.MeetResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_worker__pb2.MeetRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_worker__pb2.MeetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -270,8 +270,8 @@ class DecodeService:
             request_iterator,
             target,
             '/pagewire.v1.DecodeService/Session',
-            protos_dot_worker__pb2.SessionRequest.SerializeToString,
-            protos_dot_worker__pb2.SessionResponse.FromString,
+            pagewire_dot_protos_dot_worker__pb2.SessionRequest.SerializeToString,
+            pagewire_dot_protos_dot_worker__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -297,8 +297,8 @@ class DecodeService:
             request,
             target,
             '/pagewire.v1.DecodeService/Meet',
-            protos_dot_worker__pb2.MeetRequest.SerializeToString,
-            protos_dot_worker__pb2.MeetResponse.FromString,
+            pagewire_dot_protos_dot_worker__pb2.MeetRequest.SerializeToString,
+            pagewire_dot_protos_dot_worker__pb2.MeetResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -322,13 +322,13 @@ class PrefillServiceStub:
         """
         self.Connect = channel.unary_unary(
                 '/pagewire.v1.PrefillService/Connect',
-                request_serializer=protos_dot_worker__pb2.ConnectRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.ConnectResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_worker__pb2.ConnectRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_worker__pb2.ConnectResponse.FromString,
                 _registered_method=True)
         self.Prefill = channel.stream_stream(
                 '/pagewire.v1.PrefillService/Prefill',
-                request_serializer=protos_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.PrefillResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_worker__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_worker__pb2.PrefillResponse.FromString,
                 _registered_method=True)
 
 
@@ -355,13 +355,13 @@ def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Connect': grpc.unary_unary_rpc_method_handler(
                     servicer.Connect,
-                    request_deserializer=protos_dot_worker__pb2.ConnectRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.ConnectResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_worker__pb2.ConnectRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_worker__pb2.ConnectResponse.SerializeToString,
             ),
             'Prefill': grpc.stream_stream_rpc_method_handler(
                     servicer.Prefill,
-                    request_deserializer=protos_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.PrefillResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_worker__pb2.PrefillRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_worker__pb2.PrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -390,8 +390,8 @@ class PrefillService:
             request,
             target,
             '/pagewire.v1.PrefillService/Connect',
-            protos_dot_worker__pb2.ConnectRequest.SerializeToString,
-            protos_dot_worker__pb2.ConnectResponse.FromString,
+            pagewire_dot_protos_dot_worker__pb2.ConnectRequest.SerializeToString,
+            pagewire_dot_protos_dot_worker__pb2.ConnectResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -417,8 +417,8 @@ class PrefillService:
             request_iterator,
             target,
             '/pagewire.v1.PrefillService/Prefill',
-            protos_dot_worker__pb2.PrefillRequest.SerializeToString,
-            protos_dot_worker__pb2.PrefillResponse.FromString,
+            pagewire_dot_protos_dot_worker__pb2.PrefillRequest.SerializeToString,
+            pagewire_dot_protos_dot_worker__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-from protos import common_pb2 as _common_pb2
+from pagewire.protos import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -67,21 +67,43 @@ class ChatPrompt(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "resume")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: bytes
     chat: ChatPrompt
     sampling: _common_pb2.SamplingParams
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    resume: Resumption
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resumption, _Mapping]] = ...) -> None: ...
+
+class Resumption(_message.Message):
+    __slots__ = ("token", "choices")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    choices: _containers.RepeatedCompositeFieldContainer[ReceivedChoice]
+    def __init__(self, token: _Optional[bytes] = ..., choices: _Optional[_Iterable[_Union[ReceivedChoice, _Mapping]]] = ...) -> None: ...
+
+class ReceivedChoice(_message.Message):
+    __slots__ = ("choice", "token_ids", "text_chars", "finished")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token_ids: bytes
+    text_chars: int
+    finished: bool
+    def __init__(self, choice: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., text_chars: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "choice", "text", "token_ids", "first_index", "logprobs", "finish_reason", "stopped_by", "usage", "begins_in_reasoning")
+    __slots__ = ("request_id", "choice", "text", "token_ids", "first_index", "logprobs", "finish_reason", "stopped_by", "usage", "begins_in_reasoning", "resume_token")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +114,7 @@ class GenerateResponse(_message.Message):
     STOPPED_BY_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     BEGINS_IN_REASONING_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choice: int
     text: str
@@ -102,7 +125,8 @@ class GenerateResponse(_message.Message):
     stopped_by: str
     usage: Usage
     begins_in_reasoning: bool
-    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stopped_by: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., begins_in_reasoning: _Optional[bool] = ...) -> None: ...
+    resume_token: bytes
+    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stopped_by: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., begins_in_reasoning: _Optional[bool] = ..., resume_token: _Optional[bytes] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
     __slots__ = ("call_id", "start", "timeout_ms", "interval_ms")
@@ -227,18 +251,34 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages")
+    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages", "is_stopping", "hot_prefixes")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     INDEX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    IS_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    HOT_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     active_requests: int
     finished_requests: int
     resumed_requests: int
     index_pages: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ...) -> None: ...
+    is_stopping: bool
+    hot_prefixes: _containers.RepeatedCompositeFieldContainer[HotPrefix]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ..., is_stopping: _Optional[bool] = ..., hot_prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ...) -> None: ...
+
+class HotPrefix(_message.Message):
+    __slots__ = ("id", "tokens", "hits", "workers")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    id: bytes
+    tokens: int
+    hits: int
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., hits: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "pool", "state", "heartbeat", "heartbeat_age_ms")

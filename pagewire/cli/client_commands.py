@@ -1,20 +1,23 @@
-"""The commands that talk to a running cluster: pagewire generate, chat, status."""
+"""The commands that talk to a running cluster: pagewire generate, chat, status.
 
+How a command finds its router is a function, whose parameters are flags of the command: that of a
+client takes an address, that of a whole installation looks for a cluster.
+"""
+
+import inspect
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import chain, islice
 from typing import Annotated, Any
 
 import typer
 
-from cli.early_interrupts import interrupts_end_at_once
-from cli.strict_command import told_by_flags
-from cluster.units import invalid_byte
 from pagewire import (
     Client,
     Completion,
@@ -25,13 +28,18 @@ from pagewire import (
     TransportError,
 )
 from pagewire.arguments import check_sampling, check_timeout_s, refused
+from pagewire.cli.early_interrupts import interrupts_end_at_once
+from pagewire.cli.strict_command import StrictCommand, told_by_flags
+from pagewire.cli.units import invalid_byte
 
 DEFAULT_ADDRESS = "localhost:50051"
-CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 STATUS_PERIOD_S = 0.5
 WIDE_COLUMNS = 165  # that the wide table of workers takes
 LONG_WAIT_S = 2.0  # for a first token; only longer waits are shown
 INTERRUPTED = 128 + signal.SIGINT  # an exit code, as shells know it
+
+Connect = Callable[[], AbstractContextManager[Client]]
 
 AddressFlag = Annotated[str, typer.Option("--address", help="Where the router is, host:port.")]
 ModelFlag = Annotated[str, typer.Option("--model", help="Served model name; empty: the only one.")]
@@ -70,9 +78,29 @@ StopFlag = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def add_client_commands(
+    app: typer.Typer, find: Callable[..., AbstractContextManager[Client]]
+) -> None:
+    """Add generate, chat and status to a command line.
+
+    Args:
+        app: The command line.
+        find: Opens a client of the router; its parameters are flags of each of them.
+    """
+    for each in (generate, chat, status):
+        app.command(each.__name__, cls=StrictCommand)(_with_flags_of(find, each))
+
+
+@contextmanager
+def named_router(address: AddressFlag = DEFAULT_ADDRESS) -> Iterator[Client]:
+    """Open a client of the router at an address, whose calls need not last long."""
+    with Client(address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+        yield client
+
+
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
-    address: AddressFlag = DEFAULT_ADDRESS,
+    connect: Connect,
     model: ModelFlag = "",
     max_tokens: MaxTokensFlag = 128,
     temperature: TemperatureFlag = None,
@@ -107,7 +135,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    with Client(address) as client:
+    with connect() as client:
         if as_json:
             from rich.console import Console  # takes time, and a text needs none
 
@@ -138,7 +166,7 @@ def generate(
 
 def chat(
     context: typer.Context,
-    address: AddressFlag = DEFAULT_ADDRESS,
+    connect: Connect,
     model: ModelFlag = "",
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
     max_tokens: MaxTokensFlag = 512,
@@ -159,10 +187,10 @@ def chat(
     check_timeout_s("timeout_s", timeout_s)
     messages = [Message(role="system", content=system)] if system else []
     try:
-        with Client(address) as client:
+        with connect() as client:
             # Before the first question: is anybody there, with this model and a chat template?
             probe = [*messages, Message(role="user", content="?")]
-            client.tokenize_chat(probe, model=model, timeout_s=CONNECT_TIMEOUT_S)
+            client.tokenize_chat(probe, model=model)
             for question in _questions():
                 messages.append(Message(role="user", content=question))
                 try:
@@ -181,17 +209,7 @@ def chat(
 
 
 def status(
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address",
-            help="Where the router is, host:port. Default: that of the cluster on the Ray at "
-            f"--ray-address, or that `pagewire up` started on this host, else {DEFAULT_ADDRESS}.",
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str, typer.Option("--ray-address", help="Ray cluster that the cluster runs on.")
-    ] = "",
+    connect: Connect,
     once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     wide: Annotated[
         bool, typer.Option("--wide", help=f"All columns; for a window of {WIDE_COLUMNS}.")
@@ -207,10 +225,9 @@ def status(
         from rich.live import Live
         from rich.text import Text
 
-        from cli.status import status_json, status_table
+        from pagewire.cli.status import status_json, status_table
 
-    address = address or _find_router(ray_address)
-    with Client(address, default_timeout_s=CONNECT_TIMEOUT_S) as client:
+    with connect() as client:
         if as_json:
             sys.stdout.write(status_json(client.status()) + "\n")
             return
@@ -236,20 +253,24 @@ def status(
                     live.update(table, refresh=True)
 
 
-def _find_router(ray_address: str) -> str:
-    """Return the address of the router on a Ray, or on this host."""
-    from cluster.local_head import find_head
+def _with_flags_of(
+    find: Callable[..., AbstractContextManager[Client]], command: Callable[..., None]
+) -> Callable[..., None]:
+    """Return a function for typer, with the parameters of `find` in place of `connect`."""
+    own = inspect.signature(find).parameters.values()
+    parameters: list[inspect.Parameter] = []
+    for each in inspect.signature(command).parameters.values():
+        parameters.extend(own if each.name == "connect" else [each])
 
-    head = None if ray_address else find_head()
-    if not ray_address and head is None:
-        return DEFAULT_ADDRESS
-    from cluster.environment import prepare_ray
+    def run(**given: Any) -> None:
+        found = {each.name: given.pop(each.name) for each in own}
+        command(connect=partial(find, **found), **given)
 
-    prepare_ray(is_local=not ray_address)
-    from cluster.attach import attached, router_address  # imports Ray
-
-    with attached(ray_address, head):
-        return router_address()
+    # typer reads a command's options from its signature.
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = command.__doc__
+    return run
 
 
 def _decoded(content: bytes, offset: int) -> str:
@@ -263,11 +284,8 @@ def _decoded(content: bytes, offset: int) -> str:
 
 def _completion_fields(completion: Completion) -> dict[str, Any]:
     """Return an answer's fields, and by the same names what the client derives from them."""
-    content = asdict(completion)
-    content |= {"text": completion.text, "finish_reason": completion.finish_reason}
-    if completion.usage:
-        content["usage"]["cached_tokens"] = completion.usage.cached_tokens
-    return content
+    derived = {"text": completion.text, "finish_reason": completion.finish_reason}
+    return asdict(completion) | derived
 
 
 def _show(stream: Stream) -> Completion:

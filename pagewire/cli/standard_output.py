@@ -4,7 +4,14 @@ import io
 import sys
 from typing import Any
 
-from cluster.errors import OutputLost
+
+class OutputLost(Exception):
+    """Standard output takes nothing: a disk is full, or it is closed."""
+
+
+def say(line: str) -> None:
+    """Print one line at once and unwrapped, so that scripts can wait for it."""
+    print(line, flush=True)
 
 
 def guard_standard_output() -> None:

@@ -10,11 +10,11 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.units import format_bytes, format_count
 from pagewire import ClusterStatus, WorkerStatus
+from pagewire.cli.units import format_bytes, format_count
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
-LIVING_STATES = {"ready", "draining"}
+STOPPING = "the cluster is being stopped; run `pagewire down` again"
 
 
 def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableType:
@@ -29,12 +29,14 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
         justify: JustifyMethod = "left" if name in _IDENTITY else "right"
         table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
     for worker in sorted(status.workers, key=lambda each: (each.pool, each.worker_id)):
-        shown = columns if worker.state in LIVING_STATES else _IDENTITY
+        shown = columns if worker.is_living else _IDENTITY
         table.add_row(*(cell(worker) if name in shown else "-" for name, cell in columns.items()))
     summary = (
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
+    if status.is_stopping:
+        return Group(table, Text(summary), Text(STOPPING, "yellow"))
     return Group(table, Text(summary))
 
 
@@ -47,7 +49,7 @@ def status_json(status: ClusterStatus) -> str:
 
 def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
     values = asdict(worker) | {"hit_rate": worker.hit_rate}
-    if worker.state not in LIVING_STATES:
+    if not worker.is_living:
         values |= dict.fromkeys(values.keys() - _IDENTITY_FIELDS)
     # As in the logs; as a number it is more than many readers of JSON can hold.
     return values | {"incarnation": f"{worker.incarnation:016x}"}

@@ -7,7 +7,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from cli.early_interrupts import interrupts_end_at_once
 from pagewire import InvalidRequestError, PagewireError
 from pagewire.arguments import check_sampling, check_timeout_s
 
@@ -33,8 +32,24 @@ class StrictCommand(TyperCommand):
         except typer.BadParameter as error:
             name = (error.param and error.param.name) or ""
             if (found := given.get(name)) is not None:  # None: it is missing
-                error.message = _explain(name, found)
+                error.message = self.explain(name, found)
             raise
+
+    def explain(self, name: str, found: str) -> str:
+        """Return what was found and what is allowed for a value that is no number.
+
+        Args:
+            name: Of the parameter: `temperature`.
+            found: What stands on the command line.
+        """
+        try:
+            if name == "timeout_s":
+                check_timeout_s(name, found)
+            else:
+                check_sampling({name: found})
+        except InvalidRequestError as error:
+            return error.violations[0].description
+        return f"found {found!r}"
 
     def invoke(self, ctx: Any) -> Any:
         """Run as usual; a refused request is told by flags."""
@@ -61,25 +76,3 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
         str(error),
         flags=re.MULTILINE,
     )
-
-
-def _explain(name: str, found: str) -> str:
-    """Return what was found and what is allowed, by configuration or client, for what is no number.
-
-    Args:
-        name: Of the parameter: `port`, `router__dead_after_s`, `temperature`.
-        found: What stands on the command line.
-    """
-    with interrupts_end_at_once():
-        from cluster.config_options import config_options  # takes time, for errors alone
-
-    if option := config_options().get(name.replace("__", ".")):
-        return f"found {found!r}; allowed: {option.allowed()}"
-    try:
-        if name == "timeout_s":
-            check_timeout_s(name, found)
-        else:
-            check_sampling({name: found})
-    except InvalidRequestError as error:
-        return error.violations[0].description
-    return f"found {found!r}"

@@ -1,0 +1,31 @@
+"""The entry of the command `pagewire`: the server's command line where that is installed.
+
+It imports the commands so that an interrupt ends in silence.
+"""
+
+from typing import Any
+
+from pagewire.cli.early_interrupts import interrupts_end_at_once
+
+SERVER = "pagewire.command"  # group of entry points, in which the server names its command line
+
+
+def main() -> None:
+    """Import a command line and run it."""
+    with interrupts_end_at_once():
+        run = _command_line()
+    run()
+
+
+def _command_line() -> Any:
+    from importlib import metadata
+
+    for each in metadata.entry_points(group=SERVER):
+        return each.load()
+    from pagewire.cli import commands
+
+    return commands.main
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The command line of a client: pagewire generate, chat, status, version."""
+
+import sys
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from pagewire import ConnectionFailedError, InvalidRequestError, NotFoundError, PagewireError
+from pagewire.cli.client_commands import add_client_commands, named_router
+from pagewire.cli.standard_output import OutputLost, guard_standard_output
+
+SUMMARY = "Disaggregated LLM serving: a prefix is computed once, moved once, read once."
+EXIT_CODES = (
+    "Exit codes: 0 all went well, which for serve is to be stopped when it was ready; 1 something "
+    "did not, and standard error says what, unless the reader of the output left; 2 the command "
+    "line, the configuration or the request was wrong, whether it was refused here or by the "
+    "router; 129, 130, 143 SIGHUP, SIGINT or SIGTERM came before the end."
+)
+SERVER_COMMANDS = (
+    *("demo", "doctor", "down", "drain", "gateway", "router", "router-keys", "scale", "serve"),
+    "up",
+)
+INSTALL_SERVER = "pip install 'pagewire[server]'"
+
+
+class ClientCommands(TyperGroup):
+    """Says of the commands that the server brings how to get them."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or None for a slip."""
+        if cmd_name in SERVER_COMMANDS:
+            sys.stderr.write(f"error: `pagewire {cmd_name}` needs the server: {INSTALL_SERVER}\n")
+            raise typer.Exit(2)
+        return super().get_command(ctx, cmd_name)
+
+
+def make_app(commands: type[TyperGroup], *, epilog: str) -> typer.Typer:
+    """Return a command line without commands, with what all of them share."""
+    return typer.Typer(
+        cls=commands,
+        callback=_options,
+        help=SUMMARY,
+        epilog=epilog,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # its tables cut long flags, its boxes are unlike all other errors
+        add_completion=False,
+    )
+
+
+def print_versions(names: Iterable[str]) -> None:
+    """Print the versions of distributions, a line for each."""
+    for name in names:
+        sys.stdout.write(f"{name} {_version_of(name)}\n")
+
+
+def run(app: Callable[[], None], *, remedy: str) -> None:
+    """Run a command line; turn a client's expected failures into lines and exit codes.
+
+    Args:
+        app: The command line.
+        remedy: What to say where no router answers.
+    """
+    try:
+        guard_standard_output()
+        app()
+    except ConnectionFailedError as error:
+        sys.stderr.write(f"error: {error}\n{remedy}\n")
+        sys.exit(1)
+    except (OutputLost, PagewireError) as error:
+        sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
+        sys.exit(2 if isinstance(error, InvalidRequestError | NotFoundError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def version() -> None:
+    """Print the versions of Pagewire and of what it runs on."""
+    print_versions(("pagewire", "grpcio", "protobuf"))
+
+
+def main() -> None:
+    """Run the commands of a client."""
+    run(app, remedy="No router answers there now; --address names another one.")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print_versions(["pagewire"])
+        raise typer.Exit
+
+
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that need no command."""
+
+
+def _version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+app = make_app(
+    ClientCommands,
+    epilog=f"{', '.join(SERVER_COMMANDS)} need the server: {INSTALL_SERVER}. {EXIT_CODES}",
+)
+add_client_commands(app, named_router)
+app.command()(version)

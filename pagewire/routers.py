@@ -1,0 +1,104 @@
+"""The routers that a client knows, with a channel to each, and the one that it talks to."""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import grpc
+
+from pagewire.errors import ClosedError
+from pagewire.protos import inference_pb2_grpc
+from pagewire.protos.grpc_options import MESSAGE_OPTIONS
+
+CHANNEL_OPTIONS = (
+    *MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 30_000),
+    # A router that has come back is found by the caller's next call, not minutes later.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+Channel = Any  # grpc.aio.Channel, or what a test puts in its place
+ChannelFactory = Callable[[str], Channel]
+
+
+def open_channel(address: str) -> Channel:
+    """Open a plain-text channel to `host:port`; it connects on first use.
+
+    Raises:
+        ClosedError: gRPC has been used by the process that this one was forked from. Its threads
+            are missing here, so calls would hang without end.
+    """
+    if _grpc_pid() != os.getpid():
+        raise ClosedError(
+            "gRPC does not survive a fork: use the start method spawn, or fork before the first"
+            " call of a client"
+        )
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class Routers:
+    """Owned by the event loop of the first call.
+
+    Args:
+        addresses: One or more, `host:port`; the first one is used first.
+        channel_factory: Opens a channel to one of them.
+    """
+
+    def __init__(self, addresses: Sequence[str], channel_factory: ChannelFactory) -> None:
+        self.addresses = addresses
+        self.is_closed = False
+        self._channel_factory = channel_factory
+        self._current = 0
+        self._channels: dict[str, tuple[Channel, Any]] = {}  # address |-> channel, stub
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the channels
+
+    @property
+    def address(self) -> str:
+        """The address of the one that calls go to."""
+        return self.addresses[self._current]
+
+    def stub(self) -> Any:
+        """Return the service of the router that calls go to.
+
+        Raises:
+            ClosedError: The client was closed, or belongs to another event loop or process.
+        """
+        if self.is_closed:
+            raise closed()
+        # A channel belongs to the event loop that is running when it is made.
+        loop = asyncio.get_running_loop()
+        if self._channels and self._loop is not loop:
+            raise ClosedError("the client belongs to another event loop; make one in each")
+        address = self.address
+        if address not in self._channels:
+            channel = self._channel_factory(address)
+            make_stub = inference_pb2_grpc.InferenceServiceStub
+            self._channels[address] = channel, make_stub(channel)  # type: ignore[no-untyped-call]
+            self._loop = loop
+        return self._channels[address][1]
+
+    def leave(self, address: str) -> None:
+        """Have calls go to the next router, unless they go to another one than this already."""
+        if address == self.address:
+            self._current = (self._current + 1) % len(self.addresses)
+
+    async def aclose(self) -> None:
+        """Close all channels; harmless when repeated."""
+        self.is_closed = True
+        channels, self._channels = self._channels, {}
+        if channels and self._loop is asyncio.get_running_loop():
+            await asyncio.gather(*(channel.close() for channel, _ in channels.values()))
+
+
+def closed() -> ClosedError:
+    """Make the error of a client that was closed."""
+    return ClosedError("the client is closed; make a new one")
+
+
+@cache
+def _grpc_pid() -> int:
+    """Return the process that used gRPC first; a forked one inherits the answer."""
+    return os.getpid()

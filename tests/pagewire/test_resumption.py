@@ -1,0 +1,282 @@
+"""What a client does by itself when it loses a router: over real connections, to scripted ones."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+import pagewire
+from pagewire import AsyncClient, Client
+from pagewire.protos import common_pb2
+from pagewire.protos.token_ids import unpack_token_ids
+from tests.pagewire.scripted_service import (
+    abort,
+    response,
+    retry_after,
+    serving,
+    serving_in_thread,
+    usage,
+    violation,
+)
+from tests.support.wall_clock import assert_within
+
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+STOPS = error_details_pb2.ErrorInfo(reason="ROUTER_STOPS", domain="pagewire")
+
+
+def begins(*, token=b"t0", dies):
+    """A router that sends two choices' beginnings, and then does what `dies` does."""
+
+    async def script(request, context):
+        yield response("äb", [1, 2], resume_token=token)
+        yield response("x", [7], choice=1, finish_reason=LENGTH)
+        yield response("c", [3], first_index=2)
+        await dies(context)
+
+    return script
+
+
+async def stops(context):
+    await abort(context, grpc.StatusCode.UNAVAILABLE, "the router stopped", STOPS)
+
+
+async def hangs(context):
+    await asyncio.sleep(60)
+
+
+async def goes_on(request, context):
+    yield response("d", [4], first_index=3, resume_token=b"t1")
+    yield response("e", [5], first_index=4, finish_reason=LENGTH, usage=usage())
+
+
+def generate(scripts, *, resume_s=30.0, **options):
+    """The completion of a client of these routers, and the services."""
+
+    async def scenario():
+        async with (
+            serving(scripts[0]) as (one, first),
+            serving(scripts[1]) as (two, second),
+            AsyncClient([one, two], resume_s=resume_s) as client,
+        ):
+            return await client.generate("p", n=2, **options), first, second
+
+    return asyncio.run(scenario())
+
+
+def test_the_next_router_gets_request_token_and_what_was_received():
+    completion, first, second = generate([begins(dies=stops), goes_on])
+
+    assert [each.text for each in completion.choices] == ["äbcde", "x"]
+    assert [each.token_ids for each in completion.choices] == [(1, 2, 3, 4, 5), (7,)]
+    assert completion.usage.prompt_tokens == 40
+    [request], [again] = first.requests, second.requests
+    resume = again.resume
+    assert resume.token == b"t0"
+    got = [
+        (each.choice, unpack_token_ids(each.token_ids), each.text_chars, each.finished)
+        for each in resume.choices
+    ]
+    assert got == [(0, [1, 2, 3], 3, False), (1, [7], 1, True)]
+    again.ClearField("resume")
+    assert again == request
+
+
+def test_a_connection_that_breaks_is_a_lost_router():
+    async def scenario():
+        async with (
+            serving(goes_on) as (last, service),
+            AsyncClient(["127.0.0.1:1", last]) as client,
+        ):
+            lost = []
+
+            def dying(token):
+                async def dies(context):
+                    lost.append(token)
+                    await asyncio.sleep(60)
+
+                return begins(token=token, dies=dies)
+
+            async with serving(dying(b"t0")) as (one, _):
+                client._routers.addresses = (one, last)
+                stream = client.stream("p", n=2)
+                for _ in range(3):
+                    await anext(stream)
+            deltas = [delta async for delta in stream]
+            return lost, deltas, stream.completion, service.requests
+
+    lost, deltas, completion, requests = asyncio.run(scenario())
+
+    assert lost == [b"t0"]
+    assert [each.text for each in deltas] == ["d", "e"]
+    assert completion.choices[0].text == "äbcde"
+    assert requests[0].resume.token == b"t0"
+
+
+def test_each_router_that_is_lost_hands_on_the_newest_token():
+    async def half(request, context):
+        yield response("d", [4], first_index=3, resume_token=b"t1")
+        await stops(context)
+
+    async def end(request, context):
+        yield response("e", [5], first_index=4, finish_reason=LENGTH, usage=usage())
+
+    async def first(request, context):  # serves the beginning and, when its turn comes, the end
+        script = end if request.HasField("resume") else begins(dies=stops)
+        async for each in script(request, context):
+            yield each
+
+    completion, one, _ = generate([first, half])
+
+    assert completion.choices[0].text == "äbcde"
+    assert one.requests[1].resume.token == b"t1"
+    assert unpack_token_ids(one.requests[1].resume.choices[0].token_ids) == [1, 2, 3, 4]
+
+
+def test_a_call_that_has_received_nothing_is_made_anew():
+    async def dies_at_once(request, context):
+        await stops(context)
+        yield
+
+    completion, _, second = generate([dies_at_once, goes_on])
+
+    assert completion.choices[0].text == "de"
+    assert not second.requests[0].HasField("resume")
+
+
+def test_what_a_router_without_tokens_has_begun_ends_with_its_loss():
+    with pytest.raises(pagewire.UnavailableError, match="the router stopped"):
+        generate([begins(token=b"", dies=stops), goes_on])
+
+
+def test_resumption_can_be_switched_off():
+    with pytest.raises(pagewire.UnavailableError, match="the router stopped"):
+        generate([begins(dies=stops), goes_on], resume_s=0)
+
+
+def test_other_ends_than_the_loss_of_a_router_are_told_at_once():
+    async def no_worker(context):
+        await abort(context, grpc.StatusCode.UNAVAILABLE, "no decode worker", retry_after(1))
+
+    async def lost(context):
+        await abort(context, grpc.StatusCode.ABORTED, "gave up", retry_after(1))
+
+    for dies, words in ((no_worker, "no decode worker"), (lost, "gave up")):
+        with pytest.raises(pagewire.UnavailableError, match=words):
+            generate([begins(dies=dies), goes_on])
+
+
+def test_a_token_that_is_refused_is_told_with_the_loss():
+    async def refuses(request, context):
+        told = "resume.token: found one that expired 5 s ago"
+        detail = violation("resume.token", "expired")
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, told, detail)
+        yield
+
+    with pytest.raises(pagewire.ConnectionFailedError, match=r"stopped; no other .*expired 5 s"):
+        generate([begins(dies=stops), refuses])
+
+
+def test_a_crowd_at_the_router_that_is_left_is_waited_out():
+    calls = []
+
+    async def crowded(request, context):
+        calls.append(request)
+        if len(calls) < 2:
+            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after(1))
+        async for each in goes_on(request, context):
+            yield each
+
+    async def scenario():
+        async with (
+            serving(begins(dies=stops)) as (one, _),
+            serving(crowded) as (two, _),
+            AsyncClient([one, two, two]) as client,
+        ):
+            return await client.generate("p", n=2)
+
+    assert asyncio.run(scenario()).choices[0].text == "äbcde"
+
+
+def test_a_client_gives_up_after_resume_s_with_the_loss():
+    async def scenario():
+        async with serving(begins(dies=stops)) as (one, _):
+            client = AsyncClient(one, resume_s=1.0)
+            stream = client.stream("p", n=2)
+            for _ in range(3):
+                await anext(stream)
+        began_at = time.monotonic()
+        with pytest.raises(pagewire.TransportError):
+            await anext(stream)
+        await client.aclose()
+        return time.monotonic() - began_at
+
+    assert_within(asyncio.run(scenario()), 2.0)
+
+
+def test_a_router_that_begins_anew_instead_of_going_on_is_found_out():
+    async def begins_anew(request, context):
+        yield response("a", [1], resume_token=b"t1")
+
+    with pytest.raises(pagewire.ServerError, match="token 0 of choice 0 came instead of 3"):
+        generate([begins(dies=stops), begins_anew])
+
+
+def test_cancelling_a_stream_that_looks_for_a_router_ends_it_at_once():
+    async def scenario():
+        async with serving(begins(dies=stops)) as (one, _):
+            client = AsyncClient([one, "127.0.0.1:1"])
+            stream = client.stream("p", n=2)
+            for _ in range(3):
+                await anext(stream)
+        reader = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(1.0)
+        assert not reader.done()
+        stream.cancel()
+        assert await asyncio.wait_for(reader, 1.0) is None
+        await client.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_calls_other_than_generations_go_to_the_next_router_once():
+    async def scenario():
+        async with serving(goes_on) as (two, service), AsyncClient(["127.0.0.1:1", two]) as client:
+            assert (await client.list_models())[0].name == "tiny"
+            assert client.address == two
+            assert (await client.status()).active_requests == 2
+            assert service.num_statuses == 1
+        async with AsyncClient(["127.0.0.1:1", "127.0.0.1:2"]) as client:
+            with pytest.raises(pagewire.ConnectionFailedError, match=r"127\.0\.0\.1:2"):
+                await client.status()
+
+    asyncio.run(scenario())
+
+
+def test_the_sync_client_goes_on_too():
+    with (
+        serving_in_thread(begins(dies=stops)) as (one, _),
+        serving_in_thread(goes_on) as (two, _),
+        Client((one, two)) as client,
+    ):
+        with client.stream("p", n=2) as stream:
+            assert "".join(each.text for each in stream if each.choice == 0) == "äbcde"
+        assert stream.completion.choices[1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"address": []}, "address"),
+        ({"address": ["localhost:1", "localhost"]}, r"address\[1\]"),
+        ({"address": ["localhost:1", 5]}, r"address\[1\]"),
+        ({"resume_s": -1}, "resume_s"),
+        ({"resume_s": "30"}, "resume_s"),
+        ({"resume_s": float("nan")}, "resume_s"),
+    ],
+)
+def test_wrong_addresses_and_times_name_the_field(kind, options, field):
+    with pytest.raises(pagewire.InvalidRequestError, match=rf"^{field}: found .*allowed: "):
+        kind(**options)

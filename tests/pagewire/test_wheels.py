@@ -1,0 +1,265 @@
+"""The wheels as users install them, in environments that hold nothing else.
+
+What a wheel depends on is linked from this environment, by what the metadata name: no index is
+needed, and what is imported without being named is missing.
+"""
+
+import compileall
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from pagewire.protos import common_pb2
+from tests.pagewire.scripted_service import response, serving_in_thread, usage
+from tests.support.distributions import CLIENT, PACKAGES, ROOT, SERVER
+from tests.support.wall_clock import assert_within
+
+pytestmark = pytest.mark.xdist_group("wheels")  # all use what is built once
+
+HEAVY = {"torch", "ray", "triton", "numpy", "transformers", "tokenizers", "nvidia-nccl-cu13"}
+
+PROGRAM = """
+import sys
+from pagewire import Client
+
+with Client(sys.argv[1]) as client:
+    print(client.generate("hello", max_tokens=2).text)
+    with client.stream_chat([{"role": "user", "content": "again"}]) as stream:
+        print(*(delta.text for delta in stream), sep="|")
+"""
+
+TYPED = """
+from pagewire import AsyncClient, Client, Completion, PagewireError
+
+def ask(client: Client) -> str | None:
+    answer = client.generate("x", max_tokens=2)
+    reveal_type(answer)
+    return answer.finish_reason
+
+async def ask_later(client: AsyncClient) -> int:
+    with_usage: Completion = await client.chat([{"role": "user", "content": "x"}])
+    reveal_type(client.stream("x"))
+    return with_usage.usage.prompt_tokens if with_usage.usage else 0
+"""
+
+IMPORT = """
+import time
+began_s = time.process_time()
+from pagewire import AsyncClient, Client
+took_s = time.process_time() - began_s
+import sys
+print(took_s, *sorted({each.partition(".")[0] for each in sys.modules}))
+"""
+
+
+class Environment:
+    """A virtual environment; its programs see neither this tree nor this environment."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, symlinks=True, with_pip=False)
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self.site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+
+    def install(self, wheel: Path) -> None:
+        pip = [sys.executable, "-m", "pip", f"--python={self.python}", "install", "--quiet"]
+        # Where this tree is on the path, and was installed, pip finds the distribution there.
+        environment = {key: os.environ[key] for key in os.environ if key != "PYTHONPATH"}
+        command = [*pip, "--no-deps", "--no-index", wheel]
+        subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=60)
+
+    def link(self, distribution: metadata.Distribution) -> None:
+        for file in distribution.files or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                place = self.site / file
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.symlink_to(Path(str(distribution.locate_file(file))).resolve())
+
+    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
+        return subprocess.run(
+            list(map(str, words)),
+            cwd=self.folder,  # not where the tree is
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+
+def needed_by(distribution: metadata.Distribution) -> dict[str, metadata.Distribution]:
+    """Return what a distribution depends on, and that in turn, by name; without extras."""
+    found: dict[str, metadata.Distribution] = {}
+    open_ones = [distribution]
+    while open_ones:
+        for text in open_ones.pop().requires or ():
+            requirement = Requirement(text)
+            name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+            is_wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if is_wanted and name not in found:
+                found[name] = metadata.distribution(name)
+                open_ones.append(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """Build both wheels from a copy: setuptools takes what an earlier build has left in a tree."""
+    folder = tmp_path_factory.mktemp("wheels")
+    tree = folder / "tree"
+    for name in {each.partition(".")[0] for each in PACKAGES} | {"server"}:
+        left_out = shutil.ignore_patterns("__pycache__", "build", "results")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=left_out)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    build += ["--no-build-isolation", "--wheel-dir", str(folder), str(tree), str(tree / "server")]
+    subprocess.run(build, check=True, timeout=100)
+    return {each.name.partition("-")[0]: each for each in folder.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def client(wheels, tmp_path_factory):
+    """An environment as `pip install pagewire` makes it."""
+    environment = Environment(tmp_path_factory.mktemp("client"))
+    environment.install(wheels["pagewire"])
+    [installed] = metadata.distributions(name="pagewire", path=[str(environment.site)])
+    for each in needed_by(installed).values():
+        environment.link(each)
+    for name in ("google", "grpc", "pagewire"):  # as pip does
+        compileall.compile_dir(environment.site / name, quiet=1)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def both(wheels, tmp_path_factory):
+    """An environment as `pip install pagewire[server]` makes it, but for what comes with it."""
+    environment = Environment(tmp_path_factory.mktemp("both"))
+    for each in wheels.values():
+        environment.install(each)
+    # Behind the wheels. The .pth files in there do nothing, so a tree that is installed stays out.
+    others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (environment.site / "others.pth").write_text("\n".join(others))
+    return environment
+
+
+def files_in(wheel):
+    with zipfile.ZipFile(wheel) as content:
+        return set(content.namelist())
+
+
+def test_the_client_installs_one_name(wheels):
+    files = files_in(wheels["pagewire"])
+
+    assert {each.partition("/")[0] for each in files} == {"pagewire", "pagewire-0.1.0.dist-info"}
+    assert {"pagewire/py.typed", "pagewire/protos/inference_pb2.pyi"} <= files
+
+
+def test_the_server_has_the_rest_and_no_file_of_the_client(wheels):
+    files = files_in(wheels["pagewire_server"])
+    tops = {each.partition("/")[0] for each in files}
+
+    own = {each.partition(".")[0] for each in SERVER["tool"]["setuptools"]["packages"]}
+    assert tops == own | {"pagewire_server-0.1.0.dist-info"}
+    assert files.isdisjoint(files_in(wheels["pagewire"]))
+    assert {"protos/inference.proto", "cli/commands.py", "http_gateway/page/index.html"} <= files
+
+
+def test_what_a_client_depends_on_is_a_decision(client):
+    direct = {Requirement(each).name for each in CLIENT["project"]["dependencies"]}
+    [installed] = metadata.distributions(name="pagewire", path=[str(client.site)])
+
+    assert direct == {"googleapis-common-protos", "grpcio", "protobuf", "rich", "typer"}
+    assert HEAVY.isdisjoint(needed_by(installed))
+    assert len(needed_by(installed)) < 20
+
+
+def test_the_client_is_imported_fast_and_brings_nothing_heavy(client):
+    runs = [client.run(client.python, "-c", IMPORT) for _ in range(5)]
+
+    assert [each.stderr for each in runs] == [""] * 5
+    took_s, *modules = zip(*(each.stdout.split() for each in runs), strict=True)
+    assert_within(sorted(map(float, took_s))[2], 0.3)
+    assert (HEAVY | {"typer", "rich", "pydantic"}).isdisjoint(each[0] for each in modules)
+
+
+def test_the_client_generates(client):
+    async def answer(request, context):
+        last = request.chat.messages[-1].content if request.chat.messages else request.text
+        yield response("echo ", [1])
+        stop = common_pb2.FINISH_REASON_STOP
+        yield response(last, [2], first_index=1, finish_reason=stop, usage=usage())
+
+    with serving_in_thread(answer) as (address, _):
+        program = client.run(client.python, "-c", PROGRAM, address)
+        pagewire = client.folder / "bin" / "pagewire"
+        command = client.run(pagewire, "generate", "hi", "--address", address)
+        status = client.run(pagewire, "status", "--once", "--address", address)
+
+    assert (program.stdout, program.stderr) == ("echo hello\necho |again\n", "")
+    assert command.stdout == "echo hi\n"
+    assert "pages_moved=3" in command.stderr
+    assert "decode-0" in status.stdout
+
+
+def test_without_the_server_its_commands_say_how_to_get_it(client):
+    pagewire = client.folder / "bin" / "pagewire"
+
+    result = client.run(pagewire, "serve", "--model", "m")
+    versions = client.run(pagewire, "version")
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: `pagewire serve` needs the server: pip install 'pagewire[server]'\n"
+    )
+    assert versions.stdout.startswith("pagewire 0.1.0\ngrpcio ")
+
+
+def test_a_strict_type_checker_knows_the_client(client, tmp_path):
+    (client.folder / "typed.py").write_text(TYPED)
+    checker = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary"]
+
+    result = client.run(
+        *checker, f"--python-executable={client.python}", f"--cache-dir={tmp_path}", "typed.py"
+    )
+
+    assert result.stdout.splitlines() == [
+        'typed.py:6: note: Revealed type is "pagewire.types.Completion"',
+        'typed.py:11: note: Revealed type is "pagewire.async_client.AsyncStream"',
+    ]
+
+
+def test_with_the_server_the_command_offers_all(both):
+    pagewire = both.folder / "bin" / "pagewire"
+
+    shown = both.run(pagewire, "--help").stdout
+    refused = both.run(pagewire, "serve", "--model", "/nowhere")
+
+    commands = re.findall(r"^  (\w+) ", shown, re.MULTILINE)
+    assert {"generate", "chat", "status", "serve", "up", "doctor"} <= set(commands)
+    assert (refused.returncode, "model is '/nowhere'" in refused.stderr) == (2, True)
+
+
+def test_client_and_server_share_a_process(both):
+    code = """
+import cluster.config, pagewire.client, pagewire.wire, protos, router.server, worker.server
+from pagewire.protos import inference_pb2, worker_pb2
+print(pagewire.__file__, router.server.__file__, protos.__file__)
+print(inference_pb2.DESCRIPTOR.name, worker_pb2.DESCRIPTOR.name)
+"""
+    result = both.run(both.python, "-c", code)
+
+    assert result.stderr == ""
+    files, names = result.stdout.splitlines()
+    assert all(Path(each).is_relative_to(both.site) for each in files.split())
+    assert names == "pagewire/protos/inference.proto pagewire/protos/worker.proto"
