@@ -1,11 +1,11 @@
 """The controller: a named Ray actor that places a cluster's processes and knows its workers.
 
-It hears of each start of a worker and tells the routers; it adds workers and lets others go. Ray
-starts it again with the deployment that it was made with. Everything else the next announcements
-and Ray's list of actors bring back, so its death stops no request and its restart needs no storage:
-workers and routers announce themselves every two seconds, and a worker that has been told to leave
-needs nobody for that. While they load, workers tell it how far they are, and the launcher asks:
-they themselves answer nobody yet.
+It hears of each start of a worker and tells the routers, over gRPC, since not all of them run in
+Ray; it adds workers and lets others go. Ray starts it again with the deployment that it was made
+with. Everything else the next announcements and Ray's list of actors bring back, so its death stops
+no request and its restart needs no storage: workers announce themselves every two seconds, routers
+connect again, and a worker that has been told to leave needs nobody for that. While they load,
+workers tell it how far they are, and the launcher asks: they themselves answer nobody yet.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 
-from cluster.config import ClusterConfig
+from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
-from cluster.errors import PlacementError, StartError
+from cluster.errors import PlacementError, Stopping
 from cluster.membership import Membership
 from cluster.placement import (
     GATEWAY_NAME,
@@ -37,6 +37,9 @@ from cluster.scaling import (
     plan_scale,
     worker_ids,
 )
+from cluster.server import MemberServer
+from credentials.party import CONTROLLER_NAME
+from credentials.secret import RouterKeys
 from observability.logs import configure_logging, fields
 from router.membership import PoolName, WorkerMember
 
@@ -53,10 +56,11 @@ class ClusterFacts:
     config: ClusterConfig
     device: str
     workers: ClusterWorkers
+    is_stopping: bool = False  # nothing is changed any more
 
 
 class ControllerActor:
-    """Places the cluster's processes, and pushes the membership to every router.
+    """Places the cluster's processes, and tells every router the membership.
 
     Args:
         deployment: What all processes are started from.
@@ -67,10 +71,20 @@ class ControllerActor:
         configure_logging(config.log_level, config.log_format)
         self._deployment = deployment
         self._membership = Membership()
-        self._routers: dict[str, Any] = {}  # router_id |-> actor handle
         self._loaded: dict[str, tuple[int, int]] = {}  # worker_id |-> bytes loaded, bytes in all
         self._started_at = _now()
         self._is_closed = False
+        keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
+        host = own_host() if config.ray_address else LOOPBACK
+        self._members = MemberServer(keys, host, config.controller_port)
+        try:
+            self._address = await self._members.start()
+        except Exception:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise  # the launcher reports it
+            # Ray gives up an actor whose constructor raises, but starts a dead process again.
+            log.exception("controller_start_failed")
+            os._exit(1)
 
     # What the launcher and the command line ask for. A decision and what it leads to have no await
     # between them, so that two callers cannot both let the last worker go.
@@ -89,7 +103,10 @@ class ControllerActor:
     async def facts(self) -> ClusterFacts:
         """Return what runs."""
         return ClusterFacts(
-            config=self._deployment.config, device=self._deployment.device, workers=self._workers()
+            config=self._deployment.config,
+            device=self._deployment.device,
+            workers=self._workers(),
+            is_stopping=self._is_closed,
         )
 
     async def scale(
@@ -128,7 +145,15 @@ class ControllerActor:
         """Change nothing any more: the cluster stops."""
         self._is_closed = True
 
-    # What workers and routers tell.
+    async def address(self) -> str:
+        """Return where routers ask for the members."""
+        return self._address
+
+    async def router_keys(self, name: str) -> RouterKeys:
+        """Return the keys for routers that run outside; who may use this Ray could read them."""
+        return self._deployment.secret.router_keys(name)
+
+    # What workers tell.
 
     async def announce_worker(
         self, worker_id: str, incarnation: int, address: str, pool: PoolName, is_leaving: bool
@@ -148,7 +173,7 @@ class ControllerActor:
                     worker_id=worker_id, incarnation=f"{incarnation:016x}", address=address
                 ),
             )
-            await self._push_all()
+            self._publish()
         if (grace_s := self._membership.grace_of(member)) is not None:
             # It has not heard it yet, or it has died since and come back.
             with suppress(ValueError):  # it has just ended
@@ -158,16 +183,11 @@ class ControllerActor:
         """Forget a start of a worker that has drained."""
         if self._membership.left(worker_id, incarnation):
             log.info("worker_left", extra=fields(worker_id=worker_id))
-            await self._push_all()
+            self._publish()
 
-    async def announce_router(self, router_id: str, handle: Any) -> None:
-        """Enter a router and tell it the workers; a restarted one knows none, so each time."""
-        self._routers[router_id] = handle
-        await self._push(router_id)
-
-    async def was_ready(self, name: str) -> bool:
-        """Return whether an earlier process of this worker or router has served."""
-        return name in self._membership or name in self._routers
+    async def was_ready(self, worker_id: str) -> bool:
+        """Return whether an earlier process of this worker has served."""
+        return worker_id in self._membership
 
     async def report_loaded(self, worker_id: str, done_bytes: int, total_bytes: int) -> None:
         """Note how far a worker's weights are; what loads at once is never reported."""
@@ -184,12 +204,12 @@ class ControllerActor:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise StartError("the cluster is being stopped; wait until `pagewire down` has ended")
+            raise Stopping
 
     def _workers(self) -> ClusterWorkers:
         names: list[str] = ray.util.list_named_actors()
         existing = {each for each in names if is_worker(each)}
-        leaving = self._membership.leaving & existing
+        leaving = (self._membership.leaving | self._membership.gone) & existing
         staying = frozenset(existing - leaving)
         return ClusterWorkers(
             staying=staying, leaving=leaving, answering=staying & self._heard_of()
@@ -200,6 +220,7 @@ class ControllerActor:
 
     def _place(self, worker_id: str) -> Any:
         self._loaded.pop(worker_id, None)
+        self._membership.place(worker_id)
         return place_worker(self._deployment, worker_id)
 
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
@@ -211,24 +232,31 @@ class ControllerActor:
         await self._push_all()
         for worker_id in names:
             log.info("worker_dismissed", extra=fields(worker_id=worker_id, grace_s=grace_s))
-            with suppress(ValueError):  # it has just ended
+            try:
                 actor = ray.get_actor(worker_id)
-                if worker_id in heard_of or is_young:
-                    actor.drain.remote(grace_s)
-                else:  # it loads, waits for a place or dies again and again, and serves nobody
-                    ray.kill(actor, no_restart=True)
-                    self._membership.forget(worker_id)
+            except ValueError:  # it has just ended
+                self._membership.forget(worker_id)
+                continue
+            if worker_id in heard_of or is_young:
+                actor.drain.remote(grace_s)
+            else:  # it loads, waits for a place or dies again and again, and serves nobody
+                ray.kill(actor, no_restart=True)
+                self._membership.forget(worker_id)
+        self._publish()
+
+    def _publish(self) -> None:
+        self._members.publish(self._membership.members)
 
     async def _push_all(self) -> None:
-        await asyncio.gather(*(self._push(router_id) for router_id in self._routers))
+        """Tell the routers, and wait until they go by it. One that comes back is told then."""
+        self._publish()
+        await self._members.wait_applied(PUSH_TIMEOUT_S)
 
-    async def _push(self, router_id: str) -> None:
-        call = self._routers[router_id].set_workers.remote(self._membership.members)
-        try:
-            await asyncio.wait_for(call, PUSH_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            # A router that comes back announces itself and is told then.
-            log.warning("push_failed", extra=fields(router_id=router_id, error=str(error)))
+
+def own_host() -> str:
+    """Return the address of this host as others of the Ray cluster know it."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
 
 
 def _check_free_gpus(num_needed: int) -> None:

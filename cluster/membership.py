@@ -16,6 +16,8 @@ class Membership:
         self._members: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
         self._heard_at: dict[str, float] = {}  # worker_id |-> when it has announced itself last
         self._leaving: dict[str, float] = {}  # worker_id |-> seconds for what runs there
+        # worker_id |-> its last start, 0 if none was known; none is placed or heard of since.
+        self._gone: dict[str, int] = {}
 
     @property
     def members(self) -> tuple[WorkerMember, ...]:
@@ -30,6 +32,11 @@ class Membership:
         """The names of those that are to leave."""
         return frozenset(self._leaving)
 
+    @property
+    def gone(self) -> frozenset[str]:
+        """The names of those that were forgotten; Ray may still list them for a moment."""
+        return frozenset(self._gone)
+
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._members
 
@@ -37,15 +44,24 @@ class Membership:
         """Enter a start of a worker; returns whether that changed anything.
 
         A worker announces itself only from its newest process: Ray starts another one only after
-        the old one's death, so the latest announcement wins.
+        the old one's death, so the latest announcement wins. But what comes late of a start that
+        is gone counts for nothing.
         """
+        if self._gone.get(member.worker_id) == member.incarnation:
+            return False
         changed = self._members.get(member.worker_id) != member
         self._members[member.worker_id] = member
+        self._gone.pop(member.worker_id, None)
         self._heard_at[member.worker_id] = now
         if member.is_draining and member.worker_id not in self._leaving:
             self._leaving[member.worker_id] = 0.0  # as an earlier controller has told it
             changed = True
         return changed
+
+    def place(self, worker_id: str) -> None:
+        """Note that a worker is placed: what was said of an earlier one of its name is over."""
+        self._leaving.pop(worker_id, None)
+        self._gone.pop(worker_id, None)
 
     def dismiss(self, worker_id: str, grace_s: float) -> None:
         """Note that a worker is to leave, whichever of its processes."""
@@ -58,16 +74,18 @@ class Membership:
     def left(self, worker_id: str, incarnation: int) -> bool:
         """Forget a worker if this is its latest start; returns whether that changed anything."""
         member = self._members.get(worker_id)
-        if member is None or member.incarnation != incarnation:
+        if member is not None and member.incarnation != incarnation:
             return False
         self.forget(worker_id)
-        return True
+        self._gone[worker_id] = incarnation
+        return member is not None
 
     def forget(self, worker_id: str) -> None:
         """Forget a worker that is gone."""
-        self._members.pop(worker_id, None)
+        member = self._members.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
         self._leaving.pop(worker_id, None)
+        self._gone[worker_id] = member.incarnation if member else self._gone.get(worker_id, 0)
 
     def heard_since(self, since: float) -> frozenset[str]:
         """Return who has announced itself since then."""

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from credentials.cluster import Callee
-from credentials.gate import ANSWER_KEY, CALL_KEY
+from credentials.gate import ANSWER_KEY, CALL_KEY, INCARNATION_KEY
 
 
 class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
@@ -67,6 +67,15 @@ class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
             return wrap(call(*request, metadata=metadata, **options), answer, self._callee)
 
         return make
+
+
+def told_incarnation(failure: grpc.aio.AioRpcError) -> int | None:
+    """Return which start of the callee refused a call that meant another one; None: no such end.
+
+    Nothing proves it. Who believes a lie makes calls that the callee refuses.
+    """
+    told = dict(failure.trailing_metadata() or ()).get(INCARNATION_KEY, "")
+    return int(told) if told.isdecimal() and int(told) < 2**64 else None
 
 
 class _ProvenCall:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from credentials.errors import NotProven, WrongIncarnation
 from credentials.party import Party, Role
 from credentials.secret import KEY_BYTES, PartyKeys, calling_key, derive
-from protos import common_pb2
+from pagewire.protos import common_pb2
 
 VERSION = 1
 MAX_NAME_BYTES = 64
@@ -110,7 +110,8 @@ class ClusterCredentials:
         self._callers[caller.role, caller.name] = key
         if meant_incarnation != self.party.incarnation:
             raise WrongIncarnation(
-                f"incarnation {meant_incarnation} is asked for, this is {self.party.incarnation}"
+                f"incarnation {meant_incarnation} is asked for, this is {self.party.incarnation}",
+                self.party.incarnation,
             )
         return ProvenCall(caller=caller, number=number, answer=_answer_proof(key, proof))
 

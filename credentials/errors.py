@@ -6,6 +6,8 @@ CredentialsError
 └── NotAllowed           a genuine caller may not call this method
 
 gate.py maps them to status codes.
+
+KeyFileError             a file with keys cannot be used; the message says why
 """
 
 
@@ -18,8 +20,16 @@ class NotProven(CredentialsError):
 
 
 class WrongIncarnation(CredentialsError):
-    """A genuine caller means another start of this process."""
+    """A genuine caller means another start of this process, whose incarnation it is told."""
+
+    def __init__(self, message: str, incarnation: int) -> None:
+        super().__init__(message)
+        self.incarnation = incarnation
 
 
 class NotAllowed(CredentialsError):
     """A genuine caller may not call this method."""
+
+
+class KeyFileError(Exception):
+    """A file with keys, or the secret, cannot be read or written, or has something else in it."""

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CALL_KEY = "pagewire-call-bin"  # metadata: of the caller
 ANSWER_KEY = "pagewire-answer-bin"  # of the callee
+INCARNATION_KEY = "pagewire-incarnation"  # of the callee, for a caller that means another start
 LOG_PERIOD_S = 10.0  # of refusals: strangers must not fill the disk
 STATUS_CODES: dict[type[CredentialsError], grpc.StatusCode] = {
     NotProven: grpc.StatusCode.UNAUTHENTICATED,
@@ -85,11 +86,17 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
 
     def _refusing(self, method: str, error: CredentialsError) -> grpc.RpcMethodHandler:
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            self._refusals.note(method, context.peer(), error)
+            if not isinstance(error, WrongIncarnation):  # of which the genuine caller tells
+                self._refusals.note(method, context.peer(), error)
             # A stranger need not learn how far its forgery came.
             is_stranger = isinstance(error, NotProven)
             text = "the call does not prove that it comes from this cluster"
-            await context.abort(STATUS_CODES[type(error)], text if is_stranger else str(error))
+            told: tuple[tuple[str, str], ...] = ()
+            if isinstance(error, WrongIncarnation):
+                told = ((INCARNATION_KEY, str(error.incarnation)),)
+            await context.abort(
+                STATUS_CODES[type(error)], text if is_stranger else str(error), told
+            )
 
         # A handler of streams, because one of a single request would first wait for that.
         return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,9 +1,11 @@
-"""The parties of a cluster: one start of one router or worker each."""
+"""The parties of a cluster: one start of one router, worker or controller each."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["router", "prefill", "decode"]
+Role = Literal["router", "prefill", "decode", "controller"]
+
+CONTROLLER_NAME = "controller"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from grpc_reflection.v1alpha import reflection
 
 from credentials.cluster import CALLER_ROLES
 from credentials.party import Role
-from protos import common_pb2, worker_pb2
+from pagewire.protos import common_pb2, controller_pb2, worker_pb2
 
 # Monitors and tools ask these, and they say nothing of requests.
 OPEN_SERVICES = frozenset(
@@ -36,4 +36,5 @@ def is_open(method: str) -> bool:
     return method.rpartition("/")[0].removeprefix("/") in OPEN_SERVICES
 
 
+CONTROLLER_CALLERS: Mapping[str, frozenset[Role]] = callers_in(controller_pb2.DESCRIPTOR)
 WORKER_CALLERS: Mapping[str, frozenset[Role]] = callers_in(worker_pb2.DESCRIPTOR)

@@ -3,8 +3,10 @@
 Keys form a tree, so that a process holds no more than its own part needs:
 
     secret                                   the cluster's controller alone
-    └── accepting key of a role              the workers of that role, to check their callers
-        └── calling key of a named caller    that caller, for its calls to workers of the role
+    ├── accepting key of a role              the processes of that role, to check their callers
+    │   └── calling key of a named caller    that caller, for its calls to processes of the role
+    ├── key of page hashes                   workers and routers
+    └── key of resume tokens                 routers
 
 A router can therefore not pass for a decode worker, nor decode-0 for decode-1, and a router has no
 key with which it could pass for a prefill worker. Keys are derived by HMAC-SHA256 (RFC 2104), used
@@ -20,12 +22,14 @@ from credentials.party import Role
 
 SECRET_BYTES = 32
 KEY_BYTES = 32  # of every derived key and proof
+HASH_KEY_BYTES = 16
 
 # caller |-> whom it calls
 CALLEES: Mapping[Role, tuple[Role, ...]] = {
-    "router": ("prefill", "decode"),
+    "router": ("prefill", "decode", "controller"),
     "decode": ("prefill",),
     "prefill": (),
+    "controller": (),
 }
 
 
@@ -37,6 +41,15 @@ class PartyKeys:
     name: str
     accepting: bytes = field(repr=False)  # derives the keys of its callers
     calling: Mapping[Role, bytes] = field(repr=False)  # role of the callee |-> its own key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterKeys:
+    """All keys of a router. Routers may share a name, and with it these."""
+
+    party: PartyKeys
+    page_hashes: bytes = field(repr=False)
+    resume_tokens: bytes = field(repr=False)
 
 
 class ClusterSecret:
@@ -63,6 +76,19 @@ class ClusterSecret:
                 for callee in CALLEES[role]
             },
         )
+
+    def router_keys(self, name: str) -> RouterKeys:
+        """Return what a router needs and no more."""
+        return RouterKeys(
+            party=self.keys_of("router", name),
+            page_hashes=self.page_hash_key,
+            resume_tokens=derive(self._secret, b"resume tokens"),
+        )
+
+    @property
+    def page_hash_key(self) -> bytes:
+        """The key of page hashes, which clients must not know."""
+        return derive(self._secret, b"page hashes")[:HASH_KEY_BYTES]
 
     def _accepting_key(self, role: Role) -> bytes:
         return derive(self._secret, b"accepting", role.encode())

@@ -3,22 +3,28 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
 from typing import TypeVar
 
 from kv_cache.page_hash import packed_page_hashes
-from protos.token_ids import TOKEN_BYTES
+from pagewire.protos.token_ids import TOKEN_BYTES
 from router.chat_format import ToolCallFormat, begins_in_reasoning, has_reasoning, tool_call_format
 from router.config import RouterConfig
-from router.errors import NoWorker, Overloaded
+from router.errors import NoWorker, Overloaded, RouterStops
 from router.generation import Generation
 from router.model_folder import ModelFolder
-from router.prompt import Chat, Prompt, PromptEncoder
+from router.off_loop import OffLoop
+from router.prompt import LARGE_PIECES_BYTES, Chat, Prompt, PromptEncoder
 from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.resumption import ResumeTokens, Resumption
 from router.validation import (
     MAX_REQUEST_FIELDS,
     check_model,
     check_packed_token_ids,
     check_prompt,
+    check_resumption,
     check_tokens,
     complete_sampling,
     end_token_ids,
@@ -39,6 +45,8 @@ class Admission:
         encoder: PromptEncoder,
         registry: WorkerRegistry,
         random_id: Callable[[], str],
+        resume_tokens: ResumeTokens,
+        off_loop: OffLoop,
     ) -> None:
         self.num_active = 0
         self.num_finished = 0  # calls that succeeded, since the start
@@ -48,6 +56,8 @@ class Admission:
         self._encoder = encoder
         self._registry = registry
         self._random_id = random_id
+        self._resume_tokens = resume_tokens
+        self._off_loop = off_loop
         self._idle = asyncio.Event()
         self._idle.set()
         template = folder.chat_template.source if folder.chat_template else ""
@@ -63,10 +73,10 @@ class Admission:
 
         Raises:
             Overloaded: There is none.
-            NoWorker: The router is stopping.
+            RouterStops: It takes nothing new.
         """
         if self.is_closed:
-            raise NoWorker("the router is stopping")
+            raise RouterStops("the router is stopping")
         limit = self._config.max_active_requests
         if self.num_active >= limit:
             raise Overloaded(
@@ -118,29 +128,33 @@ class Admission:
         asked: AskedSampling,
         arrived_at: float,
         time_remaining_s: float | None,
-    ) -> Generation:
-        """Check a request and make it ready for dispatch.
+        resumption: Resumption | None = None,
+    ) -> tuple[Generation, bytes]:
+        """Check a request and make it ready for dispatch; return also its resume token.
 
         Raises:
             InvalidRequest: A field is wrong.
             NoWorker: No worker has told yet which model it serves.
         """
+        begun = self._resume_tokens.read(resumption.token) if resumption else None
         model = await self._model()
         check_model(model_name, model)
 
-        def check_and_hash(packed: bytes) -> tuple[bytes, tuple[bytes, ...]]:
+        def check_and_hash(packed: bytes) -> tuple[bytes, tuple[bytes, ...], bytes]:
             check_prompt(packed, model)
-            return packed, self._page_hashes(packed, model)
+            return packed, self._page_hashes(packed, model), sha256(packed).digest()
 
-        text, (packed, page_hashes) = await self._encode(prompt, model, check_and_hash)
+        text, (packed, page_hashes, digest) = await self._encode(prompt, model, check_and_hash)
         sampling = complete_sampling(
             asked,
             defaults=self._folder.defaults,
             model=model,
             prompt_len=len(packed) // TOKEN_BYTES,
             has_tokenizer=self._folder.tokenizer is not None,
-            draw_seed=lambda: int(self._random_id()[:16], 16),
+            draw_seed=lambda: begun.seed if begun else int(self._random_id()[:16], 16),
         )
+        if begun:  # the router that began may have known of other workers
+            sampling = replace(sampling, max_tokens=begun.max_tokens)
         timeout_s = self._config.request_timeout_s
         if time_remaining_s is not None:
             timeout_s = min(timeout_s, time_remaining_s)
@@ -154,8 +168,23 @@ class Admission:
             arrived_at=arrived_at,
             deadline_at=asyncio.get_running_loop().time() + timeout_s,
             begins_in_reasoning=isinstance(prompt, Chat) and begins_in_reasoning(text),
+            prompt_digest=digest,
+            resumed_from=begun.request_id if begun else "",
         )
-        return Generation(request, self._folder.tokenizer)
+        generation = Generation(request, self._folder.tokenizer)
+        if resumption:
+            self._resume_tokens.check(resumption.token, request, asked, model.fingerprint)
+            check_resumption(resumption, sampling, model)
+            await self._resume(generation, resumption)
+        return generation, self._resume_tokens.issue(request, asked, model.fingerprint)
+
+    async def _resume(self, generation: Generation, resumption: Resumption) -> None:
+        num_bytes = sum(len(each.packed_token_ids) for each in resumption.choices)
+        work = partial(generation.resume, resumption.choices)
+        if num_bytes <= LARGE_PIECES_BYTES:
+            work()
+        else:
+            await self._off_loop.run(work, num_bytes)
 
     async def _encode(
         self, prompt: Prompt, model: ServedModel, finish: Callable[[bytes], T]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from observability.logs import fields
+from pagewire.protos.call_tasks import mark_seen
 from router.chat_child import LENGTH_BYTES
 from router.chat_template import ChatTemplate
 from router.errors import (
@@ -195,13 +196,9 @@ class ChildRenderer:
     def _hold(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._let_go)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(mark_seen)  # of a rendering whose caller left
         return task
-
-    def _let_go(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # of a rendering whose caller left
 
 
 class _Child:

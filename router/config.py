@@ -17,6 +17,7 @@ class RouterConfig:
     router_id: str = "router-0"  # in logs and session greetings
     cache_salt: bytes = b""  # of the prefix cache; part of every page hash
     page_hash_key: bytes = field(default=b"", repr=False)  # of the page hashes, as the workers'
+    resume_key: bytes = field(default=b"", repr=False)  # of resume tokens, as all routers'
     local_prefill_max_tokens: int = 64  # as the decode workers are configured
     max_running_sequences: int = 256  # likewise
 
@@ -40,7 +41,11 @@ class RouterConfig:
         "1,000,000, which take about half a second to tokenize.",
         at_least=0,
     )
-    request_timeout_s: float = option(3600.0, "For calls without a deadline of their own.", above=0)
+    request_timeout_s: float = option(
+        3600.0,
+        "For calls without a deadline of their own; for as long a call can be resumed elsewhere.",
+        above=0,
+    )
     coalesce_ms: float = option(
         20.0,
         "Under load, tokens that come within this time after a message of their stream travel "

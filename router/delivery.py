@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
+from pagewire.protos.call_tasks import mark_seen
 from router.errors import SlowClient
 
 Message = TypeVar("Message")
@@ -59,7 +60,7 @@ class Delivery(Generic[Message]):
             self._is_over = True
             if self._blocked_since is None:
                 writing.cancel()
-            writing.add_done_callback(_retrieve)
+            writing.add_done_callback(mark_seen)  # of a call that is over
 
     async def _write_all(self) -> None:
         loop = asyncio.get_running_loop()
@@ -74,8 +75,3 @@ class Delivery(Generic[Message]):
                 self._blocked_since = None
                 if self._is_over:
                     return
-
-
-def _retrieve(writing: "asyncio.Task[None]") -> None:
-    if not writing.cancelled():
-        writing.exception()  # of a call that is over

@@ -30,9 +30,11 @@ from router.errors import (
     RequestFailed,
     RequestLost,
     RouterError,
+    RouterStops,
 )
 from router.expected_wait import Demand, wait_to_hold_s
 from router.generation import Generation
+from router.hot_prefixes import HotPrefixes
 from router.pacing import Pacer
 from router.placement import Placement
 from router.policy import PolicyWeights, RouteQuery, route
@@ -42,6 +44,8 @@ from router.worker_registry import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
+_MOST_PREFIXES = 1024  # that are counted; a router shows a few of them
+
 
 class Dispatcher:
     """All requests and sessions of one router."""
@@ -50,6 +54,7 @@ class Dispatcher:
         self, *, config: RouterConfig, registry: WorkerRegistry, index: PrefixIndex
     ) -> None:
         self.num_resumed = 0  # see Generation.num_resumptions
+        self.hot_prefixes = HotPrefixes(max_prefixes=_MOST_PREFIXES)
         self._config = config
         self._registry = registry
         self._index = index
@@ -118,7 +123,9 @@ class Dispatcher:
     async def _drive(self, stream: Stream) -> None:
         try:
             async with asyncio.timeout_at(stream.generation.request.deadline_at):
-                await self._attempt_until_done(stream)
+                self.num_resumed += stream.generation.num_resumptions  # begun at another router
+                if not stream.generation.is_finished:
+                    await self._attempt_until_done(stream)
             stream.end(None)
         except TimeoutError:
             stream.end(DeadlineExceeded(f"not finished in time: {_progress(stream.generation)}"))
@@ -129,7 +136,7 @@ class Dispatcher:
             logger.exception("request_crashed", extra=fields(request_id=request_id))
             stream.end(RequestFailed(grpc.StatusCode.INTERNAL.value[0], "internal error"))
         finally:
-            stream.end(NoWorker("the router stopped"))  # no effect on an end before
+            stream.end(RouterStops("the router stopped"))  # no effect on an end before
 
     async def _attempt_until_done(self, stream: Stream) -> None:
         generation = stream.generation
@@ -210,8 +217,13 @@ class Dispatcher:
             overlaps=overlaps,
             weights=self._weights,
         )
-        if generation.attempt < 0:
+        if generation.attempt < 0 and not generation.num_resumptions:
             self._check_wait(decision.least_wait_s)
+            self.hot_prefixes.add(
+                request.page_hashes,
+                num_known=max(overlaps.values(), default=0),
+                page_size=request.page_size,
+            )
         expires_at = now + self._config.speculative_ttl_s
         for worker_id in dict.fromkeys((decision.decode_worker, decision.computing_worker)):
             self._index.expect(worker_id, request.page_hashes, expires_at)

@@ -4,7 +4,8 @@ RouterError
   InvalidRequest         a field is wrong; says which, what was found and what is allowed
     UnknownModel         the model name is not served
   Overloaded             too many active requests; try again after `retry_delay_s`
-  NoWorker               no decode worker became available in time, or the router stops
+  NoWorker               no decode worker became available in time
+  RouterStops            the router stops; another one can go on with the call
   RequestFailed          a worker ended the request with an error of the request's own
   RequestLost            the stream broke more often than it may be resumed
   DeadlineExceeded       the client's or the router's time limit passed
@@ -19,6 +20,7 @@ AttemptFailed            this attempt is over, another worker may go on
 DeltaGap                 tokens are missing between two deltas of a choice
 RefusedByTemplate        the chat template does not accept the messages
 WorkerGone               a worker cannot be used, for now
+ControllerGone           nobody tells the members, for now
 
 `server.py` maps these to gRPC status codes.
 """
@@ -63,6 +65,10 @@ class Overloaded(RouterError):
 
 class NoWorker(RouterError):
     """Nobody can serve the request now."""
+
+
+class RouterStops(RouterError):
+    """This router serves no more; the client's library goes on at another one."""
 
 
 class RequestFailed(RouterError):
@@ -120,3 +126,7 @@ class WrongTools(Exception):
 
 class WorkerGone(Exception):
     """The worker cannot be used; the message says why."""
+
+
+class ControllerGone(Exception):
+    """Nobody tells who the workers are; the message says why."""

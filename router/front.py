@@ -6,8 +6,8 @@ requests, until callers are known by name.
 
 import grpc
 
+from pagewire.protos.grpc_options import LISTEN_OPTIONS, MAX_MESSAGE_BYTES, MAX_STREAM_AGE_S
 from protos.call_guard import CallGuard
-from protos.grpc_options import LISTEN_OPTIONS, MAX_MESSAGE_BYTES, MAX_STREAM_AGE_S
 from router.config import RouterConfig
 from router.validation import MAX_REQUEST_FIELDS
 
@@ -19,10 +19,17 @@ CONNECTION_AGE_MS = 3_600_000
 MAX_INT = 2**31 - 1
 
 
-def make_server(config: RouterConfig) -> grpc.aio.Server:
-    """Return a server without services and ports."""
+def make_server(config: RouterConfig, *, shares_port: bool = False) -> grpc.aio.Server:
+    """Return a server without services and ports.
+
+    Args:
+        config: Limits.
+        shares_port: Other processes of this user may listen on the same port: the kernel gives each
+            of them a part of the connections.
+    """
     guard = CallGuard(max_calls=max_open_calls(config), max_fields=MAX_REQUEST_FIELDS)
-    return grpc.aio.server(options=server_options(config), interceptors=[guard])
+    options = dict(server_options(config)) | {"grpc.so_reuseport": int(shares_port)}
+    return grpc.aio.server(options=tuple(options.items()), interceptors=[guard])
 
 
 def max_open_calls(config: RouterConfig) -> int:

@@ -9,6 +9,8 @@ Rules, in the order in which a delta meets them:
 - a stop string in what follows the first min_tokens tokens: the choice ends there, whatever else
   the worker says about it.
 
+A call that was begun at another router starts with what its client has of it; see `resume`.
+
 What a client has not taken merges into one output per choice, so that the memory of a request is
 bounded by its tokens. Its text is made when it is taken, of all tokens at once; but token by token
 as they come where a stop string may end the choice.
@@ -19,9 +21,11 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from pagewire.protos.token_ids import unpack_token_ids
 from router.detokenizer import Decoder, Detokenizer
 from router.errors import DeltaGap
 from router.request import GenerationRequest
+from router.resumption import ReceivedChoice
 from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer, WithSpecialTokens
 
@@ -46,15 +50,17 @@ class WorkerStats:
     preemptions: int = 0
     prefill_retries: int = 0
     resumptions: int = 0
+    cached_tokens: int | None = None  # None: no worker has told
 
     def plus(self, other: "WorkerStats") -> "WorkerStats":
-        """Return the sum, field by field."""
-        return WorkerStats(
-            **{
-                each.name: getattr(self, each.name) + getattr(other, each.name)
-                for each in fields(self)
-            }
-        )
+        """Return the sum, field by field; what one attempt computed, no other one has found."""
+        sums = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+            if each.name != "cached_tokens"
+        }
+        told = [each for each in (self.cached_tokens, other.cached_tokens) if each is not None]
+        return WorkerStats(**sums, cached_tokens=min(told, default=None))
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: that would triple the time to make one
@@ -117,8 +123,11 @@ class Choice:
         self._detokenizer = _detokenizer(request, tokenizer)
         self._stop_strings = StopStrings(request.sampling.stop) if request.sampling.stop else None
         self._min_tokens = request.sampling.min_tokens
+        self._max_tokens = request.sampling.max_tokens
         self._output: Output | None = None
         self._textless: list[int] = []  # tokens of the output whose text is not made yet
+        self.num_resumed = 0  # tokens that the client had before this router began
+        self._num_chars_had = 0  # of the text that is to be made, those that the client has
 
     def accept(self, delta: Delta) -> int:
         """Take over a delta; return how many of its tokens are new.
@@ -157,6 +166,27 @@ class Choice:
             self._finish(delta.finish, stopped_by=self._end_token_text(delta.finish))
         return len(new_ids)
 
+    def resume(self, received: ReceivedChoice) -> None:
+        """Start with what the client has; its text is made again, and cut off."""
+        token_ids = unpack_token_ids(received.packed_token_ids)
+        if received.is_finished:
+            self.token_ids = token_ids
+            self.is_finished = True
+        else:
+            self._num_chars_had = received.text_chars
+            finish = self._finish_of(token_ids)
+            self.accept(
+                Delta(
+                    attempt=0, choice=self.index, first_index=0, token_ids=token_ids, finish=finish
+                )
+            )
+            self._make_text()
+            output, self._output = self._output, None
+            if output and (output.text or output.finish):
+                output.token_ids, output.first_index = [], len(self.token_ids)
+                self._output = output
+        self.num_resumed = len(self.token_ids)
+
     def take(self) -> Output | None:
         """Return what the client has not got yet, if anything."""
         self._make_text()
@@ -185,10 +215,10 @@ class Choice:
     def _add_text(self, text: str) -> None:
         output = self._pending()
         if self._stop_strings is None or len(self.token_ids) <= self._min_tokens:
-            output.text += text
+            output.text += self._new(text)
             return
         result = self._stop_strings.push(text)
-        output.text += result.text
+        output.text += self._new(result.text)
         if result.stopped_by:
             self.is_finished = True
             output.finish = Finish.STOP
@@ -202,10 +232,22 @@ class Choice:
                 return
         output = self._pending()
         if self._stop_strings is not None:
-            output.text += self._stop_strings.finish()
+            output.text += self._new(self._stop_strings.finish())
         output.finish = finish
         output.stopped_by = stopped_by
         self.is_finished = True
+
+    def _new(self, text: str) -> str:
+        """Return the part of the next text that the client does not have."""
+        had = min(self._num_chars_had, len(text))
+        self._num_chars_had -= had
+        return text[had:]
+
+    def _finish_of(self, token_ids: Sequence[int]) -> Finish | None:
+        """Return how tokens end that a worker would have ended with the last of them."""
+        if token_ids and token_ids[-1] in self._end_token_ids:
+            return Finish.STOP
+        return Finish.LENGTH if len(token_ids) >= self._max_tokens else None
 
     def _end_token_text(self, finish: Finish | None) -> str:
         if finish is not Finish.STOP or not self._tokenizer or not self.token_ids:
@@ -231,6 +273,16 @@ class Generation:
         self._stats = WorkerStats()  # the newest that the current attempt told
         self._running: set[int] = set()  # choices that the current worker still works on
         self._stopped: set[int] = set()  # of those, the ones that have ended here
+
+    def resume(self, received: Sequence[ReceivedChoice]) -> None:
+        """Go on behind what the client has of a call that was begun at another router.
+
+        Call it first, once; it takes as long as to make the text of all these tokens.
+        """
+        self.num_resumptions = 1
+        for each in received:
+            self.choices[each.choice].resume(each)
+        self.num_unfinished = sum(not choice.is_finished for choice in self.choices)
 
     @property
     def is_finished(self) -> bool:
@@ -310,7 +362,7 @@ class Generation:
         first_at, last_at = self.first_token_at, self.last_token_at
         if first_at is None or last_at is None:
             first_at = last_at = self.finished_at
-        num_gaps = max(len(choice.token_ids) for choice in self.choices) - 1
+        num_gaps = max(len(each.token_ids) - each.num_resumed for each in self.choices) - 1
         return Timings(
             ttft_ms=1000 * (first_at - self.request.arrived_at),
             total_ms=1000 * (self.finished_at - self.request.arrived_at),

@@ -11,6 +11,7 @@ import logging
 import grpc
 
 from observability.logs import fields
+from pagewire.protos.call_tasks import is_own_cancellation
 from router import wire
 from router.membership import WorkerMember
 from router.worker_registry import Worker, WorkerRegistry
@@ -48,10 +49,11 @@ class Introductions:
                 "introduction_failed",
                 extra=fields(worker_id=worker.member.worker_id, reason=error.details()),
             )
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+        # Its channel was closed, because another start has replaced it or it has left:
+        except grpc.aio.UsageError:
+            return  # before the call
+        except asyncio.CancelledError:  # during the call
+            if is_own_cancellation():
                 raise
-            # Its channel was closed, because another start has replaced it or it has left.
         else:
             self._told[worker] = prefills

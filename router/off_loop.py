@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+from pagewire.protos.call_tasks import mark_seen
 from router.errors import Overloaded
 
 T = TypeVar("T")
@@ -51,8 +52,7 @@ class OffLoop:
         def leave(running: "asyncio.Future[T]") -> None:
             self._num_bytes -= num_bytes
             self._places.release()
-            if not running.cancelled():
-                running.exception()  # of a caller that left
+            mark_seen(running)  # of a caller that left
 
         running = asyncio.ensure_future(self._run_blocking(function))
         running.add_done_callback(leave)

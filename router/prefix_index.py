@@ -115,6 +115,11 @@ class PrefixIndex:
             self._note(overlaps, remaining, depth)
         return overlaps
 
+    def holders(self, page_hash: bytes) -> list[str]:
+        """Return the workers that hold a page for certain, by name."""
+        mask = self._masks.get(page_hash, 0)
+        return sorted(worker_id for worker_id, bit in self._bits.items() if mask & bit)
+
     def forget(self, worker_id: str) -> None:
         """Drop the confirmed entries of a worker; the next batch must be a snapshot."""
         self._positions.pop(worker_id, None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.chat_renderer import ChatRenderer
 from router.errors import ChatTemplateError, InvalidRequest, RefusedByTemplate, WrongTools
 from router.model_folder import ModelFolder

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, fields
 
+from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.sampling_limits import MAX_CHOICES
-from protos.token_ids import TOKEN_BYTES
 
 _CAPACITIES = ("max_context_tokens", "max_choices")  # in which workers may differ
 
@@ -93,14 +93,16 @@ class GenerationRequest:
     """An admitted request: everything that dispatch needs to get it served."""
 
     request_id: str  # 32 hexadecimal digits
-    packed_token_ids: bytes  # the prompt, as protos.token_ids packs it
+    packed_token_ids: bytes  # the prompt, as pagewire.protos.token_ids packs it
     sampling: Sampling
     end_token_ids: frozenset[int]  # those that end a choice and are not part of its text
     page_hashes: tuple[bytes, ...]  # of the prompt's full pages
     page_size: int
     arrived_at: float  # loop time
     deadline_at: float  # loop time
+    prompt_digest: bytes = b""  # SHA-256 of its token ids as they are packed, for resume tokens
     begins_in_reasoning: bool = False  # see GenerateResponse in protos/inference.proto
+    resumed_from: str = ""  # the request id at the router that was lost; empty: a new call
 
     @property
     def prompt_len(self) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from router.model_folder import ModelFolder, read_model_folder
 from router.off_loop import OffLoop, RunBlocking
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptEncoder
+from router.resumption import ResumeTokens
 from router.server import InferenceServicer, add_to_server
 from router.worker_registry import WorkerRegistry
 
@@ -36,6 +38,7 @@ class Router:
             token ids only (no text, no chat, no stop strings).
         connect_channel: Makes a grpc.aio channel to one start of a worker.
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
+        wall_clock: Returns seconds since 1970, by which resume tokens expire.
         make_renderer: Makes what renders chats with the model's template.
         run_blocking: Runs what grows with a prompt.
 
@@ -50,6 +53,7 @@ class Router:
         model_dir: Path | None,
         connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         random_id: Callable[[], str],
+        wall_clock: Callable[[], float] = time.time,
         make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
         run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
@@ -66,16 +70,20 @@ class Router:
             on_lost=lambda worker, reason: self.dispatcher.worker_lost(worker, reason),
         )
         self.dispatcher = Dispatcher(config=config, registry=self.registry, index=self.index)
+        off_loop = OffLoop(run_blocking, retry_delay_s=config.retry_delay_s)
         self.admission = Admission(
             config=config,
             folder=folder,
-            encoder=PromptEncoder(
-                folder=folder,
-                renderer=self._renderer,
-                off_loop=OffLoop(run_blocking, retry_delay_s=config.retry_delay_s),
-            ),
+            encoder=PromptEncoder(folder=folder, renderer=self._renderer, off_loop=off_loop),
             registry=self.registry,
             random_id=random_id,
+            resume_tokens=ResumeTokens(
+                key=config.resume_key,
+                tenant=config.cache_salt,
+                lifetime_s=config.request_timeout_s,
+                wall_clock=wall_clock,
+            ),
+            off_loop=off_loop,
         )
         self._servicer = InferenceServicer(
             admission=self.admission,

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from observability.logs import fields
-from protos import inference_pb2, inference_pb2_grpc
+from pagewire.protos import inference_pb2, inference_pb2_grpc
 from router import wire
 from router.admission import Admission
 from router.delivery import Delivery, Message
@@ -25,6 +25,7 @@ from router.errors import (
     RequestFailed,
     RequestLost,
     RouterError,
+    RouterStops,
     SlowClient,
     UnknownModel,
 )
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _ERROR_DOMAIN = "pagewire"
 _MOST_RESULTS = 128  # in a message of GenerateMany
+_SHOWN_PREFIXES = 10  # in a cluster's status
 _LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is held as long
 # The first class that an error is an instance of decides.
 _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
@@ -47,6 +49,7 @@ _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoWorker, grpc.StatusCode.UNAVAILABLE),
+    (RouterStops, grpc.StatusCode.UNAVAILABLE),
     (RequestLost, grpc.StatusCode.ABORTED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (SlowClient, grpc.StatusCode.CANCELLED),
@@ -150,6 +153,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             finished_requests=self._admission.num_finished,
             resumed_requests=self._dispatcher.num_resumed,
             index_pages=self._index.num_pages,
+            is_stopping=self._admission.is_closed,
+            hot_prefixes=[
+                wire.hot_prefix(each, self._index.holders(each.page_hash))
+                for each in self._dispatcher.hot_prefixes.hottest(_SHOWN_PREFIXES)
+            ],
         )
 
     async def _play(self, start: inference_pb2.GenerateManyRequest, send: Send) -> bytes:
@@ -180,17 +188,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         record = self._record()
         try:
             async with self._served(record):
-                self._dispatcher.check_room()
-                record.generation = await self._admission.admit(
+                resumption = wire.resumption(request)
+                if resumption is None:
+                    self._dispatcher.check_room()
+                record.generation, resume_token = await self._admission.admit(
                     request_id=record.request_id,
                     model_name=request.model,
                     prompt=_prompt(request, "prompt"),
                     asked=wire.asked_sampling(request.sampling),
                     arrived_at=record.arrived_at,
                     time_remaining_s=time_remaining_s,
+                    resumption=resumption,
                 )
                 async with self._dispatcher.serve(record.generation, interval_s) as stream:
-                    await deliver(_responses(stream))
+                    await deliver(_responses(stream, resume_token))
                 self._admission.num_finished += 1
         finally:
             record.log()
@@ -270,8 +281,14 @@ class _Record:
                 total_ms=round(total_ms, 1),
                 resumptions=generation.num_resumptions,
                 decode_workers=",".join(generation.decode_workers),
+                **_resumed_from(generation),
             ),
         )
+
+
+def _resumed_from(generation: Generation) -> dict[str, str]:
+    request_id = generation.request.resumed_from
+    return {"resumed_from": request_id} if request_id else {}
 
 
 def _prompt(request: Any, field: str) -> Prompt:
@@ -288,10 +305,13 @@ def _prompt(request: Any, field: str) -> Prompt:
     raise InvalidRequest(field, "nothing", f"one of {', '.join(kinds)}")
 
 
-async def _responses(stream: Stream) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+async def _responses(
+    stream: Stream, resume_token: bytes
+) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     generation = stream.generation
     while outputs := await stream.next_outputs():
         messages = [wire.response(generation.request, output) for output in outputs]
+        messages[0].resume_token, resume_token = resume_token, b""
         if generation.is_finished:  # and this is the last of it
             messages[-1].usage.CopyFrom(_usage(generation))
         for message in messages:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from pagewire.protos.call_tasks import mark_seen
 from router import wire
 from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
 from router.generation import Delta, Failure, Generation, Output
@@ -68,7 +69,7 @@ class Stream:
     def begin_attempt(self) -> "asyncio.Future[None]":
         self._attempt_over = asyncio.get_running_loop().create_future()
         # A client that leaves at the same moment leaves nobody to look at the failure.
-        self._attempt_over.add_done_callback(lambda over: over.cancelled() or over.exception())
+        self._attempt_over.add_done_callback(mark_seen)
         return self._attempt_over
 
     def on_delta(self, delta: Delta, now: float) -> None:

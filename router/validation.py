@@ -6,10 +6,11 @@ sampling parameters it names all fields that are wrong.
 
 from collections.abc import Callable
 
+from pagewire.protos.token_ids import TOKEN_BYTES, largest_token_id, unpack_token_ids
 from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
-from protos.token_ids import TOKEN_BYTES, largest_token_id, unpack_token_ids
 from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
+from router.resumption import Resumption
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -74,6 +75,26 @@ def _check_vocabulary(field: str, packed: bytes, model: ServedModel) -> None:
             (i, t) for i, t in enumerate(unpack_token_ids(packed)) if t >= model.vocab_size
         )
         raise InvalidRequest(f"{field}[{index}]", str(token_id), f"0 to {model.vocab_size - 1}")
+
+
+def check_resumption(resumption: Resumption, sampling: Sampling, model: ServedModel) -> None:
+    """Refuse what no caller can have received of a request."""
+    seen: set[int] = set()
+    for index, each in enumerate(resumption.choices):
+        field = f"resume.choices[{index}]"
+        if each.choice >= sampling.n or each.choice in seen:
+            allowed = f"0 to {sampling.n - 1}, each once"
+            raise InvalidRequest(f"{field}.choice", str(each.choice), allowed)
+        seen.add(each.choice)
+        check_packed_token_ids(f"{field}.token_ids", each.packed_token_ids)
+        num_tokens = len(each.packed_token_ids) // TOKEN_BYTES
+        if num_tokens > sampling.max_tokens:
+            allowed = f"at most {sampling.max_tokens}, as many as were to come"
+            raise InvalidRequest(f"{field}.token_ids", f"{num_tokens} tokens", allowed)
+        if num_tokens:
+            _check_vocabulary(f"{field}.token_ids", each.packed_token_ids, model)
+    if sum(each.is_finished for each in resumption.choices) == sampling.n:
+        raise InvalidRequest("resume.choices", "all finished", "one or more to go on with")
 
 
 def complete_sampling(

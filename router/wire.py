@@ -5,15 +5,24 @@ from typing import Any
 
 import grpc
 
-from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos import (
+    common_pb2,
+    controller_pb2,
+    controller_pb2_grpc,
+    inference_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from protos.sampling_limits import MAX_CHOICES
-from protos.token_ids import pack_token_ids, unpack_token_ids
 from router.chat_format import ToolCallFormat
 from router.generation import Delta, Failure, Finish, Output, WorkerStats
+from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
 from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.resumption import ReceivedChoice, Resumption
 from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 _POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
@@ -42,6 +51,7 @@ _OPTIONAL_SAMPLING = (
     "n",
     "logprobs",
 )
+_SHOWN_HASH_BYTES = 4  # of a hash: enough to tell ten prefixes apart
 _STATS = (
     "decode_cached_tokens",
     "prefill_cached_tokens",
@@ -52,7 +62,34 @@ _STATS = (
     "preemptions",
     "prefill_retries",
     "resumptions",
+    "cached_tokens",
 )
+
+
+def watch_members(channel: grpc.aio.Channel) -> Any:
+    """Open the stream of members; the first message to write is a `members_request`."""
+    stub = controller_pb2_grpc.ControllerServiceStub(channel)  # type: ignore[no-untyped-call]
+    return stub.WatchMembers()
+
+
+def members_request(router_id: str, applied_version: int) -> controller_pb2.WatchMembersRequest:
+    """Make the message that says which members a router goes by; 0: none yet."""
+    return controller_pb2.WatchMembersRequest(router_id=router_id, applied_version=applied_version)
+
+
+def members(message: controller_pb2.WatchMembersResponse) -> list[WorkerMember]:
+    """Convert what the controller tells; members of a pool that is not known here are left out."""
+    return [
+        WorkerMember(
+            worker_id=each.worker.worker_id,
+            incarnation=each.worker.incarnation,
+            address=each.worker.address,
+            pool=_POOLS[each.pool],
+            is_draining=each.draining,
+        )
+        for each in message.members
+        if each.pool in _POOLS
+    ]
 
 
 async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
@@ -231,6 +268,24 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
     )
 
 
+def resumption(request: inference_pb2.GenerateRequest) -> Resumption | None:
+    """Convert what a caller has of a call that it lost; None: it makes a new call."""
+    if not request.HasField("resume"):
+        return None
+    return Resumption(
+        token=request.resume.token,
+        choices=tuple(
+            ReceivedChoice(
+                choice=each.choice,
+                packed_token_ids=each.token_ids,
+                text_chars=each.text_chars,
+                is_finished=each.finished,
+            )
+            for each in request.resume.choices
+        ),
+    )
+
+
 def response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:
     """Convert a piece of a choice for the client."""
     finish = output.finish
@@ -317,6 +372,16 @@ def worker_status(
         status.heartbeat.ParseFromString(beat.message)
         status.heartbeat_age_ms = int(age_s * 1000)
     return status
+
+
+def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPrefix:
+    """Convert what is shown of a prefix; `workers` hold its last page."""
+    return inference_pb2.HotPrefix(
+        id=prefix.page_hash[:_SHOWN_HASH_BYTES],
+        tokens=prefix.num_tokens,
+        hits=prefix.num_hits,
+        workers=workers,
+    )
 
 
 def _worker_service(channel: grpc.aio.Channel) -> Any:

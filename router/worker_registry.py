@@ -29,6 +29,7 @@ from typing import Any
 import grpc
 
 from observability.logs import fields
+from pagewire.protos.call_tasks import mark_seen
 from router import wire
 from router.config import RouterConfig
 from router.errors import WorkerGone
@@ -209,7 +210,10 @@ class WorkerRegistry:
         return True
 
     def known_workers(self) -> Sequence[KnownWorker]:
-        """Return all members, and those that left less than forget_dead_after_s ago."""
+        """Return all members, and those that left less than forget_dead_after_s ago.
+
+        Who was to leave and does not live any more has left as it should, and is not among them.
+        """
         now = asyncio.get_running_loop().time()
         self._forget_departed(now)
         workers = [*self._workers.values(), *(worker for worker, _ in self._departed.values())]
@@ -221,6 +225,7 @@ class WorkerRegistry:
                 heartbeat_age_s=now - worker.heartbeat_at,
             )
             for worker in workers
+            if not (worker.state == "DEAD" and worker.member.is_draining)
         ]
 
     def misfits(self) -> dict[str, str]:
@@ -395,7 +400,7 @@ class WorkerRegistry:
         finally:
             for task in (read, broken):
                 task.cancel()
-                task.add_done_callback(_retrieve)
+                task.add_done_callback(mark_seen)
 
     async def _follow_cache(self, worker: Worker) -> None:
         """Feed the index; a broken stream or a gap starts the subscription again."""
@@ -425,8 +430,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error)
-
-
-def _retrieve(task: "asyncio.Future[Any]") -> None:
-    if not task.cancelled():
-        task.exception()  # nobody else will look

@@ -25,10 +25,10 @@ from credentials.secret import ClusterSecret, calling_key
 from decode_worker import server as decode_server
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import make_decode_worker
+from pagewire.protos import inference_pb2, worker_pb2
 from prefill_worker import server as prefill_server
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
-from protos import inference_pb2, worker_pb2
 from tests.decode_worker.harness import MODEL, PAGE_SIZE
 from tests.router.scripted_worker import running_router
 from tests.support.cluster_keys import SECRET

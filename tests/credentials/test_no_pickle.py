@@ -3,19 +3,18 @@
 import ast
 import asyncio
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.decode_worker.harness import prompt_of
 from tests.decode_worker.test_real_grpc import real_session
+from tests.support.distributions import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # Of these modules or on their own; torch.load unpickles, yaml.load makes any object.
 CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load"}
-PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name.replace(".", "/")).glob("*.py"))
 
 

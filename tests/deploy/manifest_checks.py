@@ -46,9 +46,9 @@ built_in.schema_contents = cache(built_in.schema_contents)  # it reads a megabyt
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod template of the RayCluster."""
+    """A pod template of the RayCluster, or of a Deployment."""
 
-    where: str  # "head" or the group's name
+    where: str  # "head", or the name of the group or Deployment
     replicas: int
     group: dict[str, Any]
 
@@ -104,8 +104,24 @@ class Overlay:
         return [Pod(each["groupName"], each["replicas"], each) for each in groups]
 
     @property
-    def pods(self) -> list[Pod]:
+    def ray_pods(self) -> list[Pod]:
         return [self.head, *self.groups]
+
+    @property
+    def routers(self) -> list[Pod]:
+        """Those that run outside Ray, as few as the autoscaler may leave."""
+        least = {
+            each["spec"]["scaleTargetRef"]["name"]: each["spec"]["minReplicas"]
+            for each in self.of("HorizontalPodAutoscaler").values()
+        }
+        return [
+            Pod(name, least.get(name, 1), each["spec"])
+            for name, each in self.of("Deployment").items()
+        ]
+
+    @property
+    def pods(self) -> list[Pod]:
+        return [*self.ray_pods, *self.routers]
 
     @property
     def config_text(self) -> str:
@@ -240,7 +256,8 @@ def volumes(overlay: Overlay, folder: Path) -> Iterator[str]:
             if model not in mounts or mounts[model].get("readOnly", False) is is_filled:
                 yield f"{pod.where}, {one['name']}: {model} must be mounted, by readers read-only"
             memory = sources.get(mounts.get("/dev/shm", {}).get("name"), {}).get("emptyDir", {})
-            if not is_filled and (memory.get("medium"), "sizeLimit" in memory) != ("Memory", True):
+            is_in_ray = pod in overlay.ray_pods and not is_filled
+            if is_in_ray and (memory.get("medium"), "sizeLimit" in memory) != ("Memory", True):
                 yield f"{pod.where}, {one['name']}: /dev/shm must be memory with a limit"
             if "/tmp" not in mounts or mounts["/tmp"].get("readOnly"):
                 yield f"{pod.where}, {one['name']}: nothing can be written to /tmp"
@@ -305,7 +322,7 @@ def commands_exist(overlay: Overlay, folder: Path) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
     known = {option for parameter in ray_start.params for option in parameter.opts}
-    for pod in overlay.pods:
+    for pod in overlay.ray_pods:
         for name in pod.group["rayStartParams"]:
             if f"--{name}" not in known:
                 yield f"{pod.where}: ray start has no --{name}"
@@ -361,7 +378,6 @@ def _asked_for(config: ClusterConfig, pool: str) -> dict[str, Any]:
         config=config,
         device=config.device,
         secret=ClusterSecret.generate(),
-        hash_key=b"",
         router_node_id="",
         environment={},
         visible_gpus=None,
@@ -407,7 +423,7 @@ def limits(overlay: Overlay, _: Path) -> Iterator[str]:
 
 def probes(overlay: Overlay, folder: Path) -> Iterator[str]:
     config = config_of(overlay, folder)
-    for pod in overlay.pods:
+    for pod in overlay.ray_pods:
         raylet = int(pod.group["rayStartParams"]["node-manager-port"])
         allowed = {GCS_PORT, raylet, config.port} if pod.where == "head" else {raylet}
         for one in pod.spec["containers"]:
@@ -428,12 +444,70 @@ def stopping(overlay: Overlay, folder: Path) -> Iterator[str]:
     waits = sum(map(float, re.findall(r"sleep (\d+)", hook)))
     # The router and then the workers are given the grace, and then all are killed.
     needed = waits + 2 * (config.stop_grace_s + STOP_MARGIN_S) + END_TIMEOUT_S + STOP_SPARE_S
-    for pod in overlay.pods:
+    for pod in overlay.ray_pods:
         given = pod.spec["terminationGracePeriodSeconds"]
         if given < needed:
             yield f"{pod.where}: is killed after {given} s; to stop takes up to {needed:.0f} s"
         if "preStop" not in pod.spec["containers"][0].get("lifecycle", {}):
             yield f"{pod.where}: Ray does not wait for what runs there"
+
+
+def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
+    """Routers find the controller, have its keys, and hand their streams over in time."""
+    config = config_of(overlay, folder)
+    group = get_command(commands.app)
+    parent = group.make_context("pagewire", ["version"])
+    secrets = _secret_folders(overlay.head, overlay.container("up"))
+    if config.secret_file and Path(config.secret_file).parent not in secrets:
+        yield f"up reads {config.secret_file}; its secrets are in {sorted(map(str, secrets))}"
+    if bool(config.secret_file) != bool(overlay.routers):
+        yield "routers outside Ray need a secret that lasts, and nobody else does"
+    for pod in overlay.routers:
+        (one,) = pod.containers
+        program, name, *words = one["command"]
+        try:
+            asked = group.get_command(parent, name).make_context(name, words, parent=parent).params
+        except Exception as error:  # of click, whatever it is
+            yield f"{program} {name}: {error}"
+            continue
+        host, _, port = asked["controller"].partition(":")
+        service = overlay.of("Service").get(host, {"spec": {"selector": {}, "ports": []}})["spec"]
+        if overlay.head not in overlay.selected(service["selector"]) or not service["selector"]:
+            yield f"{pod.where}: no Service {host} leads to the head"
+        elif {int(port)} != {config.controller_port, *(each["port"] for each in service["ports"])}:
+            yield f"{pod.where}: the controller is at {config.controller_port}, not at {port}"
+        elif not service.get("publishNotReadyAddresses"):
+            yield f"{pod.where}: a head that takes no requests must be found, too"
+        if asked["keys"].parent not in _secret_folders(pod, one):
+            yield f"{pod.where}: {asked['keys']} is in no secret"
+        mounts = [each["mountPath"] for each in one["volumeMounts"]]
+        if str(asked["config"].parent) not in mounts or asked["config"].name != "cluster.yaml":
+            yield f"{pod.where}: {asked['config']} is not mounted"
+        ready, live = one["readinessProbe"]["grpc"], one["livenessProbe"]["grpc"]
+        if ready != {"port": config.port, "service": SERVICE} or live != {"port": config.port}:
+            yield f"{pod.where}: is ready when {SERVICE} is, and alive when the process is"
+        waits = float(one["lifecycle"]["preStop"]["exec"]["command"][-1])
+        needed = waits + config.stop_grace_s + STOP_SPARE_S
+        if (given := pod.spec["terminationGracePeriodSeconds"]) < needed:
+            yield f"{pod.where}: is killed after {given} s; to stop takes up to {needed:.0f} s"
+        if not any(
+            pod in overlay.selected(each["spec"]["selector"])
+            for each in overlay.of("PodDisruptionBudget").values()
+        ):
+            yield f"{pod.where}: has no PodDisruptionBudget"
+        if pod.replicas < 2:
+            yield f"{pod.where}: streams of the only router have nobody to go on"
+    for name, each in overlay.of("HorizontalPodAutoscaler").items():
+        target = each["spec"]["scaleTargetRef"]
+        if target["name"] not in overlay.of(target["kind"]):
+            yield f"HorizontalPodAutoscaler {name}: there is no {target['kind']} {target['name']}"
+
+
+def _secret_folders(pod: Pod, container: dict[str, Any]) -> set[Path]:
+    """Return where a container finds secrets."""
+    secrets = {each["name"] for each in pod.spec["volumes"] if "secret" in each}
+    mounts = container["volumeMounts"]
+    return {Path(each["mountPath"]) for each in mounts if each["name"] in secrets}
 
 
 def disruptions(overlay: Overlay, _: Path) -> Iterator[str]:
@@ -512,6 +586,14 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
             "namespace kubernetes.io/metadata.name=gateway-system",
             clients,
         ),
+        ("router-clients", "ingress", "pod pagewire-client=true", "TCP:grpc"),
+        ("router-clients", "ingress", "namespace pagewire-client=true", "TCP:grpc"),
+        (
+            "router-clients",
+            "ingress",
+            "namespace kubernetes.io/metadata.name=gateway-system",
+            "TCP:grpc",
+        ),
         ("fetch-model", "egress", "0.0.0.0/0", "TCP:443"),
     }
     return flows | {each for each in optional if each[0] in policies}
@@ -530,6 +612,7 @@ CHECKS = (
     limits,
     probes,
     stopping,
+    routers,
     disruptions,
     networks,
 )

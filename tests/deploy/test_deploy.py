@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from concurrent import futures
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from typer.main import get_command
 from cli import commands as cli
 from cluster.config import ClusterConfig
 from deploy.docker.healthcheck import SERVICE, main
+from tests.support.distributions import PACKAGES, SERVER
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -49,11 +49,10 @@ def check_command(words):
 def test_the_image_copies_what_exists_and_all_that_is_installed(stage):
     copied = [rest.split() for name, rest in instructions(stage) if name == "COPY"]
     sources = [source for *sources, _ in copied for source in sources]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    packages = {each.split(".")[0] for each in project["tool"]["setuptools"]["packages"]}
+    packages = {each.split(".")[0] for each in PACKAGES}
 
     assert [source for source in sources if not (ROOT / source).exists()] == []
-    assert packages <= set(sources)
+    assert packages | {"pyproject.toml", "server"} <= set(sources)
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
@@ -64,9 +63,8 @@ def test_the_image_serves_as_a_user_who_is_not_root(stage):
     check_command([*json.loads(steps["ENTRYPOINT"]), *json.loads(steps["CMD"])])
     assert steps["USER"] in made[0]
     assert instructions(stage)[-1][0] == "USER"
-    extras = re.search(r"\.\[(\w+)\]", steps["RUN"])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert extras is None or extras[1] in project["project"]["optional-dependencies"]
+    installed = re.search(r" \. \"?\./server(?:\[(\w+)\])?\"?$", steps["RUN"])
+    assert installed[1] is None or installed[1] in SERVER["project"]["optional-dependencies"]
 
 
 def test_the_health_check_asks_the_port_that_is_served():

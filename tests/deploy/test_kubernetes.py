@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from http_gateway.cluster_metrics import expose_cluster
 from http_gateway.metrics import Metrics
-from protos import inference_pb2
+from pagewire.protos import inference_pb2
 from tests.deploy import manifest_checks as checks
 from tests.deploy.kubectl import kustomize
 from tests.support.cluster_status import ONE_OF_EACH
@@ -43,6 +43,12 @@ DIFFERENCES = {
     "production": (
         IMAGES,
         CONFIG,
+        r"(Deployment|HorizontalPodAutoscaler|PodDisruptionBudget|Service)/pagewire-router/.*",
+        r"Service/(pagewire-controller/.*|pagewire-grpc/spec/selector/.*component)",
+        r"NetworkPolicy/router-clients/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/ports/3/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/4/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/volumes/4/.*",
         r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|PrometheusRule|GRPCRoute|HTTPRoute)/.*",
         r"NetworkPolicy/(prometheus|gateway)/.*",
         rf"{CLUSTER}/.*/template/spec/affinity/.*",
@@ -177,6 +183,10 @@ def take(of, *keys):
     return plant
 
 
+def router(overlay):
+    return overlay.routers[0].containers[0]
+
+
 def clients(overlay):
     return spec(overlay, "NetworkPolicy", "clients")
 
@@ -193,7 +203,7 @@ FAULTS = [
         put(lambda o: group(o, 1), "prefill", "template", "metadata", "labels", checks.COMPONENT),
         "PodDisruptionBudget pagewire-decode selects no pod",
     ),
-    ("ports", put(head, 50052, "ports", 1, "containerPort"), "Service pagewire-grpc: port 50051"),
+    ("ports", put(head, 8001, "ports", 2, "containerPort"), "Service pagewire-http: port 8000"),
     ("ports", configured("http_port: 8000", "http_port: 8001"), "the head has"),
     ("ports", put(clients, "rpc", "ingress", 0, "ports", 0, "port"), "has no port rpc"),
     (
@@ -295,6 +305,37 @@ FAULTS = [
         "5 of 4 pods",
     ),
     ("disruptions", drop("PodDisruptionBudget", "pagewire-head"), "the head has no"),
+    ("routers", put(router, "--kees=/keys", "command", 4), "pagewire router: "),
+    ("routers", put(router, "--controller=head:50052", "command", 3), "no Service head leads"),
+    ("routers", configured("controller_port: 50052", "controller_port: 50053"), "is at 50053, not"),
+    (
+        "routers",
+        take(lambda o: spec(o, "Service", "pagewire-controller"), "publishNotReadyAddresses"),
+        "must be found, too",
+    ),
+    ("routers", put(router, "--keys=/tmp/keys", "command", 4), "/tmp/keys is in no secret"),
+    ("routers", put(router, "--config=/etc/cluster.yaml", "command", 2), "is not mounted"),
+    ("routers", configured("pagewire-secret/secret", "pagewire/secret"), "its secrets are in ["),
+    ("routers", configured("secret_file: ", "# "), "need a secret that lasts"),
+    ("routers", take(router, "readinessProbe", "grpc", "service"), "and alive when the process is"),
+    ("routers", configured("stop_grace_s: 30", "stop_grace_s: 60"), "to stop takes up to 75 s"),
+    ("routers", drop("PodDisruptionBudget", "pagewire-router"), "has no PodDisruptionBudget"),
+    (
+        "routers",
+        put(lambda o: spec(o, "HorizontalPodAutoscaler", "pagewire-router"), 1, "minReplicas"),
+        "have nobody to go on",
+    ),
+    (
+        "routers",
+        put(
+            lambda o: spec(o, "HorizontalPodAutoscaler", "pagewire-router"),
+            "router",
+            "scaleTargetRef",
+            "name",
+        ),
+        "there is no Deployment router",
+    ),
+    ("security", take(router, "securityContext"), "router: its securityContext must be"),
     ("networks", drop("NetworkPolicy", "default-deny"), "there is no default-deny"),
     ("networks", take(clients, "ingress", 0, "from"), "open to everybody"),
     ("networks", drop("NetworkPolicy", "names"), "names egress"),

@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from protos import call_guard, worker_pb2_grpc
+from pagewire.protos import worker_pb2_grpc
+from protos import call_guard
 from router.config import RouterConfig
 from router.front import make_server
 from router.router import Router

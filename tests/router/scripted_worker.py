@@ -10,8 +10,14 @@ from typing import Any
 import grpc
 
 from kv_transfer.driver import run_inline
-from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import (
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.membership import PoolName, WorkerMember
 from router.off_loop import RunBlocking

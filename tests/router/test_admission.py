@@ -5,7 +5,7 @@ import asyncio
 import grpc
 from google.rpc import error_details_pb2
 
-from protos import inference_pb2
+from pagewire.protos import inference_pb2
 from tests.router.scripted_worker import ScriptedWorker, running_router, tokens
 from tests.router.test_server import details
 from tests.support.virtual_time import run_virtual, wait_until

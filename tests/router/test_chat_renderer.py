@@ -80,7 +80,14 @@ async def started(source: str = SOURCE, **options: Any) -> AsyncIterator[ChildRe
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "chat_child" in str(each.cmdline())]
+    return [each for each in psutil.Process().children() if is_chat_child(each)]
+
+
+def is_chat_child(process: psutil.Process) -> bool:
+    try:
+        return "chat_child" in str(process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended since, as another test's process may at any time
+        return False
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:

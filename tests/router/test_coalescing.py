@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import worker_pb2
-from protos.token_ids import TOKEN_BYTES
+from pagewire.protos import worker_pb2
+from pagewire.protos.token_ids import TOKEN_BYTES
 from router.pacing import MESSAGE_S, TICK_S, Pacer
 from tests.router.scripted_worker import (
     Answer,

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
-from protos.token_ids import pack_token_ids
+from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from pagewire.protos.token_ids import pack_token_ids
 from router.config import RouterConfig
 from tests.router.real_front import real_front
 from tests.router.scripted_worker import ScriptedWorker, Session, delta

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from kv_cache.page_hash import page_hashes
-from protos import inference_pb2, worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     EOS,
     LENGTH,
@@ -535,6 +535,28 @@ def test_a_worker_that_is_neither_announced_nor_alive_leaves() -> None:
                 each.member.worker_id: each.state for each in tested.router.registry.known_workers()
             }
             assert known == {"decode-1": "READY"}
+
+    run_virtual(main())
+
+
+def test_a_worker_that_has_drained_is_not_told_of_as_dead() -> None:
+    async def main() -> None:
+        leaves, stays = ScriptedWorker("decode-0"), ScriptedWorker("decode-1")
+        async with running_router(leaves, stays) as tested:
+
+            def known() -> dict[str, str]:
+                workers = tested.router.registry.known_workers()
+                return {each.member.worker_id: each.state for each in workers}
+
+            await tested.router.set_workers(
+                [replace(leaves.member, is_draining=True), stays.member]
+            )
+            assert known() == {"decode-0": "DRAINING", "decode-1": "READY"}
+            tested.network.kill(leaves.address)  # its server stops before it says that it has left
+            await asyncio.sleep(1.0)
+            assert known() == {"decode-1": "READY"}
+            await tested.router.set_workers([stays.member])
+            assert known() == {"decode-1": "READY"}
 
     run_virtual(main())
 

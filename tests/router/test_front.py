@@ -15,12 +15,12 @@ import pytest
 from google.protobuf import descriptor_pool
 
 from decode_worker.server import DecodeServicer
-from pagewire import async_client
+from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
+from pagewire.protos.token_ids import pack_token_ids
+from pagewire.routers import CHANNEL_OPTIONS
 from prefill_worker.server import PrefillServicer
-from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2_grpc
 from protos.call_guard import MAX_SILENT, CallGuard
-from protos.grpc_options import WORKER_SERVER_OPTIONS
-from protos.token_ids import pack_token_ids
 from router.config import RouterConfig
 from router.front import make_server, server_options
 from router.router import Router
@@ -35,7 +35,7 @@ WAVE = 250  # calls that are opened at once
 
 def test_a_client_that_waits_long_does_not_ping_more_often_than_a_router_allows():
     allowed = dict(server_options(RouterConfig()))["grpc.http2.min_ping_interval_without_data_ms"]
-    sent = dict(async_client.CHANNEL_OPTIONS)["grpc.keepalive_time_ms"]
+    sent = dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"]
 
     assert 2 * allowed <= sent
 
@@ -86,7 +86,7 @@ def test_connections_beyond_the_limit_are_closed_and_those_that_are_open_go_on()
 def methods() -> Iterator[str]:
     """Yield every method that a router or a worker serves."""
     pool = descriptor_pool.Default()
-    for file in ("protos/inference.proto", "protos/worker.proto"):
+    for file in ("pagewire/protos/inference.proto", "pagewire/protos/worker.proto"):
         for service in pool.FindFileByName(file).services_by_name.values():
             for method in service.methods:
                 yield f"/{service.full_name}/{method.name}"

@@ -1,6 +1,6 @@
 import pytest
 
-from protos.token_ids import pack_token_ids
+from pagewire.protos.token_ids import pack_token_ids
 from router.errors import DeltaGap
 from router.generation import Delta, Finish, Generation, Output, WorkerStats
 from router.request import AskedSampling, GenerationRequest, SamplingDefaults, ServedModel
@@ -203,15 +203,16 @@ def test_the_newest_stats_of_an_attempt_replace_its_earlier_ones() -> None:
     assert made.stats == WorkerStats(pages_moved=2, preemptions=1)
 
 
-def test_stats_sum_over_attempts() -> None:
+def test_stats_sum_over_attempts_but_what_one_of_them_computed_was_not_found() -> None:
     made = generation()
-    made.accept(delta(0, ids("x"), stats=WorkerStats(pages_moved=2, bytes_moved=20)), 11.0)
+    earlier = WorkerStats(pages_moved=2, bytes_moved=20, cached_tokens=5)
+    made.accept(delta(0, ids("x"), stats=earlier), 11.0)
     made.begin_attempt("decode-1")
-    made.accept(
-        delta(1, [EOS], attempt=1, finish=Finish.STOP, stats=WorkerStats(pages_moved=3)), 12
-    )
+    made.begin_attempt("decode-0")  # the second one tells nothing
+    last = WorkerStats(pages_moved=3, cached_tokens=9)
+    made.accept(delta(1, [EOS], attempt=2, finish=Finish.STOP, stats=last), 12)
 
-    assert made.stats == WorkerStats(pages_moved=5, bytes_moved=20)
+    assert made.stats == WorkerStats(pages_moved=5, bytes_moved=20, cached_tokens=5)
 
 
 def test_timings_are_measured_from_arrival_and_over_the_longest_choice() -> None:

@@ -42,3 +42,19 @@ def test_a_decode_worker_that_fails_to_meet_serves_and_is_told_again() -> None:
             await wait_until(lambda: shy.met == [["prefill-0:1"]], timeout_s=10.0)
 
     run_virtual(main())
+
+
+def test_a_channel_that_was_closed_before_the_call_ends_no_introductions() -> None:
+    async def main() -> None:
+        closed, other = ScriptedWorker("decode-0"), ScriptedWorker("decode-1")
+        async with running_router(closed, other) as tested:
+            await tested.router.registry.get("decode-0").channel.close()
+            await tested.add(ScriptedWorker("prefill-0", pool="prefill"))
+            await wait_until(lambda: other.met == [["prefill-0:1"]])
+
+            await tested.add(ScriptedWorker("decode-0", incarnation=2))
+            late = ScriptedWorker("decode-2")
+            await tested.add(late)
+            await wait_until(lambda: late.met == [["prefill-0:1"]], timeout_s=10.0)
+
+    run_virtual(main())

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from protos import common_pb2, inference_pb2
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     RouterUnderTest,
     ScriptedWorker,

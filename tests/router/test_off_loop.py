@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
-from protos import inference_pb2
-from protos.token_ids import pack_token_ids
+from pagewire.protos import inference_pb2
+from pagewire.protos.token_ids import pack_token_ids
 from router import off_loop
 from router.errors import Overloaded
 from router.off_loop import MAX_RUNNING, OffLoop

@@ -153,3 +153,17 @@ def test_a_removed_worker_leaves_nothing_and_its_bit_is_not_inherited() -> None:
     assert index.match(CHAINS[1], 0.0) == {"decode-1": 1}
     assert index.match(CHAINS[2], 60.0) == {}
     index.check_integrity()
+
+
+def test_holders_are_those_that_have_told_so() -> None:
+    index = PrefixIndex(max_pages=100)
+    first, second = CHAINS[0][:2]
+    index.apply("decode-1", batch(0, stored=[first, second], is_snapshot=True))
+    index.apply("decode-0", batch(0, stored=[first], is_snapshot=True))
+    index.expect("prefill-0", [first], expires_at=10.0)
+
+    assert index.holders(first) == ["decode-0", "decode-1"]
+    assert index.holders(second) == ["decode-1"]
+    assert index.holders(CHAINS[1][0]) == []
+    index.forget("decode-1")
+    assert index.holders(first) == ["decode-0"]

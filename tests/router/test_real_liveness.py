@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS, WORKER_CHANNEL_OPTIONS
+from pagewire.protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS, WORKER_CHANNEL_OPTIONS
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.prefix_index import PrefixIndex
@@ -23,8 +23,8 @@ PING_S = (PING_AFTER_MS + PING_TIMEOUT_MS) / 1000
 WORKER = """
 import asyncio, sys, threading, time
 import grpc
-from protos import worker_pb2_grpc
-from protos.grpc_options import WORKER_SERVER_OPTIONS
+from pagewire.protos import worker_pb2_grpc
+from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from tests.router.scripted_worker import ScriptedWorker
 
 def hold_up(seconds):

@@ -12,8 +12,14 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import (
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.router import Router
 from router.tokenizer import Tokenizer
@@ -504,7 +510,10 @@ def test_models_status_and_health_follow_the_workers() -> None:
         await asyncio.sleep(61)
         status = await tested.stub.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
         assert [each.worker.worker_id for each in status.workers] == ["prefill-0"]
+        assert not status.is_stopping
         await tested.router.stop(0.1)
+        status = await tested.stub.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
+        assert status.is_stopping
         assert not await serving("")
 
     run_virtual(main())

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import common_pb2, inference_pb2, worker_pb2
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import common_pb2, inference_pb2, worker_pb2
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.tokenizer import Tokenizer
 from tests.router.scripted_worker import (
     EOS,

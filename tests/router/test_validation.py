@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from protos.token_ids import pack_token_ids
+from pagewire.protos.token_ids import pack_token_ids
 from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
 from router.validation import (

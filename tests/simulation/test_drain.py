@@ -84,7 +84,7 @@ def test_what_a_drained_decode_worker_cannot_finish_goes_on_elsewhere() -> None:
         leaving = cluster.workers["decode-0"]
         await wait_until(lambda: leaving.engine.num_computed_tokens > 100, timeout_s=5.0)
 
-        drained = await cluster.drain("decode-0", grace_s=0.5)
+        drained = await cluster.drain("decode-0", grace_s=0.2)
 
         histories = await asyncio.gather(*clients)
         assert_right(*histories)

@@ -163,7 +163,7 @@ def test_pages_travel_as_bytes_with_equal_digests() -> None:
 
     contents = engine.storage.export_pages([2, 0])
     other.storage.import_pages([40, 50], contents)
-    other.storage.copy_page(50, 51)
+    other.storage.copy_pages([(50, 51)])
 
     assert contents.shape == (2, engine.layout.page_bytes)
     assert contents.dtype == np.uint8
@@ -189,7 +189,11 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(AssertionError, match="too few pages"):
         engine.forward([replace(page, token_ids=[1] * 5, num_prompt_tokens=5)])
     with pytest.raises(AssertionError, match="out of range"):
-        engine.storage.copy_page(0, 64)
+        engine.storage.copy_pages([(0, 64)])
+    with pytest.raises(AssertionError, match="two copies"):
+        engine.storage.copy_pages([(0, 2), (1, 2)])
+    with pytest.raises(AssertionError, match="is overwritten"):
+        engine.storage.copy_pages([(0, 1), (1, 2)])
 
 
 def test_sequences_of_one_batch_do_not_touch_each_other() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SamplingParams
-from protos import common_pb2, inference_pb2
+from pagewire.protos import common_pb2, inference_pb2
 from tests.support.fake_engine import FakeModel
 from tests.support.history import Delta, RequestHistory, check_history
 from tests.support.oracle import RequestSpec, expected_choices

@@ -27,7 +27,7 @@ import worker.suspects
 from kv_cache.page_pool import PagePool
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import RadixTree
-from protos.token_ids import pack_token_ids
+from pagewire.protos.token_ids import pack_token_ids
 from tests.simulation import test_scenarios as scenarios
 from tests.simulation.test_seeded_runs import run
 from tests.support.fake_engine import FakePageStorage

@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from llm_engine.sampling import SamplingParams
-from protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos import worker_pb2, worker_pb2_grpc
+from pagewire.wire import usage_from
 from tests.support.fake_cluster import MODEL, FakeCluster
 from tests.support.history import RequestHistory, check_history
 from tests.support.loopback import FaultKind, LoopbackFault, planned
@@ -304,6 +305,34 @@ def test_a_decode_worker_killed_in_mid_stream_loses_and_changes_no_token(
         ]
 
     in_cluster(FakeCluster(shape=ClusterShape(num_decode=2)), body)
+
+
+@pytest.mark.parametrize("local_prefill_max_tokens", [0, 8])
+def test_what_a_request_found_is_told_as_found_also_when_it_is_resumed(
+    local_prefill_max_tokens: int,
+) -> None:
+    shape = ClusterShape(num_decode=2, local_prefill_max_tokens=local_prefill_max_tokens)
+    prefix = tokens(40, seed=1)
+
+    async def body(cluster: FakeCluster) -> None:
+        earlier = await cluster.generate(request("r0", prompt=prefix))
+        spec = request("r1", prompt=(*prefix, *tokens(6, seed=2)))
+        passes = {name: worker.engine.num_passes for name, worker in cluster.workers.items()}
+        serving = await start_request(cluster, spec)
+
+        def serves(name: str) -> bool:
+            return cluster.workers[name].engine.num_passes > passes[name] + 4
+
+        await wait_until(lambda: any(map(serves, ("decode-0", "decode-1"))))
+        cluster.kill(next(filter(serves, ("decode-0", "decode-1"))))
+
+        history = await serving
+        assert_right(earlier, history)
+        assert history.usage.stats.resumptions == 1
+        assert usage_from(earlier.usage).cached_tokens == 0
+        assert usage_from(history.usage).cached_tokens == len(prefix)
+
+    in_cluster(FakeCluster(shape=shape), body)
 
 
 def test_the_only_decode_worker_killed_comes_back_and_goes_on() -> None:

@@ -10,7 +10,7 @@ import pytest
 import credentials.channel
 import credentials.cluster
 from credentials.cluster import ClusterCredentials
-from protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos import worker_pb2, worker_pb2_grpc
 from tests.simulation.test_scenarios import assert_right, request, tokens
 from tests.support.fake_cluster import FakeCluster
 from tests.support.history import RequestHistory

@@ -1,0 +1,52 @@
+"""Which prefixes prompts had in common, and how often: for people to see, no decision asks."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HotPrefix:
+    """A prefix that prompts found in a cache."""
+
+    page_hash: bytes  # of its last page, which stands for all before
+    num_tokens: int
+    num_hits: int  # prompts whose longest known prefix it was
+
+
+class HotPrefixes:
+    """Counts the longest known prefix of each prompt, without what is in it.
+
+    Invariant: at most `max_prefixes` are held; those that no prompt had for longest go first.
+    """
+
+    def __init__(self, *, max_prefixes: int) -> None:
+        self._max_prefixes = max_prefixes
+        self._found: OrderedDict[bytes, HotPrefix] = OrderedDict()  # by page hash, latest last
+
+    def add(self, page_hashes: Sequence[bytes], *, num_known: int, page_size: int) -> None:
+        """Count a prompt.
+
+        Args:
+            page_hashes: Of its full pages.
+            num_known: How many of them, from the first on, some worker holds.
+            page_size: Tokens of a page.
+        """
+        if not num_known:
+            return
+        page_hash = page_hashes[num_known - 1]
+        before = self._found.pop(page_hash, None)
+        self._found[page_hash] = HotPrefix(
+            page_hash=page_hash,
+            num_tokens=num_known * page_size,
+            num_hits=before.num_hits + 1 if before else 1,
+        )
+        if len(self._found) > self._max_prefixes:
+            self._found.popitem(last=False)
+
+    def hottest(self, count: int) -> list[HotPrefix]:
+        """Return those with most hits, most first; of equals the longest first."""
+        return nlargest(
+            count, self._found.values(), key=lambda each: (each.num_hits, each.num_tokens)
+        )

@@ -1,0 +1,123 @@
+"""Follows the membership that the cluster's controller tells.
+
+The stream begins anew whenever it breaks or is silent, and at the beginning all is told. Until then
+the router goes by what it knows. A controller that was started again has another incarnation: the
+first call learns it, and the next one means it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from credentials.channel import ProvenChannel, told_incarnation
+from observability.logs import fields
+from pagewire.protos.call_tasks import is_own_cancellation
+from router import wire
+from router.errors import ControllerGone
+from router.membership import WorkerMember
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 6.0  # of a controller that tells all once in a second
+RETRY_S = 0.5
+UNKNOWN_INCARNATION = 0
+
+
+class MemberFeed:
+    """Tells a router its members.
+
+    Args:
+        router_id: For the controller's log.
+        find_controller: Returns its address; raises ControllerGone.
+        connect_controller: Makes a channel to an address, for one incarnation.
+        take: Given all members, whenever there is news.
+    """
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        find_controller: Callable[[], Awaitable[str]],
+        connect_controller: Callable[[str, int], ProvenChannel],
+        take: Callable[[Sequence[WorkerMember]], Awaitable[None]],
+    ) -> None:
+        self._router_id = router_id
+        self._find_controller = find_controller
+        self._connect_controller = connect_controller
+        self._take = take
+        self._incarnation = UNKNOWN_INCARNATION
+        self._last_reason = ""  # of a loss that lasts
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        while True:
+            try:
+                await self._follow()
+            except Exception as error:
+                if not isinstance(error, grpc.aio.AioRpcError | ControllerGone | OSError):
+                    logger.exception("member_feed_failed", extra=fields(router_id=self._router_id))
+                told = told_incarnation(error) if isinstance(error, grpc.aio.AioRpcError) else None
+                if told is not None and self._incarnation == UNKNOWN_INCARNATION:
+                    self._incarnation = told
+                    continue
+                self._incarnation = UNKNOWN_INCARNATION if told is None else told
+                self._note_lost(_reason(error))
+            except asyncio.CancelledError:
+                if is_own_cancellation():
+                    raise
+                # gRPC cancels calls whose channel breaks in certain moments.
+            await asyncio.sleep(RETRY_S)
+
+    def _note_lost(self, reason: str) -> None:
+        if reason != self._last_reason:  # not at each attempt
+            logger.warning(
+                "controller_lost", extra=fields(router_id=self._router_id, reason=reason)
+            )
+        self._last_reason = reason
+
+    async def _follow(self) -> None:
+        address = await self._find_controller()
+        channel = self._connect_controller(address, self._incarnation)
+        call = wire.watch_members(channel)
+        try:
+            await self._tell(call, 0)
+            applied = 0
+            while True:
+                try:
+                    message = await asyncio.wait_for(call.read(), SILENT_S)
+                except TimeoutError:
+                    raise ControllerGone(f"silent for {SILENT_S:g} s") from None
+                if message is grpc.aio.EOF:
+                    raise ControllerGone("it ended the stream")
+                if message.version == applied:
+                    continue
+                if not applied:
+                    self._last_reason = ""
+                    logger.info(
+                        "controller_followed",
+                        extra=fields(
+                            router_id=self._router_id,
+                            address=address,
+                            incarnation=f"{self._incarnation:016x}",
+                        ),
+                    )
+                await self._take(wire.members(message))
+                applied = message.version
+                await self._tell(call, applied)
+        finally:
+            call.cancel()
+            await channel.close()
+
+    async def _tell(self, call: Any, applied: int) -> None:
+        with suppress(asyncio.InvalidStateError):  # it is over; who reads next learns why
+            await call.write(wire.members_request(self._router_id, applied))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

@@ -1,0 +1,138 @@
+"""What a process that hosts a router holds beside it: its server, and who tells it the workers.
+
+The same in Ray (router/actor.py) and without it (`pagewire router`).
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from credentials.channel import ProvenChannel
+from credentials.cluster import ClusterCredentials
+from credentials.party import CONTROLLER_NAME, Party
+from credentials.secret import RouterKeys
+from observability.collector import settle_collector
+from observability.logs import fields
+from pagewire.protos.grpc_options import WORKER_CHANNEL_OPTIONS
+from protos.addresses import join_address
+from router.config import RouterConfig
+from router.front import make_server
+from router.health import INFERENCE_SERVICE
+from router.member_feed import MemberFeed
+from router.membership import WorkerMember
+from router.router import Router
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0  # for calls to end that were told to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterSettings:
+    """What a router is started with."""
+
+    config: RouterConfig  # without keys
+    model_dir: Path  # of tokenizer and chat template
+    host: str  # where clients connect
+    port: int  # 0: a free one, anew at each start
+    shares_port: bool = False  # see router.front
+    log_level: str = "info"  # see observability.logs
+    log_format: str = "text"
+    keys: RouterKeys = field(repr=False)
+
+
+class RouterProcess:
+    """Owns the router, its server and its feed. Lives in the event loop that called start.
+
+    Args:
+        settings: What to start.
+        find_controller: Returns the address of the cluster's controller; raises ControllerGone.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, find_controller: Callable[[], Awaitable[str]]
+    ) -> None:
+        keys = settings.keys
+        self._settings = settings
+        config = replace(
+            settings.config, page_hash_key=keys.page_hashes, resume_key=keys.resume_tokens
+        )
+        credentials = ClusterCredentials(keys.party, secrets.randbits(63) + 1)
+        self.router = Router(
+            config=config,
+            model_dir=settings.model_dir,
+            connect_channel=partial(connect_worker, credentials),
+            random_id=lambda: secrets.token_hex(16),
+        )
+        self._server = make_server(config, shares_port=settings.shares_port)
+        self._feed = MemberFeed(
+            router_id=config.router_id,
+            find_controller=find_controller,
+            connect_controller=partial(connect_controller, credentials),
+            take=self.router.set_workers,
+        )
+        self._feeding: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Serve, and find the workers; returns the address as soon as clients can connect.
+
+        Raises:
+            ModelFolderError: The chat template cannot be used.
+            RuntimeError: The port is taken.
+        """
+        settings = self._settings
+        port = self._server.add_insecure_port(join_address(settings.host, settings.port))
+        address = join_address(settings.host, port)
+        self.router.register(self._server)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = [INFERENCE_SERVICE, health, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+        await self.router.start()
+        await self._server.start()
+        self._feeding = asyncio.create_task(self._feed.run(), name="member-feed")
+        settle_collector()
+        log.info("router_ready", extra=fields(router_id=settings.config.router_id, address=address))
+        return address
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, give running requests `grace_s` seconds, then end everything.
+
+        What does not end in time clients resume elsewhere. Meanwhile the router says that it stops;
+        one that shares its port closes it, so that the others get all new connections.
+        """
+        closing = []
+        if self._settings.shares_port:
+            closing.append(asyncio.create_task(self._server.stop(grace_s + CLOSE_S)))
+        await self.router.stop(grace_s)
+        if self._feeding:
+            self._feeding.cancel()
+            await asyncio.wait([self._feeding], timeout=CLOSE_S)
+        await self._server.stop(None)
+        await asyncio.gather(*closing)
+
+
+def connect_worker(credentials: ClusterCredentials, member: WorkerMember) -> ProvenChannel:
+    """Open a channel to one start of a worker."""
+    callee = Party(role=member.pool, name=member.worker_id, incarnation=member.incarnation)
+    return _connect(credentials, member.address, callee)
+
+
+def connect_controller(
+    credentials: ClusterCredentials, address: str, incarnation: int
+) -> ProvenChannel:
+    """Open a channel to one start of a controller."""
+    callee = Party(role="controller", name=CONTROLLER_NAME, incarnation=incarnation)
+    return _connect(credentials, address, callee)
+
+
+def _connect(credentials: ClusterCredentials, address: str, callee: Party) -> ProvenChannel:
+    channel = grpc.aio.insecure_channel(address, options=WORKER_CHANNEL_OPTIONS)
+    return ProvenChannel(channel, credentials.callee(callee))

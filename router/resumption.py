@@ -1,0 +1,137 @@
+"""Resume tokens: what a router gives a caller, so that any other one can go on with the call.
+
+A router keeps nothing for a call that another one may resume. The caller sends its request again,
+what it has received, and the token of the first message. The token holds what the first router
+chose, and a proof over that and over all that the tokens depend on:
+
+    version (1) | expires at (8) | seed (8) | most tokens (4) | request id (16) | proof (32)
+
+The proof is HMAC-SHA256 under a key that all routers of a cluster have, and no one else. A request
+that differs in its prompt or its sampling, another model and another tenant thus have another one.
+Integers are big-endian; times are seconds since 1970 by the routers' clocks.
+"""
+
+import hmac
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from credentials.secret import KEY_BYTES, derive
+from router.errors import InvalidRequest
+from router.request import AskedSampling, GenerationRequest
+
+VERSION = 1
+TOKEN_FIELD = "resume.token"  # noqa: S105 - the name of a field
+_HEAD = struct.Struct("!BQQI16s")  # all but the proof
+_ALLOWED = (
+    "the resume_token of the call that is resumed, with the same request otherwise, from a router "
+    "of the same cluster, tenant and model"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceivedChoice:
+    """What a caller has of one choice."""
+
+    choice: int
+    packed_token_ids: bytes
+    text_chars: int
+    is_finished: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """What a caller has of a call that it lost."""
+
+    token: bytes
+    choices: tuple[ReceivedChoice, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What the router chose that began a call; to be believed when the token is checked."""
+
+    request_id: str
+    seed: int
+    max_tokens: int
+
+
+class ResumeTokens:
+    """Makes and checks the tokens of one tenant of one cluster.
+
+    Args:
+        key: Of the cluster's routers; empty: no call can be resumed.
+        tenant: Whoever has another one cannot use the tokens.
+        lifetime_s: Of a token.
+        wall_clock: Returns seconds since 1970.
+    """
+
+    def __init__(
+        self, *, key: bytes, tenant: bytes, lifetime_s: float, wall_clock: Callable[[], float]
+    ) -> None:
+        self._key = key
+        self._tenant = tenant
+        self._lifetime_s = lifetime_s
+        self._wall_clock = wall_clock
+
+    def issue(self, request: GenerationRequest, asked: AskedSampling, fingerprint: str) -> bytes:
+        """Return the token of a call; empty: it cannot be resumed."""
+        if not self._key:
+            return b""
+        head = _HEAD.pack(
+            VERSION,
+            int(self._wall_clock() + self._lifetime_s),
+            request.sampling.seed,
+            request.sampling.max_tokens,
+            bytes.fromhex(request.request_id),
+        )
+        return head + self._proof(head, request, asked, fingerprint)
+
+    def read(self, token: bytes) -> Begun:
+        """Return what a token says, which is not checked yet.
+
+        Raises:
+            InvalidRequest: It is none.
+        """
+        if not self._key:
+            raise InvalidRequest("resume", "a resumption", "none: this router has no key for it")
+        if len(token) != _HEAD.size + KEY_BYTES or token[0] != VERSION:
+            raise InvalidRequest(TOKEN_FIELD, f"{len(token)} bytes that are no token", _ALLOWED)
+        _, _, seed, max_tokens, request_id = _HEAD.unpack_from(token)
+        return Begun(request_id=request_id.hex(), seed=seed, max_tokens=max_tokens)
+
+    def check(
+        self, token: bytes, request: GenerationRequest, asked: AskedSampling, fingerprint: str
+    ) -> None:
+        """Refuse a token that is not of this request, or too old.
+
+        Args:
+            token: One that `read` has read.
+            request: Complete, with what the token says.
+            asked: As the caller sent it now.
+            fingerprint: Of the model.
+
+        Raises:
+            InvalidRequest: Names the field.
+        """
+        head, proof = token[: _HEAD.size], token[_HEAD.size :]
+        if not hmac.compare_digest(self._proof(head, request, asked, fingerprint), proof):
+            raise InvalidRequest(TOKEN_FIELD, "one that does not fit the request", _ALLOWED)
+        age_s = self._wall_clock() - _HEAD.unpack_from(head)[1]
+        if age_s > 0:
+            allowed = f"a token for up to {self._lifetime_s:.0f} s after the call began"
+            raise InvalidRequest(TOKEN_FIELD, f"one that expired {age_s:.0f} s ago", allowed)
+
+    def _proof(
+        self, head: bytes, request: GenerationRequest, asked: AskedSampling, fingerprint: str
+    ) -> bytes:
+        return derive(
+            self._key,
+            b"resume",
+            head,
+            self._tenant,
+            fingerprint.encode(),
+            request.prompt_digest,
+            # The most tokens that were asked for, too: of the request the token says how many.
+            repr((request.sampling, asked.max_tokens, sorted(request.end_token_ids))).encode(),
+        )

@@ -1,0 +1,212 @@
+"""Routers die in mid-stream; the client's library goes on at another one, and loses no token."""
+
+import asyncio
+import random
+
+import pytest
+
+from llm_engine.sampling import SamplingParams
+from pagewire import AsyncClient, Completion, ConnectionFailedError
+from tests.simulation.test_scenarios import GREEDY, SEEDED, tokens
+from tests.support.fake_cluster import MODEL, FakeCluster
+from tests.support.oracle import RequestSpec, expected_choices
+from tests.support.scenario import MAX_CONTEXT_TOKENS, ClusterShape
+from tests.support.simulator import in_cluster
+from tests.support.virtual_time import wait_until
+
+SHAPE = ClusterShape(num_prefill=1, num_decode=2, num_routers=3, pass_s=0.03)
+
+
+def client_of(cluster: FakeCluster, *names: str, resume_s: float = 30.0) -> AsyncClient:
+    return AsyncClient(
+        [f"{name}:1" for name in names],
+        resume_s=resume_s,
+        channel_factory=cluster.network.channel,
+    )
+
+
+async def complete(client: AsyncClient, spec: RequestSpec) -> Completion:
+    params = spec.params
+    await asyncio.sleep(spec.arrives_at)
+    return await client.generate(
+        spec.prompt,
+        temperature=params.temperature,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        frequency_penalty=params.frequency_penalty,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        n=spec.n,
+    )
+
+
+def assert_right(spec: RequestSpec, completion: Completion) -> None:
+    expected = expected_choices(spec, model=MODEL, max_context_tokens=MAX_CONTEXT_TOKENS)
+    assert [each.token_ids for each in completion.choices] == [each.tokens for each in expected]
+    assert all(each.finish_reason for each in completion.choices)
+    if spec.params.logprobs is not None:
+        for each in completion.choices:
+            assert [one.token_id for one in each.logprobs] == list(each.token_ids)
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == sum(len(each.tokens) for each in expected)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(SEEDED, id="seeded"),
+        pytest.param(
+            SamplingParams(temperature=0.9, seed=3, max_tokens=20, frequency_penalty=0.5), id="eos"
+        ),
+    ],
+)
+@pytest.mark.parametrize("after", range(0, 16, 3))
+def test_a_router_killed_in_mid_stream_costs_no_token_and_changes_none(
+    params: SamplingParams, after: int
+) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        spec = RequestSpec(name="r", prompt=tokens(30, seed=after), params=params, n=2)
+        client = client_of(cluster, "router-0", "router-1")
+        running = asyncio.create_task(complete(client, spec))
+        first = cluster.routers["router-0"].router
+        await wait_until(lambda: num_emitted(first) >= after or running.done())
+        was_running = not running.done()
+
+        cluster.kill("router-0")
+
+        completion = await running
+        assert_right(spec, completion)
+        assert client.address == ("router-1:1" if was_running else "router-0:1")
+        if was_running and after:
+            assert completion.usage is not None
+            assert completion.usage.resumptions == 1
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+def num_emitted(router: object) -> int:
+    """Tokens that a router has for its only request; -1 before it has one."""
+    sessions = router.dispatcher._sessions.values()  # type: ignore[attr-defined]
+    streams = [each for session in sessions for each in session.streams.values()]
+    return max((each.generation.num_tokens for each in streams), default=-1)
+
+
+def test_without_a_seed_of_its_own_a_client_keeps_the_one_that_the_first_router_drew() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        client = client_of(cluster, "router-0", "router-1")
+        prompt = tokens(20, seed=1)
+        async with client.stream(prompt, max_tokens=24, ignore_eos=True) as stream:
+            await anext(stream)
+            [session] = cluster.routers["router-0"].router.dispatcher._sessions.values()
+            [seed] = [s.generation.request.sampling.seed for s in session.streams.values()]
+            cluster.kill("router-0")
+            async for _ in stream:
+                pass
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True)
+        assert_right(RequestSpec(name="r", prompt=prompt, params=params), stream.completion)
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+def test_the_only_router_is_waited_for_and_goes_on_when_it_has_come_back() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        spec = RequestSpec(name="r", prompt=tokens(30, seed=2), params=SEEDED)
+        client = client_of(cluster, "router-0")
+        running = asyncio.create_task(complete(client, spec))
+        first = cluster.routers["router-0"].router
+        await wait_until(lambda: num_emitted(first) >= 4)
+
+        cluster.kill("router-0")
+        await asyncio.sleep(12.0)
+        await cluster.start_router("router-0")
+
+        assert_right(spec, await running)
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+@pytest.mark.parametrize(("resume_s", "waits_s"), [(0.0, 0.0), (5.0, 5.0)])
+def test_a_client_gives_up_in_time_with_the_loss_that_it_had(
+    resume_s: float, waits_s: float
+) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        client = client_of(cluster, "router-0", resume_s=resume_s)
+        loop = asyncio.get_running_loop()
+        stream = client.stream(tokens(20, seed=1), max_tokens=60, ignore_eos=True)
+        await anext(stream)
+        cluster.kill("router-0")
+        killed_at = loop.time()
+
+        with pytest.raises(ConnectionFailedError):
+            async for _ in stream:
+                pass
+
+        assert waits_s - 2.1 <= loop.time() - killed_at <= waits_s + 0.1
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+def test_a_router_that_stops_hands_its_streams_over() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        spec = RequestSpec(name="r", prompt=tokens(30, seed=2), params=SEEDED, n=2)
+        client = client_of(cluster, "router-0", "router-1")
+        running = asyncio.create_task(complete(client, spec))
+        stopping = cluster.routers["router-0"]
+        await wait_until(lambda: num_emitted(stopping.router) >= 4)
+
+        await stopping.process.spawn(stopping.router.stop(0.0))
+
+        assert_right(spec, await running)
+        new = RequestSpec(name="new", prompt=tokens(9, seed=2), params=GREEDY)
+        assert_right(new, await complete(client_of(cluster, "router-0", "router-1"), new))
+        cluster.kill("router-0")
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_routers_and_workers_that_die_again_and_again_change_no_token(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def body(cluster: FakeCluster) -> None:
+        names = [f"router-{index}" for index in range(3)]
+        specs = [
+            RequestSpec(
+                name=f"r{index}",
+                prompt=tokens(rng.randint(1, 50), seed=1000 * seed + index),
+                params=SamplingParams(
+                    temperature=rng.choice((0.0, 0.9)),
+                    seed=index,
+                    max_tokens=rng.randint(1, 40),
+                    ignore_eos=rng.choice((True, False)),
+                    logprobs=rng.choice((None, 2)),
+                ),
+                n=rng.choice((1, 1, 3)),
+                arrives_at=rng.uniform(0.0, 2.0),
+            )
+            for index in range(24)
+        ]
+        clients = [client_of(cluster, *rng.sample(names, 3)) for _ in specs]
+        running = [
+            asyncio.create_task(complete(*each)) for each in zip(clients, specs, strict=True)
+        ]
+        for _ in range(4):
+            name = rng.choice([*names, "decode-0"])
+            await asyncio.sleep(rng.uniform(0.0, 0.6))
+            cluster.kill(name)
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
+            start = cluster.start_router if name in names else cluster.start_worker
+            await start(name)
+
+        for spec, completion in zip(specs, await asyncio.gather(*running), strict=True):
+            assert_right(spec, completion)
+        for client in clients:
+            await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
