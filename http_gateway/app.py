@@ -12,12 +12,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from http_gateway.chat import ChatCompletions
+from http_gateway.cluster_view import ClusterView
 from http_gateway.completions import Completions
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import HttpError
 from http_gateway.exchange import Endpoint, Exchange, RequestLog
 from http_gateway.metrics import Metrics
 from http_gateway.models import Models
+from http_gateway.page_files import PageFiles
 from http_gateway.probes import Probes
 from http_gateway.responses import Responses
 from http_gateway.token_texts import TokenTexts
@@ -32,6 +34,7 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
     metrics = Metrics()
     texts = TokenTexts(link)
     models, tokens, probes = Models(link), Tokens(link), Probes(link)
+    cluster, page = ClusterView(link), PageFiles()
 
     def get(path: str, answer: Answer) -> Route:
         endpoint = Endpoint(path, answer, config=config, metrics=metrics, reads_body=False)
@@ -64,6 +67,9 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
             get("/health", probes.health),
             get("/ready", probes.ready),
             get("/metrics", probes.metrics),
+            get("/cluster", cluster.show),
+            Route("/", page.index, methods=["GET"]),
+            Route("/page/{name}", page.part, methods=["GET"]),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _no_endpoint},

@@ -17,9 +17,9 @@ from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
 from pagewire import Model
 from pagewire.arguments import MAX_LOGPROBS
+from pagewire.protos import inference_pb2
+from pagewire.protos.token_ids import TOKEN_BYTES
 from pagewire.wire import chat_request
-from protos import inference_pb2
-from protos.token_ids import TOKEN_BYTES
 
 _SCHEMAS = "answers cannot be held to a format yet"
 UNSUPPORTED = {

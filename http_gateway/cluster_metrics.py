@@ -10,7 +10,6 @@ from pagewire import ClusterStatus, WorkerStatus
 
 STATES = ("connecting", "ready", "draining", "dead")
 PAGE_USES = ("free", "live", "cached", "leased", "incoming", "quarantine")
-LIVING_STATES = {"ready", "draining"}  # whose last numbers still hold
 OF_A_WORKER = ("worker_id", "pool")
 # Fields of WorkerStatus by kind, with their meaning. Counters begin anew when a worker does.
 GAUGES = {
@@ -85,7 +84,7 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
         for state in STATES:
             states.add_metric((each.worker_id, each.pool, state), float(each.state == state))
     yield states
-    living = [each for each in workers if each.state in LIVING_STATES]
+    living = [each for each in workers if each.is_living]
     pages = GaugeMetricFamily(
         "pagewire_worker_pages", "Pages by their use.", labels=(*OF_A_WORKER, "use")
     )

@@ -18,8 +18,8 @@ from http_gateway.token_texts import TokenTexts, completion_logprobs, drawn_toke
 from http_gateway.wire import RouterLink
 from pagewire import Model, PagewireError, SamplingOptions
 from pagewire.arguments import MAX_LOGPROBS, shown, shown_with_type
+from pagewire.protos import inference_pb2
 from pagewire.wire import generate_request
-from protos import inference_pb2
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API, and vLLM
 UNSUPPORTED = {

@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -20,7 +21,8 @@ from observability.logs import fields
 log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
-PROBES = {"/health", "/ready", "/metrics"}  # asked all the time, so not worth a line each
+# Asked all the time, so no work, and no line each.
+PROBES = {"/health", "/ready", "/metrics", "/cluster"}
 EVENT_STREAM = (
     ("content-type", "text/event-stream; charset=utf-8"),
     ("cache-control", "no-cache"),
@@ -111,6 +113,7 @@ class Exchange:
         Raises:
             ClientLeft: Nobody waits for the answer any more.
         """
+        has_left = False
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch_client())
@@ -119,7 +122,9 @@ class Exchange:
                 finally:
                     watching.cancel()
         except* ClientLeft:
-            raise ClientLeft from None
+            has_left = True
+        if has_left:  # raised within, it would be in a group: so do early versions of Python 3.11
+            raise ClientLeft
 
     async def answer_json(self, body: object) -> None:
         """Answer with JSON."""
@@ -243,9 +248,10 @@ class RequestLog:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        self._metrics.begin()
+        is_probe = scope["path"] in PROBES
         try:
-            await self._app(scope, receive, send_noted)
+            with nullcontext() if is_probe else self._metrics.running():
+                await self._app(scope, receive, send_noted)
         except Exception:
             log.exception("request_crashed", extra=fields(request_id=record.request_id))
             raise  # uvicorn ends the connection

@@ -8,9 +8,9 @@ from http_gateway.exchange import Exchange
 from http_gateway.token_texts import TokenTexts
 from http_gateway.wire import RouterLink
 from pagewire import Model
+from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos.token_ids import TOKEN_BYTES
 from pagewire.wire import usage_from
-from protos import common_pb2, inference_pb2
-from protos.token_ids import TOKEN_BYTES
 
 FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 WHOLE_S = 1.0  # between two messages of a call whose answer nobody sees a part of

@@ -1,5 +1,7 @@
 """What /metrics tells. Names end as vLLM's do where they mean the same; docs/http.md lists them."""
 
+from contextlib import AbstractContextManager
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -12,7 +14,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from protos import inference_pb2
+from pagewire.protos import inference_pb2
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000)
@@ -37,7 +39,7 @@ class Metrics:
         )
         self._running = Gauge(
             "pagewire_num_requests_running",
-            "Requests that are being answered.",
+            "Requests that are being answered, probes not counted.",
             registry=self._registry,
         )
         self._success = self._counter(
@@ -69,13 +71,12 @@ class Metrics:
             "request_generation_tokens", "Tokens generated for a prompt.", TOKENS
         )
 
-    def begin(self) -> None:
-        """Count a request that has come."""
-        self._running.inc()
+    def running(self) -> AbstractContextManager[None]:
+        """Count a request as one that runs while entered."""
+        return self._running.track_inprogress()
 
     def end(self, path: str, method: str, status: int) -> None:
         """Count a request that is over; `path` is one of the gateway's own, or empty."""
-        self._running.dec()
         self._requests.labels(path, method, str(status)).inc()
 
     def call_finished(self, model: str, usage: inference_pb2.Usage, cached_tokens: int) -> None:

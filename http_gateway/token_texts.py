@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from http_gateway.wire import RouterLink
-from protos import common_pb2, inference_pb2
-from protos.token_ids import unpack_token_ids
+from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos.token_ids import unpack_token_ids
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 Drawn = tuple[int, common_pb2.TokenLogprobs]  # token id, its log probabilities

@@ -15,7 +15,10 @@ from http_gateway.answers import Answers
 from http_gateway.errors import HttpError
 from observability.logs import fields
 from pagewire import ClusterStatus, ConnectionFailedError, Model, PagewireError, UnavailableError
-from pagewire.async_client import Channel, ChannelFactory, open_channel
+from pagewire.protos import inference_pb2, inference_pb2_grpc
+from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
+from pagewire.protos.token_ids import unpack_token_ids
+from pagewire.routers import Channel, ChannelFactory, open_channel
 from pagewire.wire import (
     detokenize_request,
     error_from,
@@ -23,10 +26,7 @@ from pagewire.wire import (
     model_from,
     status_from,
 )
-from protos import inference_pb2, inference_pb2_grpc
 from protos.field_count import LARGE_REQUEST_BYTES, has_more_fields
-from protos.grpc_options import MAX_STREAM_AGE_S
-from protos.token_ids import unpack_token_ids
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from protos import common_pb2, worker_pb2
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import common_pb2, worker_pb2
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.tokenizer import Tokenizer
 from tests.router.scripted_worker import EOS, LENGTH, STOP, ScriptedWorker, Session
 from tests.router.tokenizers_for_tests import byte_level
@@ -73,7 +73,7 @@ def parrot(folder: Path, *, token_s: float = 0.001, **fields: Any) -> ScriptedWo
                         token_ids=pack_token_ids([token_id]),
                         logprobs=_logprobs(submit.sampling, token_id),
                         finish_reason=finish if is_last else 0,
-                        stats=common_pb2.RequestStats(decode_cached_tokens=4),
+                        stats=common_pb2.RequestStats(cached_tokens=4),
                     )
                     for state in submit.choices
                 )

@@ -13,7 +13,7 @@ import grpc
 
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
-from protos import inference_pb2, worker_pb2_grpc
+from pagewire.protos import inference_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.front import make_server
 from router.router import Router

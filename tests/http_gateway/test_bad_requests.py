@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from protos.token_ids import unpack_token_ids
+from pagewire.protos.token_ids import unpack_token_ids
 from router.tokenizer import Tokenizer
 from tests.http_gateway.canaries import SONG, singing
 from tests.http_gateway.parrot import MARKS, parrot, write_folder
@@ -320,7 +320,7 @@ def test_json_may_be_called_so_in_any_case_and_with_parameters(address, kind):
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("POST", "/metrics", 405, "method_not_allowed"),
         ("OPTIONS", CHAT, 405, "method_not_allowed"),
-        ("GET", "/", 404, "not_found"),
+        ("POST", "/", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", 404, "not_found"),
         ("GET", "/v1/responses/resp_1", 404, "not_found"),
         ("GET", "/" + "x" * 8000, 404, "not_found"),

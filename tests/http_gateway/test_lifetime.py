@@ -13,7 +13,7 @@ import pytest
 from http_gateway import answers, wire
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
-from protos import common_pb2
+from pagewire.protos import common_pb2
 from router import front
 from tests.http_gateway.canaries import singing
 from tests.http_gateway.conftest import openai as client_of

@@ -13,7 +13,7 @@ from observability.logs import ATTRIBUTE
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
-from tests.http_gateway.test_lifetime import TEXT, body_of, two_words, until
+from tests.http_gateway.test_lifetime import TEXT, body_of, never_ends, two_words, until
 from tests.support.cluster_status import ONE_OF_EACH
 
 SECRET = "prompt that nobody else may read"
@@ -68,7 +68,7 @@ def test_each_request_is_one_line_without_what_it_holds(served, caplog):
 
 def test_probes_write_no_line(served, caplog):
     caplog.set_level(logging.INFO)
-    for path in ("/health", "/ready", "/metrics"):
+    for path in ("/health", "/ready", "/metrics", "/cluster"):
         assert exchange(served.host_and_port, request(path, method="GET")).status == 200
 
     assert lines(caplog) == []
@@ -119,7 +119,7 @@ def test_metrics_count_requests_tokens_and_times_by_names_that_users_of_vllm_kno
     assert found["pagewire_time_to_first_token_seconds_count", "tiny"] == 2
     assert found["pagewire_e2e_request_latency_seconds_count", "tiny"] == 2
     assert found["pagewire_request_prompt_tokens_sum", "tiny"] == 80
-    assert found["pagewire_num_requests_running",] == 1, "the one that asks"
+    assert found["pagewire_num_requests_running",] == 0, "the one that asks is none"
     counted = "pagewire_http_requests_total"
     assert found[counted, *sorted((TEXT, "POST", "200"))] == 2
     assert {key[1:] for key in found if key[0] == counted} >= {
@@ -127,6 +127,16 @@ def test_metrics_count_requests_tokens_and_times_by_names_that_users_of_vllm_kno
         tuple(sorted(("", "GET", "404"))),
     }
     assert not [key for key in found if "nowhere" in key]
+
+
+def test_what_runs_is_counted_without_who_asks_for_it():
+    with gateway(lambda: scripted(never_ends)) as served:
+        client = client_of(served)
+        with client.completions.create(model="tiny", prompt="x", stream=True) as stream:
+            next(stream)
+            found = metrics(served)
+
+    assert found["pagewire_num_requests_running",] == 1
 
 
 def test_metrics_tell_of_the_router_and_its_workers(served):
@@ -148,7 +158,7 @@ def test_metrics_without_a_router_are_those_of_the_gateway():
         found = metrics(served)
 
     assert found["pagewire_router_up",] == 0
-    assert found["pagewire_num_requests_running",] == 1
+    assert found["pagewire_num_requests_running",] == 0
     assert not [key for key in found if key[0].startswith("pagewire_worker_")]
 
 

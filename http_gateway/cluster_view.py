@@ -1,0 +1,64 @@
+"""GET /cluster: what the router knows of the cluster now, for the page and for programs."""
+
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+from http_gateway.exchange import Exchange
+from http_gateway.wire import RouterLink
+from pagewire import ClusterStatus, WorkerStatus
+
+FRESH_S = 0.5  # as often as workers tell of themselves; however many look, the router is asked once
+HEADERS = (
+    ("content-type", "application/json"),
+    ("cache-control", "no-store"),
+    ("x-content-type-options", "nosniff"),
+)
+
+
+class ClusterView:
+    """Shows one status to all who look at the same time."""
+
+    def __init__(self, link: RouterLink) -> None:
+        self._link = link
+        self._asking = asyncio.Lock()
+        self._shown = b""
+        self._shown_until = 0.0  # loop time
+
+    async def show(self, exchange: Exchange, _: dict[str, Any]) -> None:
+        """Answer with the status; raises PagewireError where the router does not tell it."""
+        loop = asyncio.get_running_loop()
+        async with self._asking:
+            if loop.time() >= self._shown_until:
+                status = await self._link.status()
+                self._shown = json.dumps(cluster_json(status, time.time())).encode()
+                self._shown_until = loop.time() + FRESH_S
+            shown = self._shown
+        await exchange.answer(200, shown, HEADERS)
+
+
+def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:
+    """Return what is shown: sums since each worker's start, from which readers make rates.
+
+    Args:
+        status: What the router knows.
+        time_s: When it said so, Unix time. A worker's numbers are `heartbeat_age_ms` older.
+    """
+    return {
+        "time_s": time_s,
+        "active_requests": status.active_requests,
+        "finished_requests": status.finished_requests,
+        "resumed_requests": status.resumed_requests,
+        "index_pages": status.index_pages,
+        "hot_prefixes": [asdict(each) for each in status.hot_prefixes],
+        "workers": [_worker_json(each) for each in status.workers],
+    }
+
+
+def _worker_json(worker: WorkerStatus) -> dict[str, Any]:
+    values = asdict(worker)
+    del values["address"]  # who looks at the page does not call workers
+    # As in the logs; as a number it is more than JavaScript holds.
+    return values | {"incarnation": f"{worker.incarnation:016x}"}
