@@ -23,6 +23,7 @@ from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming
 from observability.logs import fields
+from pagewire.protos.call_tasks import mark_seen
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
 from worker.identity import WorkerIdentity
@@ -69,19 +70,22 @@ class PrefillReceivers:
         self._channels: dict[WorkerIdentity, grpc.aio.Channel] = {}
         self._distrusted: dict[WorkerIdentity, asyncio.TimerHandle] = {}  # |-> ends the distrust
         self._running: dict[asyncio.Task[None], PrefillGroup] = {}  # outcome not known yet
+        self._meeting: dict[WorkerIdentity, asyncio.Task[None]] = {}  # |-> connects ahead
 
     def connect(self, senders: Sequence[WorkerIdentity]) -> None:
         """Begin to connect to prefill workers, so that the first request need not wait for it.
 
-        One of which another start is known waits for a request after all: a router whose membership
-        is late must not break off what goes on with the present one.
+        One of which another start is known, or named before it, waits for a request after all: a
+        router whose membership is late must not break off what goes on with the present one.
         """
-        known = {each.worker_id: each for each in self._channels}
+        known = {each.worker_id: each for each in (*self._meeting, *self._channels)}
         for sender in senders:
-            if known.get(sender.worker_id, sender) == sender:
-                self._context.tasks.start(
+            is_known = known.setdefault(sender.worker_id, sender) == sender
+            if is_known and sender not in self._meeting:
+                self._meeting[sender] = self._context.tasks.start(
                     self._connect_ahead(sender), name=f"connect-{sender.worker_id}"
                 )
+                self._meeting[sender].add_done_callback(partial(self._met, sender))
 
     def start(self, group: PrefillGroup) -> None:
         """Begin an attempt at the group's next candidate; its pages are reserved."""
@@ -96,11 +100,13 @@ class PrefillReceivers:
             if group.request is request and group.is_ended:
                 task.cancel()
 
-    def cancel_ended(self) -> None:
-        """Stop what is under way for requests that ended with their first tokens."""
+    def cancel_unneeded(self) -> None:
+        """At the end: stop what is under way for ended requests, and for those to come."""
         for task, group in self._running.items():
             if group.is_ended:
                 task.cancel()
+        for meeting in self._meeting.values():
+            meeting.cancel()
 
     async def close(self) -> None:
         """Close connections and channels, when no attempt is left."""
@@ -124,7 +130,7 @@ class PrefillReceivers:
             if attempt is not None and attempt.receiver is not None:
                 attempt.receiver.driver.stream_lost("an internal error")
             quarantined = self._scheduler.abandon(group, may_be_written=_may_write(attempt))
-        self._context.wake.set()
+        self._context.wake.set_by_arrival()
         if attempt is not None:
             await self._clean_up(attempt, quarantined)
 
@@ -134,7 +140,7 @@ class PrefillReceivers:
         """Run an attempt and report its outcome; return pages that may still be written."""
         # Only this task is ever cancelled: what follows must happen in any case.
         running = asyncio.get_running_loop().create_task(attempt.run())
-        running.add_done_callback(_is_seen)
+        running.add_done_callback(mark_seen)
         self._running[running] = group
         if group.is_ended:  # before there was anything to cancel
             running.cancel()
@@ -251,6 +257,9 @@ class PrefillReceivers:
             asyncio.get_running_loop().time() + connect_s,
         )
 
+    def _met(self, sender: WorkerIdentity, _: asyncio.Task[None]) -> None:
+        del self._meeting[sender]
+
     async def _connect_ahead(self, sender: WorkerIdentity) -> None:
         try:
             await self._connection(sender)
@@ -303,12 +312,6 @@ async def _close(channel: grpc.aio.Channel) -> None:
         await channel.close()
     except Exception:
         logger.exception("channel_close_failed")  # nobody uses it any more
-
-
-def _is_seen(running: asyncio.Task[None]) -> None:
-    """Keep asyncio from complaining that nobody asks for an exception."""
-    if not running.cancelled():
-        running.exception()
 
 
 def _may_write(attempt: RemotePrefill | None) -> bool:

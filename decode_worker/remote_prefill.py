@@ -25,6 +25,7 @@ from kv_transfer.messages import ReceiverMessage, Ticket
 from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport import Connection
+from pagewire.protos.call_tasks import mark_seen
 
 
 class RemotePrefill:
@@ -69,7 +70,7 @@ class RemotePrefill:
         self.receiver: Receiver | None = None  # None while nothing can have been posted
         self._reading: asyncio.Task[None] | None = None
         self.result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
-        self.result.add_done_callback(_is_seen)
+        self.result.add_done_callback(mark_seen)
         self._failure: PrefillFailed | None = None  # why the stream ended
 
     async def run(self) -> None:
@@ -178,9 +179,3 @@ class RemotePrefill:
         self.result.set_exception(
             PrefillFailed(f"{len(result.tokens)} tokens for {len(self._group.choices)} choices")
         )
-
-
-def _is_seen(result: asyncio.Future[PrefillResult]) -> None:
-    """Keep asyncio from complaining that nobody asks for an exception."""
-    if not result.cancelled():
-        result.exception()

@@ -38,6 +38,7 @@ class RequestStats:
     bytes_moved: int = 0
     preemptions: int = 0
     prefill_retries: int = 0
+    cached_tokens: int = 0  # prompt tokens that nobody computed for it
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -58,6 +59,13 @@ class Request:
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     is_account_due: bool = False  # the next tokens say what it has cost so far
+
+    def __post_init__(self) -> None:
+        self.stats.cached_tokens = len(self.prompt)
+
+    def computed_from(self, position: int) -> None:
+        """Note that tokens from this position on were computed, or may have been."""
+        self.stats.cached_tokens = min(self.stats.cached_tokens, position)
 
     @property
     def is_suspect(self) -> bool:

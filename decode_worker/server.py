@@ -12,7 +12,7 @@ from decode_worker.outbox import Outbox, RequestFailure
 from decode_worker.request import Request
 from decode_worker.wire import request_from_proto, session_response
 from observability.logs import fields
-from protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos import worker_pb2, worker_pb2_grpc
 from worker import server
 from worker.errors import InternalError, TimedOut, WorkerError
 from worker.identity import WorkerIdentity

@@ -13,8 +13,8 @@ from kv_transfer.messages import ReceiverMessage, SenderMessage, Ticket
 from kv_transfer.wire import sender_message_from_proto, ticket_to_proto, transfer_message_to_proto
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
-from protos import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from worker.identity import WorkerIdentity
 from worker.wire import (
     logprobs_to_proto,
@@ -213,6 +213,7 @@ def stats_to_proto(stats: RequestStats) -> common_pb2.RequestStats:
         bytes_moved=stats.bytes_moved,
         preemptions=stats.preemptions,
         prefill_retries=stats.prefill_retries,
+        cached_tokens=stats.cached_tokens,
     )
 
 

@@ -165,13 +165,13 @@ class DecodeWorker:
     async def wait_idle(self) -> None:
         """Return when no request is left."""
         await self._all_ended.wait()
-        self._receivers.cancel_ended()
+        self._receivers.cancel_unneeded()
 
     def end_all(self, error: WorkerError) -> None:
         """End all requests and sessions, and tell the routers why."""
         for request in list(self._active):
             self.failed(request, error)
-        self._receivers.cancel_ended()
+        self._receivers.cancel_unneeded()
         for outbox in self._sessions:
             outbox.close()
 
@@ -238,7 +238,7 @@ class DecodeWorker:
         self._active[request] = active
         self._all_ended.clear()
         self.scheduler.submit(request)
-        self._context.wake.set()
+        self._context.wake.set_by_arrival()
 
     def cancel(self, request_id: str, outbox: Outbox) -> None:
         """Forget a request and free what it holds; a no-op when it has ended."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
 from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.transport import Connection, Transport
+from pagewire.protos.call_tasks import is_own_cancellation, mark_seen
 
 CLOSE_S = 10.0  # closing gives up on aborts that take longer
 
@@ -44,34 +45,36 @@ class ConnectionPool:
         """Return the connection to a peer.
 
         Callers that come while it is being made wait for the same one; `connect` of the first is
-        called. A connect that raises TransportRefused lets the next transport be tried.
+        called, until its deadline. Of those who have more time the first tries again then. A
+        connect that raises TransportRefused lets the next transport be tried.
 
         Raises:
             TransferTimeout: When there is no connection at `deadline`.
             TransferError: When setting it up failed; also what `connect` raised.
         """
-        self._forget_broken()
-        for name, incarnation in list(self._entries):
-            if name == peer_key[0] and incarnation != peer_key[1]:
-                self._remove((name, incarnation))
-        entry = self._entries.get(peer_key)
-        if entry is None:
-            entry = asyncio.get_running_loop().create_task(
-                self._set_up(peer_key, connect, deadline)
-            )
-            entry.add_done_callback(_connection_of)  # its error counts as seen
-            self._entries[peer_key] = entry
-        try:
-            async with asyncio.timeout_at(deadline):
-                # Shielded: one caller that leaves must not end the set-up of the others.
-                return await asyncio.shield(entry)
-        except TimeoutError as error:
-            raise TransferTimeout(f"no connection to {peer_key[0]} in time") from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if entry.cancelled() and task is not None and not task.cancelling():
-                raise ConnectionBroken(f"the connection to {peer_key[0]} was dropped") from None
-            raise
+        loop = asyncio.get_running_loop()
+        while True:
+            self._forget_broken()
+            self._forget_other_starts(peer_key)
+            is_first = peer_key not in self._entries
+            if is_first:
+                entry = loop.create_task(self._set_up(peer_key, connect, deadline))
+                entry.add_done_callback(mark_seen)
+                self._entries[peer_key] = entry
+            entry = self._entries[peer_key]
+            try:
+                async with asyncio.timeout_at(deadline):
+                    # Shielded: one caller that leaves must not end the set-up of the others.
+                    return await asyncio.shield(entry)
+            except TimeoutError as error:
+                raise TransferTimeout(f"no connection to {peer_key[0]} in time") from error
+            except TransferTimeout:
+                if is_first or loop.time() >= deadline:
+                    raise
+            except asyncio.CancelledError:
+                if entry.cancelled() and not is_own_cancellation():
+                    raise ConnectionBroken(f"the connection to {peer_key[0]} was dropped") from None
+                raise
 
     def drop(self, connection: Connection) -> None:
         """Forget a connection and abort it, if that has not happened yet."""
@@ -88,11 +91,19 @@ class ConnectionPool:
 
     async def _set_up(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> Incoming:
         refusal: TransportRefused | None = None
-        for transport in self._transports:
-            try:
-                return Incoming(await self._connect(peer_key, transport, connect, deadline))
-            except TransportRefused as error:
-                refusal = error
+        try:
+            async with asyncio.timeout_at(deadline):
+                for transport in self._transports:
+                    try:
+                        return Incoming(await self._connect(peer_key, transport, connect, deadline))
+                    except TransportRefused as error:
+                        refusal = error
+        except Exception as error:
+            # What `connect` does may end at the same deadline, with an error of its own.
+            is_late = asyncio.get_running_loop().time() >= deadline
+            if not (is_late or isinstance(error, TimeoutError)):
+                raise
+            raise TransferTimeout(f"no connection to {peer_key[0]} in time") from error
         raise refusal or TransportRefused("no transport is configured")
 
     async def _connect(
@@ -109,14 +120,18 @@ class ConnectionPool:
             if not accepting.done():
                 accepting.cancel()
             await asyncio.wait({accepting})
-            if not accepting.cancelled():
-                accepting.exception()  # seen: connect's own error says more
+            mark_seen(accepting)  # connect's own error says more
 
     def _forget_broken(self) -> None:
         for peer_key, entry in list(self._entries.items()):
             connection = _connection_of(entry)
             if entry.done() and (connection is None or connection.is_broken):
                 self._remove(peer_key)
+
+    def _forget_other_starts(self, peer_key: PeerKey) -> None:
+        for name, incarnation in list(self._entries):
+            if name == peer_key[0] and incarnation != peer_key[1]:
+                self._remove((name, incarnation))
 
     def _remove(self, peer_key: PeerKey) -> None:
         entry = self._entries.pop(peer_key)

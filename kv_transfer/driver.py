@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kv_transfer.deadlines import Wait
 from kv_transfer.errors import ConnectionBroken, TransferAborted
 from kv_transfer.protocol import Cancelled, DeadlinePassed, Failure, Send, StreamLost
+from pagewire.protos.call_tasks import is_own_cancellation
 
 State = TypeVar("State", bound="MachineState")
 Event = TypeVar("Event")
@@ -222,6 +223,11 @@ class Driver(Generic[State, Event, Action]):
         for action in actions:
             try:
                 await self._execute(action)
+            except asyncio.CancelledError:
+                if is_own_cancellation():
+                    raise
+                # Its channel was closed, which cancels the calls on it.
+                self._fail_locally(ConnectionError("the call was cancelled"))
             except Exception as error:
                 # Whatever fails here ends this attempt and nothing else.
                 if not isinstance(action, Send):

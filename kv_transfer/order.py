@@ -62,6 +62,7 @@ class Incoming:
         self.connection = connection
         self.slots = asyncio.Semaphore(WINDOW)
         self.load = Load()
+        self._is_broken = False  # a receive failed, so that no turn comes any more
         self._num_done = 0
         self._known: set[int] = set()  # numbers not done that were said
         self._waiting: dict[int, asyncio.Future[None]] = {}  # number |-> set when its turn comes
@@ -71,7 +72,7 @@ class Incoming:
 
         Raises:
             ConnectionBroken: As the connection does; also when a number comes twice, or when an
-                earlier receive failed.
+                earlier receive failed or was cancelled.
         """
         await self._turn(order)
         try:
@@ -90,7 +91,7 @@ class Incoming:
         await self.connection.abort()
 
     async def _turn(self, order: int) -> None:
-        if self.connection.is_broken:
+        if self._is_broken or self.connection.is_broken:
             raise ConnectionBroken("the connection broke while another transfer used it")
         if order < self._num_done or order in self._known:
             raise ConnectionBroken(f"the number {order} of a send comes twice")
@@ -98,9 +99,14 @@ class Incoming:
         if order == self._num_done:
             return
         turn = self._waiting[order] = asyncio.get_running_loop().create_future()
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._break()  # its pages come all the same, before those of anybody behind it
+            raise
 
     def _break(self) -> None:
+        self._is_broken = True
         waiting, self._waiting = self._waiting, {}
         for turn in waiting.values():
             if not turn.done():

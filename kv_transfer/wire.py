@@ -16,7 +16,7 @@ from kv_transfer.messages import (
     Ticket,
     TransferMessage,
 )
-from protos import worker_pb2
+from pagewire.protos import worker_pb2
 
 TRANSFER_ID_BYTES = 16
 DIGEST_BYTES = 16

@@ -12,6 +12,7 @@ from credentials.party import Party
 from kv_transfer.errors import TransferError
 from kv_transfer.wire import receiver_message_from_proto
 from observability.logs import fields
+from pagewire.protos import worker_pb2, worker_pb2_grpc
 from prefill_worker.attempt import Attempt
 from prefill_worker.errors import (
     ConnectionFailed,
@@ -22,7 +23,6 @@ from prefill_worker.errors import (
     WrongReceiver,
 )
 from prefill_worker.wire import PrefillStart, response_to_proto, start_from_proto
-from protos import worker_pb2, worker_pb2_grpc
 from worker import server
 from worker.errors import TimedOut, WorkerError
 

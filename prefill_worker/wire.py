@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from kv_transfer.messages import SenderMessage, Ticket
 from kv_transfer.wire import ticket_from_proto, transfer_message_to_proto
 from llm_engine.sampling import SampledToken
+from pagewire.protos import worker_pb2
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.request import Prompt
-from protos import worker_pb2
-from protos.token_ids import pack_token_ids, unpack_token_ids
 from worker.wire import logprobs_to_proto, sampling_from_proto
 
 

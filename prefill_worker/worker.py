@@ -205,6 +205,7 @@ class PrefillWorker:
         except Exception:
             self._fail(attempt, InternalError())
             raise
+        self._context.wake.set_by_arrival()
         return attempt
 
     def _fail(self, attempt: Attempt, error: WorkerError) -> None:

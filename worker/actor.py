@@ -20,7 +20,7 @@ from worker.process import WorkerProcess, WorkerSettings
 
 log = logging.getLogger(__name__)
 
-ANNOUNCE_TIMEOUT_S = 5.0  # as in router/actor.py, which may not import this
+ANNOUNCE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 15.0  # for what is still open when a worker has drained
 
 Config = TypeVar("Config")

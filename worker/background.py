@@ -22,11 +22,14 @@ class BackgroundTasks:
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
 
-    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        """Run `work` beside the caller; `name` is for logs."""
+    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Run `work` beside the caller, who may cancel it; `name` is for logs."""
         task = asyncio.get_running_loop().create_task(self._guard(work, name), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Python warns of work that was cancelled before it began, unless it is closed.
+        task.add_done_callback(lambda _: work.close())
+        return task
 
     async def wait(self) -> None:
         """Return when no task is left, those included that are started meanwhile."""

@@ -1,6 +1,5 @@
 """What the host and the pool of one worker share: who it is, its cache, its state."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +11,7 @@ from worker.background import BackgroundTasks
 from worker.errors import Draining, StaleIncarnation
 from worker.executor import EngineExecutor
 from worker.identity import ModelInfo, WorkerIdentity
+from worker.wake import Wake
 
 
 class HostConfig(Protocol):
@@ -45,8 +45,7 @@ class WorkerContext:
 
     Attributes:
         model: As the engine's pages can serve it.
-        wake: Set it to have the scheduler look again: something was submitted, ended, committed or
-            freed.
+        wake: Set it to have the scheduler look again.
         is_draining: The worker takes nothing new.
     """
 
@@ -75,7 +74,7 @@ class WorkerContext:
             hash_key=config.hash_key,
         )
         self.tasks = BackgroundTasks()
-        self.wake = asyncio.Event()
+        self.wake = Wake()
         self.is_draining = False
 
     def check_incarnation(self, incarnation: int) -> None:

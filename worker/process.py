@@ -20,9 +20,9 @@ from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
+from pagewire.protos.grpc_options import WORKER_CHANNEL_OPTIONS, WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
-from protos.grpc_options import WORKER_CHANNEL_OPTIONS, WORKER_SERVER_OPTIONS
 from worker.executor import EngineExecutor, ThreadExecutor
 from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know this worker
 MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has one for each prompt that waits
-LAST_WORDS_S = 0.5  # for what was written last to leave a process that is about to exit
+LAST_WORDS_S = 0.5  # for what was written last to leave a process that stops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,12 +147,15 @@ class WorkerProcess:
 
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end everything."""
-        if self._worker:
-            await self._worker.stop(grace_s)
-        if self._announcing:
-            self._announcing.cancel()
+        try:
+            if self._worker:
+                await self._worker.stop(grace_s)
+        finally:  # also of one that does not end in time, and is not waited for
+            if self._announcing:
+                self._announcing.cancel()
         if self._server:
-            await self._server.stop(None)
+            # Routers keep calls open that watch this worker: they do not end by themselves.
+            await self._server.stop(LAST_WORDS_S)
         if self._executor:
             await asyncio.to_thread(self._executor.close)
 

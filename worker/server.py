@@ -9,7 +9,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from kv_cache.event_log import EventBatch
 from kv_cache.layout import KVLayout
 from kv_cache.page_pool import PagePool
-from protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from worker.cache_feed import CacheFeed
 from worker.errors import (
     Draining,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kv_cache.page_pool import PageCounts
 from llm_engine.sampling import SampledToken, SamplingParams
-from protos import common_pb2, inference_pb2
-from protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from worker.identity import WorkerIdentity
 from worker.load import WorkerLoad, WorkerTotals
 

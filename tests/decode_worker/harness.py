@@ -13,10 +13,10 @@ from decode_worker.config import DecodeConfig
 from decode_worker.worker import make_decode_worker
 from kv_transfer.driver import run_inline
 from llm_engine.sampling import SamplingParams
+from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
-from protos import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport

@@ -10,12 +10,14 @@ import grpc
 import pytest
 
 from decode_worker.config import DecodeConfig
+from decode_worker.wire import PrefillCall
 from kv_transfer.deadlines import TransferDeadlines
+from kv_transfer.messages import ChunkGo, ReceiverMessage
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SamplingParams
+from pagewire.protos import worker_pb2, worker_pb2_grpc
 from prefill_worker.attempt import Attempt
 from prefill_worker.request import FinishedPrompt, Progress
-from protos import worker_pb2, worker_pb2_grpc
 from tests.decode_worker.harness import (
     LENGTH,
     MAX_CONTEXT_TOKENS,
@@ -563,6 +565,19 @@ def test_who_is_named_with_another_start_breaks_nothing_off() -> None:
     run(scenario)
 
 
+def test_of_two_starts_of_one_worker_the_one_named_first_is_met_and_not_broken_off() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        [present] = cluster.candidates()
+        await meet(cluster, present, replace(present, incarnation=1))
+        await wait_until(lambda: cluster.decode.num_connections == 1, timeout_s=5.0)
+        await meet(cluster, replace(present, incarnation=1))
+        await asyncio.sleep(1.0)
+
+        assert cluster.decode.num_connections == 1
+
+    run(scenario)
+
+
 def test_an_attempt_whose_channel_is_closed_goes_on_elsewhere() -> None:
     """Another start of the prefill worker becomes known while the first one is connected to."""
 
@@ -578,6 +593,34 @@ def test_an_attempt_whose_channel_is_closed_goes_on_elsewhere() -> None:
     run(scenario)
 
 
+def test_a_write_that_a_closing_channel_cancels_costs_the_attempt_and_no_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer to a chunk is cancelled, although nobody cancels the task that writes it."""
+    send = PrefillCall.send
+    num_cancelled = 0
+
+    async def cancelled_once(call: PrefillCall, message: ReceiverMessage) -> None:
+        nonlocal num_cancelled
+        if isinstance(message, ChunkGo) and not num_cancelled:
+            num_cancelled += 1
+            raise asyncio.CancelledError
+        await send(call, message)
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        stream = await router.submit(prompt_of(60))
+        await router.finish(stream)
+
+        assert num_cancelled == 1
+        assert stream.stats.prefill_retries == 1
+        assert stream.stats.decode_computed_tokens == 0
+        await cluster.wait_free(timeout_s=10.0)
+        assert cluster.decode.worker.cache.pool.counts().quarantine == 0
+
+    monkeypatch.setattr(PrefillCall, "send", cancelled_once)
+    run(scenario, WorkerCluster(num_prefill=2))
+
+
 def test_prefill_workers_that_cannot_be_met_harm_nobody() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         dead, alive = cluster.candidates()
@@ -591,6 +634,39 @@ def test_prefill_workers_that_cannot_be_met_harm_nobody() -> None:
         assert stream.stats.decode_computed_tokens == 0
 
     run(scenario, WorkerCluster(num_prefill=2))
+
+
+def test_a_request_has_its_own_time_for_a_connection_that_was_begun_ahead_of_it() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        connect_s = cluster.decode_config.transfer_deadlines.connect_s
+        address = cluster.prefills[0].identity.address
+        cluster.grpc_network.pause(address)
+        await meet(cluster, *cluster.candidates())
+        await asyncio.sleep(0.9 * connect_s)
+        stream = await router.submit(prompt_of(30))
+        await asyncio.sleep(0.2 * connect_s)
+        cluster.grpc_network.resume(address)
+        await router.finish(stream)
+
+        assert stream.stats.prefill_retries == 0
+        assert stream.stats.pages_moved == 8
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 30.0])
+def test_a_worker_that_stops_waits_for_nobody_whom_it_was_to_meet(grace_s: float) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        loop = asyncio.get_running_loop()
+        cluster.grpc_network.kill(cluster.prefills[0].identity.address, silently=True)
+        await meet(cluster, *cluster.candidates())
+        await router.close()
+        began_at = loop.time()
+        await cluster.decode.process.spawn(cluster.decode.worker.stop(grace_s))
+
+        assert loop.time() - began_at < cluster.decode_config.transfer_deadlines.connect_s / 2
+
+    run(scenario)
 
 
 def test_a_worker_that_died_idle_leaves_no_connection_behind() -> None:

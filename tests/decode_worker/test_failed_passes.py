@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos import worker_pb2, worker_pb2_grpc
 from tests.decode_worker.harness import (
     RunningWorker,
     ScriptedRouter,

@@ -14,9 +14,9 @@ from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import make_decode_worker
 from kv_transfer.tcp import TcpTransport
+from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
-from protos import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.decode_worker.harness import MODEL, PAGE_SIZE, ScriptedRouter, prompt_of
 from tests.support.cluster_keys import credentials_of, proven, role_of
 from tests.support.fake_engine import FakeEngine

@@ -177,6 +177,40 @@ def test_one_caller_that_leaves_does_not_end_the_set_up_of_others() -> None:
     run(scenario)
 
 
+def test_one_that_joined_a_set_up_of_less_time_begins_another_in_its_own() -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        num_calls = 0
+
+        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            await asyncio.sleep(1000 if num_calls == 1 else 0.5)
+            await workers.accepted.connect(
+                peer_key=RECEIVER,
+                connection_id=connection_id,
+                transport_name=transport_name,
+                offer=offer,
+                key=KEY,
+                deadline=5,
+            )
+
+        peer_key = ("prefill-0", 7)
+        first = asyncio.create_task(workers.pool.get(peer_key, call, 1.0))
+        await asyncio.sleep(0.9)
+        joined = [asyncio.create_task(workers.pool.get(peer_key, call, 1.9)) for _ in range(3)]
+        late = asyncio.create_task(workers.pool.get(peer_key, call, 1.2))
+
+        for each in (first, late):
+            with pytest.raises(TransferTimeout):
+                await each
+        assert len({id(await each) for each in joined}) == 1
+        assert num_calls == 2
+        assert asyncio.get_running_loop().time() == pytest.approx(1.5)
+
+    run(scenario)
+
+
 def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
     async def scenario() -> None:
         network = LoopbackNetwork()

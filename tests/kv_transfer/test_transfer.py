@@ -158,6 +158,34 @@ def test_receives_are_posted_in_the_order_of_the_sends_whoever_hears_of_them_fir
     run(scenario)
 
 
+@pytest.mark.parametrize("has_its_turn", [False, True])
+def test_a_receive_that_is_cancelled_before_it_is_posted_ends_those_behind_it(
+    has_its_turn: bool,
+) -> None:
+    """Its pages come all the same, so that nobody behind it can take what is theirs."""
+
+    async def scenario() -> None:
+        workers = Workers(network())
+        incoming, outgoing = await workers.connect()
+        given_up, behind = (asyncio.create_task(incoming.receive(n, [n], 5.0)) for n in (1, 2))
+        await asyncio.sleep(0)
+        if has_its_turn:
+            sending = asyncio.create_task(outgoing.connection.send([0], 5.0))
+            await incoming.receive(0, [0], 5.0)
+            await sending
+        given_up.cancel()
+
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        async with asyncio.timeout(1.0):
+            with pytest.raises(ConnectionBroken, match="before this one failed"):
+                await behind
+            with pytest.raises(ConnectionBroken):
+                await incoming.receive(3, [3], 5.0)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("what", ["cancelled", "stream lost"])
 def test_a_transfer_that_ends_between_others_keeps_them_or_ends_them_soon(what: str) -> None:
     async def scenario() -> None:

@@ -27,7 +27,7 @@ from kv_transfer.wire import (
     ticket_to_proto,
     transfer_message_to_proto,
 )
-from protos import worker_pb2
+from pagewire.protos import worker_pb2
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from llm_engine.sampling import SamplingParams
+from pagewire.protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids
 from prefill_worker.config import PrefillConfig
-from protos import worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids
 from tests.decode_worker.harness import PAGE_SIZE, WorkerCluster, prompt_of
 from tests.support.cluster_keys import credentials_of, proven
 from tests.support.loopback import LoopbackNetwork

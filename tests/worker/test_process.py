@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from llm_engine.sampling import SamplingParams
-from protos import worker_pb2, worker_pb2_grpc
-from protos.token_ids import pack_token_ids
+from pagewire.protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids
 from tests.cluster.in_process import start_worker
 from tests.support.checkpoints import write_checkpoint
 from tests.support.cluster_keys import credentials_of, proven
@@ -57,5 +57,29 @@ def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_a
                 await info
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         await process.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_does_not_end_in_time_announces_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path)
+
+    async def scenario() -> None:
+        process = await start_worker(tmp_path, "decode-0", [])
+        announcing = process._announcing
+        assert announcing is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(process._worker, "stop", hang)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await process.drain(0.0)
+        await asyncio.wait({announcing}, timeout=1.0)
+        assert announcing.cancelled()
+        await process.stop(0.0)
+
+    async def hang(grace_s: float) -> None:
+        await asyncio.sleep(1000)
 
     asyncio.run(scenario())

@@ -3,8 +3,8 @@
 import pytest
 
 from llm_engine.sampling import SampledToken, SamplingParams
-from protos import common_pb2
-from protos.token_ids import pack_token_ids
+from pagewire.protos import common_pb2
+from pagewire.protos.token_ids import pack_token_ids
 from worker.identity import WorkerIdentity
 from worker.wire import (
     logprobs_to_proto,
