@@ -1,1 +1,1 @@
-"""The terminal: commands, flags, tables and what they print."""
+"""The terminal of a whole installation: the commands that run clusters, and those of a client."""

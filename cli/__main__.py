@@ -1,6 +1,6 @@
 """The command line's entry, which imports the commands so that an interrupt ends in silence."""
 
-from cli.early_interrupts import interrupts_end_at_once
+from pagewire.cli.early_interrupts import interrupts_end_at_once
 
 
 def main() -> None:

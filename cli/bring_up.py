@@ -16,7 +16,7 @@ from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.deployment import check_same
 from cluster.devices import count_gpus
-from cluster.errors import StartError
+from cluster.errors import StartError, Stopping
 from cluster.launch import (
     RunningCluster,
     StartWatch,
@@ -25,7 +25,7 @@ from cluster.launch import (
     find_cluster,
     starting,
 )
-from cluster.local_head import LocalHead, find_head, head_log
+from cluster.local_head import LocalHead, find_head, head_log, remove_head_left_behind
 from cluster.local_ray import is_alive
 from cluster.placement import has_own_gpus
 from cluster.preflight import check_start
@@ -49,7 +49,7 @@ def bring_up(
 
     Raises:
         ClusterError: What was wrong and what to do; nothing is left running that this started.
-        Interrupted: A signal came before the cluster was ready.
+        Interrupted: A signal came before the cluster was ready; what ran before goes on.
     """
     deadline = time.monotonic() + config.start_timeout_s
 
@@ -62,11 +62,15 @@ def bring_up(
     def _start(watch: StartWatch) -> RunningCluster:
         head = None if config.ray_address else find_head()
         if head is not None:
+            signals.goes_on = "what ran before goes on; `pagewire down` ends it"
             attach_head(head)
         elif config.ray_address:
             attach_ray(config.ray_address, shows_worker_logs=False)
         if ray.is_initialized() and (controller := find_controller()) is not None:
+            signals.goes_on = "the cluster goes on; `pagewire status` shows it"
             facts = ask(controller.facts.remote())
+            if facts.is_stopping:
+                raise Stopping
             check_same(facts.config, facts.workers.counts, config)
             watch.say(f"a cluster with this configuration runs already: {_told(facts)}")
             return find_cluster(facts, deadline, watch)
@@ -98,20 +102,9 @@ def end_head() -> None:
     Raises:
         StartError: It does not end.
     """
-    head = find_head()
-    if head is None:
-        return
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(head.pid)
-        for end in (process.terminate, process.kill):
-            if find_head() == head:  # its id cannot be another process's
-                end()
-            deadline = time.monotonic() + END_TIMEOUT_S
-            while time.monotonic() < deadline:
-                if not is_alive(process):
-                    return
-                time.sleep(LOOK_PERIOD_S)
-        raise StartError(f"process {head.pid}, which keeps Ray, does not end; see {head_log()}")
+    if head := find_head():
+        _end(head)
+    remove_head_left_behind()  # one that is told twice ends at once
 
 
 def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -> LocalHead:
@@ -144,6 +137,21 @@ def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -
         process.kill()
         raise
     return head
+
+
+def _end(head: LocalHead) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(head.pid)
+        for end in (process.terminate, process.kill):
+            if find_head() == head:  # its id cannot be another process's
+                end()
+            deadline = time.monotonic() + END_TIMEOUT_S
+            while time.monotonic() < deadline:
+                # Its last thread may hold the file for a moment longer.
+                if not is_alive(process) and find_head() != head:
+                    return
+                time.sleep(LOOK_PERIOD_S)
+        raise StartError(f"process {head.pid}, which keeps Ray, does not end; see {head_log()}")
 
 
 def _told(facts: ClusterFacts) -> str:

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,21 +9,14 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from cli import client_commands
-from cli.early_interrupts import interrupts_end_at_once
-from cli.standard_output import guard_standard_output
-from cli.strict_command import StrictCommand
+from cli.configured_command import ConfiguredCommand
+from cli.find_router import found_router
 from cluster.errors import ClusterError, ConfigError, Interrupted
-from pagewire import ConnectionFailedError, InvalidRequestError, NotFoundError, PagewireError
+from pagewire.cli.client_commands import JsonFlag, add_client_commands
+from pagewire.cli.commands import EXIT_CODES, make_app, print_versions, run
+from pagewire.cli.early_interrupts import interrupts_end_at_once
 
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-
-EXIT_CODES = (
-    "Exit codes: 0 all went well, which for serve is to be stopped when it was ready; 1 something "
-    "did not, and standard error says what, unless the reader of the output left; 2 the command "
-    "line, the configuration or the request was wrong, whether it was refused here or by the "
-    "router; 129, 130, 143 SIGHUP, SIGINT or SIGTERM came before the end."
-)
 
 
 class Commands(TyperGroup):
@@ -43,25 +35,15 @@ class Commands(TyperGroup):
 
     def _add_serving_commands(self) -> None:
         with interrupts_end_at_once():
-            from cli import lifecycle_commands, serving_commands
-        for each in (serving_commands, lifecycle_commands):
+            from cli import lifecycle_commands, router_commands, serving_commands
+        for each in (serving_commands, lifecycle_commands, router_commands):
             self.commands.update(get_group(each.app).commands)
 
 
-app = typer.Typer(
-    cls=Commands,
-    help="Disaggregated LLM serving: a prefix is computed once, moved once, read once.",
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut long flags, its boxes are unlike all other errors
-    add_completion=False,
-)
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+app = make_app(Commands, epilog=EXIT_CODES)
 
 
-@app.command(cls=StrictCommand)
+@app.command(cls=ConfiguredCommand)
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with options.")] = None,
     model: Annotated[
@@ -104,61 +86,26 @@ def doctor(
         raise typer.Exit(1)
 
 
-def print_version(is_asked: bool) -> None:
-    """Print the version and end."""
-    if is_asked:
-        sys.stdout.write(f"pagewire {_version_of('pagewire')}\n")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    _: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    """Take the options that need no command."""
-
-
 @app.command()
 def version() -> None:
     """Print the versions of Pagewire and of what it runs on."""
-    for name in ("pagewire", "torch", "triton", "ray", "grpcio", "protobuf", "nccl4py"):
-        sys.stdout.write(f"{name} {_version_of(name)}\n")
+    print_versions(("pagewire", "torch", "triton", "ray", "grpcio", "protobuf", "nccl4py"))
 
 
-def _version_of(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-for each in (client_commands.generate, client_commands.chat, client_commands.status):
-    app.command(cls=StrictCommand)(each)
+add_client_commands(app, found_router)
 
 
 def main() -> None:
     """Run; turn expected failures into lines and exit codes."""
     try:
-        guard_standard_output()
-        app()
+        run(
+            app,
+            remedy="No router answers there now; `pagewire serve` and `pagewire up` start one, and "
+            "start one again that dies.",
+        )
     except Interrupted as interruption:
         sys.stderr.write(f"{interruption}\n")
         sys.exit(interruption.exit_code)
-    except ConnectionFailedError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.stderr.write(
-            "No router answers there now; `pagewire serve` starts one and restarts one that dies.\n"
-        )
-        sys.exit(1)
-    except (ClusterError, PagewireError) as error:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"error: {line}\n")
-        is_wrong_input = isinstance(error, ConfigError | InvalidRequestError | NotFoundError)
-        sys.exit(2 if is_wrong_input else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except ClusterError as error:
+        sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from cli.demo_text import DOCUMENT, QUESTIONS
 from cluster.errors import DemoError
-from cluster.units import format_bytes
 from pagewire import (
     AsyncClient,
     AsyncStream,
@@ -26,6 +25,7 @@ from pagewire import (
     SamplingOptions,
     Usage,
 )
+from pagewire.cli.units import format_bytes
 
 MAX_TOKENS = 32
 STOP = (". ",)  # small models answer in the first sentence and then go on

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from cli.strict_command import StrictCommand
+from cli.configured_command import ConfiguredCommand
 from cluster.config_file import Defaults, load_config, no_defaults
 from cluster.config_options import ConfigOption, config_options
 
@@ -40,9 +40,9 @@ def with_config_flags(
     file_flag = Annotated[
         Optional[Path], typer.Option("--config", help="YAML file with options.")  # noqa: UP045
     ]
-    parameters = [*own, _parameter("config", file_flag)]
+    parameters = [*own, flag_parameter("config", file_flag, None)]
     for path, option in options.items():
-        parameters.append(_parameter(_name(path), _flag(option)))
+        parameters.append(flag_parameter(_name(path), _flag(option), None))
     # typer reads a command's options from its signature.
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -50,21 +50,32 @@ def with_config_flags(
     return run
 
 
-def config_command(defaults: Defaults, own_flags: Collection[str] = ()) -> type[StrictCommand]:
+def flag_parameter(
+    name: str, annotation: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    """Return a parameter of a command; without a default it must be given."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def config_command(
+    defaults: Defaults, flag_parameters: Collection[str] = ()
+) -> type[ConfiguredCommand]:
     """Return the class of a command whose help shows its own defaults, as they are on this host.
 
     Args:
         defaults: The command's own.
-        own_flags: Names of those that are no options of the configuration; they keep their help.
+        flag_parameters: Names of those that are no options of the configuration; they keep
+            their help.
     """
 
-    class ConfigCommand(StrictCommand):
+    class ConfigCommand(ConfiguredCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:
             own = defaults({})  # not earlier: it may look for GPUs, which takes seconds
             shown = {
                 _name(path): option.description + _default(own.get(path, option.default))
                 for path, option in config_options().items()
-                if path not in own_flags
+                if path not in flag_parameters
             }
             each: Any  # typer does not show the class of options
             for each in self.params:
@@ -92,12 +103,6 @@ def _default(value: Any) -> str:
 
 def _name(path: str) -> str:
     return path.replace(".", "__")
-
-
-def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
 
 
 def _flag(option: ConfigOption) -> Any:

@@ -88,7 +88,8 @@ def run_start(
             signals.install()
             if signals.stopped.is_set() and not is_told:
                 is_told = True
-                say("stopping what has started; a second signal ends all at once")
+                if not signals.goes_on:
+                    say("stopping what has started; a second signal ends all at once")
     signals.install()
     try:
         return starting.result()

@@ -1,12 +1,11 @@
 """The command that runs an HTTP gateway by itself: pagewire gateway."""
 
 import asyncio
-import inspect
 from typing import Annotated
 
 import typer
 
-from cli.flags import with_config_flags
+from cli.flags import flag_parameter, with_config_flags
 from cli.stop_signals import StopSignals
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
@@ -14,6 +13,7 @@ from cluster.errors import ConfigError
 from observability.logs import configure_logging
 from pagewire import InvalidRequestError
 from pagewire.arguments import check_address
+from pagewire.cli.standard_output import say
 
 DEFAULT_PORT = 8000
 # Options of a cluster that are a gateway's, too, besides the section http_gateway
@@ -48,20 +48,11 @@ async def _serve(config: ClusterConfig, router: str, port: int, signals: StopSig
 
     server = GatewayServer(find_router, config=config.http_gateway, host=config.host, port=port)
     address = await server.start()
-    _say(f"ready: HTTP on http://{address}/v1 for the router at {router}")
+    say(f"ready: HTTP on http://{address}/v1 for the router at {router}")
     await asyncio.to_thread(signals.stopped.wait)
-    _say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
+    say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
     await server.stop(config.stop_grace_s)
-    _say("stopped")
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _own(name: str, default: object, annotation: object) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+    say("stopped")
 
 
 def _takes(path: str) -> bool:
@@ -72,5 +63,8 @@ OWN_FLAGS = ("router", "port")
 with_flags = with_config_flags(
     gateway,
     takes=_takes,
-    own=[_own("router", "localhost:50051", RouterFlag), _own("port", DEFAULT_PORT, PortFlag)],
+    own=[
+        flag_parameter("router", RouterFlag, "localhost:50051"),
+        flag_parameter("port", PortFlag, DEFAULT_PORT),
+    ],
 )

@@ -1,20 +1,21 @@
 """The commands that run a cluster that outlives them: pagewire up, down, scale, drain."""
 
-import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, Optional
 
 import typer
 
-from cli.flags import config_command, with_config_flags
-from cli.serving_commands import context_note, say, serve_defaults, serving_where
+from cli.flags import config_command, flag_parameter, with_config_flags
+from cli.serving_commands import context_note, serve_defaults, serving_where
 from cli.stop_signals import StopSignals
 from cluster.config import ClusterConfig
 from cluster.config_file import no_defaults
 from cluster.environment import prepare_ray
-from cluster.errors import ConfigError, NotRunning, StartError
+from cluster.errors import ConfigError, NotRunning, StartError, Stopping
+from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from observability.logs import configure_logging
+from pagewire.cli.standard_output import say
 
 GRACE_HELP = (
     "Time for what runs to end; on a worker that leaves, the rest goes on elsewhere. Default: the "
@@ -46,7 +47,7 @@ def up(config: ClusterConfig) -> None:
         from cli.bring_up import bring_up  # imports Ray
 
         cluster = bring_up(config, signals, say)
-    if note := context_note(config, cluster.device, cluster.context_tokens):
+    if note := context_note(config, cluster.device, cluster.context_tokens, "up"):
         say(note)
     say(f"ready: {serving_where(config, cluster)}; `pagewire down` ends it")
 
@@ -60,9 +61,11 @@ def down(config: ClusterConfig, grace_s: float | None) -> None:
             from cluster.launch import end_cluster
 
             if grace_s is None:
-                grace_s = ask(controller.facts.remote()).config.stop_grace_s
-            say(f"stopping; running requests have {grace_s:g} s")
-            end_cluster(grace_s)
+                with told_at_interrupt(NOTHING_CHANGED):
+                    grace_s = ask(controller.facts.remote()).config.stop_grace_s
+            with told_at_interrupt(str(Stopping())):
+                stopping = f"stopping; running requests have {grace_s:g} s"
+                end_cluster(grace_s, lambda: say(stopping))
     except NotRunning as error:
         end = str(error)
     except StartError as error:
@@ -70,9 +73,10 @@ def down(config: ClusterConfig, grace_s: float | None) -> None:
             raise
         say(f"{error}; it is ended all the same")
     if not config.ray_address:
-        from cli.bring_up import end_head
+        with told_at_interrupt(str(Stopping())):
+            from cli.bring_up import end_head
 
-        end_head()
+            end_head()
     say(end)
 
 
@@ -110,14 +114,10 @@ def _running(config: ClusterConfig) -> Iterator[Any]:
     from cluster.local_head import find_head
 
     head = None if config.ray_address else find_head()
-    with attached(config.ray_address, head) as controller:
+    with ExitStack() as stack:
+        with told_at_interrupt(NOTHING_CHANGED):
+            controller = stack.enter_context(attached(config.ray_address, head))
         yield controller
-
-
-def _own(name: str, annotation: object, default: object = None) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
 
 
 def _finds(path: str) -> bool:
@@ -127,11 +127,13 @@ def _finds(path: str) -> bool:
 
 app = typer.Typer(rich_markup_mode=None)
 app.command("up", cls=config_command(serve_defaults))(with_config_flags(up, serve_defaults))
-_GRACE = _own("grace_s", GraceFlag)
+_GRACE = flag_parameter("grace_s", GraceFlag, None)
+_PREFILL = flag_parameter("prefill", PrefillFlag, None)
+_DECODE = flag_parameter("decode", DecodeFlag, None)
 for _command, _parameters in (
     (down, [_GRACE]),
-    (scale, [_own("prefill", PrefillFlag), _own("decode", DecodeFlag), _GRACE]),
-    (drain, [_own("worker", WorkerArgument, inspect.Parameter.empty), _GRACE]),
+    (scale, [_PREFILL, _DECODE, _GRACE]),
+    (drain, [flag_parameter("worker", WorkerArgument), _GRACE]),
 ):
     _names = [each.name for each in _parameters]
     app.command(_command.__name__, cls=config_command(no_defaults, _names))(

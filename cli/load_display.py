@@ -9,8 +9,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cluster.units import format_bytes
 from llm_engine.load_progress import ReportLoaded
+from pagewire.cli.units import format_bytes
 
 LINE_PERIOD_S = 5.0  # between two lines
 

@@ -47,7 +47,8 @@ ENVIRONMENT = {  # what Pagewire itself reads of it
     "RAY_AUTH_MODE": "Ray's own; with `ray_address` it must be `token` where that Ray wants one. "
     "Where `serve`, `up` and `demo` start a Ray they set it themselves, and `doctor` looks at it",
     "RAY_TMPDIR": "Folder in which `serve`, `up` and `demo` make one that only their user can "
-    "enter, `pagewire-UID`, for sockets, logs and token of the Ray that they start; unset: `/tmp`",
+    "enter, `pagewire-UID`, for sockets, logs (`ray/session_latest/logs`) and token of the Ray "
+    "that they start; unset: `/tmp`",
     "XDG_CACHE_HOME": "Folder of the user's caches; unset or empty: `~/.cache`",
 }
 

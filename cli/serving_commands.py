@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cli import gateway_command
-from cli.early_interrupts import interrupts_end_at_once
 from cli.flags import config_command, with_config_flags
 from cli.stop_signals import StopSignals
 from cluster.capacity import context_remedy, read_model_needs
@@ -23,6 +22,8 @@ from cluster.preflight import check_start
 from decode_worker.config import DecodeConfig
 from llm_engine.model_files import model_name
 from observability.logs import configure_logging
+from pagewire.cli.early_interrupts import interrupts_end_at_once
+from pagewire.cli.standard_output import say
 
 if TYPE_CHECKING:
     from cluster.launch import RunningCluster  # imports Ray
@@ -57,7 +58,7 @@ def serve(config: ClusterConfig) -> None:
         from cli.foreground import running_cluster  # imports Ray
 
         with running_cluster(config, device, signals, shows_worker_logs=True, say=say) as cluster:
-            if note := context_note(config, cluster.device, cluster.context_tokens):
+            if note := context_note(config, cluster.device, cluster.context_tokens, "serve"):
                 say(note)
             say(f"ready: {serving_where(config, cluster)}")
             while not signals.stopped.wait(RAY_PERIOD_S):
@@ -133,15 +134,21 @@ def _demo_model() -> tuple[Path, str]:
     return demo_model_dir(), "the embedded model (random weights)"
 
 
-def context_note(config: ClusterConfig, device: str, context_tokens: int) -> str:
-    """Say that the pages do not hold the whole context, and what helps; empty: they do."""
+def context_note(config: ClusterConfig, device: str, context_tokens: int, command: str) -> str:
+    """Say that the pages do not hold the whole context, and what helps; empty: they do.
+
+    Args:
+        config, device: Of the cluster.
+        context_tokens: That a request may have.
+        command: That was run.
+    """
     assert config.model is not None
     needs = read_model_needs(config.model, config, device)
     if context_tokens >= needs.context_tokens:
         return ""
     return (
         f"note: a request may have {context_tokens} tokens, the model could serve "
-        f"{needs.context_tokens}; more with {context_remedy(needs, config, device)}"
+        f"{needs.context_tokens}; more with {context_remedy(needs, config, device, command)}"
     )
 
 
@@ -157,11 +164,6 @@ def _where(address: str) -> str:
     if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
         return address
     return f"{address}, for clients localhost:{port} or {socket.gethostname()}:{port}"
-
-
-def say(line: str) -> None:
-    """Print one line at once and unwrapped, so that scripts can wait for it."""
-    print(line, flush=True)
 
 
 app = typer.Typer(rich_markup_mode=None)

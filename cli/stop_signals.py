@@ -27,6 +27,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
+        # What a signal does not end, for whoever is told of one; see Interrupted.
+        self.goes_on = ""
         self._number = 0
         self._previous: dict[int, Any] = {}  # signal number |-> handler
         self._terminals: list[int] = []  # file descriptors
@@ -52,7 +54,7 @@ class StopSignals:
     def check(self) -> None:
         """Raise Interrupted if a signal has come."""
         if self.stopped.is_set():
-            raise Interrupted(self._number)
+            raise Interrupted(self._number, self.goes_on)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine to its end; the first signal cancels it, and raises Interrupted."""

@@ -69,7 +69,8 @@ def attached(address: str, head: LocalHead | None) -> Iterator[Any]:
     try:
         controller = find_controller()
         if controller is None:
-            raise NotRunning(f"no cluster runs on the Ray at {address or 'this host'}")
+            where = f"the Ray at {address}" if address else "this host"
+            raise NotRunning(f"no cluster runs on {where}")
         yield controller
     finally:
         ray.shutdown()

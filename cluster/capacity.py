@@ -6,11 +6,11 @@ from pathlib import Path
 
 from cluster.config import ClusterConfig
 from cluster.host_memory import HostMemory
-from cluster.units import format_bytes
 from kv_cache.layout import DTYPE_BYTES, KVLayout, num_pages_for
 from llm_engine.errors import NotEnoughMemory
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.model_files import open_model
+from pagewire.cli.units import format_bytes
 
 PROCESS_BYTES = 400 * 2**20  # of a worker beside weights and pages: Python, torch, activations
 CLUSTER_BYTES = 800 * 2**20  # Ray, controller and router
@@ -86,15 +86,20 @@ def pages_of_worker(needs: ModelNeeds, config: ClusterConfig, gpu_free_bytes: in
         return 0
 
 
-def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str) -> str:
-    """Say how the pages of a worker come to hold the longest request that the model could serve."""
+def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, command: str) -> str:
+    """Say how the pages of a worker come to hold the longest request that the model could serve.
+
+    Args:
+        needs, config, device: Of the cluster.
+        command: That starts it: "serve" or "up".
+    """
     needed_mib = -(-needs.context_pages * needs.page_bytes // 2**20)
     if config.num_pages:
-        return f"pagewire serve --num-pages {needs.context_pages}"
+        return f"pagewire {command} --num-pages {needs.context_pages}"
     if device == "cpu":
-        return f"pagewire serve --cpu-pages-mib {needed_mib}"
+        return f"pagewire {command} --cpu-pages-mib {needed_mib}"
     if config.gpu_memory_fraction < HIGH_GPU_FRACTION:
-        fraction = f"pagewire serve --gpu-memory-fraction {HIGH_GPU_FRACTION}"
+        fraction = f"pagewire {command} --gpu-memory-fraction {HIGH_GPU_FRACTION}"
         return f"{fraction}; the context takes {needed_mib} MiB"
     return f"GPUs that have {needed_mib} MiB for pages beside the weights"
 

@@ -17,6 +17,8 @@ from options.option import OptionName, WrongOption, WrongOptions, check_options,
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
+LOOPBACK = "127.0.0.1"  # where processes listen whose callers are all on one host
+
 
 def _is_model(model: Any) -> bool:
     return model is None or (isinstance(model, str | Path) and model != "")  # "": this folder
@@ -75,6 +77,19 @@ class ClusterConfig:
     port: int = option(50051, "Port of the router; 0: a free one.", at_least=0, at_most=65535)
     http_port: int = option(
         8000, "Port of the HTTP gateway beside the router; 0: none.", at_least=0, at_most=65535
+    )
+
+    controller_port: int = option(
+        0,
+        "Port on which the controller tells routers the workers; 0: a free one. Routers of their "
+        "own (pagewire router) ask there; without ray_address it is open to this host alone.",
+        at_least=0,
+        at_most=65535,
+    )
+    secret_file: str = option(
+        "",
+        "File with 32 random bytes or more, from which the keys of all processes are derived. "
+        "Empty: a secret is drawn at each start; routers of their own then need new keys, too.",
     )
 
     page_size: Literal[16, 32, 64, 128] = option(64, "Token slots in a page.")
@@ -163,6 +178,16 @@ class ClusterConfig:
                     OptionName("port"),
                 )
             )
+        for name in ("port", "http_port"):
+            if self.controller_port and self.controller_port == getattr(self, name):
+                problems.append(
+                    WrongOption(
+                        "{} is {!r}; it must differ from {}, where clients connect",
+                        OptionName("controller_port"),
+                        self.controller_port,
+                        OptionName(name),
+                    )
+                )
         dead_after_s = self.router.dead_after_s
         for section, pool in (
             ("prefill_worker", self.prefill_worker),

@@ -11,8 +11,8 @@ import yaml
 from cluster.config import ClusterConfig
 from cluster.config_options import SECTIONS, ConfigOption, config_options, path_in
 from cluster.errors import ConfigError
-from cluster.units import invalid_byte
 from options.option import WrongOption, WrongOptions
+from pagewire.cli.units import invalid_byte
 
 NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
 

@@ -21,7 +21,6 @@ class Deployment:
     config: ClusterConfig  # the model's path is absolute
     device: str  # of the workers: "cpu" or "cuda"
     secret: ClusterSecret = field(repr=False)
-    hash_key: bytes = field(repr=False)  # of page hashes, unknown to clients
     router_node_id: str  # of Ray; clients know the router by an address of that host
     environment: Mapping[str, str]  # forwarded_environment() where it was started
     visible_gpus: str | None  # CUDA_VISIBLE_DEVICES there

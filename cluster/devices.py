@@ -83,7 +83,12 @@ def check_gpus(
 
 
 def check_port_free(
-    host: str, port: int, *, flag: str = "--port", zero: str = "take a free one"
+    host: str,
+    port: int,
+    *,
+    flag: str = "--port",
+    zero: str = "take a free one",
+    is_shared: bool = False,
 ) -> None:
     """Refuse a port that something else listens on; 0 is always free.
 
@@ -91,6 +96,7 @@ def check_port_free(
         host, port: Where to listen.
         flag: That sets the port.
         zero: What `flag` 0 lets the command do.
+        is_shared: Whether others that share it, too, may listen on it.
 
     Raises:
         PlacementError: The port is taken, or not allowed to this user.
@@ -102,6 +108,7 @@ def check_port_free(
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
             probe.bind(address)
     except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
         reason = getattr(error, "strerror", None) or str(error)

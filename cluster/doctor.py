@@ -96,8 +96,8 @@ def check_torch(facts: HostFacts) -> Finding:
             check="torch",
             level="warn",
             found=f"{found}; the driver shows {facts.driver_gpus}, {reason}",
-            remedy='pip install --force-reinstall -e ".[cuda]"; if it says the driver is too old, '
-            'pip install --force-reinstall -e ".[cuda12]"',
+            remedy='pip install --force-reinstall -e . -e "./server[cuda]"; if it says the driver '
+            'is too old, pip install --force-reinstall -e . -e "./server[cuda12]"',
         )
     return Finding(check="torch", level="ok", found=found)
 
@@ -200,7 +200,7 @@ def check_ray_access(facts: HostFacts, ray_address: str) -> Finding:
 
 
 def check_gencode(facts: HostFacts) -> Finding:
-    """The protobuf and grpcio that run are not older than those that wrote protos/*_pb2*."""
+    """The protobuf and grpcio that run are not older than those that wrote pagewire.protos."""
     for library, written_by in (
         ("protobuf", facts.protobuf_gencode),
         ("grpcio", facts.grpc_gencode),
@@ -210,7 +210,7 @@ def check_gencode(facts: HostFacts) -> Finding:
             return Finding(
                 check="generated code",
                 level="fail",
-                found=f"{library} {version or 'not installed'}, protos/ needs {written_by}",
+                found=f"{library} {version or 'not installed'}, pagewire/protos needs {written_by}",
                 remedy=f'pip install "{library}>={written_by}"',
             )
     found = f"protobuf {facts.versions['protobuf']}, grpcio {facts.versions['grpcio']}"
@@ -299,7 +299,8 @@ def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int 
     found = f"a worker's pages hold {tokens} tokens, the model's context is {needs.context_tokens}"
     if tokens >= needs.context_tokens:
         return Finding(check="context", level="ok", found=found)
-    remedy = context_remedy(needs, config, "cpu" if gpu_free_bytes is None else "cuda")
+    device = "cpu" if gpu_free_bytes is None else "cuda"
+    remedy = context_remedy(needs, config, device, "serve")
     level: Level = "warn" if num_pages else "fail"
     return Finding(check="context", level=level, found=f"{found}; longer is refused", remedy=remedy)
 

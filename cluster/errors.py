@@ -7,9 +7,9 @@ ClusterError
 ├── PlacementError     the hosts do not have what was asked for
 ├── StartError         something did not start, or not in time
 ├── NotRunning         there is no cluster to talk with
+├── Stopping           there is one that ends
 ├── RayLost            a process of the Ray that was started here has ended
 ├── DemoError          the demo ran but did not show what it must
-├── OutputLost         standard output takes nothing
 └── Interrupted        a stop signal came before the work was done
 """
 
@@ -36,6 +36,13 @@ class NotRunning(ClusterError):
     """There is no cluster to talk with."""
 
 
+class Stopping(ClusterError):
+    """There is a cluster that ends, but perhaps the command that ended it did so itself before."""
+
+    def __init__(self, text: str = "the cluster is being stopped; run `pagewire down` again"):
+        super().__init__(text)
+
+
 class RayLost(ClusterError):
     """A process of the Ray that was started here has ended."""
 
@@ -44,14 +51,16 @@ class DemoError(ClusterError):
     """The demo ran but did not show what it must."""
 
 
-class OutputLost(ClusterError):
-    """Standard output takes nothing: a disk is full, or it is closed."""
-
-
 class Interrupted(ClusterError):
-    """A stop signal came before the work was done; everything that ran was stopped."""
+    """A stop signal came before the work was done.
 
-    def __init__(self, signal_number: int) -> None:
+    Args:
+        signal_number: The signal's.
+        goes_on: What runs on nevertheless; empty: everything that ran was stopped.
+    """
+
+    def __init__(self, signal_number: int, goes_on: str = "") -> None:
         name = signal.Signals(signal_number).name
-        super().__init__(f"stopped by {name} before it was done; nothing is left running")
+        left = goes_on or "nothing that it started is left"
+        super().__init__(f"stopped by {name} before it was done; {left}")
         self.exit_code = 128 + signal_number  # as shells know it

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cluster.host_memory import HostMemory, read_host_memory
 from cluster.ray_listeners import RayListener, find_listeners
+from pagewire import protos
 
 Versions = Mapping[str, str]  # distribution name, lower case |-> version
 
@@ -37,14 +38,14 @@ class HostFacts:
     gpu_free_bytes: tuple[int, ...]  # of each GPU that torch can use
     ray_auth_mode: str  # RAY_AUTH_MODE of this environment; empty: unset
     ray_listeners: tuple[RayListener, ...]  # of Rays that run here, for other hosts
-    protobuf_gencode: str  # version that wrote protos/*_pb2.py
-    grpc_gencode: str  # version that wrote protos/*_pb2_grpc.py
+    protobuf_gencode: str  # version that wrote pagewire/protos/*_pb2.py
+    grpc_gencode: str  # version that wrote pagewire/protos/*_pb2_grpc.py
 
 
 def collect_facts() -> HostFacts:
     """Look at this host; imports torch, which takes seconds."""
     torch_cuda, gpu_free_bytes, torch_error = _ask_torch()
-    protos = Path(__file__).resolve().parent.parent / "protos"
+    generated = Path(protos.__file__).parent
     return HostFacts(
         python=sys.version_info[:3],
         system=platform.system(),
@@ -59,8 +60,8 @@ def collect_facts() -> HostFacts:
         gpu_free_bytes=gpu_free_bytes,
         ray_auth_mode=os.environ.get("RAY_AUTH_MODE", "").lower(),
         ray_listeners=find_listeners(),
-        protobuf_gencode=".".join(_written_by(protos / "common_pb2.py", GENCODE_PATTERN)),
-        grpc_gencode=".".join(_written_by(protos / "worker_pb2_grpc.py", GRPC_GENCODE_PATTERN)),
+        protobuf_gencode=".".join(_written_by(generated / "common_pb2.py", GENCODE_PATTERN)),
+        grpc_gencode=".".join(_written_by(generated / "worker_pb2_grpc.py", GRPC_GENCODE_PATTERN)),
     )
 
 

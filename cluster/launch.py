@@ -5,20 +5,21 @@ What can be refused without Ray (model folder, GPUs, port) cluster.preflight has
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.attach import ask, attach_ray, named_actors
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts, ControllerActor
 from cluster.deployment import Deployment
 from cluster.environment import forwarded_environment
-from cluster.errors import StartError
+from cluster.errors import ConfigError, StartError
 from cluster.local_ray import LocalRay
 from cluster.placement import (
     CONTROL_GROUP,
@@ -32,8 +33,17 @@ from cluster.placement import (
 from cluster.preflight import choose_device
 from cluster.private_folder import RayToken, private_folder
 from cluster.ray_listeners import is_loopback
-from cluster.readiness import LoadWatch, cluster_resources, wait_ready, wait_until_served
-from cluster.scaling import is_worker
+from cluster.ray_sessions import remove_ended_sessions
+from cluster.readiness import (
+    LoadWatch,
+    cluster_resources,
+    num_unready,
+    wait_ready,
+    wait_until_served,
+)
+from cluster.scaling import is_worker, told_counts
+from credentials.errors import KeyFileError
+from credentials.key_file import read_secret
 from credentials.secret import ClusterSecret
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
@@ -42,6 +52,7 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its least
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
+AT_ONCE_S = 1.0  # in which processes answer that serve already
 STOP_MARGIN_S = 5.0
 GATEWAY_MARGIN_S = 1.0  # to tell clients how the router ended their calls
 END_TIMEOUT_S = 10.0  # for Ray to end processes that it was told to
@@ -159,14 +170,17 @@ def deploy(
         config=replace(config, model=config.model.resolve()),
         device=device,
         # Actors get their keys as arguments, which only who may use this Ray can read.
-        secret=ClusterSecret.generate(),
-        hash_key=secrets.token_bytes(16),
+        secret=_secret(config),
         router_node_id=ray.get_runtime_context().get_node_id(),
         environment=forwarded_environment(),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
-    environment = {"env_vars": dict(deployment.environment)}
-    options = {"runtime_env": environment, "get_if_exists": False}
+    options = {
+        "runtime_env": {"env_vars": dict(deployment.environment)},
+        # Routers of their own know it by an address of this host.
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(deployment.router_node_id, soft=True),
+        "get_if_exists": False,
+    }
     controller = place(ControllerActor, CONTROLLER_NAME, options, deployment)
     try:
         actors = ask(controller.deploy.remote(), PLACE_TIMEOUT_S)
@@ -177,6 +191,15 @@ def deploy(
         if not is_own_ray:  # if it was lost, nobody would answer
             kill_cluster()
         raise
+
+
+def _secret(config: ClusterConfig) -> ClusterSecret:
+    if not config.secret_file:
+        return ClusterSecret.generate()
+    try:
+        return read_secret(Path(config.secret_file))
+    except KeyFileError as error:
+        raise ConfigError(f"secret_file: {error}") from error
 
 
 def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> RunningCluster:
@@ -196,16 +219,19 @@ def wait_for_cluster(
     deadline: float,
     watch: StartWatch,
 ) -> RunningCluster:
-    """Wait until the router sees all workers among `actors` ready."""
+    """Wait until the router sees all workers among `actors` ready; say nothing if all are."""
     waiting = {name: actor for name, actor in actors.items() if name != CONTROLLER_NAME}
-    watch.say(f"Ray runs; waiting for {len(waiting)} processes to load and connect")
+    num_missing = num_unready(waiting, AT_ONCE_S)
+    say = watch.say if num_missing else lambda line: None
+    processes = "process" if num_missing == 1 else "processes"
+    say(f"Ray runs; waiting for {num_missing} {processes} to load and connect")
     loading = LoadWatch(actors[CONTROLLER_NAME], watch.show_loaded)
 
     def look() -> None:
         watch.check()
         loading.look()
 
-    addresses = wait_ready(waiting, deadline, config.start_timeout_s, watch.say, look)
+    addresses = wait_ready(waiting, deadline, config.start_timeout_s, say, look)
     address, router = addresses[ROUTER_NAME], actors[ROUTER_NAME]
     workers = [name for name in actors if is_worker(name)]
     return RunningCluster(
@@ -217,8 +243,13 @@ def wait_for_cluster(
     )
 
 
-def end_cluster(grace_s: float) -> None:
-    """End the cluster on the attached Ray; its running requests have `grace_s` seconds."""
+def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> None:
+    """End the cluster on the attached Ray.
+
+    Args:
+        grace_s: Seconds for its running requests.
+        begun: Called when the cluster knows that it ends.
+    """
     actors = named_actors()
     timeout_s = grace_s + STOP_MARGIN_S
     controller, router = actors.get(CONTROLLER_NAME), actors.get(ROUTER_NAME)
@@ -226,12 +257,15 @@ def end_cluster(grace_s: float) -> None:
     try:
         if controller is not None:
             ray.get(controller.close.remote(), timeout=timeout_s)
+        begun()
         stopping = [] if router is None else [router.stop.remote(grace_s)]
         if gateway is not None:
             stopping.append(gateway.stop.remote(grace_s + GATEWAY_MARGIN_S))
         ray.get(stopping, timeout=timeout_s)
         workers = [actor for name, actor in actors.items() if is_worker(name)]
         ray.get([each.stop.remote(0.0) for each in workers], timeout=timeout_s)
+    except ray.exceptions.ActorDiedError:
+        pass  # Ray starts all of them again but those that another `pagewire down` has ended
     except ray.exceptions.RayError as error:
         log.warning("stop_incomplete", extra=fields(error=str(error)))
     kill_cluster()
@@ -259,8 +293,9 @@ def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
         StartError: It does not start, or others could reach it.
     """
     folder = private_folder()
-    token = RayToken(folder)
     temp_dir = folder / "ray"
+    remove_ended_sessions(temp_dir)
+    token = RayToken(folder)
     try:
         ray.init(
             address="local",
@@ -295,5 +330,4 @@ def device_of_ray(config: ClusterConfig) -> str:
 
 def starting(config: ClusterConfig, device: str) -> str:
     """Return the line that says what is started."""
-    prefill = f"{config.prefill} prefill and " if config.prefill else ""
-    return f"starting {prefill}{config.decode} decode workers on {device}"
+    return f"starting {told_counts(config.prefill, config.decode)} on {device}"

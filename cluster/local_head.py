@@ -8,13 +8,13 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from cluster.errors import StartError
-from cluster.private_folder import private_folder
+from cluster.private_folder import private_folder, remove_tokens_left_behind
 
 NAME = "head"  # of the file, in the private folder
 LOG_NAME = "head.log"  # beside it: what the process has to say
@@ -81,6 +81,17 @@ def find_head() -> LocalHead | None:
         return LocalHead(**json.loads(content))
     except ValueError:  # it is being written
         return None
+
+
+def remove_head_left_behind() -> None:
+    """Remove file and token of a head that was killed, if nobody holds them."""
+    folder = private_folder()
+    remove_tokens_left_behind(folder)
+    path = folder / NAME
+    with suppress(OSError), path.open(encoding="utf-8") as file:  # it is held, or not there
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(path, file):
+            path.unlink()
 
 
 def head_log() -> Path:

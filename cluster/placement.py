@@ -11,14 +11,16 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.config import LOOPBACK
 from cluster.deployment import Deployment
 from cluster.devices import gpus_of_pools, visible_gpu
 from cluster.environment import worker_environment
 from cluster.errors import StartError
+from cluster.router_settings import router_settings
 from cluster.scaling import pool_of
 from decode_worker.actor import DecodeActor
 from http_gateway.actor import GatewayActor
-from llm_engine.model_files import model_name, text_folder
+from llm_engine.model_files import model_name
 from prefill_worker.actor import PrefillActor
 from router.actor import RouterActor
 from worker.process import WorkerSettings
@@ -28,7 +30,6 @@ CONTROLLER_NAME = "pagewire-controller"
 ROUTER_NAME = "router-0"
 GATEWAY_NAME = "http-gateway-0"
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
-LOOPBACK = "127.0.0.1"
 
 
 def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
@@ -61,7 +62,7 @@ def place_worker(deployment: Deployment, worker_id: str) -> Any:
         worker_id,
         _resources(deployment, worker_id),
         _settings(deployment, worker_id),
-        replace(pool, transfer_deadlines=config.transfer, hash_key=deployment.hash_key),
+        replace(pool, transfer_deadlines=config.transfer, hash_key=deployment.secret.page_hash_key),
         deployment.secret.keys_of(pool_of(worker_id), worker_id),
         CONTROLLER_NAME,
     )
@@ -71,25 +72,8 @@ def place_router(deployment: Deployment) -> Any:
     """Place the router."""
     config = deployment.config
     assert config.model is not None
-    return place(
-        RouterActor,
-        ROUTER_NAME,
-        _beside_clients(deployment),
-        replace(
-            config.router,
-            router_id=ROUTER_NAME,
-            page_hash_key=deployment.hash_key,
-            local_prefill_max_tokens=config.decode_worker.local_prefill_max_tokens,
-            max_running_sequences=config.decode_worker.max_running_sequences,
-        ),
-        text_folder(config.model),
-        config.host,
-        config.port,
-        config.log_level,
-        config.log_format,
-        deployment.secret.keys_of("router", ROUTER_NAME),
-        CONTROLLER_NAME,
-    )
+    settings = router_settings(config, ROUTER_NAME, deployment.secret.router_keys(ROUTER_NAME))
+    return place(RouterActor, ROUTER_NAME, _beside_clients(deployment), settings, CONTROLLER_NAME)
 
 
 def place_gateway(deployment: Deployment) -> Any:

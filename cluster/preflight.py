@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
-from cluster.config import ClusterConfig
+from cluster.config import LOOPBACK, ClusterConfig
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
@@ -37,6 +37,7 @@ def check_start(
         return None
     check_port_free(config.host, config.port)
     check_http_port_free(config)
+    check_port_free(LOOPBACK, config.controller_port, flag="--controller-port")
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
     check_model_folder(config.model)

@@ -51,7 +51,7 @@ class RayToken:
     """
 
     def __init__(self, folder: Path) -> None:
-        _remove_left_behind(folder)
+        remove_tokens_left_behind(folder)
         name = secrets.token_hex(8)
         new, self._path = folder / f"new-{name}", folder / f"token-{name}"
         # Open, and with it locked, until it is removed.
@@ -70,7 +70,8 @@ class RayToken:
         self._file.close()
 
 
-def _remove_left_behind(folder: Path) -> None:
+def remove_tokens_left_behind(folder: Path) -> None:
+    """Remove the tokens whose makers have ended without doing so."""
     for path in folder.glob("token-*"):
         with suppress(OSError), path.open("rb") as file:  # locked, or just removed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

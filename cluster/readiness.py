@@ -35,6 +35,13 @@ class LoadWatch:
         self._call = self._controller.loaded.remote()
 
 
+def num_unready(actors: Mapping[str, Any], timeout_s: float) -> int:
+    """Return how many of these are not ready, or not known to have failed, within a time."""
+    calls = [actor.wait_ready.remote() for actor in actors.values()]
+    _, waiting = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+    return len(waiting)
+
+
 def wait_ready(
     actors: Mapping[str, Any],
     deadline: float,

@@ -10,12 +10,15 @@ from cluster.attach import ask, router_address
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.errors import StartError
+from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import ROUTER_NAME
 from cluster.readiness import wait_ready, wait_until_served
+from cluster.scaling import ScalePlan, told_counts
 from router.membership import PoolName
 
 LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
 LOOK_PERIOD_S = 0.1
+SHOWN = "`pagewire status` shows it"
 
 Say = Callable[[str], None]
 
@@ -33,20 +36,25 @@ def scale_cluster(
 
     Raises:
         ClusterError: What was wrong and what to do. A worker that does not start is not left.
+        Interrupted: By Ctrl-C; those that leave go on to.
     """
-    facts: ClusterFacts = ask(controller.facts.remote())
+    with told_at_interrupt(NOTHING_CHANGED):
+        facts: ClusterFacts = ask(controller.facts.remote())
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
-    actors, plan = ask(controller.scale.remote(wanted, grace_s))
-    if plan.starts:
-        say(f"starting {', '.join(plan.starts)}")
-    if plan.drains:
-        say(_draining(plan.drains, grace_s))
-    if plan.starts:
-        _wait_served(actors, facts.config, say)
-    _wait_gone(plan.drains, grace_s)
+    with told_at_interrupt(f"what has begun goes on; {SHOWN}"):
+        actors, plan = ask(controller.scale.remote(wanted, grace_s))
+    with told_at_interrupt(_goes_on(plan)):
+        if plan.starts:
+            say(f"starting {', '.join(plan.starts)}")
+        if plan.drains:
+            say(_draining(plan.drains, grace_s))
+        if plan.starts:
+            with told_at_interrupt(_goes_on(plan, ended=plan.starts)):
+                _wait_served(actors, facts.config, say)
+        _wait_gone(plan.drains, grace_s)
     facts = ask(controller.facts.remote())
     counts = facts.workers.counts
-    say(f"the cluster has {counts['prefill']} prefill and {counts['decode']} decode workers")
+    say(f"the cluster has {told_counts(counts['prefill'], counts['decode'])}")
 
 
 def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Say) -> None:
@@ -54,13 +62,29 @@ def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Sa
 
     Raises:
         ClusterError: What was wrong and what to do.
+        Interrupted: By Ctrl-C; it goes on to leave.
     """
-    facts: ClusterFacts = ask(controller.facts.remote())
+    with told_at_interrupt(NOTHING_CHANGED):
+        facts: ClusterFacts = ask(controller.facts.remote())
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
-    ask(controller.drain.remote(worker_id, grace_s))
-    say(_draining([worker_id], grace_s))
-    _wait_gone([worker_id], grace_s)
+    with told_at_interrupt(_goes_on(ScalePlan(starts=(), drains=(worker_id,)))):
+        ask(controller.drain.remote(worker_id, grace_s))
+        say(_draining([worker_id], grace_s))
+        _wait_gone([worker_id], grace_s)
     say(f"{worker_id} has left")
+
+
+def _goes_on(plan: ScalePlan, ended: Collection[str] = ()) -> str:
+    """Say what becomes of a plan for which nobody waits any more."""
+    parts = [
+        f"{', '.join(names)} {one if len(names) == 1 else many}"
+        for names, one, many in (
+            (ended, "is ended again", "are ended again"),
+            (plan.drains, "goes on to leave", "go on to leave"),
+        )
+        if names
+    ]
+    return "; ".join([*(parts or [NOTHING_CHANGED]), SHOWN])
 
 
 def _draining(names: Collection[str], grace_s: float) -> str:

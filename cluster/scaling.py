@@ -21,7 +21,7 @@ class ClusterWorkers:
     """The workers of a cluster, by name."""
 
     staying: frozenset[str]  # those that are not to leave, in whatever state
-    leaving: frozenset[str]
+    leaving: frozenset[str]  # those that are to leave, or have just left
     answering: frozenset[str]  # of `staying`, those that have been heard of lately
 
     @property
@@ -40,6 +40,12 @@ class ScalePlan:
 
     starts: tuple[str, ...]
     drains: tuple[str, ...]
+
+
+def told_counts(num_prefill: int, num_decode: int) -> str:
+    """Return the numbers of workers as people read them: 2 prefill and 1 decode worker."""
+    prefill = f"{num_prefill} prefill and " if num_prefill else ""
+    return f"{prefill}{num_decode} decode worker{'' if num_decode == 1 else 's'}"
 
 
 def worker_ids(num_prefill: int, num_decode: int) -> list[str]:
@@ -137,8 +143,8 @@ def _reason(pool: PoolName, found: Collection[str]) -> str:
     if pool == "prefill" and not found:
         return "the cluster was started without prefill workers; to change that, start it anew"
     if pool == "prefill":
-        return f"of {', '.join(found)} one must stay; to do without, start the cluster anew"
-    return f"of {', '.join(found)} one must stay, or nothing is served"
+        return "the last prefill worker must stay; to do without, start the cluster anew"
+    return "the last decode worker must stay, or nothing is served"
 
 
 def _number(worker_id: str) -> int:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from protos import common_pb2
+from pagewire.protos import common_pb2
 from tests.pagewire.scripted_service import (
     ScriptedService,
     abort,

@@ -15,17 +15,17 @@ from decode_worker.config import DecodeConfig
 from tests.support.command_line import run_main
 
 SERVE_FLAGS = """
-    --config --cpu-pages-mib --cpu-threads --decode --deterministic --device --dtype
-    --gpu-memory-fraction --help --host --http-port --log-format --log-level --model --num-pages
-    --page-size --pool-resources --port --prefill --ray-address --served-model-name
-    --start-timeout-s --stop-grace-s --workers-per-gpu
+    --config --controller-port --cpu-pages-mib --cpu-threads --decode --deterministic --device
+    --dtype --gpu-memory-fraction --help --host --http-port --log-format --log-level --model
+    --num-pages --page-size --pool-resources --port --prefill --ray-address --secret-file
+    --served-model-name --start-timeout-s --stop-grace-s --workers-per-gpu
 """
 FLAGS = {
     "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p
-        --min-tokens --model --presence-penalty --repetition-penalty --seed --stop --temperature
+        --min-tokens --model --presence-penalty --ray-address --repetition-penalty --seed --stop
+        --temperature --timeout-s --top-k --top-p""",
+    "chat": """--address --help --max-tokens --model --ray-address --seed --system --temperature
         --timeout-s --top-k --top-p""",
-    "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
-        --top-k --top-p""",
     "status": "--address --help --json --once --ray-address --wide",
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --prefill --ray-address",
@@ -39,6 +39,20 @@ FLAGS = {
         --http-gateway-request-timeout-s --http-gateway-slow-client-timeout-s
         --http-gateway-stream-interval-s --log-format --log-level --port --router
         --stop-grace-s""",
+    "router": """--config --controller --decode-worker-local-prefill-max-tokens
+        --decode-worker-max-running-sequences --help --host --keys --log-format
+        --log-level --model --port --router-coalesce-ms --router-connect-timeout-s
+        --router-dead-after-s --router-decode-load-s --router-forget-dead-after-s
+        --router-max-active-requests --router-max-connections
+        --router-max-expected-wait-s --router-max-index-pages
+        --router-max-prefill-candidates --router-max-prompt-chars
+        --router-max-resumptions --router-nccl-bytes-per-s --router-new-work-weight
+        --router-page-pressure-s --router-prefill-tokens-per-s
+        --router-reconnect-delay-s --router-request-timeout-s --router-resume-wait-s
+        --router-retry-delay-s --router-slow-client-timeout-s --router-speculative-ttl-s
+        --router-stuck-after-s --router-tcp-bytes-per-s --router-worker-wait-s
+        --share-port --stop-grace-s""",
+    "router-keys": "--config --help --ray-address --secret-file",
     "version": "--help",
 }
 
@@ -162,6 +176,7 @@ def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words)
         (["chat", "--address", "nonsense"], 2, "error: --address: found 'nonsense'"),
         (["status", "--address", "nonsense"], 2, "error: --address: found 'nonsense'"),
         (["status", "--once", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+        (["generate", "x", "--address", "127.0.0.1:1"], 1, "`pagewire serve` and `pagewire up`"),
     ],
 )
 def test_what_cannot_work_is_refused_with_words(arguments, exit_code, words):
@@ -194,9 +209,9 @@ def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
 @pytest.mark.parametrize(
     ("device", "options", "remedy"),
     [
-        ("cpu", {"cpu_pages_mib": 31}, "pagewire serve --cpu-pages-mib 32"),
-        ("cuda", {"num_pages": 9}, "pagewire serve --num-pages 128"),
-        ("cuda", {}, "pagewire serve --gpu-memory-fraction 0.95; the context takes 32 MiB"),
+        ("cpu", {"cpu_pages_mib": 31}, "pagewire up --cpu-pages-mib 32"),
+        ("cuda", {"num_pages": 9}, "pagewire up --num-pages 128"),
+        ("cuda", {}, "pagewire up --gpu-memory-fraction 0.95; the context takes 32 MiB"),
         ("cuda", {"gpu_memory_fraction": 0.95}, "GPUs that have 32 MiB for pages beside the"),
     ],
 )
@@ -204,11 +219,11 @@ def test_a_context_that_the_pages_do_not_hold_is_noted_with_what_helps(device, o
     # 8192 tokens of context; a page of 64 tokens takes 256 KiB in float32.
     config = load_config(None, {"model": demo_model_dir(), "dtype": "float32"} | options)
 
-    note = serving_commands.context_note(config, device, 576)
+    note = serving_commands.context_note(config, device, 576, "up")
 
     said = "note: a request may have 576 tokens, the model could serve 8192; more with "
     assert note.startswith(said + remedy)
-    assert serving_commands.context_note(config, device, 8192) == ""
+    assert serving_commands.context_note(config, device, 8192, "up") == ""
 
 
 def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):

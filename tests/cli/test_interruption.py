@@ -64,11 +64,11 @@ main()
     ("command", "module"),
     [
         ("doctor", "typer"),
-        ("doctor", "cli.client_commands"),
+        ("doctor", "pagewire.cli.client_commands"),
         ("doctor", "yaml"),
         ("doctor", "torch"),
         ("serve", "cli.serving_commands"),
-        ("status", "cli.status"),
+        ("status", "pagewire.cli.status"),
     ],
 )
 def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(command, module):

@@ -1,12 +1,13 @@
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from cli.client_commands import WIDE_COLUMNS
-from cli.status import status_json, status_table
 from pagewire import ClusterStatus, PageCounts, WorkerStatus
+from pagewire.cli.client_commands import WIDE_COLUMNS
+from pagewire.cli.status import status_json, status_table
 
 PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, quarantine=0)
 
@@ -115,3 +116,14 @@ def test_json_carries_everything_and_the_hit_rate():
     assert content["workers"][0]["incarnation"] == "00000000000000ff"
     assert content["workers"][0]["pages"]["incoming"] == 1
     assert content["finished_requests"] == 9
+
+
+def test_a_cluster_that_is_being_stopped_is_told_as_such():
+    console = Console(width=80, color_system=None, file=io.StringIO())
+    stopping = replace(status(worker()), is_stopping=True)
+    console.print(status_table(stopping))
+
+    last = "the cluster is being stopped; run `pagewire down` again"
+    assert console.file.getvalue().splitlines()[-1].strip() == last
+    assert json.loads(status_json(stopping))["is_stopping"]
+    assert not json.loads(status_json(status(worker())))["is_stopping"]

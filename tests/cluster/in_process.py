@@ -16,9 +16,9 @@ from kv_transfer.tcp import TcpTransport
 from pagewire import AsyncClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
-from router.actor import connect_worker
 from router.config import RouterConfig
 from router.membership import WorkerMember
+from router.process import connect_worker
 from router.router import Router
 from tests.support.cluster_keys import SECRET, credentials_of
 from worker.process import WorkerProcess, WorkerSettings, connect_channel

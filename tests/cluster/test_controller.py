@@ -11,7 +11,7 @@ from cluster import controller as module
 from cluster.config_file import load_config
 from cluster.controller import HEARD_S, ControllerActor
 from cluster.deployment import Deployment
-from cluster.errors import ConfigError, PlacementError, StartError
+from cluster.errors import ConfigError, PlacementError, Stopping
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
 
@@ -23,6 +23,7 @@ class World:
         self.told = []
         self.now = 100.0
         self.names = [*worker_ids(2, 2), "router-0"]
+        self.ended = set()  # names of actors that Ray still lists
         monkeypatch.setattr(ray.util, "list_named_actors", lambda: self.names)
         monkeypatch.setattr(ray, "get_actor", self._actor)
         monkeypatch.setattr(
@@ -31,11 +32,11 @@ class World:
         monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0})
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
+        monkeypatch.setattr(module, "MemberServer", lambda *_: RouterThatHears(self.told))
         self.deployment = Deployment(
             config=load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2}),
             device=device,
             secret=ClusterSecret.generate(),
-            hash_key=b"k" * 16,
             router_node_id="00" * 28,
             environment={},
             visible_gpus=None,
@@ -48,7 +49,6 @@ class World:
         for name in self.names:
             if name != "router-0":
                 await self.announce(name)
-        await self.controller.announce_router("router-0", self._actor("router-0"))
         self.told.clear()
 
     async def announce(self, worker_id, incarnation=1, is_leaving=False):
@@ -60,25 +60,37 @@ class World:
         return worker_id
 
     def _actor(self, name):
-        if name not in self.names:
+        if name not in self.names or name in self.ended:
             raise ValueError(name)
-
-        async def done():
-            pass
-
-        def set_workers(members):
-            draining = [each.worker_id for each in members if each.is_draining]
-            self.told.append(("router-0", [each.worker_id for each in members], draining))
-            return done()
 
         def drain(grace_s):
             self.told.append(("drain", name, grace_s))
 
         return SimpleNamespace(
             name=name,
-            set_workers=SimpleNamespace(remote=set_workers),
             drain=SimpleNamespace(remote=drain),
         )
+
+
+class RouterThatHears:
+    """A MemberServer with one router, which goes by what it hears when the controller waits."""
+
+    def __init__(self, told):
+        self.told = told
+        self.latest = None
+
+    async def start(self):
+        return "127.0.0.1:1"
+
+    def publish(self, members):
+        draining = [each.worker_id for each in members if each.is_draining]
+        told = ("router-0", [each.worker_id for each in members], draining)
+        if told != self.latest:
+            self.latest = told
+            self.told.append(told)
+
+    async def wait_applied(self, timeout_s):
+        self.told.append(("applied",))
 
 
 @pytest.fixture
@@ -92,6 +104,7 @@ def test_routers_hear_of_a_drain_before_the_worker_does(world):
         await world.controller.drain("decode-1", 7.0)
         assert world.told == [
             ("router-0", worker_names(), ["decode-1"]),
+            ("applied",),
             ("drain", "decode-1", 7.0),
         ]
         world.told.clear()
@@ -183,7 +196,62 @@ def test_one_that_dies_again_and_again_is_ended_and_one_that_drains_is_not_ended
         world.names.append("prefill-2")
         await world.announce("prefill-2")
         await world.controller.drain("prefill-1", 60.0)
-        assert world.told[-1] == ("kill", "prefill-1")
+        assert world.told[-2] == ("kill", "prefill-1")
+        assert "prefill-1" not in world.told[-1][1], "routers hear that it is gone"
+
+    asyncio.run(main())
+
+
+def test_one_that_has_ended_when_it_is_told_to_leave_hands_that_to_no_successor(world):
+    async def main():
+        await world.start()
+        world.ended.add("decode-1")
+        await world.controller.drain("decode-1", 7.0)
+        assert world.told[-1] == ("router-0", worker_names(without="decode-1"), [])
+        world.names.remove("decode-1")
+        world.ended.clear()
+
+        await world.controller.scale({"decode": 2}, 5.0)
+        world.names.append("decode-1")
+        world.told.clear()
+        await world.announce("decode-1", incarnation=2)
+        assert world.told == [("router-0", worker_names(), [])]
+
+    asyncio.run(main())
+
+
+def test_one_that_has_left_does_not_count_though_ray_still_lists_it(world):
+    async def main():
+        await world.start()
+        await world.controller.drain("decode-1", 7.0)
+        await world.controller.worker_left("decode-1", 1)
+
+        workers = (await world.controller.facts()).workers
+        assert workers.counts == {"prefill": 2, "decode": 1}
+        with pytest.raises(ConfigError, match="the last decode worker must stay"):
+            await world.controller.drain("decode-0", 1.0)
+        _, plan = await world.controller.scale({"decode": 2}, 5.0)
+        assert plan.starts == ("decode-2",), "its name is taken"
+
+        world.names.remove("decode-1")
+        world.names.append("decode-2")
+        _, plan = await world.controller.scale({"decode": 3}, 5.0)
+        assert plan.starts == ("decode-1",)
+        world.names.append("decode-1")
+        assert (await world.controller.facts()).workers.counts == {"prefill": 2, "decode": 3}
+
+    asyncio.run(main())
+
+
+def test_one_that_was_ended_while_it_loads_does_not_count_though_ray_still_lists_it(world):
+    async def main():
+        await world.start()
+        await world.controller.scale({"decode": 3}, 5.0)
+        world.names.append("decode-2")
+        await world.controller.scale({"decode": 2}, 5.0)
+        assert world.told[-1] == ("kill", "decode-2")
+
+        assert (await world.controller.facts()).workers.counts == {"prefill": 2, "decode": 2}
 
     asyncio.run(main())
 
@@ -217,13 +285,15 @@ def test_workers_wait_for_hosts_that_may_join_later(monkeypatch):
 def test_a_cluster_that_stops_changes_no_more(world):
     async def main():
         await world.start()
+        assert not (await world.controller.facts()).is_stopping
         await world.controller.close()
+        assert (await world.controller.facts()).is_stopping
         for change in (
             world.controller.deploy(),
             world.controller.scale({"decode": 3}, 1.0),
             world.controller.drain("decode-1", 1.0),
         ):
-            with pytest.raises(StartError, match="being stopped"):
+            with pytest.raises(Stopping, match="run `pagewire down` again"):
                 await change
         assert world.told == []
 

@@ -9,9 +9,11 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import grpc
@@ -23,10 +25,11 @@ from cluster.demo_model import write_demo_model
 from cluster.devices import count_gpus
 from cluster.environment import prepare_ray
 from cluster.preflight import check_start
+from credentials.key_file import write_router_keys
 from pagewire import AsyncClient
-from protos import inference_pb2_grpc
-from protos.inference_pb2 import GenerateRequest
-from protos.token_ids import pack_token_ids
+from pagewire.protos import inference_pb2_grpc
+from pagewire.protos.inference_pb2 import GenerateRequest
+from pagewire.protos.token_ids import pack_token_ids
 from tests.cluster.in_process import generate_all
 from tests.support.local_ray import forget_token
 from tests.support.wall_clock import assert_within
@@ -451,7 +454,7 @@ def test_a_killed_controller_costs_no_stream_a_resumption(cluster):
     import ray
 
     from cluster.placement import CONTROLLER_NAME
-    from router.actor import ANNOUNCE_PERIOD_S
+    from worker.process import ANNOUNCE_PERIOD_S
 
     old_pid = cluster.pid(CONTROLLER_NAME)
     prompts = [prompt_of(("controller", index), 50) for index in range(4)]
@@ -489,7 +492,7 @@ def test_a_killed_controller_costs_no_stream_a_resumption(cluster):
     assert all_ready(status, cluster)
 
 
-def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster):
+def test_a_killed_router_comes_back_at_its_address_and_goes_on_with_its_streams(cluster):
     from cluster.placement import ROUTER_NAME
 
     prompt = prompt_of("router", 50)
@@ -497,8 +500,17 @@ def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster
     async def work(client):
         before = await client.generate(prompt, temperature=0.0, max_tokens=8)
         assert ask_http(cluster, prompt) == before.text
+        long = {"temperature": 0.8, "seed": 5, "max_tokens": 400, "ignore_eos": True}
+        calm = await client.generate(prompt, **long)
+        stream = client.stream(prompt, **long)
+        await anext(stream)
         old_pid = cluster.pid(ROUTER_NAME)
         os.kill(old_pid, signal.SIGKILL)
+        async for _ in stream:
+            pass
+        assert stream.completion.token_ids == calm.token_ids
+        assert stream.completion.text == calm.text
+        assert stream.completion.usage.resumptions == 1
         await until(client, lambda status: all_ready(status, cluster))
         assert cluster.pid(ROUTER_NAME) != old_pid
         after = await client.generate(prompt, temperature=0.0, max_tokens=8)
@@ -508,6 +520,57 @@ def test_a_killed_router_comes_back_at_its_address_and_knows_all_workers(cluster
     before, after = run(cluster, work)
 
     assert before.token_ids == after.token_ids
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}])
+def test_streams_of_a_killed_router_outside_ray_go_on_at_another_one(
+    cluster, model_dir, tmp_path, sampling
+):
+    options = {**sampling, "max_tokens": 400, "ignore_eos": True}
+    prompts = [prompt_of(f"outside-{index}", 40 + index) for index in range(4)]
+
+    with routers_outside(cluster, model_dir, tmp_path, 2) as outside:
+        (first, killed), (second, _) = outside
+
+        async def work(client):
+            calm = await asyncio.gather(*(client.generate(each, **options) for each in prompts))
+            async with AsyncClient([first, second]) as lost, AsyncClient(second) as other:
+                await until(lost, lambda status: all_ready(status, cluster))
+                await until(other, lambda status: all_ready(status, cluster))
+                streams = [lost.stream(each, **options) for each in prompts]
+                await asyncio.gather(*(anext(each) for each in streams))
+                killed.send_signal(signal.SIGKILL)
+                for stream in streams:
+                    async for _ in stream:
+                        pass
+                return calm, [each.completion for each in streams]
+
+        calm, interrupted = run(cluster, work)
+
+    for before, after in zip(calm, interrupted, strict=True):
+        assert after.choices == before.choices
+        assert (before.usage.resumptions, after.usage.resumptions) == (0, 1)
+
+
+@contextmanager
+def routers_outside(cluster, model_dir, tmp_path, count):
+    """Processes of `pagewire router`; yields (address, process) of each."""
+    import ray
+
+    keys, controller = ray.get(
+        [cluster.controller.router_keys.remote("routers"), cluster.controller.address.remote()]
+    )
+    write_router_keys(tmp_path / "keys", keys)
+    flags = ["--controller", controller, "--keys", tmp_path / "keys", "--model", model_dir]
+    flags += ["--port", "0", "--log-level", "warning"]
+    command = [sys.executable, "-m", "cli", "router", *map(str, flags)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    try:
+        yield [(each.stdout.readline().split()[3], each) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate(timeout=10)
 
 
 def test_a_killed_gateway_comes_back_at_its_address(cluster):

@@ -1,12 +1,12 @@
 import os
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from cli.reference import ENVIRONMENT
 from cluster.environment import prepare_ray
+from tests.support.distributions import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,9 +21,7 @@ def test_grpc_logs_only_errors_unless_a_user_wants_more(monkeypatch, given, foun
 
 
 def test_every_variable_that_is_read_is_documented():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = project["tool"]["setuptools"]["packages"]
-    files = [path for name in packages for path in (ROOT / name.replace(".", "/")).glob("*.py")]
+    files = [path for name in PACKAGES for path in (ROOT / name.replace(".", "/")).glob("*.py")]
     reads = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\()"(\w+)\"""")
     read = {name for path in files for name in reads.findall(path.read_text(encoding="utf-8"))}
 

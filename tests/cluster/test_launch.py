@@ -7,19 +7,23 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from cluster import placement, readiness
+from cluster import controller as controller_module
+from cluster import launch, placement, readiness
 from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.demo_model import demo_model_dir
 from cluster.deployment import Deployment
 from cluster.errors import PlacementError, StartError
-from cluster.launch import StartWatch, device_of_ray, start_cluster, start_local_ray
-from cluster.placement import GATEWAY_NAME, ROUTER_NAME, _resources, _settings
+from cluster.launch import AT_ONCE_S, StartWatch, device_of_ray, start_cluster, start_local_ray
+from cluster.placement import CONTROLLER_NAME, GATEWAY_NAME, ROUTER_NAME, _resources, _settings
+from cluster.private_folder import private_folder
 from cluster.readiness import _refuse_misfits
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret, PartyKeys
 from decode_worker.actor import DecodeActor
 from prefill_worker.actor import PrefillActor
+from router.process import RouterSettings
+from tests.cluster.test_controller import RouterThatHears
 from tests.pagewire.scripted_service import serving_in_thread
 
 
@@ -28,7 +32,6 @@ def deployment(options, device="cpu"):
         config=load_config(None, {"model": "/models/tiny", **options}),
         device=device,
         secret=ClusterSecret.generate(),
-        hash_key=b"k" * 16,
         router_node_id="00" * 28,
         environment={"GRPC_VERBOSITY": "ERROR"},
         visible_gpus=None,
@@ -106,6 +109,7 @@ def placed(monkeypatch):
         "place",
         lambda actor, name, options, *arguments: placed.update({name: (options, arguments)}),
     )
+    monkeypatch.setattr(controller_module, "MemberServer", lambda *_: RouterThatHears([]))
     return placed
 
 
@@ -144,12 +148,14 @@ def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed,
     started = deployment({"prefill": 2, "decode": 2})
     deploy(started)
 
+    [router] = [each for each in placed[ROUTER_NAME][1] if isinstance(each, RouterSettings)]
     keys = {
         name: each
         for name, (_, arguments) in placed.items()
         for each in arguments
         if isinstance(each, PartyKeys)
     }
+    keys[ROUTER_NAME] = router.keys.party
     assert {(each.role, each.name) for each in keys.values()} == {
         ("prefill", "prefill-0"),
         ("prefill", "prefill-1"),
@@ -159,7 +165,8 @@ def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed,
     }
     assert keys["decode-0"].calling != keys["decode-1"].calling
     held = {key for each in keys.values() for key in (each.accepting, *each.calling.values())}
-    held |= {started.hash_key}
+    held |= {router.keys.page_hashes, router.keys.resume_tokens}
+    assert router.keys.page_hashes == started.secret.page_hash_key
     printed = f"{placed} {keys} {started} {caplog.text}"
     assert not [key for key in held if key.hex() in printed or repr(key) in printed]
 
@@ -183,8 +190,26 @@ def test_a_ray_that_does_not_start_is_explained_and_leaves_no_token(monkeypatch,
     with pytest.raises(StartError, match=r"cannot start Ray on this host: .* timed out"):
         start_cluster(config, "cpu", shows_worker_logs=False, watch=StartWatch(say=said.append))
 
-    assert said == ["starting 1 prefill and 1 decode workers on cpu"]
+    assert said == ["starting 1 prefill and 1 decode worker on cpu"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_start_removes_what_earlier_rays_have_left_but_the_last_logs(monkeypatch, tmp_path):
+    def init(**_):
+        raise Exception("it is enough to have been asked")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    folder = private_folder() / "ray"
+    no_process = 2**22 + 1  # more than any process id
+    ended = [folder / f"session_2026-01-0{day}_12-00-00_000000_{no_process}" for day in (1, 2, 3)]
+    for each in ended:
+        (each / "logs").mkdir(parents=True)
+
+    with pytest.raises(StartError, match="cannot start Ray"):
+        start_local_ray(0, shows_worker_logs=False)
+
+    assert list(folder.iterdir()) == ended[-1:]
 
 
 def test_a_ray_that_others_reach_is_not_kept(monkeypatch, tmp_path):
@@ -241,6 +266,64 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
         f"prefill-0, decode-0 not ready after 90 s;{gpus} see the logs of the Ray session "
         "(/tmp/somewhere/session_latest/logs on each host), or raise --start-timeout-s"
     )
+
+
+@pytest.mark.parametrize(
+    ("late", "words"),
+    [
+        ((), []),
+        (("decode-0",), ["Ray runs; waiting for 1 process to load and connect"]),
+        (("prefill-0", "decode-0"), ["Ray runs; waiting for 2 processes to load and connect"]),
+    ],
+    ids=["all serve", "one is late", "two are late"],
+)
+def test_only_what_is_waited_for_is_told(monkeypatch, late, words):
+    actors = {name: FakeActor("h:1") for name in ("router-0", "prefill-0", "decode-0")}
+    slow = [actors[name] for name in late]
+
+    def wait(calls, num_returns, timeout):
+        missing = [each for each in calls if timeout == AT_ONCE_S and each in slow]
+        done = [each for each in calls if each not in missing]
+        return done[:num_returns], missing
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda call: call.address)
+    monkeypatch.setattr(launch, "LoadWatch", lambda *_: SimpleNamespace(look=lambda: None))
+    monkeypatch.setattr(launch, "wait_until_served", lambda *_: 576)
+    said = []
+    watch = StartWatch(say=said.append)
+    config = load_config(None, {"model": "/models/tiny"})
+
+    cluster = launch.wait_for_cluster(
+        {**actors, CONTROLLER_NAME: object()}, config, "cpu", time.monotonic() + 5.0, watch
+    )
+
+    assert (cluster.address, cluster.context_tokens) == ("h:1", 576)
+    ready = [f"{name} is ready, {i} of 3" for i, name in enumerate(actors, 1)]
+    assert said == (words + ready if late else [])
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (ray.exceptions.ActorDiedError(), []),
+        (ray.exceptions.GetTimeoutError("late"), ["stop_incomplete"]),
+    ],
+    ids=["by another command", "of which one is late"],
+)
+def test_the_end_of_a_cluster(monkeypatch, caplog, error, logged):
+    def get(calls, timeout):
+        raise error
+
+    kills = []
+    monkeypatch.setattr(launch, "named_actors", lambda: {CONTROLLER_NAME: FakeController()})
+    monkeypatch.setattr(launch, "kill_cluster", lambda: kills.append("all"))
+    monkeypatch.setattr(ray, "get", get)
+
+    launch.end_cluster(1.0)
+
+    assert [each.getMessage() for each in caplog.records] == logged
+    assert kills == ["all"]
 
 
 class FakeController:

@@ -144,7 +144,7 @@ def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
         "decode-0 has left\n",
     ), drained
     assert refused[0] == 2
-    assert "decode-1 cannot be drained: of decode-1 one must stay" in refused[2]
+    assert "decode-1 cannot be drained: the last decode worker must stay" in refused[2]
     for each in answers:
         assert each, "some requests of each load ended"
         assert len({completion.token_ids for completion in each}) == 1, "greedy, one prompt"
@@ -153,8 +153,8 @@ def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
     assert calm.usage.pages_moved > 0
     assert list(after.usage.decode_workers) == ["decode-1"]
     assert after.token_ids == calm.token_ids
-    alive = {each.worker_id for each in status.workers if each.state == "ready"}
-    assert alive == {"prefill-0", "decode-1"}
+    states = {each.worker_id: each.state for each in status.workers}
+    assert states == {"prefill-0": "ready", "decode-1": "ready"}, "who has left is not dead"
     left = {each.incarnation for each in status.workers if each.state == "ready"}
     assert left < incarnations, "nobody was started again"
 
@@ -178,6 +178,24 @@ def test_a_killed_worker_is_started_again_though_no_launcher_lives(host):
 
     assert completion.usage.pages_moved > 0
     assert completion.usage.decode_computed_tokens == 0
+
+
+def test_generate_finds_the_cluster_and_an_interrupted_down_is_told_by_all_commands(host):
+    """The last test of this cluster; what it leaves, the fixture's `down` ends."""
+    code, output, errors = host.run("generate", "x", "--max-tokens", "1", "--ignore-eos")
+    assert (code, bool(output)) == (0, True), errors
+
+    down = host.start("down")
+    assert down.stdout.readline().startswith("stopping")
+    down.send_signal(signal.SIGINT)
+    _, errors = down.communicate(timeout=60)
+    again = "the cluster is being stopped; run `pagewire down` again"
+    assert (down.returncode, again in errors) == (130, True), errors
+
+    code, _, errors = host.run("up", "--config", str(host.config))
+    assert (code, errors) == (1, f"error: {again}\n")
+    _, output, errors = host.run("status", "--once")
+    assert (output + errors).rstrip().endswith(again), "also if no router answers any more"
 
 
 def host_processes(host):

@@ -5,8 +5,13 @@ import sys
 import pytest
 
 from cluster.errors import StartError
-from cluster.local_head import LocalHead, find_head, holding_head_file
-from cluster.private_folder import private_folder
+from cluster.local_head import (
+    LocalHead,
+    find_head,
+    holding_head_file,
+    remove_head_left_behind,
+)
+from cluster.private_folder import RayToken, private_folder
 
 HEAD = LocalHead(pid=17, ray_address="127.0.0.1:6379", token_path="/tmp/token-1")
 
@@ -58,7 +63,34 @@ def test_what_a_killed_head_has_left_does_not_count():
     assert path.read_text(), "it was killed after it had published itself"
 
     assert find_head() is None
+    remove_head_left_behind()
+    assert not path.exists()
+    remove_head_left_behind()
     with holding_head_file() as file:
         assert find_elsewhere() == "None"
         file.publish(HEAD)
         assert find_elsewhere() == str(HEAD)
+
+
+def test_of_a_head_that_runs_nothing_is_removed():
+    token = RayToken(private_folder())
+    with holding_head_file() as file:
+        file.publish(HEAD)
+        remove_head_left_behind()
+        assert find_head() == HEAD
+        assert len(list(private_folder().iterdir())) == 2, "its file and its token"
+
+    token.remove()
+
+
+def test_a_head_that_was_killed_leaves_no_token():
+    code = (
+        "import os; from cluster.private_folder import *\n"
+        "token = RayToken(private_folder()); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False, env=os.environ, timeout=60)
+    assert list(private_folder().iterdir())
+
+    remove_head_left_behind()
+
+    assert not list(private_folder().iterdir())

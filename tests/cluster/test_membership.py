@@ -54,6 +54,30 @@ def test_a_dismissed_worker_is_told_to_the_routers_as_draining_and_known_until_i
     assert membership.leaving == frozenset()
 
 
+def test_what_a_start_that_has_left_announces_too_late_is_no_news_and_a_new_start_is():
+    membership = Membership()
+    membership.announce(member(), 0.0)
+    membership.dismiss("prefill-0", 5.0)
+    membership.left("prefill-0", incarnation=1)
+
+    assert not membership.announce(member(is_draining=True), 1.0)
+    assert membership.members == ()
+    assert membership.leaving == frozenset()
+    assert membership.gone == {"prefill-0"}
+
+    assert membership.announce(member(incarnation=2), 2.0)
+    assert membership.members == (member(incarnation=2),)
+    assert membership.gone == frozenset()
+
+
+def test_a_controller_that_was_started_again_believes_one_that_left_before_it_was_heard_of():
+    membership = Membership()
+
+    assert not membership.left("prefill-0", incarnation=1), "nobody knew it"
+    assert not membership.announce(member(is_draining=True), 1.0)
+    assert membership.members == ()
+
+
 def test_a_dismissed_worker_that_knows_nothing_of_it_is_told_again():
     membership = Membership()
     membership.announce(member(), 0.0)

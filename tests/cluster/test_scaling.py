@@ -5,7 +5,14 @@ import pytest
 from cluster.config_file import load_config
 from cluster.deployment import check_same
 from cluster.errors import ConfigError
-from cluster.scaling import ClusterWorkers, ScalePlan, check_drain, plan_scale, worker_ids
+from cluster.scaling import (
+    ClusterWorkers,
+    ScalePlan,
+    check_drain,
+    plan_scale,
+    told_counts,
+    worker_ids,
+)
 
 
 def workers(*staying, leaving=(), silent=()):
@@ -35,8 +42,16 @@ def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
 @pytest.mark.parametrize(
     ("wanted", "running", "words"),
     [
-        ({"decode": 0}, TWO_AND_TWO, "--decode is 0; it must be 1 to 1024: of decode-0, decode-1 "),
-        ({"prefill": 0}, TWO_AND_TWO, "--prefill is 0; it must be 1 to 1024: of prefill-0, prefi"),
+        (
+            {"decode": 0},
+            TWO_AND_TWO,
+            "--decode is 0; it must be 1 to 1024: the last decode worker ",
+        ),
+        (
+            {"prefill": 0},
+            TWO_AND_TWO,
+            "--prefill is 0; it must be 1 to 1024: the last prefill worker ",
+        ),
         ({"decode": 9999}, TWO_AND_TWO, "--decode is 9999; it must be 1 to 1024"),
         ({"decode": -1}, TWO_AND_TWO, "--decode is -1; it must be 1 to 1024"),
         (
@@ -80,10 +95,14 @@ def test_a_worker_may_be_drained_while_another_one_answers_and_told_twice():
         (
             "decode-0",
             workers("prefill-0", "decode-0", leaving=["decode-1"]),
-            "decode-0 cannot be drained: of decode-0 one must stay, or nothing is served; add one "
-            "first with `pagewire scale --decode 2`",
+            "decode-0 cannot be drained: the last decode worker must stay, or nothing is served; "
+            "add one first with `pagewire scale --decode 2`",
         ),
-        ("prefill-0", workers("prefill-0", "decode-0"), "prefill-0 cannot be drained: of prefill"),
+        (
+            "prefill-0",
+            workers("prefill-0", "decode-0"),
+            "prefill-0 cannot be drained: the last prefill worker must stay; to do without, ",
+        ),
         (
             "decode-0",
             workers("decode-0", "decode-1", silent=["decode-1"]),
@@ -122,4 +141,14 @@ def test_each_option_that_differs_from_the_running_clusters_is_named_with_both_v
         "decode is 2; the running cluster has 6; `pagewire scale --decode 2` changes that",
         "page_size is 32; the running cluster has 64; `pagewire down` ends it",
         "router.dead_after_s is 20.0; the running cluster has 15.0; `pagewire down` ends it",
+    ]
+
+
+def test_numbers_of_workers_are_told_as_people_do():
+    told = [told_counts(*each) for each in ((1, 1), (2, 4), (0, 1))]
+
+    assert told == [
+        "1 prefill and 1 decode worker",
+        "2 prefill and 4 decode workers",
+        "1 decode worker",
     ]

@@ -1,0 +1,91 @@
+"""Where the router is that a client command talks with, the same for all of these commands."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from cluster.errors import StartError, Stopping
+from cluster.local_head import find_head
+from pagewire import Client, ClusterStatus, ConnectionFailedError
+from pagewire.cli.client_commands import ANSWER_TIMEOUT_S, DEFAULT_ADDRESS
+from pagewire.cli.early_interrupts import interrupts_end_at_once
+
+AddressFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        help="Where the router is, host:port. Default: that of the cluster on the Ray at "
+        f"--ray-address, or that `pagewire up` started on this host, else {DEFAULT_ADDRESS}.",
+    ),
+]
+RayAddressFlag = Annotated[
+    str, typer.Option("--ray-address", help="Ray cluster that the cluster runs on.")
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRouter:
+    """Where a router is, whether it answers or not."""
+
+    address: str
+    is_stopping: bool = False  # its cluster, as far as the controller tells
+
+
+def find_router(address: str | None, ray_address: str) -> FoundRouter:
+    """Return the router that was named, or of the cluster on a Ray, or of that on this host.
+
+    Args:
+        address: As of --address; it counts before the others.
+        ray_address: As of --ray-address; empty: the Ray that `pagewire up` started, if it runs.
+
+    Raises:
+        NotRunning: No cluster runs on that Ray.
+        StartError: The Ray does not answer, or the cluster has no router yet.
+    """
+    if address:
+        return FoundRouter(address=address)
+    head = None if ray_address else find_head()
+    if not ray_address and head is None:
+        return FoundRouter(address=DEFAULT_ADDRESS)
+    with interrupts_end_at_once():
+        from cluster.environment import prepare_ray
+
+        prepare_ray(is_local=not ray_address)
+        from cluster.attach import ask, attached, router_address  # imports Ray
+
+    with attached(ray_address, head) as controller:
+        found = FoundRouter(address=router_address())
+        with suppress(StartError):  # a router serves also while the controller does not answer
+            facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
+            found = replace(found, is_stopping=facts.is_stopping)
+        return found
+
+
+@contextmanager
+def found_router(address: AddressFlag = None, ray_address: RayAddressFlag = "") -> Iterator[Client]:
+    """Find a router and open a client of it, whose calls need not last long.
+
+    Raises:
+        NotRunning: As find_router does.
+        StartError: Likewise.
+        Stopping: The router does not answer, which is why.
+    """
+    found = find_router(address, ray_address)
+    kind = _EndingClient if found.is_stopping else Client
+    with kind(found.address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+        try:
+            yield client
+        except ConnectionFailedError:
+            if found.is_stopping:
+                raise Stopping from None
+            raise
+
+
+class _EndingClient(Client):
+    """Tells what a router hears only after the controller, and perhaps never."""
+
+    def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
+        return replace(super().status(timeout_s=timeout_s), is_stopping=True)

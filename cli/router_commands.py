@@ -1,0 +1,159 @@
+"""The commands for routers outside Ray: pagewire router, which is one, and router-keys."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.flags import config_command, flag_parameter, with_config_flags
+from cli.stop_signals import StopSignals
+from cluster.config import ClusterConfig
+from cluster.config_file import no_defaults
+from cluster.devices import check_port_free
+from cluster.environment import prepare_ray
+from cluster.errors import ConfigError, StartError
+from credentials.errors import KeyFileError
+from credentials.key_file import read_router_keys, read_secret, write_router_keys
+from credentials.secret import RouterKeys
+from observability.logs import configure_logging
+from pagewire import InvalidRequestError
+from pagewire.arguments import check_address
+from pagewire.cli.standard_output import say
+
+# Of all routers outside Ray: they share their keys.
+ROUTERS_NAME = "routers"
+# Options of a cluster that are a router's, too, besides the section router.
+OPTIONS = {
+    *("model", "host", "port", "log_level", "log_format", "stop_grace_s"),
+    *("decode_worker.local_prefill_max_tokens", "decode_worker.max_running_sequences"),
+}
+
+ControllerFlag = Annotated[
+    str,
+    typer.Option(
+        "--controller", help="Where the cluster's controller is, host:port; see controller_port."
+    ),
+]
+KeysFlag = Annotated[
+    Path, typer.Option("--keys", help="File that `pagewire router-keys` has written.")
+]
+SharePortFlag = Annotated[
+    bool,
+    typer.Option(
+        "--share-port/--no-share-port",
+        help="Let more routers of this user listen on the same port of this host; each gets a part "
+        "of the connections.",
+    ),
+]
+FileArgument = Annotated[Path, typer.Argument(help="File to write; its owner alone may read it.")]
+
+
+def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool) -> None:
+    """Run one more router of a running cluster, until Ctrl-C or SIGTERM.
+
+    It needs neither Ray nor torch, only the model's tokenizer and what --config says of the
+    cluster. A client that loses a router goes on at another one.
+    """
+    if config.model is None:
+        raise ConfigError("model is not set; give the folder with the tokenizer with --model")
+    try:
+        check_address(controller)
+        router_keys = read_router_keys(keys)
+    except InvalidRequestError as error:
+        raise ConfigError(f"--controller: {error.violations[0].description}") from error
+    except KeyFileError as error:
+        raise ConfigError(f"--keys: {error}") from error
+    check_port_free(config.host, config.port, is_shared=share_port)
+    configure_logging(config.log_level, config.log_format)
+    with StopSignals() as signals:
+        asyncio.run(_serve(config, controller, router_keys, share_port, signals))
+
+
+async def _serve(
+    config: ClusterConfig,
+    controller: str,
+    keys: RouterKeys,
+    share_port: bool,
+    signals: StopSignals,
+) -> None:
+    # These take time to import.
+    from cluster.router_settings import router_settings
+    from llm_engine.errors import EngineError
+    from router.errors import ModelFolderError
+    from router.process import RouterProcess
+
+    async def find_controller() -> str:
+        return controller
+
+    name = f"router-{socket.gethostname()}-{os.getpid()}"
+    try:
+        settings = router_settings(config, name, keys, shares_port=share_port)
+        process = RouterProcess(settings, find_controller)
+        address = await process.start()
+    except (ModelFolderError, EngineError) as error:
+        raise ConfigError(str(error)) from error
+    except RuntimeError as error:  # somebody was faster
+        raise StartError(f"cannot listen on port {config.port} of {config.host}") from error
+    say(f"ready: {name} on {address} for the cluster at {controller}")
+    await asyncio.to_thread(signals.stopped.wait)
+    say(f"stopping; running requests have {config.stop_grace_s:.0f} s; a second signal ends them")
+    await process.stop(config.stop_grace_s)
+    say("stopped")
+
+
+def router_keys(config: ClusterConfig, file: Path) -> None:
+    """Write the keys with which `pagewire router` proves that it belongs to a cluster.
+
+    They come from the running cluster, or from the --secret-file that it is started with.
+    """
+    try:
+        if config.secret_file:
+            write_router_keys(file, read_secret(Path(config.secret_file)).router_keys(ROUTERS_NAME))
+            say(f"wrote {file}")
+            return
+        keys, controller = _of_running_cluster(config)
+        write_router_keys(file, keys)
+    except KeyFileError as error:
+        raise ConfigError(str(error)) from error
+    say(f"wrote {file}; `pagewire router --controller {controller} --keys {file}` uses it")
+
+
+def _of_running_cluster(config: ClusterConfig) -> tuple[RouterKeys, str]:
+    prepare_ray(is_local=not config.ray_address)
+    configure_logging("warning", "text")
+    from cluster.attach import ask, attached  # imports Ray
+    from cluster.local_head import find_head
+
+    head = None if config.ray_address else find_head()
+    with attached(config.ray_address, head) as controller:
+        return ask(controller.router_keys.remote(ROUTERS_NAME)), ask(controller.address.remote())
+
+
+def _is_routers(path: str) -> bool:
+    return path in OPTIONS or path.startswith("router.")
+
+
+def _finds_keys(path: str) -> bool:
+    return path in ("ray_address", "secret_file")
+
+
+app = typer.Typer(rich_markup_mode=None)
+for _command, _takes, _parameters in (
+    (
+        router,
+        _is_routers,
+        [
+            flag_parameter("controller", ControllerFlag),
+            flag_parameter("keys", KeysFlag),
+            flag_parameter("share_port", SharePortFlag, default=False),
+        ],
+    ),
+    (router_keys, _finds_keys, [flag_parameter("file", FileArgument)]),
+):
+    app.command(
+        _command.__name__.replace("_", "-"),
+        cls=config_command(no_defaults, [each.name for each in _parameters]),
+    )(with_config_flags(_command, takes=_takes, own=_parameters))

@@ -1,0 +1,18 @@
+"""Ctrl-C of a command for a running cluster, which does by itself what it was asked for."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.errors import Interrupted
+
+NOTHING_CHANGED = "nothing has changed"
+
+
+@contextmanager
+def told_at_interrupt(goes_on: str) -> Iterator[None]:
+    """While entered, have Ctrl-C raise Interrupted, which says what goes on without the command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT, goes_on) from None

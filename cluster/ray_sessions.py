@@ -1,0 +1,43 @@
+"""Folders of Ray's sessions on this host: one for each Ray that was started, with sockets and logs.
+
+Ray makes them and never removes one. Its name ends with the id of the process that started the Ray.
+"""
+
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+
+ANSWER_TIMEOUT_S = 0.5  # of a process of Ray that listens
+
+
+def remove_ended_sessions(folder: Path) -> None:
+    """Remove the sessions that no process uses any more, but the last of them, for its logs.
+
+    Args:
+        folder: In which Ray makes its sessions; it need not be there.
+    """
+    sessions = [each for each in folder.glob("session_*_*") if not each.is_symlink()]
+    ended = sorted(each for each in sessions if not _is_used(each))  # their names begin with dates
+    for each in ended[:-1]:
+        shutil.rmtree(each, ignore_errors=True)  # another start may do the same
+
+
+def _is_used(session: Path) -> bool:
+    starter = session.name.rpartition("_")[2]
+    if starter.isdigit() and psutil.pid_exists(int(starter)):
+        return True  # perhaps nothing listens yet
+    return any(_listens(each) for each in session.glob("sockets/*"))
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it is slow
+            return True
+    return True

@@ -1,0 +1,108 @@
+"""What `pagewire up` does where something runs already; Ray and what runs there are fakes."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from cli import bring_up as module
+from cli.bring_up import bring_up
+from cli.stop_signals import StopSignals
+from cluster.config_file import load_config
+from cluster.controller import ClusterFacts
+from cluster.errors import Interrupted, StartError, Stopping
+from cluster.local_head import LocalHead
+from cluster.scaling import ClusterWorkers
+
+CONFIG = load_config(None, {"model": "/models/tiny", "prefill": 1, "decode": 1})
+WORKERS = ClusterWorkers(
+    staying=frozenset({"prefill-0", "decode-0"}), leaving=frozenset(), answering=frozenset()
+)
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """The facts of the cluster that runs, to be changed."""
+    facts = {"config": CONFIG, "device": "cpu", "workers": WORKERS}
+    controller = SimpleNamespace(
+        facts=SimpleNamespace(remote=lambda: ClusterFacts(**facts)),
+    )
+    head = LocalHead(pid=1, ray_address="127.0.0.1:1", token_path="/nowhere")
+    monkeypatch.setattr(module, "find_head", lambda: head)
+    monkeypatch.setattr(module, "attach_head", lambda head: None)
+    monkeypatch.setattr(module, "find_controller", lambda: controller)
+    monkeypatch.setattr(module, "ask", lambda answer: answer)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    return facts
+
+
+def test_a_cluster_that_is_being_stopped_does_not_run_already(running):
+    running["is_stopping"] = True
+    said = []
+
+    with StopSignals() as signals, pytest.raises(Stopping, match="run `pagewire down` again"):
+        bring_up(CONFIG, signals, said.append)
+
+    assert said == []
+
+
+@pytest.mark.parametrize("has_failed", [False, True], ids=["waits", "has failed"])
+def test_a_signal_to_a_second_up_ends_that_and_not_the_cluster(running, monkeypatch, has_failed):
+    def find_cluster(facts, deadline, watch):  # of which one process is not ready yet
+        os.kill(os.getpid(), signal.SIGINT)
+        while not signals.stopped.wait(0.01):
+            assert time.monotonic() < deadline
+        if has_failed:
+            raise StartError("the cluster does not answer")
+        watch.check()
+
+    monkeypatch.setattr(module, "find_cluster", find_cluster)
+    said = []
+
+    with StopSignals() as signals, pytest.raises(Interrupted) as interruption:
+        bring_up(CONFIG, signals, said.append)
+
+    goes_on = "the cluster goes on; `pagewire status` shows it"
+    assert str(interruption.value) == f"stopped by SIGINT before it was done; {goes_on}"
+    assert interruption.value.exit_code == 130
+    assert said == ["a cluster with this configuration runs already: prefill-0, decode-0 on cpu"]
+
+
+def test_a_signal_to_an_up_on_a_ray_that_was_left_tells_of_that_ray(running, monkeypatch):
+    def deploy(config, device, deadline, watch, *, is_own_ray):
+        assert not is_own_ray
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.stopped.wait(10)
+        watch.check()
+
+    monkeypatch.setattr(module, "find_controller", lambda: None)
+    monkeypatch.setattr(module, "check_start", lambda config, say: "cpu")
+    monkeypatch.setattr(module, "deploy", deploy)
+
+    with StopSignals() as signals, pytest.raises(Interrupted, match="what ran before goes on"):
+        bring_up(CONFIG, signals, lambda line: None)
+
+
+def test_a_signal_to_the_first_up_leaves_nothing(running, monkeypatch):
+    def start_head(config, device, check):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.stopped.wait(10)
+        check()
+
+    monkeypatch.setattr(module, "find_head", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(module, "check_start", lambda config, say: "cpu")
+    monkeypatch.setattr(module, "_start_head", start_head)
+    said = []
+
+    with (
+        StopSignals() as signals,
+        pytest.raises(Interrupted, match="nothing that it started is left"),
+    ):
+        bring_up(CONFIG, signals, said.append)
+
+    assert said[0] == "starting 1 prefill and 1 decode worker on cpu"

@@ -1,0 +1,87 @@
+"""Which router the client commands talk with: that of `pagewire up`, without being told."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from cli import find_router as module
+from cluster import attach, environment
+from cluster.errors import NotRunning
+from cluster.local_head import LocalHead
+from tests.cli.test_client_commands import COMMANDS, answer
+from tests.pagewire.scripted_service import serving_in_thread
+from tests.support.command_line import run_main
+
+HEAD = LocalHead(pid=1, ray_address="127.0.0.1:1", token_path="/nowhere")
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host where `up` has started a cluster; to be changed."""
+    host = SimpleNamespace(head=HEAD, router_address="", is_stopping=False, attached_to=[])
+
+    @contextmanager
+    def attached(ray_address, head):
+        host.attached_to.append((ray_address, head))
+        if ray_address == "10.0.0.7:6379":
+            raise NotRunning("no cluster runs on the Ray at 10.0.0.7:6379")
+        yield SimpleNamespace(facts=SimpleNamespace(remote=lambda: host))
+
+    monkeypatch.setattr(module, "find_head", lambda: host.head)
+    monkeypatch.setattr(environment, "prepare_ray", lambda *, is_local: None)
+    monkeypatch.setattr(attach, "attached", attached)
+    monkeypatch.setattr(attach, "router_address", lambda: host.router_address)
+    monkeypatch.setattr(attach, "ask", lambda call, timeout_s: call)
+    return host
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_client_command_finds_the_cluster_that_up_has_started(host, command):
+    with serving_in_thread(answer) as (host.router_address, _):
+        result = run_main(*command, text="hello\n")
+
+    assert (result.returncode, host.attached_to) == (0, [("", HEAD)]), result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_client_command_looks_on_the_ray_that_it_is_given(host, command):
+    result = run_main(*command, "--ray-address", "10.0.0.7:6379")
+
+    assert (result.returncode, host.attached_to) == (1, [("10.0.0.7:6379", None)])
+    assert result.stderr == "error: no cluster runs on the Ray at 10.0.0.7:6379\n"
+
+
+def test_an_address_that_is_given_counts_before_any_cluster(host):
+    with serving_in_thread(answer) as (address, _):
+        result = run_main("generate", "x", "--address", address)
+
+    assert (result.returncode, host.attached_to) == (0, [])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_silence_of_a_router_that_is_being_stopped_is_explained(host, command):
+    host.router_address, host.is_stopping = "127.0.0.1:1", True
+
+    result = run_main(*command)
+
+    explained = "error: the cluster is being stopped; run `pagewire down` again\n"
+    assert (result.returncode, result.stderr) == (1, explained)
+
+
+def test_status_tells_of_a_cluster_that_is_being_stopped_though_the_router_serves(host):
+    host.is_stopping = True
+
+    with serving_in_thread(answer) as (host.router_address, _):
+        table = run_main("status", "--once").stdout
+        fields = json.loads(run_main("status", "--json").stdout)
+
+    assert table.splitlines()[-1] == "the cluster is being stopped; run `pagewire down` again"
+    assert fields["is_stopping"]
+
+
+def test_without_a_cluster_of_up_the_address_of_serve_is_tried(host):
+    host.head = None
+
+    assert module.find_router(None, "") == module.FoundRouter(address="localhost:50051")

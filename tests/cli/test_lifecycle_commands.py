@@ -1,0 +1,51 @@
+"""What the commands for a running cluster say; Ray and the cluster are fakes."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from cli import bring_up, lifecycle_commands
+from cluster import attach, launch, local_head
+from tests.support.command_line import run_main
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host with a cluster: `ends` is called where it is ended, `ends_head` where its Ray is."""
+    host = SimpleNamespace(ends=lambda grace_s, begun: begun(), ends_head=lambda: None)
+    facts = SimpleNamespace(config=SimpleNamespace(stop_grace_s=7.0))
+
+    @contextmanager
+    def attached(address, head):
+        yield SimpleNamespace(facts=SimpleNamespace(remote=lambda: facts))
+
+    monkeypatch.setattr(lifecycle_commands, "prepare_ray", lambda *, is_local: None)
+    monkeypatch.setattr(lifecycle_commands, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(local_head, "find_head", lambda: None)
+    monkeypatch.setattr(attach, "attached", attached)
+    monkeypatch.setattr(attach, "ask", lambda call: call)
+    monkeypatch.setattr(launch, "end_cluster", lambda *arguments: host.ends(*arguments))
+    monkeypatch.setattr(bring_up, "end_head", lambda: host.ends_head())
+    return host
+
+
+def end_interrupted(grace_s, begun):
+    begun()
+    raise KeyboardInterrupt
+
+
+def end_head_interrupted():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", [{"ends": end_interrupted}, {"ends_head": end_head_interrupted}])
+def test_an_interrupted_down_says_that_it_is_to_be_run_again(host, step):
+    vars(host).update(step)
+
+    result = run_main("down")
+
+    again = "the cluster is being stopped; run `pagewire down` again"
+    assert result.stderr == f"stopped by SIGINT before it was done; {again}\n"
+    assert result.returncode == 130
+    assert result.stdout == "stopping; running requests have 7 s\n"

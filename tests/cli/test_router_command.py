@@ -1,0 +1,276 @@
+"""pagewire router as processes of their own: without Ray and torch, killed with SIGKILL."""
+
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cli.router_commands import ROUTERS_NAME
+from cluster.server import MemberServer
+from credentials.gate import ServerGate
+from credentials.key_file import read_router_keys, write_router_keys
+from credentials.party import CONTROLLER_NAME
+from credentials.secret import ClusterSecret
+from pagewire import AsyncClient, AsyncStream, Completion
+from pagewire.protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.routers import CHANNEL_OPTIONS
+from router.tokenizer import Tokenizer
+from tests.router.scripted_worker import ScriptedWorker, Session, delta
+from tests.router.tokenizers_for_tests import TEXTS, byte_level
+from tests.support.cluster_keys import SECRET, credentials_of
+from tests.support.command_line import run_main
+
+PROMPT = "the quick brown fox"
+TOKENIZER = Tokenizer(byte_level().to_str())
+# What the worker's model says: with characters of several tokens, and a stop string at the end.
+SAID = TOKENIZER.encode(" ".join([*TEXTS, "the END of it"]), add_special_tokens=False)
+STOP = "END"
+# What the shell's line does, and then a look at what was imported.
+PROGRAM = """
+import atexit, sys
+heavy = {'ray', 'torch', 'transformers', 'triton'}
+atexit.register(lambda: print('imported:', *sorted(heavy & set(sys.modules)), flush=True))
+from cli.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.fixture
+def keys_path(tmp_path: Path) -> Path:
+    path = tmp_path / "router.keys"
+    write_router_keys(path, SECRET.router_keys(ROUTERS_NAME))
+    return path
+
+
+async def say(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+    """Send SAID, again and again, each choice from another token on."""
+    positions = {c.choice: len(unpack_token_ids(c.emitted_token_ids)) for c in submit.choices}
+    for index in range(min(positions.values()), submit.sampling.max_tokens):
+        await asyncio.sleep(session.worker.token_s)
+        if submit.request_id in session.cancelled:
+            return
+        for choice in [each for each, position in positions.items() if position == index]:
+            token = SAID[(index + choice) % len(SAID)]
+            session.send(delta(submit, choice, index, token_ids=pack_token_ids([token])))
+            positions[choice] += 1
+        session.worker.steps += 1
+
+
+@asynccontextmanager
+async def controller_and_worker(
+    token_s: float = 0.02,
+) -> AsyncIterator[tuple[str, ScriptedWorker]]:
+    """A controller that knows one decode worker, whose tokens take so long each."""
+    worker = ScriptedWorker("decode-0", token_s=token_s, serve=say)
+    credentials = credentials_of("decode", "decode-0", worker.incarnation)
+    server = grpc.aio.server(interceptors=[ServerGate(credentials)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+    worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+    await server.start()
+    controller = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", 0)
+    address = await controller.start()
+    controller.publish([replace(worker.member, address=f"127.0.0.1:{port}")])
+    try:
+        yield address, worker
+    finally:
+        await controller.stop()
+        await server.stop(None)
+
+
+@contextmanager
+def routers(count: int, controller: str, keys: Path, model: Path, *arguments: str):
+    """Processes that serve; yields them by address. What lives is killed at the end."""
+    flags = ["--controller", controller, "--keys", keys, "--model", model, *arguments]
+    command = [sys.executable, "-c", PROGRAM, "router", *map(str, flags)]
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(count)]
+    try:
+        found = []
+        for each in started:
+            line = each.stdout.readline()
+            match = re.fullmatch(r"ready: router-\S+ on (\S+) for the cluster at \S+\n", line)
+            assert match, line + each.communicate(timeout=10)[1]
+            found.append((match[1], each))
+        yield found
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate(timeout=10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    """A connection of its own; by default the channels of a process share one."""
+    return grpc.aio.insecure_channel(
+        address, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    )
+
+
+async def wait_served(address: str) -> None:
+    async with AsyncClient(address, channel_factory=connect) as client, asyncio.timeout(20):
+        while not any(each.state == "ready" for each in (await client.status()).workers):
+            await asyncio.sleep(0.02)
+
+
+def resumed(worker: ScriptedWorker) -> int:
+    """How many submissions had tokens of an earlier call."""
+    return sum(any(c.emitted_token_ids for c in each.choices) for each in worker.submits)
+
+
+async def begun(streams: Sequence[AsyncStream]) -> None:
+    """Wait until each has some tokens."""
+    async with asyncio.timeout(30):
+        while min(len(each.completion.token_ids) for each in streams) < 5:
+            await asyncio.sleep(0.01)
+
+
+async def complete(stream: AsyncStream) -> Completion:
+    async with stream:
+        async for _ in stream:
+            pass
+    return stream.completion
+
+
+def test_a_router_that_is_killed_costs_its_streams_nothing(keys_path, model_dir) -> None:
+    token_ids = TOKENIZER.encode(PROMPT, add_special_tokens=True)
+    long = {"max_tokens": len(SAID)}
+
+    def streams(client: AsyncClient) -> list[AsyncStream]:
+        return [
+            client.stream(PROMPT, temperature=0.0, **long),
+            client.stream(token_ids, n=2, **long),
+            client.stream(PROMPT, stop=[STOP], **long),
+        ]
+
+    async def main() -> tuple[list[Completion], list[Completion], int]:
+        async with controller_and_worker() as (controller, worker):
+            with routers(2, controller, keys_path, model_dir, "--port", "0") as found:
+                (first, killed), (second, _) = found
+                for address in (first, second):
+                    await wait_served(address)
+                async with AsyncClient([first, second]) as client:
+                    calm = await asyncio.gather(*map(complete, streams(client)))
+                    assert resumed(worker) == 0
+                    cut = streams(client)
+                    running = [asyncio.create_task(complete(each)) for each in cut]
+                    await begun(cut)
+                    killed.send_signal(signal.SIGKILL)
+                    return calm, await asyncio.gather(*running), resumed(worker)
+
+    calm, interrupted, num_resumed = asyncio.run(main())
+
+    assert num_resumed == 3
+    for before, after in zip(calm, interrupted, strict=True):
+        assert after.choices == before.choices
+    assert calm[0].text == TOKENIZER.decode(SAID)
+    assert calm[2].choices[0].stopped_by == STOP
+    assert calm[2].text == calm[0].text[: calm[0].text.index(STOP)]
+    assert [each.usage.resumptions for each in interrupted] == [1, 1, 1]
+
+
+def test_many_routers_share_a_port_and_one_that_stops_hands_over(keys_path, model_dir) -> None:
+    async def main() -> tuple[list[Completion], int, int]:
+        port = str(free_port())
+        flags = ("--port", port, "--share-port", "--stop-grace-s", "0")
+        async with controller_and_worker(token_s=0.03) as (controller, worker):
+            with routers(3, controller, keys_path, model_dir, *flags) as found:
+                (address, killed), (_, stopped), _ = found
+                clients = [AsyncClient(address, channel_factory=connect) for _ in range(24)]
+                streams = [each.stream(PROMPT, max_tokens=300) for each in clients]
+                running = [asyncio.create_task(complete(each)) for each in streams]
+                await begun(streams)
+                killed.send_signal(signal.SIGKILL)
+                async with asyncio.timeout(20):
+                    while not resumed(worker):
+                        await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)
+                num_of_killed = resumed(worker)
+                stopped.terminate()
+                output, errors = await asyncio.to_thread(stopped.communicate, None, 20)
+                completions = await asyncio.gather(*running)
+                for each in clients:
+                    await each.aclose()
+        assert stopped.returncode == 0, errors
+        assert output.splitlines()[-2:] == ["stopped", "imported:"], "neither Ray nor torch"
+        assert "Traceback" not in errors
+        return completions, num_of_killed, resumed(worker)
+
+    completions, num_of_killed, num_resumed = asyncio.run(main())
+
+    assert 1 <= num_of_killed < 24, "the others had connections, too"
+    assert num_resumed > num_of_killed
+    assert len({each.token_ids for each in completions}) == 1
+    assert {len(each.token_ids) for each in completions} == {300}
+
+
+def test_a_port_in_use_is_an_error_unless_it_is_shared(keys_path, model_dir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ("--controller", "localhost:1", "--keys", keys_path, "--model", model_dir)
+        for more in ((), ("--share-port",)):
+            result = run_main("router", *map(str, flags), "--port", port, *more)
+            assert result.returncode == 1
+            assert f"port {port} on 127.0.0.1 is in use" in result.stderr
+
+
+def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 31)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    good = {"--controller": "localhost:1", "--keys": keys_path, "--model": model_dir, "--port": 0}
+    for name, value, words in (
+        ("--controller", "nowhere", "error: --controller: found 'nowhere'; allowed: host:port"),
+        ("--keys", tmp_path / "none", "none cannot be read: No such file"),
+        ("--keys", secret, "holds no keys of a router; `pagewire router-keys` writes them"),
+        ("--model", folder, "tokenizer.json is missing"),
+        ("--host", "no.invalid", "host is 'no.invalid'; it must be a name or an address"),
+        ("--router-max-connections", 0, "--router-max-connections is 0; it must"),
+    ):
+        flags = [str(each) for pair in {**good, name: value}.items() for each in pair]
+        result = run_main("router", *flags)
+        assert (result.returncode, words in result.stderr) == (2, True), result.stderr
+
+
+def test_keys_come_from_the_secret_file_and_only_their_owner_reads_them(tmp_path) -> None:
+    secret, keys = tmp_path / "secret", tmp_path / "keys"
+    secret.write_bytes(bytes(range(32)))
+
+    result = run_main("router-keys", str(keys), "--secret-file", str(secret))
+
+    assert (result.returncode, result.stdout) == (0, f"wrote {keys}\n")
+    assert read_router_keys(keys) == SECRET.router_keys(ROUTERS_NAME)
+    assert keys.stat().st_mode & 0o777 == 0o600
+    assert {*tmp_path.iterdir()} == {secret, keys}
+    assert read_router_keys(keys) != ClusterSecret(b"o" * 32).router_keys(ROUTERS_NAME)
+
+    secret.write_bytes(b"x" * 31)
+    result = run_main("router-keys", str(keys), "--secret-file", str(secret))
+    assert result.returncode == 2
+    assert "has 31 bytes; it must have 32 or more random ones" in result.stderr
+    missing = str(tmp_path / "no" / "keys")
+    secret.write_bytes(b"x" * 32)
+    result = run_main("router-keys", missing, "--secret-file", str(secret))
+    assert f"{missing} cannot be written" in result.stderr

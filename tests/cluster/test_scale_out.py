@@ -1,0 +1,84 @@
+"""What Ctrl-C of `pagewire scale` and `drain` says; Ray and the cluster are fakes."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from cluster import scale_out as module
+from cluster.config_file import load_config
+from cluster.errors import Interrupted
+from cluster.scale_out import drain_worker, scale_cluster
+from cluster.scaling import ScalePlan
+
+FACTS = SimpleNamespace(config=load_config(None, {"model": "/models/tiny"}))
+LEAVES = "decode-1 takes nothing new and leaves; running requests have 7 s there"
+
+
+class Cluster:
+    """The handle of a controller that starts and drains as planned; `killed` are Ray's victims."""
+
+    def __init__(self, monkeypatch, *, interrupted_at, starts=(), drains=()):
+        self.killed = []
+        self.interrupted_at = interrupted_at
+        plan = ScalePlan(starts=starts, drains=drains)
+        self.facts = self._answering("facts", FACTS)
+        self.scale = self._answering("scale", ({name: name for name in starts}, plan))
+        self.drain = self._answering("drain", None)
+        monkeypatch.setattr(module, "ask", lambda call: call)
+        monkeypatch.setattr(module, "router_address", lambda: "h:1")
+        monkeypatch.setattr(module, "wait_ready", lambda *_: self._reach("wait_ready"))
+        monkeypatch.setattr(module, "wait_until_served", lambda *_: None)
+        monkeypatch.setattr(ray, "get_actor", lambda name: name)
+        monkeypatch.setattr(ray, "kill", lambda actor, no_restart: self.killed.append(actor))
+        monkeypatch.setattr(ray.util, "list_named_actors", lambda: self._reach("gone", drains))
+
+    def _answering(self, name, answer):
+        return SimpleNamespace(remote=lambda *_: self._reach(name, answer))
+
+    def _reach(self, name, answer=None):
+        if name == self.interrupted_at:
+            raise KeyboardInterrupt
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("interrupted_at", "goes_on", "killed"),
+    [
+        ("facts", "nothing has changed", []),
+        ("scale", "what has begun goes on; `pagewire status` shows it", []),
+        (
+            "wait_ready",
+            "decode-2 is ended again; prefill-0, decode-1 go on to leave; "
+            "`pagewire status` shows it",
+            ["decode-2"],
+        ),
+        ("gone", "prefill-0, decode-1 go on to leave; `pagewire status` shows it", []),
+    ],
+)
+def test_an_interrupted_scale_says_what_goes_on_by_itself(
+    monkeypatch, interrupted_at, goes_on, killed
+):
+    cluster = Cluster(
+        monkeypatch,
+        interrupted_at=interrupted_at,
+        starts=("decode-2",),
+        drains=("prefill-0", "decode-1"),
+    )
+
+    with pytest.raises(Interrupted) as interruption:
+        scale_cluster(cluster, {"prefill": 1}, 7.0, lambda line: None)
+
+    assert str(interruption.value) == f"stopped by SIGINT before it was done; {goes_on}"
+    assert interruption.value.exit_code == 130
+    assert cluster.killed == killed
+
+
+def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypatch):
+    cluster = Cluster(monkeypatch, interrupted_at="gone", drains=("decode-1",))
+    said = []
+
+    with pytest.raises(Interrupted, match="decode-1 goes on to leave; `pagewire status` shows it"):
+        drain_worker(cluster, "decode-1", 7.0, said.append)
+
+    assert said == [LEAVES]

@@ -1,0 +1,220 @@
+"""Routers hear of the members over gRPC, whatever happens to the controller; strangers do not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.server import MemberServer
+from credentials.cluster import ClusterCredentials
+from credentials.party import CONTROLLER_NAME
+from credentials.secret import ClusterSecret
+from pagewire.protos import controller_pb2, controller_pb2_grpc
+from router import member_feed, process
+from router.errors import ControllerGone
+from router.member_feed import MemberFeed
+from router.membership import WorkerMember
+from tests.support.cluster_keys import SECRET
+from tests.support.wall_clock import assert_within
+
+WAIT_S = 10.0
+
+
+def member(name: str, incarnation: int = 1, *, is_draining: bool = False) -> WorkerMember:
+    return WorkerMember(
+        worker_id=name,
+        incarnation=incarnation,
+        address=f"{name}:1",
+        pool="decode" if name.startswith("decode") else "prefill",
+        is_draining=is_draining,
+    )
+
+
+class Listener:
+    """A router's feed, and what it was told."""
+
+    def __init__(self, name: str, address: str, secret: ClusterSecret = SECRET) -> None:
+        self.address = address
+        self.told: list[list[tuple[str, int, bool]]] = []
+        self.news = asyncio.Event()
+        self.is_slow = False
+        credentials = ClusterCredentials(secret.keys_of("router", name), 7)
+        self.feed = MemberFeed(
+            router_id=name,
+            find_controller=self.find,
+            connect_controller=partial(process.connect_controller, credentials),
+            take=self.take,
+        )
+        self.task = asyncio.create_task(self.feed.run())
+
+    async def find(self) -> str:
+        if not self.address:
+            raise ControllerGone("nobody knows")
+        return self.address
+
+    async def take(self, members: Any) -> None:
+        if self.is_slow:
+            await asyncio.sleep(0.3)
+        self.told.append([(m.worker_id, m.incarnation, m.is_draining) for m in members])
+        self.news.set()
+
+    async def wait_told(self, *members: tuple[str, int, bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not self.told or self.told[-1] != list(members):
+                self.news.clear()
+                await self.news.wait()
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+@asynccontextmanager
+async def serving(port: int = 0) -> AsyncIterator[tuple[MemberServer, str]]:
+    server = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", port)
+    address = await server.start()
+    try:
+        yield server, address
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_feed, "RETRY_S", 0.05)
+
+
+def test_routers_are_told_all_at_once_and_again_at_each_change() -> None:
+    async def main() -> None:
+        async with serving() as (server, address):
+            server.publish([member("decode-0"), member("prefill-0", 5)])
+            listeners = [Listener(f"router-{index}", address) for index in range(3)]
+            for each in listeners:
+                await each.wait_told(("decode-0", 1, False), ("prefill-0", 5, False))
+
+            server.publish([member("decode-0", is_draining=True)])
+            await server.wait_applied(WAIT_S)
+
+            for each in listeners:
+                assert each.told[-1] == [("decode-0", 1, True)]
+            num_told = [len(each.told) for each in listeners]
+
+            server.publish([member("decode-0", is_draining=True)])
+            await asyncio.sleep(0.2)
+
+            assert [len(each.told) for each in listeners] == num_told, "nothing was new"
+            for each in listeners:
+                await each.stop()
+
+    asyncio.run(main())
+
+
+def test_a_wait_for_routers_includes_slow_ones_ends_in_time_and_forgets_dead_ones() -> None:
+    async def main() -> None:
+        async with serving() as (server, address):
+            quick, slow = Listener("router-0", address), Listener("router-1", address)
+            slow.is_slow = True
+            for each in (quick, slow):
+                await each.wait_told()
+            loop = asyncio.get_running_loop()
+
+            server.publish([member("decode-0")])
+            await server.wait_applied(WAIT_S)
+            assert slow.told[-1] == [("decode-0", 1, False)]
+
+            server.publish([])
+            began_at = loop.time()
+            await server.wait_applied(0.1)
+            assert slow.told[-1] == [("decode-0", 1, False)], "time was up before"
+            assert_within(loop.time() - began_at, 0.3)
+
+            server.publish([member("decode-1")])
+            await slow.stop()
+            began_at = loop.time()
+            await server.wait_applied(WAIT_S)
+            assert_within(loop.time() - began_at, 5.0)
+            await quick.stop()
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_is_started_again_is_found_whatever_its_incarnation() -> None:
+    async def main() -> None:
+        async with serving() as (server, address):
+            port = int(address.rpartition(":")[2])
+            server.publish([member("decode-0")])
+            listener = Listener("router-0", address)
+            await listener.wait_told(("decode-0", 1, False))
+        first = listener.feed._incarnation
+        async with serving(port) as (server, _):
+            server.publish([member("decode-0", 2)])
+            await listener.wait_told(("decode-0", 2, False))
+            assert listener.feed._incarnation != first
+        listener.address = ""  # nobody knows where it is
+        await asyncio.sleep(0.2)
+        async with serving() as (server, listener.address):
+            server.publish([member("decode-1")])
+            await listener.wait_told(("decode-1", 1, False))
+            await listener.stop()
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_falls_silent_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_feed, "SILENT_S", 0.3)
+
+    async def main() -> None:
+        async with serving() as (server, address):
+            server.publish([member("decode-0")])
+            listener = Listener("router-0", address)
+            await listener.wait_told(("decode-0", 1, False))
+            num_told = len(listener.told)
+            await asyncio.sleep(0.6)  # it repeats itself only once in a second
+            await asyncio.sleep(0.6)
+            assert len(listener.told) > num_told, "it asked again, and was told all"
+            await listener.stop()
+
+    asyncio.run(main())
+
+
+def test_nobody_is_told_without_a_routers_key() -> None:
+    async def main() -> None:
+        async with serving() as (server, address):
+            server.publish([member("decode-0")])
+            stranger = Listener("router-0", address, ClusterSecret(b"o" * 32))
+            async with grpc.aio.insecure_channel(address) as channel:
+                call = controller_pb2_grpc.ControllerServiceStub(channel).WatchMembers()
+                await call.write(controller_pb2.WatchMembersRequest())
+                assert (await call.code()).name == "UNAUTHENTICATED"
+            decode = SECRET.keys_of("decode", "decode-0")
+            assert "controller" not in decode.calling
+            await asyncio.sleep(0.3)
+            assert stranger.told == []
+            await stranger.stop()
+
+    asyncio.run(main())
+
+
+def test_a_router_believes_no_other_process_at_the_controllers_address() -> None:
+    async def main() -> None:
+        server = grpc.aio.server()
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(Liar(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        listener = Listener("router-0", f"127.0.0.1:{port}")
+        await asyncio.sleep(0.3)
+        assert listener.told == []
+        await listener.stop()
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+class Liar(controller_pb2_grpc.ControllerServiceServicer):
+    async def WatchMembers(self, requests: Any, context: Any) -> Any:  # noqa: N802
+        yield controller_pb2.WatchMembersResponse(version=5)
+        await asyncio.sleep(60)
