@@ -11,16 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from pagewire import ClusterStatus, WorkerStatus
-from pagewire.cli.units import format_bytes, format_count
+from pagewire.cli.rates import Rates
+from pagewire.cli.units import format_bytes, format_count, format_rate
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
 STOPPING = "the cluster is being stopped; run `pagewire down` again"
 
 
-def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableType:
+def status_table(
+    status: ClusterStatus, rates: Rates | None = None, *, is_wide: bool = False
+) -> RenderableType:
     """Draw what a router knows: what matters most in 80 columns, or all of it in about 165.
 
     Of a worker that does not live the numbers are unknown: its last ones say nothing any more.
+
+    Args:
+        rates: What the sums of the table grew by lately, where that is known.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     columns = _WIDE if is_wide else _NARROW
@@ -35,9 +41,29 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
+    lines = [Text(summary)]
+    if rates:
+        lines.append(Text(rates_line(rates)))
     if status.is_stopping:
-        return Group(table, Text(summary), Text(STOPPING, "yellow"))
-    return Group(table, Text(summary))
+        lines.append(Text(STOPPING, "yellow"))
+    return Group(table, *lines)
+
+
+def router_silence(seconds: float) -> str:
+    """Return the line for a router that does not answer."""
+    return f"the router has not answered for {seconds:.0f} s; asking again"
+
+
+def rates_line(rates: Rates) -> str:
+    """Return the rates of a cluster in one line: what its sums grew by lately."""
+    parts = [
+        f"{'-' if rates.requests_per_s is None else format_rate(rates.requests_per_s)} requests/s",
+        f"{format_rate(rates.generated_tokens_per_s)} tokens/s",
+        f"{format_rate(rates.computed_tokens_per_s)} prompt tokens/s",
+    ]
+    if rates.hit_rate is not None:
+        parts.append(f"hit rate {rates.hit_rate:.0%}")
+    return f"last {rates.seconds:.0f} s: " + " · ".join(parts)
 
 
 def status_json(status: ClusterStatus) -> str:

@@ -27,6 +27,7 @@ FLAGS = {
     "chat": """--address --help --max-tokens --model --ray-address --seed --system --temperature
         --timeout-s --top-k --top-p""",
     "status": "--address --help --json --once --ray-address --wide",
+    "top": "--address --help --interval --once --ray-address",
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --prefill --ray-address",
     "drain": "--config --grace-s --help --ray-address",

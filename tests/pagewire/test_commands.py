@@ -19,6 +19,7 @@ OWN = {
         --min-tokens --model --presence-penalty --repetition-penalty --seed --stop --temperature
         --timeout-s --top-k --top-p""",
     "status": "--address --help --json --once --wide",
+    "top": "--address --help --interval --once",
     "version": "--help",
 }
 
