@@ -62,6 +62,7 @@ _STATS = (
     "preemptions",
     "prefill_retries",
     "resumptions",
+    "queue_ms",
     "cached_tokens",
 )
 
