@@ -15,6 +15,7 @@ from cluster.config_file import no_defaults
 from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
+from cluster.preflight import check_metrics_port_free
 from credentials.errors import KeyFileError
 from credentials.key_file import read_router_keys, read_secret, write_router_keys
 from credentials.secret import RouterKeys
@@ -67,6 +68,7 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
     except KeyFileError as error:
         raise ConfigError(f"--keys: {error}") from error
     check_port_free(config.host, config.port, is_shared=share_port)
+    check_metrics_port_free(config)
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
         asyncio.run(_serve(config, controller, router_keys, share_port, signals))
@@ -82,7 +84,7 @@ async def _serve(
     # These take time to import.
     from cluster.router_settings import router_settings
     from llm_engine.errors import EngineError
-    from router.errors import ModelFolderError
+    from router.errors import ModelFolderError, PortTaken
     from router.process import RouterProcess
 
     async def find_controller() -> str:
@@ -95,6 +97,8 @@ async def _serve(
         address = await process.start()
     except (ModelFolderError, EngineError) as error:
         raise ConfigError(str(error)) from error
+    except PortTaken as error:
+        raise StartError(str(error)) from error
     except RuntimeError as error:  # somebody was faster
         raise StartError(f"cannot listen on port {config.port} of {config.host}") from error
     say(f"ready: {name} on {address} for the cluster at {controller}")

@@ -188,6 +188,16 @@ class ClusterConfig:
                         OptionName(name),
                     )
                 )
+        for name in ("port", "http_port", "controller_port"):
+            if self.router.metrics_port and self.router.metrics_port == getattr(self, name):
+                problems.append(
+                    WrongOption(
+                        "{} is {!r}; it must differ from {}",
+                        OptionName("router.metrics_port"),
+                        self.router.metrics_port,
+                        OptionName(name),
+                    )
+                )
         dead_after_s = self.router.dead_after_s
         for section, pool in (
             ("prefill_worker", self.prefill_worker),

@@ -37,6 +37,7 @@ def check_start(
         return None
     check_port_free(config.host, config.port)
     check_http_port_free(config)
+    check_metrics_port_free(config)
     check_port_free(LOOPBACK, config.controller_port, flag="--controller-port")
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
@@ -53,6 +54,12 @@ def check_http_port_free(config: ClusterConfig) -> None:
     """Refuse a port of the gateway that something else listens on; see check_port_free."""
     zero = "start without HTTP"
     check_port_free(config.host, config.http_port, flag="--http-port", zero=zero)
+
+
+def check_metrics_port_free(config: ClusterConfig) -> None:
+    """Refuse a port of a router's metrics that something else listens on; see check_port_free."""
+    flag, zero = "--router-metrics-port", "do without metrics"
+    check_port_free(config.host, config.router.metrics_port, flag=flag, zero=zero)
 
 
 def choose_device(config: ClusterConfig, num_gpus: int) -> str:

@@ -1,6 +1,6 @@
 """What /metrics tells of a router, and of each worker as that sees it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -89,16 +89,27 @@ def expose_cluster(status: Cluster | None) -> bytes:
         status: What the router knows; None if it does not answer.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(status))
+    registry.register(ClusterCollector(lambda: status))
     return generate_latest(registry)
 
 
-class _Snapshot(Collector):
-    def __init__(self, status: Cluster | None) -> None:
-        self._status = status
+class ClusterCollector(Collector):
+    """Tells what a router knows at each scrape.
+
+    Args:
+        ask: Returns it; None: the router does not answer.
+    """
+
+    def __init__(self, ask: Callable[[], Cluster | None]) -> None:
+        self._ask = ask
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing, so that nobody is asked before the first scrape."""
+        yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status
+        """Yield all metrics; raises what asking raises."""
+        status = self._ask()
         is_up = float(status is not None)
         yield GaugeMetricFamily("pagewire_router_up", "1: the router answers.", value=is_up)
         if status is None:

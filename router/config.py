@@ -53,6 +53,13 @@ class RouterConfig:
         "request and the last ones never wait; 0: none does.",
         at_least=0,
     )
+    metrics_port: int = option(
+        0,
+        "Port on which Prometheus finds the router's metrics, on the address of the router and "
+        "without an HTTP gateway; 0: none.",
+        at_least=0,
+        at_most=65535,
+    )
     slow_client_timeout_s: float = option(
         30.0, "A client that takes nothing for this long is cancelled.", at_least=0
     )

@@ -14,6 +14,7 @@ RouterError
 ModelFolderError         a file of the model folder is missing or broken (at start)
 ChatTemplateError        a chat template is not valid or broke a rule of the sandbox
   TemplateLimit          it took more time or memory than it may
+PortTaken                nothing can listen on the port of the metrics (at start)
 
 Inside the router only:
 AttemptFailed            this attempt is over, another worker may go on
@@ -93,6 +94,10 @@ class SlowClient(RouterError):
 
 class ModelFolderError(Exception):
     """A file of the model folder cannot be used."""
+
+
+class PortTaken(Exception):
+    """Nothing can listen on the port of the metrics."""
 
 
 class ChatTemplateError(Exception):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from observability.token_gaps import TokenGaps
 from pagewire.protos.token_ids import unpack_token_ids
 from router.detokenizer import Decoder, Detokenizer
 from router.errors import DeltaGap
@@ -119,6 +120,7 @@ class Choice:
         self.index = index
         self.token_ids: list[int] = []
         self.is_finished = False
+        self.last_token_at: float | None = None  # loop time
         self._end_token_ids = request.end_token_ids
         self._tokenizer = tokenizer
         self._detokenizer = _detokenizer(request, tokenizer)
@@ -266,6 +268,7 @@ class Generation:
         self.failed_passes = 0  # as the last worker told that gave up; the next one must know
         self.num_resumptions = 0  # attempts that went on with what an earlier one had begun
         self.decode_workers: list[str] = []  # in order of use
+        self.token_gaps: TokenGaps | None = None  # where time between tokens is counted
         self.first_token_at: float | None = None  # loop time
         self.last_token_at: float | None = None
         self.finished_at = 0.0  # valid when is_finished
@@ -326,10 +329,12 @@ class Generation:
             self._stats = delta.stats
         choice = self.choices[delta.choice]
         was_finished = choice.is_finished
-        if choice.accept(delta):
+        if num_new := choice.accept(delta):
             if self.first_token_at is None:
                 self.first_token_at = now
-            self.last_token_at = now
+            if self.token_gaps and choice.last_token_at is not None:
+                self.token_gaps.add(now - choice.last_token_at, num_new)
+            self.last_token_at = choice.last_token_at = now
         if choice.is_finished and not was_finished:
             self.num_unfinished -= 1
             self._stopped.add(delta.choice)

@@ -21,6 +21,7 @@ from credentials.party import CONTROLLER_NAME, Party
 from credentials.secret import RouterKeys
 from observability.collector import settle_collector
 from observability.logs import fields
+from pagewire import ClusterStatus
 from pagewire.protos.grpc_options import WORKER_CHANNEL_OPTIONS
 from protos.addresses import join_address
 from router.config import RouterConfig
@@ -28,11 +29,13 @@ from router.front import make_server
 from router.health import INFERENCE_SERVICE
 from router.member_feed import MemberFeed
 from router.membership import WorkerMember
+from router.metrics_server import MetricsServer
 from router.router import Router
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0  # for calls to end that were told to
+STATUS_S = 2.0  # for the event loop to say what it knows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +83,7 @@ class RouterProcess:
             take=self.router.set_workers,
         )
         self._feeding: asyncio.Task[None] | None = None
+        self._metrics: MetricsServer | None = None
 
     async def start(self) -> str:
         """Serve, and find the workers; returns the address as soon as clients can connect.
@@ -87,8 +91,11 @@ class RouterProcess:
         Raises:
             ModelFolderError: The chat template cannot be used.
             RuntimeError: The port is taken.
+            PortTaken: That of the metrics is.
         """
         settings = self._settings
+        if settings.config.metrics_port:
+            self._serve_metrics(settings.config.metrics_port)
         port = self._server.add_insecure_port(join_address(settings.host, settings.port))
         address = join_address(settings.host, port)
         self.router.register(self._server)
@@ -117,6 +124,19 @@ class RouterProcess:
             await asyncio.wait([self._feeding], timeout=CLOSE_S)
         await self._server.stop(None)
         await asyncio.gather(*closing)
+        if self._metrics:
+            await asyncio.to_thread(self._metrics.close)
+
+    def _serve_metrics(self, port: int) -> None:
+        loop = asyncio.get_running_loop()
+
+        def ask() -> ClusterStatus:
+            asked = asyncio.run_coroutine_threadsafe(self.router.cluster_status(), loop)
+            return asked.result(STATUS_S)
+
+        self.router.metrics.tell_cluster(ask, lambda: self.router.model_name)
+        self._metrics = MetricsServer(self.router.metrics.registry, self._settings.host, port)
+        log.info("metrics_ready", extra=fields(address=self._metrics.address))
 
 
 def connect_worker(credentials: ClusterCredentials, member: WorkerMember) -> ProvenChannel:

@@ -9,6 +9,8 @@ from pathlib import Path
 import grpc
 
 from observability.logs import fields
+from pagewire import ClusterStatus
+from pagewire.wire import status_from
 from router.admission import Admission
 from router.chat_renderer import ChatRenderer, ChildRenderer
 from router.chat_template import ChatTemplate
@@ -18,6 +20,7 @@ from router.errors import ChatTemplateError, ModelFolderError
 from router.health import Health
 from router.introductions import Introductions
 from router.membership import WorkerMember
+from router.metrics import RouterMetrics
 from router.model_folder import ModelFolder, read_model_folder
 from router.off_loop import OffLoop, RunBlocking
 from router.prefix_index import PrefixIndex
@@ -85,11 +88,13 @@ class Router:
             ),
             off_loop=off_loop,
         )
+        self.metrics = RouterMetrics()
         self._servicer = InferenceServicer(
             admission=self.admission,
             dispatcher=self.dispatcher,
             registry=self.registry,
             index=self.index,
+            metrics=self.metrics,
             random_id=random_id,
             slow_client_timeout_s=config.slow_client_timeout_s,
         )
@@ -122,6 +127,15 @@ class Router:
     async def set_workers(self, workers: Iterable[WorkerMember]) -> None:
         """Set the membership. Idempotent; a worker that is absent stays for as long as it lives."""
         self.registry.set_members(workers)
+
+    async def cluster_status(self) -> ClusterStatus:
+        """Return what this router knows now, as clients get it."""
+        return status_from(self._servicer.cluster_status())
+
+    @property
+    def model_name(self) -> str:
+        """The served model; empty until a worker has told it."""
+        return self.registry.model.name if self.registry.model else ""
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, give the running ones `grace_s` seconds, then end them."""

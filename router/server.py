@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
 
@@ -29,8 +29,9 @@ from router.errors import (
     SlowClient,
     UnknownModel,
 )
-from router.generation import Generation
+from router.generation import Generation, Output
 from router.many_calls import ManyCalls, Send
+from router.metrics import RouterMetrics
 from router.prefix_index import PrefixIndex
 from router.prompt import PackedTokens, Prompt, Text
 from router.session import Stream
@@ -69,6 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         dispatcher: Dispatcher,
         registry: WorkerRegistry,
         index: PrefixIndex,
+        metrics: RouterMetrics,
         random_id: Callable[[], str],
         slow_client_timeout_s: float,
     ) -> None:
@@ -76,6 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._dispatcher = dispatcher
         self._registry = registry
         self._index = index
+        self._metrics = metrics
         self._random_id = random_id
         self._slow_client_timeout_s = slow_client_timeout_s
 
@@ -144,6 +147,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetClusterStatus(
         self, request: inference_pb2.GetClusterStatusRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetClusterStatusResponse:
+        return self.cluster_status()
+
+    def cluster_status(self) -> inference_pb2.GetClusterStatusResponse:
+        """Return what this router knows now."""
         return inference_pb2.GetClusterStatusResponse(
             workers=[
                 wire.worker_status(each.member, each.state, each.heartbeat, each.heartbeat_age_s)
@@ -186,25 +193,41 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         interval_s: float = 0.0,
     ) -> None:
         record = self._record()
+        self._metrics.waiting(1)
         try:
-            async with self._served(record):
-                resumption = wire.resumption(request)
-                if resumption is None:
-                    self._dispatcher.check_room()
-                record.generation, resume_token = await self._admission.admit(
-                    request_id=record.request_id,
-                    model_name=request.model,
-                    prompt=_prompt(request, "prompt"),
-                    asked=wire.asked_sampling(request.sampling),
-                    arrived_at=record.arrived_at,
-                    time_remaining_s=time_remaining_s,
-                    resumption=resumption,
-                )
-                async with self._dispatcher.serve(record.generation, interval_s) as stream:
-                    await deliver(_responses(stream, resume_token))
-                self._admission.num_finished += 1
+            with self._metrics.running():
+                await self._serve(record, request, time_remaining_s, deliver, interval_s)
         finally:
+            if not record.has_begun:
+                self._metrics.waiting(-1)
+            self._metrics.call_ended(record.outcome)
             record.log()
+
+    async def _serve(
+        self,
+        record: "_Record",
+        request: inference_pb2.GenerateRequest,
+        time_remaining_s: float | None,
+        deliver: _Deliver,
+        interval_s: float,
+    ) -> None:
+        async with self._served(record):
+            resumption = wire.resumption(request)
+            if resumption is None:
+                self._dispatcher.check_room()
+            record.generation, resume_token = await self._admission.admit(
+                request_id=record.request_id,
+                model_name=request.model,
+                prompt=_prompt(request, "prompt"),
+                asked=wire.asked_sampling(request.sampling),
+                arrived_at=record.arrived_at,
+                time_remaining_s=time_remaining_s,
+                resumption=resumption,
+            )
+            record.generation.token_gaps = self._metrics.token_gaps
+            async with self._dispatcher.serve(record.generation, interval_s) as stream:
+                await deliver(self._responses(record, stream, resume_token))
+            self._admission.num_finished += 1
 
     @asynccontextmanager
     async def _served(self, record: "_Record") -> AsyncIterator[None]:
@@ -226,6 +249,40 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise RequestFailed(
                 grpc.StatusCode.INTERNAL.value[0], "internal error; see the router's log"
             ) from None
+
+    async def _responses(
+        self, record: "_Record", stream: Stream, resume_token: bytes
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        generation = stream.generation
+        while outputs := await stream.next_outputs():
+            self._count(record, outputs)
+            messages = [wire.response(generation.request, output) for output in outputs]
+            messages[0].resume_token, resume_token = resume_token, b""
+            if generation.is_finished:  # and this is the last of it
+                usage = _usage(generation)
+                self._metrics.call_finished(self._model_name, usage, usage.stats.cached_tokens)
+                self._metrics.answered(self._model_name, usage.total_ms / 1000)
+                messages[-1].usage.CopyFrom(usage)
+            for message in messages:
+                yield message
+
+    def _count(self, record: "_Record", outputs: Iterable[Output]) -> None:
+        generation = record.generation
+        assert generation
+        if not record.has_begun:
+            record.has_begun = True
+            self._metrics.waiting(-1)
+            if generation.first_token_at is not None:
+                ttft_s = generation.first_token_at - record.arrived_at
+                self._metrics.first_token(self._model_name, ttft_s)
+        for output in outputs:
+            if output.finish:
+                self._metrics.choice_finished(self._model_name, output.finish.value)
+
+    @property
+    def _model_name(self) -> str:
+        assert self._registry.model, "no call is admitted before"
+        return self._registry.model.name
 
     def _record(self) -> "_Record":
         return _Record(self._random_id(), asyncio.get_running_loop().time())
@@ -255,6 +312,7 @@ class _Record:
         self.arrived_at = arrived_at
         self.outcome = "INTERNAL"
         self.generation: Generation | None = None
+        self.has_begun = False  # its first token has come
 
     def log(self) -> None:
         generation = self.generation
@@ -303,19 +361,6 @@ def _prompt(request: Any, field: str) -> Prompt:
         return wire.chat(f"{field}.chat", request.chat)
     kinds = (each.name for each in request.DESCRIPTOR.oneofs_by_name[field].fields)
     raise InvalidRequest(field, "nothing", f"one of {', '.join(kinds)}")
-
-
-async def _responses(
-    stream: Stream, resume_token: bytes
-) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    generation = stream.generation
-    while outputs := await stream.next_outputs():
-        messages = [wire.response(generation.request, output) for output in outputs]
-        messages[0].resume_token, resume_token = resume_token, b""
-        if generation.is_finished:  # and this is the last of it
-            messages[-1].usage.CopyFrom(_usage(generation))
-        for message in messages:
-            yield message
 
 
 async def _results(calls: ManyCalls) -> AsyncGenerator[inference_pb2.GenerateManyResponse, None]:

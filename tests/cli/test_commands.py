@@ -46,7 +46,7 @@ FLAGS = {
         --router-dead-after-s --router-decode-load-s --router-forget-dead-after-s
         --router-max-active-requests --router-max-connections
         --router-max-expected-wait-s --router-max-index-pages
-        --router-max-prefill-candidates --router-max-prompt-chars
+        --router-max-prefill-candidates --router-max-prompt-chars --router-metrics-port
         --router-max-resumptions --router-nccl-bytes-per-s --router-new-work-weight
         --router-page-pressure-s --router-prefill-tokens-per-s
         --router-reconnect-delay-s --router-request-timeout-s --router-resume-wait-s

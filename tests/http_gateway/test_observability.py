@@ -118,6 +118,8 @@ def test_metrics_count_requests_tokens_and_times_by_names_that_users_of_vllm_kno
     assert found["pagewire_prefix_cache_hits_total", "tiny"] == 64
     assert found["pagewire_time_to_first_token_seconds_count", "tiny"] == 2
     assert found["pagewire_e2e_request_latency_seconds_count", "tiny"] == 2
+    assert found["pagewire_request_queue_time_seconds_count", "tiny"] == 2
+    assert found["pagewire_num_requests_waiting",] == 0
     assert found["pagewire_request_prompt_tokens_sum", "tiny"] == 80
     assert found["pagewire_num_requests_running",] == 0, "the one that asks is none"
     counted = "pagewire_http_requests_total"
@@ -135,6 +137,7 @@ def test_what_runs_is_counted_without_who_asks_for_it():
         with client.completions.create(model="tiny", prompt="x", stream=True) as stream:
             next(stream)
             found = metrics(served)
+            assert found["pagewire_num_requests_waiting",] == 0, "its first token has come"
 
     assert found["pagewire_num_requests_running",] == 1
 
@@ -150,6 +153,7 @@ def test_metrics_tell_of_the_router_and_its_workers(served):
     assert found["pagewire_worker_pages", *sorted(("decode-0", "decode", "live"))] == 6
     assert found["pagewire_worker_looked_up_tokens_total", *of_worker] == 40
     assert found["pagewire_worker_cached_tokens_total", *of_worker] == 30
+    assert found["pagewire_kv_cache_usage_perc", *of_worker] == 0.6
 
 
 def test_metrics_without_a_router_are_those_of_the_gateway():

@@ -1,0 +1,37 @@
+"""What a router counts of requests, and all that its /metrics tells."""
+
+from collections.abc import Callable
+
+from prometheus_client import Counter
+
+from observability.cluster_metrics import Cluster, ClusterCollector
+from observability.request_metrics import GapsCollector, RequestMetrics
+from observability.token_gaps import TokenGaps
+
+
+class RouterMetrics(RequestMetrics):
+    """The counters of one router; all of them belong to its event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_gaps = TokenGaps()
+        self._outcomes = Counter(
+            "pagewire_router_requests",
+            "Calls that are over, by outcome: ok, or the name of a gRPC status.",
+            ("outcome",),
+            registry=self.registry,
+        )
+
+    def call_ended(self, outcome: str) -> None:
+        """Count a call that is over, however it ended."""
+        self._outcomes.labels(outcome).inc()
+
+    def tell_cluster(self, ask: Callable[[], Cluster], model: Callable[[], str]) -> None:
+        """Let each scrape also tell what is known when it comes; call it once.
+
+        Args:
+            ask: Returns what the router knows; may raise, which fails the scrape.
+            model: Returns the name of the served model, empty while it is not known.
+        """
+        self.registry.register(GapsCollector(self.token_gaps, model))
+        self.registry.register(ClusterCollector(ask))

@@ -1,0 +1,87 @@
+"""Serves a router's metrics to Prometheus, over HTTP on a port of its own."""
+
+import socket
+import threading
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from protos.addresses import join_address
+from router.errors import PortTaken
+
+MAX_SCRAPES = 8  # at a time; further connections are closed
+TIMEOUT_S = 5.0  # for a request to come, and for each part of the answer to be taken
+POLL_S = 0.1  # how often the server looks whether it is to stop
+
+
+class MetricsServer:
+    """A thread that answers, and one more for each scrape that runs.
+
+    Args:
+        registry: What is told. It is collected in these threads.
+        host, port: Where Prometheus asks.
+
+    Raises:
+        PortTaken: Something else listens there, or nobody may.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        try:
+            self._server = _Server(host, port)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PortTaken(
+                f"router.metrics_port is {port}, on which nothing can listen at {host}: {reason}; "
+                "choose another, or 0 for no metrics"
+            ) from error
+        self._server.set_app(make_wsgi_app(registry))
+        self.address = join_address(host, self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to listen; takes as long as POLL_S. Scrapes that run end by themselves."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        self._places = threading.Semaphore(MAX_SCRAPES)
+        super().__init__(address[:2], _Handler)  # type: ignore[arg-type] # of IPv6 there is more
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # that of HTTPServer asks a name server for its own name
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that leaves, or sends nonsense, is none of the router's errors."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: scrapes come all the time."""

@@ -1,0 +1,177 @@
+"""What a router tells Prometheus: of its calls, of its workers, and over its own port."""
+
+import asyncio
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from observability.token_gaps import BOUNDS_S, TokenGaps
+from router.config import RouterConfig
+from router.errors import PortTaken
+from router.metrics_server import MAX_SCRAPES, MetricsServer
+from tests.router.scripted_worker import ScriptedWorker, running_router
+from tests.support.virtual_time import run_virtual
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """All samples: (name, labels) |-> value."""
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_router_counts_calls_and_times_by_names_that_users_of_vllm_know() -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0", token_s=0.1)) as tested:
+            router = tested.router
+            status = await router.cluster_status()
+            router.metrics.tell_cluster(lambda: status, lambda: router.model_name)
+            model = router.model_name
+            running = asyncio.create_task(tested.generate(max_tokens=5))
+            await asyncio.sleep(0.05)
+            before = samples(router.metrics.expose().decode())
+            await asyncio.sleep(0.1)
+            between = samples(router.metrics.expose().decode())
+            await running
+            await tested.generate(max_tokens=5, n=2)
+            refused = await tested.generate(prompt=())
+            found = samples(router.metrics.expose().decode())
+
+            assert refused.error is not None
+            assert before["pagewire_num_requests_running",] == 1
+            assert before["pagewire_num_requests_waiting",] == 1
+            assert between["pagewire_num_requests_running",] == 1
+            assert between["pagewire_num_requests_waiting",] == 0
+            assert found["pagewire_num_requests_running",] == 0
+            assert found["pagewire_num_requests_waiting",] == 0
+            assert found["pagewire_request_success_total", *sorted((model, "length"))] == 3
+            assert found["pagewire_prompt_tokens_total", model] == 6
+            assert found["pagewire_generation_tokens_total", model] == 15
+            assert found["pagewire_router_requests_total", "ok"] == 2
+            assert found["pagewire_router_requests_total", "INVALID_ARGUMENT"] == 1
+            ttft = "pagewire_time_to_first_token_seconds"
+            assert found[f"{ttft}_count", model] == 2
+            assert found[f"{ttft}_sum", model] == pytest.approx(0.2, abs=0.01)
+            gaps = "pagewire_inter_token_latency_seconds"
+            assert found[f"{gaps}_count", model] == 12, "of each choice 4"
+            assert found[f"{gaps}_sum", model] == pytest.approx(1.2, abs=0.01)
+            assert found["pagewire_e2e_request_latency_seconds_count", model] == 2
+            assert found["pagewire_request_queue_time_seconds_count", model] == 2
+            assert found["pagewire_router_up",] == 1
+            of_worker = sorted(("decode-0", "decode", "ready"))
+            assert found["pagewire_worker_state", *of_worker] == 1
+
+    run_virtual(main())
+
+
+def test_a_call_that_is_cancelled_before_its_first_token_waits_no_more() -> None:
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0", token_s=10.0)) as tested:
+            await tested.generate(timeout_s=1.0)
+            await asyncio.sleep(1.0)
+            found = samples(tested.router.metrics.expose().decode())
+
+            assert found["pagewire_num_requests_waiting",] == 0
+            assert found["pagewire_num_requests_running",] == 0
+            assert not [key for key in found if key[0].endswith("first_token_seconds_count")]
+
+    run_virtual(main())
+
+
+def test_gaps_are_counted_by_length_and_tokens_that_come_together_share_theirs() -> None:
+    gaps = TokenGaps()
+    gaps.add(0.001, 1)  # a bound belongs to its bucket
+    gaps.add(0.04, 2)
+    gaps.add(100.0, 1)
+
+    buckets = dict(gaps.buckets())
+
+    assert len(buckets) == len(BOUNDS_S) + 1
+    assert [buckets[each] for each in ("0.001", "0.015", "0.02", "10.0", "+Inf")] == [1, 1, 3, 3, 4]
+    assert gaps.sum_s == pytest.approx(100.041)
+
+
+@contextmanager
+def serving(registry: CollectorRegistry) -> Iterator[MetricsServer]:
+    server = MetricsServer(registry, "127.0.0.1", 0)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def read(address: str, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_port_of_its_own_tells_what_the_registry_holds_until_it_is_closed() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("pagewire_things", "Things.", registry=registry)
+    with serving(registry) as server:
+        counter.inc(3)
+        assert samples(read(server.address))["pagewire_things_total",] == 3
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        read(server.address)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken) as refused:
+            MetricsServer(CollectorRegistry(), "127.0.0.1", port)
+
+    assert str(refused.value) == (
+        f"router.metrics_port is {port}, on which nothing can listen at 127.0.0.1: Address already "
+        "in use; choose another, or 0 for no metrics"
+    )
+
+
+def test_strangers_who_say_nothing_take_few_places_and_give_them_back() -> None:
+    with serving(CollectorRegistry()) as server:
+        host, _, port = server.address.rpartition(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(MAX_SCRAPES + 1)]
+        assert silent[-1].recv(1) == b"", "one more than there are places"
+        for each in silent:
+            each.close()
+        answer = None
+        while answer is None:  # their threads see the end of the connections at once
+            with suppress(urllib.error.URLError, ConnectionError):
+                answer = read(server.address)
+
+    assert answer == ""
+
+
+def test_a_collector_that_fails_costs_one_scrape() -> None:
+    class Failing(Collector):
+        is_broken = True
+
+        def collect(self) -> Iterable[Metric]:
+            if self.is_broken:
+                raise TimeoutError
+            return ()
+
+    failing = Failing()
+    registry = CollectorRegistry()
+    registry.register(failing)
+    with serving(registry) as server:
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            read(server.address)
+        failing.is_broken = False
+        assert read(server.address) == ""
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_cannot_be_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match="metrics_port is"):
+        RouterConfig(metrics_port=port)
