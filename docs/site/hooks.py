@@ -17,7 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.site.links import Link, find_links, replace_links
+from docs.site.links import Link, find_links, replace_links, separate_lists
 from protos.reference import reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +73,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if here in DIAGRAMS:
         figure = relpath(DIAGRAMS[here], dirname(here) or ".")
         markdown = re.sub(r"(?ms)^```mermaid$.*?^```$", f"![Sequence diagram]({figure})", markdown)
+    if "```mermaid" in markdown:
+        raise PluginError(f"{here}: no figure stands for its Mermaid diagram; see DIAGRAMS")
     source = ELSEWHERE.get(here, f"docs/{here}")
 
     def replaced(link: Link) -> str | None:
@@ -86,7 +88,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         shown = relpath(uri, dirname(here) or ".") + (f"#{anchor}" if anchor else "")
         return f"{'!' if link.is_image else ''}[{link.text}]({shown})"
 
-    return replace_links(markdown, replaced)
+    return separate_lists(replace_links(markdown, replaced))
 
 
 def _place(target: str, config: MkDocsConfig, files: Files) -> str | None:

@@ -11,6 +11,7 @@ _CODE = re.compile(
 )
 _IMAGE = r"!\[[^\[\]]*\]\([^()\s]*\)"
 _LINK = re.compile(rf"(!?)\[((?:[^\[\]]|{_IMAGE})*)\]\(([^()\s]+)\)")
+_LIST = re.compile(r"^(?![-*] |\d+\. |[\s|#>])(.+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
@@ -37,6 +38,26 @@ def find_links(markdown: str) -> list[Link]:
 
 def replace_links(markdown: str, replace: Callable[[Link], str | None]) -> str:
     """Replace the links outside of code; None leaves a link as it is."""
+
+    def changed(prose: str, show: Callable[[str], str]) -> str:
+        def replaced(match: re.Match[str]) -> str:
+            text = _LINK.sub(replaced, match[2])
+            link = Link(text=show(text), target=match[3], is_image=bool(match[1]))
+            new = replace(link)
+            return f"{match[1]}[{text}]({match[3]})" if new is None else new
+
+        return _LINK.sub(replaced, prose)
+
+    return _outside_code(markdown, changed)
+
+
+def separate_lists(markdown: str) -> str:
+    """Put an empty line before each list that follows a paragraph, as Python-Markdown wants it."""
+    return _outside_code(markdown, lambda prose, _: _LIST.sub(r"\1\n\n", prose))
+
+
+def _outside_code(markdown: str, change: Callable[[str, Callable[[str], str]], str]) -> str:
+    """Change a text whose code is hidden; `change` also gets what shows the code of a part."""
     codes: list[str] = []
 
     def hide(code: re.Match[str]) -> str:
@@ -46,13 +67,7 @@ def replace_links(markdown: str, replace: Callable[[Link], str | None]) -> str:
     def show(text: str) -> str:
         return re.sub("\0(\\d+)\0", lambda number: codes[int(number[1])], text)
 
-    def replaced(match: re.Match[str]) -> str:
-        text = _LINK.sub(replaced, match[2])
-        link = Link(text=show(text), target=match[3], is_image=bool(match[1]))
-        changed = replace(link)
-        return f"{match[1]}[{text}]({match[3]})" if changed is None else changed
-
-    return show(_LINK.sub(replaced, _CODE.sub(hide, markdown)))
+    return show(change(_CODE.sub(hide, markdown), show))
 
 
 def anchors(markdown: str) -> set[str]:

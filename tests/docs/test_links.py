@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site.links import Link, anchors, find_links, replace_links
+from docs.site.links import Link, anchors, find_links, replace_links, separate_lists
 from tests.docs.pages import ROOT, markdown_files
 
 
@@ -57,3 +57,9 @@ def test_replacing_a_link_leaves_all_else_as_it_was() -> None:
         return None if link.is_image else f"<{link.text}>"
 
     assert replace_links(text, replace) == ("See <the `code`>, `[not](a.md)` and ![image](a.md).\n")
+
+
+def test_a_list_behind_a_paragraph_becomes_one_on_the_site() -> None:
+    text = "Two:\n1. *a*\n   more\n2. b\n\n- c\n- d\n\n```\nx\n- y\n```\n"
+
+    assert separate_lists(text) == text.replace("Two:\n", "Two:\n\n")
