@@ -14,7 +14,13 @@ from pagewire.protos.grpc_options import MESSAGE_OPTIONS
 
 CHANNEL_OPTIONS = (
     *MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", 30_000),
+    # A router that hangs, or whose host is gone, leaves the connection open: only pings tell, in
+    # seven seconds at most. Routers end connections that are pinged more often than every 1.5 s.
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),  # without it a minute, whatever the other one says
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: who reads a stream sends nothing
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the longest time to connect
     # A router that has come back is found by the caller's next call, not minutes later.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -11,7 +11,7 @@ from protos.call_guard import CallGuard
 from router.config import RouterConfig
 from router.validation import MAX_REQUEST_FIELDS
 
-MIN_PING_INTERVAL_MS = 10_000  # the client's own is three times as long
+MIN_PING_INTERVAL_MS = 1_500  # the client's own is twice as long
 KEEPALIVE_MS = 30_000  # a client whose host is gone leaves no other sign
 PING_TIMEOUT_MS = 20_000
 IDLE_MS = 600_000  # a client's channel connects again by itself
