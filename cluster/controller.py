@@ -20,7 +20,7 @@ import ray
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
 from cluster.errors import PlacementError, Stopping
-from cluster.membership import Membership
+from cluster.membership import HEARD_S, Membership
 from cluster.placement import (
     GATEWAY_NAME,
     ROUTER_NAME,
@@ -46,7 +46,6 @@ from router.membership import PoolName, WorkerMember
 log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
-HEARD_S = 6.0  # three announcements; a worker that is silent for longer may not be there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

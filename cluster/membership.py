@@ -4,9 +4,13 @@ Everything here is rebuilt by the next announcements, except that a worker is to
 and controller have died together: it comes back as one that stays.
 """
 
+from collections import deque
 from dataclasses import replace
 
 from router.membership import WorkerMember
+
+HEARD_S = 6.0  # three announcements; a worker that is silent for longer may not be there
+MAX_REPLACED = 8  # starts of a worker; more than one or two never live at once
 
 
 class Membership:
@@ -15,6 +19,7 @@ class Membership:
     def __init__(self) -> None:
         self._members: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
         self._heard_at: dict[str, float] = {}  # worker_id |-> when it has announced itself last
+        self._replaced: dict[str, deque[int]] = {}  # worker_id |-> starts that others came after
         self._leaving: dict[str, float] = {}  # worker_id |-> seconds for what runs there
         # worker_id |-> its last start, 0 if none was known; none is placed or heard of since.
         self._gone: dict[str, int] = {}
@@ -43,13 +48,20 @@ class Membership:
     def announce(self, member: WorkerMember, now: float) -> bool:
         """Enter a start of a worker; returns whether that changed anything.
 
-        A worker announces itself only from its newest process: Ray starts another one only after
-        the old one's death, so the latest announcement wins. But what comes late of a start that
-        is gone counts for nothing.
+        A start that was not known replaces the one before it. The old one may live on for a while
+        where Ray has given up its host, and counts only when the new one has fallen silent. What
+        comes late of a start that is gone counts for nothing.
         """
         if self._gone.get(member.worker_id) == member.incarnation:
             return False
-        changed = self._members.get(member.worker_id) != member
+        known = self._members.get(member.worker_id)
+        if known is not None and known.incarnation != member.incarnation:
+            replaced = self._replaced.setdefault(member.worker_id, deque(maxlen=MAX_REPLACED))
+            is_silent = self._heard_at[member.worker_id] <= now - HEARD_S
+            if member.incarnation in replaced and not is_silent:
+                return False
+            replaced.append(known.incarnation)
+        changed = known != member
         self._members[member.worker_id] = member
         self._gone.pop(member.worker_id, None)
         self._heard_at[member.worker_id] = now
@@ -84,6 +96,7 @@ class Membership:
         """Forget a worker that is gone."""
         member = self._members.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
+        self._replaced.pop(worker_id, None)
         self._leaving.pop(worker_id, None)
         self._gone[worker_id] = member.incarnation if member else self._gone.get(worker_id, 0)
 
