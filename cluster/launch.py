@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.attach import ask, attach_ray, named_actors
 from cluster.config import ClusterConfig
@@ -27,7 +26,9 @@ from cluster.placement import (
     GATEWAY_NAME,
     NAMESPACE,
     ROUTER_NAME,
+    at_home,
     has_own_gpus,
+    home_resource,
     place,
 )
 from cluster.preflight import choose_device
@@ -171,14 +172,12 @@ def deploy(
         device=device,
         # Actors get their keys as arguments, which only who may use this Ray can read.
         secret=_secret(config),
-        router_node_id=ray.get_runtime_context().get_node_id(),
+        home_resource=home_resource(),
         environment=forwarded_environment(),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
     options = {
-        "runtime_env": {"env_vars": dict(deployment.environment)},
-        # Routers of their own know it by an address of this host.
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(deployment.router_node_id, soft=True),
+        **at_home(deployment),
         "get_if_exists": False,
     }
     controller = place(ControllerActor, CONTROLLER_NAME, options, deployment)

@@ -32,7 +32,7 @@ def deployment(options, device="cpu"):
         config=load_config(None, {"model": "/models/tiny", **options}),
         device=device,
         secret=ClusterSecret.generate(),
-        router_node_id="00" * 28,
+        home_resource="node:h",
         environment={"GRPC_VERBOSITY": "ERROR"},
         visible_gpus=None,
     )
@@ -140,8 +140,8 @@ def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
     config, host, port, *_, router_name = placed[GATEWAY_NAME][1]
     assert (config.max_prompts, host, port) == (3, "0.0.0.0", 8123)
     assert router_name == ROUTER_NAME
-    nodes = {placed[n][0]["scheduling_strategy"].node_id for n in (GATEWAY_NAME, ROUTER_NAME)}
-    assert nodes == {"00" * 28}, "on the host of whoever started it"
+    for name in (GATEWAY_NAME, ROUTER_NAME):
+        assert list(placed[name][0]["resources"]) == ["node:h"], "at the host of who started it"
 
 
 def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed, caplog):

@@ -378,7 +378,7 @@ def _asked_for(config: ClusterConfig, pool: str) -> dict[str, Any]:
         config=config,
         device=config.device,
         secret=ClusterSecret.generate(),
-        router_node_id="",
+        home_resource="node:h",
         environment={},
         visible_gpus=None,
     )
