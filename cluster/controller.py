@@ -33,6 +33,7 @@ from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,
     check_drain,
+    check_restart,
     is_worker,
     plan_scale,
     worker_ids,
@@ -139,6 +140,19 @@ class ControllerActor:
         self._check_open()
         check_drain(self._workers(), worker_id)
         await self._dismiss((worker_id,), grace_s)
+
+    async def restart(self, worker_id: str, grace_s: float) -> None:
+        """Have a worker finish what it has within `grace_s` seconds, and begin anew.
+
+        Raises:
+            ClusterError: Nothing has changed.
+        """
+        self._check_open()
+        check_restart(self._workers(), worker_id)
+        self._membership.restart(worker_id)
+        await self._push_all()
+        log.info("worker_restarted", extra=fields(worker_id=worker_id, grace_s=grace_s))
+        ray.get_actor(worker_id).restart.remote(grace_s)
 
     async def close(self) -> None:
         """Change nothing any more: the cluster stops."""

@@ -20,6 +20,7 @@ class Membership:
         self._members: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
         self._heard_at: dict[str, float] = {}  # worker_id |-> when it has announced itself last
         self._replaced: dict[str, deque[int]] = {}  # worker_id |-> starts that others came after
+        self._restarting: dict[str, int] = {}  # worker_id |-> start that ends to begin anew
         self._leaving: dict[str, float] = {}  # worker_id |-> seconds for what runs there
         # worker_id |-> its last start, 0 if none was known; none is placed or heard of since.
         self._gone: dict[str, int] = {}
@@ -28,7 +29,10 @@ class Membership:
     def members(self) -> tuple[WorkerMember, ...]:
         """All members, by name."""
         return tuple(
-            replace(self._members[worker_id], is_draining=worker_id in self._leaving)
+            replace(
+                self._members[worker_id],
+                is_draining=worker_id in self._leaving or worker_id in self._restarting,
+            )
             for worker_id in sorted(self._members)
         )
 
@@ -61,6 +65,8 @@ class Membership:
             if member.incarnation in replaced and not is_silent:
                 return False
             replaced.append(known.incarnation)
+        if self._restarting.get(member.worker_id) not in (None, member.incarnation):
+            del self._restarting[member.worker_id]  # this is the one that it was to become
         changed = known != member
         self._members[member.worker_id] = member
         self._gone.pop(member.worker_id, None)
@@ -78,6 +84,10 @@ class Membership:
     def dismiss(self, worker_id: str, grace_s: float) -> None:
         """Note that a worker is to leave, whichever of its processes."""
         self._leaving[worker_id] = grace_s
+
+    def restart(self, worker_id: str) -> None:
+        """Note that the latest start of a member takes nothing more, and ends to begin anew."""
+        self._restarting[worker_id] = self._members[worker_id].incarnation
 
     def grace_of(self, member: WorkerMember) -> float | None:
         """Return what a start that knows nothing of it has left to leave; None: it stays."""
@@ -97,6 +107,7 @@ class Membership:
         member = self._members.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
         self._replaced.pop(worker_id, None)
+        self._restarting.pop(worker_id, None)
         self._leaving.pop(worker_id, None)
         self._gone[worker_id] = member.incarnation if member else self._gone.get(worker_id, 0)
 

@@ -40,6 +40,7 @@ class GatewayActor:
     ) -> None:
         configure_logging(log_level, log_format)
         self._router_name = router_name
+        self._ending: asyncio.Task[None] | None = None
         self._server = GatewayServer(self._find_router, config=config, host=host, port=port)
         try:
             self._address = await self._server.start()
@@ -59,9 +60,24 @@ class GatewayActor:
         """Give running answers `grace_s` seconds, then end everything but the actor."""
         await self._server.stop(grace_s)
 
+    async def restart(self, grace_s: float) -> None:
+        """Begin to end: let what runs go on for `grace_s`; then Ray starts it anew.
+
+        Returns at once; a second call changes nothing.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._begin_anew(grace_s))
+
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()
+
+    async def _begin_anew(self, grace_s: float) -> None:
+        try:
+            await self._server.stop(grace_s)
+        except Exception:
+            log.exception("stop_failed")
+        os._exit(1)
 
     async def _find_router(self) -> str:
         """Return where the router is now: its port may be another one after each start."""

@@ -81,6 +81,15 @@ class WorkerActor(ABC, Generic[Config]):
             self._watching.cancel()
             self._leaving = asyncio.create_task(self._leave(grace_s))
 
+    async def restart(self, grace_s: float) -> None:
+        """Begin to end: let running requests go on for `grace_s`; then Ray starts it anew.
+
+        Returns at once, and needs nobody from then on; a second call changes nothing.
+        """
+        if self._leaving is None:
+            self._watching.cancel()
+            self._leaving = asyncio.create_task(self._begin_anew(grace_s))
+
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()
@@ -119,6 +128,16 @@ class WorkerActor(ABC, Generic[Config]):
         log.info("worker_drained", extra=fields(worker_id=worker_id))
         # Ray starts whoever exits again, but not whom somebody ends.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _begin_anew(self, grace_s: float) -> None:
+        worker_id = self._settings.worker_id
+        log.info("worker_restarts", extra=fields(worker_id=worker_id, grace_s=grace_s))
+        try:
+            async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
+                await self._process.stop(grace_s)
+        except Exception:
+            log.exception("stop_failed", extra=fields(worker_id=worker_id))
+        os._exit(1)
 
     async def _announce(self, identity: WorkerIdentity, is_leaving: bool) -> None:
         call: Any = self._controller.announce_worker.remote(

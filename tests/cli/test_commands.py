@@ -30,6 +30,7 @@ FLAGS = {
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --prefill --ray-address",
     "drain": "--config --grace-s --help --ray-address",
+    "restart": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",
     "gateway": """--config --help --host --http-gateway-allow-origins
         --http-gateway-body-timeout-s --http-gateway-comment-period-s
