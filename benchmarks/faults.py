@@ -21,6 +21,7 @@ the cluster took to be whole again, the fault's own duration included.
 """
 
 import argparse
+import shutil
 import signal
 import tempfile
 import time
@@ -299,6 +300,8 @@ def main() -> None:
     options = parser.parse_args()
     if why := why_no_hosts():
         raise SystemExit(why)
+    if not shutil.which("redis-server"):
+        raise SystemExit("redis-server is missing (Debian: redis-server)")
     names = selected(list(FAULTS), options.faults)
     head = {
         "command": f"python -m benchmarks.faults --times {options.times}",
@@ -324,7 +327,7 @@ def main() -> None:
 
 def _measure(left: list[str], times: int, logs: Path, seeds: Seeds, results: ResultFile) -> None:
     """Measure faults on one cluster, and take them off the list, until one of them breaks it."""
-    with hosted_cluster(demo_model_dir(), logs) as cluster:
+    with hosted_cluster(demo_model_dir(), logs, has_redis=True) as cluster:
         with cluster.edge.network():
             clients = ClientProcesses(CLIENTS)
         with clients:

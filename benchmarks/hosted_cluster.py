@@ -8,6 +8,7 @@ Something starts Ray again on each host when it has ended, as a service manager 
 """
 
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from benchmarks.hosts import Host, hosts
 RAY = str(Path(sys.executable).with_name("ray"))
 CLI = (sys.executable, "-m", "cli")
 RAY_PORT, REDIS_PORT, ROUTER_PORT, CONTROLLER_PORT = 6379, 6380, 50051, 50052
+NUM_HOSTS = 4
 OBJECT_STORE_BYTES = 80_000_000  # about Ray's least: nothing is in it
 START_TIMEOUT_S = 180.0
 PERIOD_S = 0.25  # between two looks
@@ -45,15 +47,18 @@ class CommandFailed(Exception):
 class HostedCluster:
     """Owns nothing but the commands; `hosted_cluster` makes one."""
 
-    def __init__(self, machines: Sequence[Host], folder: Path) -> None:
+    def __init__(self, machines: Sequence[Host], folder: Path, *, has_redis: bool) -> None:
         self.head, *self.worker_hosts, self.edge = machines
         self.addresses = [f"{each.address}:{ROUTER_PORT}" for each in (self.head, self.edge)]
         self.vocab_size = 0  # of the model that is served
         self._folder = folder
+        self._has_redis = has_redis
         self._config = folder / "cluster.yaml"
         self._keys = folder / "router.keys"
-        # As on a network of others: Ray takes callers with this token alone.
         self._environment = {
+            # What this process sets for a Ray of its own is not for these.
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            # As on a network of others: Ray takes callers with this token alone.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             # How long hosts of workers wait for a head that is gone.
@@ -75,8 +80,10 @@ class HostedCluster:
             **options,
         }
         self._config.write_text(json.dumps(config))
-        redis = ["redis-server", "--bind", self.edge.address, "--port", str(REDIS_PORT)]
-        self._keep(self.edge, "redis", [*redis, "--save", "", "--protected-mode", "no"])
+        if self._has_redis:
+            listen = ["--bind", self.edge.address, "--port", str(REDIS_PORT)]
+            redis = ["redis-server", *listen, "--save", "", "--protected-mode", "no"]
+            self._keep(self.edge, "redis", redis)
         for host in (self.head, *self.worker_hosts):
             self.start_ray(host)
         self.command(self.head, "up", "--config", str(self._config))
@@ -98,9 +105,9 @@ class HostedCluster:
         else:
             resources = json.dumps({"pagewire-prefill": 1, "pagewire-decode": 1})
             arguments += [f"--address={self.head.address}:{RAY_PORT}", f"--resources={resources}"]
-        environment = {}
-        if host is self.head:
-            environment = {"RAY_REDIS_ADDRESS": f"{self.edge.address}:{REDIS_PORT}"}
+        keeps_state = host is self.head and self._has_redis
+        redis = f"{self.edge.address}:{REDIS_PORT}"
+        environment = {"RAY_REDIS_ADDRESS": redis} if keeps_state else {}
         self._keep(host, f"ray-{host.name}", [RAY, "start", *arguments], environment)
         if host is self.head:
             until(lambda: self._is_ray_up(), START_TIMEOUT_S, "Ray's head")
@@ -176,11 +183,18 @@ class HostedCluster:
 
 @contextmanager
 def hosted_cluster(
-    model: Path, folder: Path, *, worker_hosts: int = 2, options: Mapping[str, Any] = {}
+    model: Path, folder: Path, *, has_redis: bool, options: Mapping[str, Any] = {}
 ) -> Iterator[HostedCluster]:
-    """Yield a cluster that serves; `folder` takes its configuration and logs."""
-    with hosts(worker_hosts + 2) as machines:
-        cluster = HostedCluster(machines, folder)
+    """Yield a cluster that serves.
+
+    Args:
+        model: Folder of its model.
+        folder: Takes its configuration and logs.
+        has_redis: Without it the cluster ends with the host of Ray's head.
+        options: Of its configuration, beside OPTIONS.
+    """
+    with hosts(NUM_HOSTS) as machines:
+        cluster = HostedCluster(machines, folder, has_redis=has_redis)
         cluster.start(model, options)
         yield cluster
 

@@ -77,15 +77,15 @@ class Host:
         self._switch.do("ip", "link", "set", self._port, "up")
 
     def start(
-        self, *arguments: str, environment: Mapping[str, str] = {}, **options: Any
+        self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[str]":
-        """Start a command on it; options as of subprocess.Popen."""
+        """Start a command on it; options as of subprocess.Popen, environment None: this one's."""
         assert self._inside is not None, f"{self.name} is off"
         command = self._inside.entered(arguments)
-        return subprocess.Popen(command, text=True, env=os.environ | environment, **options)  # noqa: S603
+        return subprocess.Popen(command, text=True, env=environment, **options)  # noqa: S603
 
     def run(
-        self, *arguments: str, timeout_s: float = 60.0, environment: Mapping[str, str] = {}
+        self, *arguments: str, timeout_s: float = 60.0, environment: Mapping[str, str] | None = None
     ) -> tuple[int, str, str]:
         """Run a command on it to its end; returns exit status, output and errors."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
