@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
+from cluster.certificates import check_certificates
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
@@ -27,6 +28,8 @@ def check_start(
     """
     if config.model is None:
         raise ConfigError("model is not set; give a checkpoint folder with --model")
+    if wrong_name := check_certificates(config):
+        say(f"warning: {wrong_name}")
     if config.ray_address:
         from cluster.ray_address import check_ray_answers  # imports gRPC
 

@@ -18,7 +18,7 @@ from pagewire import ClusterStatus, ConnectionFailedError, Model, PagewireError,
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
 from pagewire.protos.token_ids import unpack_token_ids
-from pagewire.routers import Channel, ChannelFactory, open_channel
+from pagewire.routers import Channel, ChannelFactory, Connector
 from pagewire.wire import (
     detokenize_request,
     error_from,
@@ -55,7 +55,7 @@ class RouterLink:
         find_router: Says where the router is, each time before it is connected to.
         request_timeout_s: Of a generation.
         tick_s: See Answers.
-        channel_factory: Makes a gRPC channel to an address.
+        channel_factory: Makes a gRPC channel to an address; None: one in clear.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class RouterLink:
         *,
         request_timeout_s: float,
         tick_s: float,
-        channel_factory: ChannelFactory = open_channel,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
         self._find_router = find_router
         self._timeout_s = request_timeout_s
         self._tick_s = tick_s
-        self._channel_factory = channel_factory
+        self._channel_factory = channel_factory or Connector()
         self._address = ""
         self._channel: Channel = None
         self._stub: Any = None

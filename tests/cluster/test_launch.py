@@ -383,7 +383,7 @@ def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatc
         deadline = time.monotonic() + 1.0
         with pytest.raises(StartError) as caught:
             readiness.wait_until_served(
-                address, router, ["prefill-0", "decode-0"], deadline, lambda: None
+                address, None, router, ["prefill-0", "decode-0"], deadline, lambda: None
             )
 
     assert service.num_statuses > 1

@@ -11,6 +11,8 @@ import pytest
 
 from cluster.server import MemberServer
 from credentials.cluster import ClusterCredentials
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import ClusterSecret
 from pagewire.protos import controller_pb2, controller_pb2_grpc
@@ -46,7 +48,9 @@ class Listener:
         self.feed = MemberFeed(
             router_id=name,
             find_controller=self.find,
-            connect_controller=partial(process.connect_controller, credentials),
+            connect_controller=partial(
+                process.connect_controller, credentials, ClusterLinks(TlsSettings())
+            ),
             take=self.take,
         )
         self.task = asyncio.create_task(self.feed.run())
