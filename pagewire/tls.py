@@ -3,6 +3,7 @@
 import asyncio
 import os
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pagewire.arguments import refused, shown
@@ -10,6 +11,13 @@ from pagewire.errors import FieldViolation, InvalidRequestError, TlsError
 from pagewire.protos.pem import LivePem, Pem, PemError, PemFile, PemFiles, client_context
 
 PROBE_S = 1.0  # for a router to greet
+
+_IN_CLEAR = "takes connections over TLS only, and this one is in clear; see tls, or --tls"
+_NO_TLS = "does not speak TLS, and this client does; connect without"
+_NO_CERTIFICATE = (
+    "wants a certificate of an authority that it knows from each client; see "
+    "tls.certificate_file, or --certificate-file"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +92,13 @@ async def why_no_connection(address: str, pem: Pem | None, server_name: str) -> 
             reader, writer = await asyncio.open_connection(
                 host, int(port), ssl=context, server_hostname=server_name or host
             )
-            if pem:
-                await reader.read(1)  # a router says first whether it takes the certificate
+            if pem is None:
+                return _error(address, _IN_CLEAR)
+            with suppress(ConnectionError):
+                # A router speaks first. gRPC closes without a word where it misses a certificate.
+                if await reader.read(1):
+                    return None
+            return _error(address, _NO_CERTIFICATE)
     except ssl.SSLError as error:
         return _told(address, error, is_plain=pem is None)
     except (OSError, TimeoutError, ValueError):
@@ -93,7 +106,6 @@ async def why_no_connection(address: str, pem: Pem | None, server_name: str) -> 
     finally:
         if writer:
             writer.transport.abort()
-    return None if pem else _told(address, None, is_plain=True)
 
 
 def _credulous() -> ssl.SSLContext:
@@ -104,21 +116,20 @@ def _credulous() -> ssl.SSLContext:
     return context
 
 
-def _told(address: str, error: ssl.SSLError | None, *, is_plain: bool) -> TlsError | None:
-    reason = (error and error.reason) or ""
+def _told(address: str, error: ssl.SSLError, *, is_plain: bool) -> TlsError | None:
+    reason = error.reason or ""
     if is_plain:
-        if error is not None and "ALERT" not in reason:
-            return None  # it is no TLS
-        told = "takes connections over TLS only, and this one is in clear; see tls, or --tls"
-    elif isinstance(error, ssl.SSLCertVerificationError):
+        return _error(address, _IN_CLEAR) if "ALERT" in reason else None
+    if isinstance(error, ssl.SSLCertVerificationError):
         told = f"shows a certificate that is not believed: {error.verify_message}"
-    elif "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
-        told = (
-            "wants a certificate of an authority that it knows from each client; see "
-            "tls.certificate_file, or --certificate-file"
-        )
-    elif "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:
-        told = "does not speak TLS, and this client does; connect without"
-    else:
-        told = f"cannot be connected to over TLS: {reason.replace('_', ' ').lower() or error}"
+        return _error(address, told)
+    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
+        return _error(address, _NO_CERTIFICATE)
+    if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:
+        return _error(address, _NO_TLS)
+    told = f"cannot be connected to over TLS: {reason.replace('_', ' ').lower() or error}"
+    return _error(address, told)
+
+
+def _error(address: str, told: str) -> TlsError:
     return TlsError(f"the router at {address} {told}", code="UNAVAILABLE")

@@ -20,10 +20,12 @@ class Pair(NamedTuple):
 class Authority:
     """One that certifies; its own certificate is `file`."""
 
-    def __init__(self, folder: Path, name: str = "authority") -> None:
+    def __init__(
+        self, folder: Path, name: str = "authority", root: "Authority | None" = None
+    ) -> None:
         self._folder = folder
         self._name = name
-        self._ca = trustme.CA()
+        self._ca = root._ca.create_child_ca() if root else trustme.CA()
         self._num_pairs = 0
         self.file = str(folder / f"{name}.pem")
         self._ca.cert_pem.write_to_path(self.file)
