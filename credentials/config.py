@@ -1,5 +1,6 @@
 """Options of TLS: certificates within the cluster, and those that clients see."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
@@ -73,7 +74,7 @@ class FrontTlsConfig:
         check_options(self)
         _check_whole(self, "certificate_file", "key_file")
         if self.client_authority_file and not self.certificate_file:
-            raise WrongOptions([_without("client_authority_file", "certificate_file", self)])
+            raise WrongOptions([_incomplete(["certificate_file"], ["client_authority_file"])])
 
     @property
     def is_on(self) -> bool:
@@ -117,9 +118,10 @@ def _check_whole(config: object, *names: str) -> None:
     given = [name for name in names if getattr(config, name)]
     missing = [name for name in names if name not in given]
     if given and missing:
-        raise WrongOptions([_without(given[0], each, config) for each in missing])
+        raise WrongOptions([_incomplete(missing, given)])
 
 
-def _without(given: str, missing: str, config: object) -> WrongOption:
-    template = "{} is not set; it must be, with {}, which is {!r}"
-    return WrongOption(template, OptionName(missing), OptionName(given), getattr(config, given))
+def _incomplete(missing: Sequence[str], given: Sequence[str]) -> WrongOption:
+    places = (" and ".join("{}" for _ in names) for names in (missing, given))
+    template = "{} must be set, too, with {}".format(*places)
+    return WrongOption(template, *map(OptionName, (*missing, *given)))

@@ -72,7 +72,7 @@ class GatewayServer:
             self._find_router,
             request_timeout_s=self._config.request_timeout_s,
             tick_s=self._config.comment_period_s,
-            channel_factory=Connector(self._router_tls),
+            connector=Connector(self._router_tls),
         )
         settings: dict[str, Any] = {
             "app": build_app(self._link, self._config),

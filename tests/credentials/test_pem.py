@@ -155,20 +155,19 @@ def test_a_chain_with_an_intermediate_is_believed(tmp_path: Path) -> None:
     [
         (
             lambda: TlsConfig(certificate_file="a", authority_file="c"),
-            "key_file is not set; it must be, with certificate_file, which is 'a'",
+            "key_file must be set, too, with certificate_file and authority_file",
         ),
         (
             lambda: TlsConfig(authority_file="c"),
-            "certificate_file is not set; it must be, with authority_file, which is 'c'\n"
-            "key_file is not set; it must be, with authority_file, which is 'c'",
+            "certificate_file and key_file must be set, too, with authority_file",
         ),
         (
             lambda: FrontTlsConfig(key_file="b"),
-            "certificate_file is not set; it must be, with key_file, which is 'b'",
+            "certificate_file must be set, too, with key_file",
         ),
         (
             lambda: FrontTlsConfig(client_authority_file="c"),
-            "certificate_file is not set; it must be, with client_authority_file, which is 'c'",
+            "certificate_file must be set, too, with client_authority_file",
         ),
     ],
 )

@@ -59,10 +59,10 @@ class Gateway:
 
 @asynccontextmanager
 async def scripted(
-    script: scripted_service.Script, **model: Any
+    script: scripted_service.Script, door: Door | None = None, **model: Any
 ) -> AsyncIterator[tuple[str, ScriptedService]]:
     """A router's service that plays a script."""
-    async with scripted_service.serving(script) as (address, service):
+    async with scripted_service.serving(script, door) as (address, service):
         service.model = inference_pb2.Model(**{**MODEL, **model})
         yield address, service
 
