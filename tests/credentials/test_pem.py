@@ -1,5 +1,8 @@
 """Files for TLS: each thing that can be wrong with them is told, and a renewal is noticed."""
 
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,8 @@ from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from options.option import WrongOptions
 from pagewire.protos.pem import LivePem, PemError, is_for, read_pem
 from tests.support.certificates import Authority, Pair
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -261,3 +266,17 @@ def test_a_link_that_leads_elsewhere_is_a_renewal(authority: Authority, tmp_path
     (tmp_path / "data.new").replace(tmp_path / "data")
 
     assert live.current().names == ("pagewire", "second")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_the_commands_of_the_documentation_make_what_fits(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"```sh\n(openssl .*?)```", text, re.DOTALL)
+    subprocess.run(["bash", "-euc", commands], cwd=tmp_path, check=True, capture_output=True)
+
+    tls = TlsConfig(
+        certificate_file=str(tmp_path / "tls.crt"),
+        key_file=str(tmp_path / "tls.key"),
+        authority_file=str(tmp_path / "authority.crt"),
+    )
+    assert read_pem(tls.files).names == ("pagewire",)
