@@ -1,12 +1,19 @@
 """Options of TLS: certificates within the cluster, and those that clients see."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
 from pagewire.protos.pem import PemFile, PemFiles
 
 SERVER_NAME = "pagewire"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(re.fullmatch(rf"{_LABEL}(?:\.{_LABEL})*", name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +33,10 @@ class TlsConfig:
         "that certifies nothing else.",
     )
     server_name: str = option(
-        SERVER_NAME, "Name for which all certificates of the cluster are, whatever the host."
+        SERVER_NAME,
+        "Name for which all certificates of the cluster are, whatever the host.",
+        accepts=_is_name,
+        accepted="a name as hosts have it, such as pagewire",
     )
     allow_plain_nccl: bool = option(
         False,

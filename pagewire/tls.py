@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pagewire.errors import FieldViolation, InvalidRequestError, TlsError
 from pagewire.protos.pem import LivePem, Pem, PemError, PemFile, PemFiles, client_context
 
 PROBE_S = 1.0  # for a router to greet
+
+_NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*|[\da-fA-F:.]+", re.ASCII)
 
 _IN_CLEAR = "takes connections over TLS only, and this one is in clear; see tls, or --tls"
 _NO_TLS = "does not speak TLS, and this client does; connect without"
@@ -45,10 +48,11 @@ class Tls:
             for name in ("authority_file", "certificate_file", "key_file")
             if (path := getattr(self, name))
         }
-        for name, other in (
-            ("certificate_file", "key_file"),
-            ("key_file", "certificate_file"),
-        ):
+        if self.server_name and not _NAME.fullmatch(self.server_name):
+            raise refused(
+                "tls.server_name", shown(self.server_name), "a name of a host, or an address"
+            )
+        for name, other in (("certificate_file", "key_file"), ("key_file", "certificate_file")):
             if other in files and name not in files:
                 raise refused(f"tls.{name}", "none", f"a file, as tls.{other} is given")
         pem = PemFiles(

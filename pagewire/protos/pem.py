@@ -163,6 +163,8 @@ def is_for(pem: Pem, host: str) -> bool:
         if error.verify_code in (_HOSTNAME_MISMATCH, _IP_MISMATCH):
             return False
         raise
+    except ValueError:  # no name that a host can have
+        return False
     return True
 
 

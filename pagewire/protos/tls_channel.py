@@ -48,6 +48,7 @@ class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
 
     async def close(self, grace: float | None = None) -> None:
         links = (self._link, *self._older)
+        self._older.clear()
         await asyncio.gather(*(each.channel.close(grace) for each in links), *self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:

@@ -167,6 +167,10 @@ def test_a_chain_with_an_intermediate_is_believed(tmp_path: Path) -> None:
             "certificate_file and key_file must be set, too, with authority_file",
         ),
         (
+            lambda: TlsConfig(server_name=".x"),
+            "server_name is '.x'; it must be a name as hosts have it, such as pagewire",
+        ),
+        (
             lambda: FrontTlsConfig(key_file="b"),
             "certificate_file must be set, too, with key_file",
         ),
@@ -176,7 +180,9 @@ def test_a_chain_with_an_intermediate_is_believed(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_half_of_the_files_is_refused(make: Callable[[], object], told: str) -> None:
+def test_half_of_the_files_or_a_wrong_name_is_refused(
+    make: Callable[[], object], told: str
+) -> None:
     with pytest.raises(WrongOptions) as caught:
         make()
 

@@ -114,6 +114,7 @@ def test_what_is_wrong_between_client_and_router_is_told_soon(
         ({"authority_file": "/nowhere"}, "tls.authority_file: /nowhere cannot be read: No such"),
         ({"certificate_file": "c"}, "tls.key_file: found none; allowed: a file, as tls.certif"),
         ({"key_file": "k"}, "tls.certificate_file: found none; allowed: a file, as tls.key_file"),
+        ({"server_name": "a b"}, "tls.server_name: found 'a b'; allowed: a name of a host, or an"),
         ({"authority_file": __file__}, f"tls.authority_file: {__file__} holds no certificate in"),
     ],
 )
