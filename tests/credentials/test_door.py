@@ -1,6 +1,7 @@
 """Servers and channels over TLS on real sockets: who gets in, and what a renewal changes."""
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,6 +16,7 @@ from credentials.config import TlsSettings
 from credentials.door import ClusterLinks, Door, front_door, is_loopback_host
 from credentials.errors import OpenInClear
 from tests.support.certificates import Authority
+from tests.support.distributions import PACKAGES, ROOT
 
 
 @pytest.fixture
@@ -257,3 +259,20 @@ def test_it_does_so_where_somebody_said_that_it_is_meant() -> None:
 )
 def test_loopback_addresses_are_known_by_name_and_number(host: str, is_own: bool) -> None:
     assert is_loopback_host(host) == is_own
+
+
+def test_nothing_listens_or_connects_in_clear_but_here() -> None:
+    found: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for path in (ROOT / package.replace(".", "/")).glob("*.py"):
+            for word in re.findall(r"add_insecure_port|insecure_channel", path.read_text()):
+                found.setdefault(word, set()).add(str(path.relative_to(ROOT)))
+
+    assert found["add_insecure_port"] == {"credentials/door.py", "benchmarks/stream_processes.py"}
+    assert found["insecure_channel"] == {
+        "credentials/door.py",
+        "pagewire/routers.py",
+        "cluster/ray_address.py",  # asks a Ray whether it is one
+        "benchmarks/gateway.py",
+        "benchmarks/stream_processes.py",
+    }
