@@ -80,9 +80,9 @@ def gateway(
     except InvalidRequestError as error:
         flag = error.violations[0].field.removeprefix("tls.").replace("_", "-")
         raise ConfigError(f"--router-{flag}: {error.violations[0].description}") from error
+    check_port_free(config.host, port)
     if wrong_name := check_front(config):
         say(f"warning: {wrong_name}")
-    check_port_free(config.host, port)
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
         asyncio.run(_serve(config, router, tls, port, signals))

@@ -67,9 +67,9 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
         raise ConfigError(f"--controller: {error.violations[0].description}") from error
     except KeyFileError as error:
         raise ConfigError(f"--keys: {error}") from error
+    check_port_free(config.host, config.port, is_shared=share_port)
     if wrong_name := check_certificates(config):
         say(f"warning: {wrong_name}")
-    check_port_free(config.host, config.port, is_shared=share_port)
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
         asyncio.run(_serve(config, controller, router_keys, share_port, signals))

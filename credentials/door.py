@@ -165,7 +165,7 @@ def is_loopback_host(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return True  # nothing can listen there
+        return False  # whoever listens there finds out
     return all(is_loopback(str(address[0])) for *_, address in found)
 
 
