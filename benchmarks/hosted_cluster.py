@@ -36,6 +36,7 @@ OPTIONS: Mapping[str, Any] = {
     "controller_port": CONTROLLER_PORT,
     "pool_resources": True,  # so that workers come back on hosts of their own
     "log_level": "info",
+    "insecure": True,
     "decode_worker": {"local_prefill_max_tokens": 0},
 }
 

@@ -7,10 +7,21 @@ from typing import Annotated
 
 import typer
 
+from cluster.certificates import own_client
+from cluster.config import ClusterConfig
 from cluster.errors import StartError, Stopping
 from cluster.local_head import find_head
 from pagewire import Client, ClusterStatus, ConnectionFailedError
-from pagewire.cli.client_commands import ANSWER_TIMEOUT_S, DEFAULT_ADDRESS
+from pagewire.cli.client_commands import (
+    ANSWER_TIMEOUT_S,
+    DEFAULT_ADDRESS,
+    AuthorityFlag,
+    CertificateFlag,
+    KeyFlag,
+    ServerNameFlag,
+    TlsFlag,
+    tls_of,
+)
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 
 AddressFlag = Annotated[
@@ -32,6 +43,7 @@ class FoundRouter:
 
     address: str
     is_stopping: bool = False  # its cluster, as far as the controller tells
+    config: ClusterConfig | None = None  # of its cluster; None: the controller does not tell
 
 
 def find_router(address: str | None, ray_address: str) -> FoundRouter:
@@ -60,22 +72,34 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         found = FoundRouter(address=router_address())
         with suppress(StartError):  # a router serves also while the controller does not answer
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
-            found = replace(found, is_stopping=facts.is_stopping)
+            found = replace(found, is_stopping=facts.is_stopping, config=facts.config)
         return found
 
 
 @contextmanager
-def found_router(address: AddressFlag = None, ray_address: RayAddressFlag = "") -> Iterator[Client]:
+def found_router(
+    address: AddressFlag = None,
+    ray_address: RayAddressFlag = "",
+    tls: TlsFlag = False,
+    authority_file: AuthorityFlag = "",
+    certificate_file: CertificateFlag = "",
+    key_file: KeyFlag = "",
+    server_name: ServerNameFlag = "",
+) -> Iterator[Client]:
     """Find a router and open a client of it, whose calls need not last long.
 
     Raises:
         NotRunning: As find_router does.
         StartError: Likewise.
+        ConfigError: The cluster's certificate cannot be read here.
         Stopping: The router does not answer, which is why.
     """
     found = find_router(address, ray_address)
     kind = _EndingClient if found.is_stopping else Client
-    with kind(found.address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+    files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
+    if files is None and found.config is not None:
+        files = own_client(found.config)
+    with kind(found.address, default_timeout_s=ANSWER_TIMEOUT_S, tls=files) as client:
         try:
             yield client
         except ConnectionFailedError:

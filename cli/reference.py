@@ -32,6 +32,8 @@ Names carry their units: `_s` seconds, `_mib` mebibytes, `_tokens` tokens, `_pag
 """
 SECTIONS = {
     "": "Cluster",
+    "tls": "TLS within the cluster: `tls`",
+    "front_tls": "TLS with clients: `front_tls`",
     "http_gateway": "HTTP gateway: `http_gateway`",
     "router": "Router: `router`",
     "prefill_worker": "Prefill workers: `prefill_worker`",

@@ -39,6 +39,7 @@ from cluster.scaling import (
     worker_ids,
 )
 from cluster.server import MemberServer
+from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import RouterKeys
 from observability.logs import configure_logging, fields
@@ -76,8 +77,9 @@ class ControllerActor:
         self._is_closed = False
         keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
         host = own_host() if config.ray_address else LOOPBACK
-        self._members = MemberServer(keys, host, config.controller_port)
         try:
+            door = ClusterLinks(config.tls_settings).door
+            self._members = MemberServer(keys, host, config.controller_port, door)
             self._address = await self._members.start()
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from cluster.certificates import own_client
 from cluster.config import LOOPBACK
 from cluster.deployment import Deployment
 from cluster.devices import gpus_of_pools, visible_gpu
@@ -90,6 +91,8 @@ def place_gateway(deployment: Deployment) -> Any:
         config.log_level,
         config.log_format,
         ROUTER_NAME,
+        config.tls_settings,
+        own_client(config),
     )
 
 
@@ -160,4 +163,5 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         host="" if config.ray_address else LOOPBACK,
         log_level=config.log_level,
         log_format=config.log_format,
+        tls=config.tls_settings,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
+from cluster.certificates import check_certificates
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
@@ -30,6 +31,7 @@ def check_start(
     if config.ray_address:
         from cluster.ray_address import check_ray_answers  # imports gRPC
 
+        _check_certificates(config, say)
         check_model_folder(config.model)
         if config.device == "cuda":
             check_kernels(config.model)
@@ -38,6 +40,7 @@ def check_start(
     check_port_free(config.host, config.port)
     check_http_port_free(config)
     check_port_free(LOOPBACK, config.controller_port, flag="--controller-port")
+    _check_certificates(config, say)
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
     check_model_folder(config.model)
@@ -60,6 +63,11 @@ def choose_device(config: ClusterConfig, num_gpus: int) -> str:
     device = resolve_device(config.device, num_gpus)
     check_gpus(device, config.prefill, config.decode, config.workers_per_gpu, num_gpus)
     return device
+
+
+def _check_certificates(config: ClusterConfig, say: Callable[[str], None]) -> None:
+    if wrong_name := check_certificates(config):
+        say(f"warning: {wrong_name}")
 
 
 def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import ray
 
-from cluster.attach import ask, named_actors, router_address
+from cluster.attach import ask, named_actors
 from cluster.controller import ClusterFacts
 from cluster.errors import ClusterError, ConfigError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import CONTROL_GROUP, GATEWAY_NAME, ROUTER_NAME
 from cluster.scaling import check_restart, is_worker
-from pagewire import Client, PagewireError
 
 LOOK_PERIOD_S = 0.2
 ANSWER_TIMEOUT_S = 10.0
@@ -82,14 +81,10 @@ def _wait(name: str, deadline: float, is_back: Callable[[], bool]) -> None:
 def _start_of(name: str) -> int | None:
     """Return the start of a worker that the router sees ready; None: there is none."""
     try:
-        with Client(router_address(), default_timeout_s=ANSWER_TIMEOUT_S) as client:
-            workers = client.status().workers
-    except (ClusterError, PagewireError):
+        ready: dict[str, int] = ask(ray.get_actor(ROUTER_NAME).ready_workers.remote())
+    except (ClusterError, ValueError):
         return None
-    ready = [
-        each.incarnation for each in workers if (each.worker_id, each.state) == (name, "ready")
-    ]
-    return ready[0] if ready else None
+    return ready.get(name)
 
 
 def _pid(actor: Any) -> int | None:

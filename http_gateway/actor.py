@@ -7,11 +7,13 @@ from typing import Any
 
 import ray
 
+from credentials.config import TlsSettings
+from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
 from observability.collector import settle_collector
 from observability.logs import configure_logging
-from pagewire import UnavailableError
+from pagewire import Tls, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ class GatewayActor:
         log_level, log_format: See observability.logs.
         router_name: Of the router's actor. A name, because Ray cannot start an actor again whose
             arguments hold a handle that is gone.
+        tls: What it listens with.
+        router_tls: With which it connects to the router; None: in clear.
     """
 
     async def __init__(  # type: ignore[misc] # Ray awaits it
@@ -37,12 +41,21 @@ class GatewayActor:
         log_level: str,
         log_format: str,
         router_name: str,
+        tls: TlsSettings,
+        router_tls: Tls | None,
     ) -> None:
         configure_logging(log_level, log_format)
         self._router_name = router_name
         self._ending: asyncio.Task[None] | None = None
-        self._server = GatewayServer(self._find_router, config=config, host=host, port=port)
         try:
+            self._server = GatewayServer(
+                self._find_router,
+                config=config,
+                host=host,
+                port=port,
+                door=front_door(tls),
+                router_tls=router_tls,
+            )
             self._address = await self._server.start()
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:

@@ -71,7 +71,21 @@ class _Snapshot(Collector):
             "Times that requests went on in a new attempt.",
             value=status.resumed_requests,
         )
+        yield from _certificates(status)
         yield from _workers(status.workers)
+
+
+def _certificates(status: ClusterStatus) -> Iterator[Metric]:
+    """Yield nothing of connections in clear, so that an alert needs no exception for them."""
+    expiry = GaugeMetricFamily(
+        "pagewire_router_certificate_expiry_timestamp_seconds",
+        "When a certificate of the router expires, since 1970.",
+        labels=("connections",),
+    )
+    for name, each in (("front", status.front_tls), ("cluster", status.cluster_tls)):
+        if each and each.expires_at_s is not None:
+            expiry.add_metric((name,), float(each.expires_at_s))
+    yield expiry
 
 
 def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:

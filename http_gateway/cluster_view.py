@@ -53,6 +53,8 @@ def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:
         "resumed_requests": status.resumed_requests,
         "index_pages": status.index_pages,
         "hot_prefixes": [asdict(each) for each in status.hot_prefixes],
+        "front_tls": status.front_tls and asdict(status.front_tls),
+        "cluster_tls": status.cluster_tls and asdict(status.cluster_tls),
         "workers": [_worker_json(each) for each in status.workers],
     }
 

@@ -18,7 +18,7 @@ from pagewire import ClusterStatus, ConnectionFailedError, Model, PagewireError,
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
 from pagewire.protos.token_ids import unpack_token_ids
-from pagewire.routers import Channel, ChannelFactory, open_channel
+from pagewire.routers import Channel, Connector
 from pagewire.wire import (
     detokenize_request,
     error_from,
@@ -55,7 +55,7 @@ class RouterLink:
         find_router: Says where the router is, each time before it is connected to.
         request_timeout_s: Of a generation.
         tick_s: See Answers.
-        channel_factory: Makes a gRPC channel to an address.
+        connector: Makes gRPC channels to an address.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class RouterLink:
         *,
         request_timeout_s: float,
         tick_s: float,
-        channel_factory: ChannelFactory = open_channel,
+        connector: Connector,
     ) -> None:
         self._find_router = find_router
         self._timeout_s = request_timeout_s
         self._tick_s = tick_s
-        self._channel_factory = channel_factory
+        self._connector = connector
         self._address = ""
         self._channel: Channel = None
         self._stub: Any = None
@@ -152,7 +152,8 @@ class RouterLink:
         try:
             return await getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as failure:
-            raise error_from(failure, self._address, timeout_s) from failure
+            error = error_from(failure, self._address, timeout_s)
+            raise await self._connector.explain(error, self._address) from failure
 
     async def _open_stream(self) -> "_Stream":
         if self._stream and asyncio.get_running_loop().time() >= self._stream.retires_at:
@@ -175,7 +176,7 @@ class RouterLink:
             if self._channel:
                 await self._channel.close()
             self._address = address
-            self._channel = self._channel_factory(address)
+            self._channel = self._connector(address)
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
 

@@ -24,6 +24,7 @@ from pagewire.errors import (
     RequestError,
     ServerError,
     TimeoutError,  # noqa: A004 - like asyncio's, it is meant to be used with its module's name
+    TlsError,
     TransportError,
     UnavailableError,
 )
@@ -32,6 +33,7 @@ from pagewire.types import (
     ClusterStatus,
     Completion,
     Delta,
+    Encryption,
     HotPrefix,
     Message,
     Model,
@@ -47,6 +49,7 @@ from pagewire.types import (
 if TYPE_CHECKING:
     from pagewire.async_client import AsyncClient, AsyncStream
     from pagewire.client import Client, Stream
+    from pagewire.tls import Tls
 else:
     # name |-> module that is imported when the name is first used, as it brings gRPC: a command
     # can take its interrupts before, and a server that packs token ids needs no client.
@@ -55,6 +58,7 @@ else:
         "Stream": "pagewire.client",
         "AsyncClient": "pagewire.async_client",
         "AsyncStream": "pagewire.async_client",
+        "Tls": "pagewire.tls",
     }
 
     def __getattr__(name):
@@ -68,6 +72,7 @@ __all__ = [
     "Stream",
     "AsyncClient",
     "AsyncStream",
+    "Tls",
     "SamplingOptions",
     "Message",
     "ToolCall",
@@ -82,6 +87,7 @@ __all__ = [
     "WorkerStatus",
     "PageCounts",
     "HotPrefix",
+    "Encryption",
     "PagewireError",
     "RequestError",
     "InvalidRequestError",
@@ -91,6 +97,7 @@ __all__ = [
     "OverloadedError",
     "TransportError",
     "ConnectionFailedError",
+    "TlsError",
     "UnavailableError",
     "TimeoutError",
     "CancelledError",

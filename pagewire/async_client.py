@@ -15,7 +15,8 @@ from pagewire.protos import inference_pb2
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
-from pagewire.routers import ChannelFactory, Routers, closed, open_channel
+from pagewire.routers import ChannelFactory, Connector, Routers, closed, no_better
+from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
     Messages,
@@ -48,6 +49,8 @@ class AsyncClient:
     changed token; it looks for one for `resume_s` seconds (0: not at all). A call that has received
     nothing yet is made anew, for a second at most; calls other than generations once per address.
 
+    The connection is in clear unless `tls` says how it is encrypted.
+
     Close it with `async with`, or with `aclose`; a closed client cannot be used again. Any number
     of tasks may use one client at the same time.
 
@@ -66,9 +69,15 @@ class AsyncClient:
         *,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
-        channel_factory: ChannelFactory = open_channel,
+        tls: Tls | None = None,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
-        self._routers = Routers(check_addresses(address), channel_factory)
+        connect = Connector(check_tls(tls))
+        self._routers = Routers(
+            check_addresses(address),
+            channel_factory or connect,
+            no_better if channel_factory else connect.explain,
+        )
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -206,6 +215,7 @@ class AsyncClient:
                 error = error_from(failure, address, limit_s)
                 if not is_router_lost(failure):
                     raise error from failure
+                error = await self._routers.explain(error, address)
                 self._routers.leave(address)
             except asyncio.CancelledError:
                 if self._routers.is_closed and not is_own_cancellation():

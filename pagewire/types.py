@@ -225,6 +225,14 @@ class HotPrefix:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Encryption:
+    """How one kind of a router's connections is protected."""
+
+    encrypted: bool  # by TLS
+    expires_at_s: int | None  # of the router's certificate, since 1970; None: it has none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
     """What one router knows."""
 
@@ -235,3 +243,5 @@ class ClusterStatus:
     index_pages: int  # page hashes in the router's prefix index
     is_stopping: bool = False  # it takes no requests any more, and ends
     hot_prefixes: tuple[HotPrefix, ...] = ()  # those that most prompts had lately, most first
+    front_tls: Encryption | None = None  # of its clients' connections; None: it does not say
+    cluster_tls: Encryption | None = None  # of its own to workers and controller; likewise

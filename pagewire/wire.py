@@ -25,6 +25,7 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.types import (
     ClusterStatus,
     Delta,
+    Encryption,
     HotPrefix,
     Message,
     Model,
@@ -166,7 +167,16 @@ def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStat
             )
             for each in response.hot_prefixes
         ),
+        front_tls=_encryption(response, "front_tls"),
+        cluster_tls=_encryption(response, "cluster_tls"),
     )
+
+
+def _encryption(response: inference_pb2.GetClusterStatusResponse, name: str) -> Encryption | None:
+    if not response.HasField(name):
+        return None
+    told = getattr(response, name)
+    return Encryption(encrypted=told.encrypted, expires_at_s=told.expires_at_s or None)
 
 
 def is_router_lost(failure: grpc.aio.AioRpcError) -> bool:

@@ -47,6 +47,12 @@ class RouterActor:
         """Return the workers that serve another model than the others, and in what it differs."""
         return self._process.router.registry.misfits()
 
+    async def ready_workers(self) -> dict[str, int]:
+        """Return the workers that requests go to: name |-> which start."""
+        registry = self._process.router.registry
+        ready = [*registry.ready("prefill"), *registry.ready("decode")]
+        return {each.member.worker_id: each.member.incarnation for each in ready}
+
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end everything but the actor."""
         await self._process.stop(grace_s)

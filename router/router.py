@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 
+from credentials.door import IN_CLEAR
 from observability.logs import fields
 from router.admission import Admission
 from router.chat_renderer import ChatRenderer, ChildRenderer
@@ -23,7 +24,7 @@ from router.off_loop import OffLoop, RunBlocking
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptEncoder
 from router.resumption import ResumeTokens
-from router.server import InferenceServicer, add_to_server
+from router.server import DescribeTls, InferenceServicer, add_to_server
 from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Router:
         wall_clock: Returns seconds since 1970, by which resume tokens expire.
         make_renderer: Makes what renders chats with the model's template.
         run_blocking: Runs what grows with a prompt.
+        describe_tls: Tells how it is connected, for the cluster's status.
 
     Raises:
         ModelFolderError: A file of the model folder cannot be used.
@@ -56,6 +58,7 @@ class Router:
         wall_clock: Callable[[], float] = time.time,
         make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
         run_blocking: RunBlocking = asyncio.to_thread,
+        describe_tls: DescribeTls = lambda: (IN_CLEAR, IN_CLEAR),
     ) -> None:
         folder = ModelFolder()
         if model_dir is not None:
@@ -92,6 +95,7 @@ class Router:
             index=self.index,
             random_id=random_id,
             slow_client_timeout_s=config.slow_client_timeout_s,
+            describe_tls=describe_tls,
         )
         self._health = Health(self.registry)
         self._introductions = Introductions(self.registry)

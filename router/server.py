@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from credentials.door import Encryption
 from observability.logs import fields
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from router import wire
@@ -58,6 +59,9 @@ _CODES_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # Takes all messages of a call to its caller.
 _Deliver = Callable[[AsyncGenerator[inference_pb2.GenerateResponse, None]], Awaitable[None]]
 
+# Returns how clients are connected to the router, and it to the cluster.
+DescribeTls = Callable[[], tuple[Encryption, Encryption]]
+
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Implements InferenceService on top of admission, dispatch and registry."""
@@ -71,8 +75,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         index: PrefixIndex,
         random_id: Callable[[], str],
         slow_client_timeout_s: float,
+        describe_tls: DescribeTls,
     ) -> None:
         self._admission = admission
+        self._describe_tls = describe_tls
         self._dispatcher = dispatcher
         self._registry = registry
         self._index = index
@@ -144,6 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetClusterStatus(
         self, request: inference_pb2.GetClusterStatusRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetClusterStatusResponse:
+        front, cluster = self._describe_tls()
         return inference_pb2.GetClusterStatusResponse(
             workers=[
                 wire.worker_status(each.member, each.state, each.heartbeat, each.heartbeat_age_s)
@@ -158,6 +165,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 wire.hot_prefix(each, self._index.holders(each.page_hash))
                 for each in self._dispatcher.hot_prefixes.hottest(_SHOWN_PREFIXES)
             ],
+            front_tls=wire.encryption(front),
+            cluster_tls=wire.encryption(cluster),
         )
 
     async def _play(self, start: inference_pb2.GenerateManyRequest, send: Send) -> bytes:

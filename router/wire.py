@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 
+from credentials.door import Encryption
 from pagewire.protos import (
     common_pb2,
     controller_pb2,
@@ -382,6 +383,11 @@ def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPr
         hits=prefix.num_hits,
         workers=workers,
     )
+
+
+def encryption(found: Encryption) -> inference_pb2.Encryption:
+    """Convert what is shown of one kind of connections."""
+    return inference_pb2.Encryption(encrypted=found.is_on, expires_at_s=int(found.expires_at))
 
 
 def _worker_service(channel: grpc.aio.Channel) -> Any:

@@ -47,11 +47,11 @@ class WorkerActor(ABC, Generic[Config]):
         self._settings = settings
         self._config = config
         self._controller = ray.get_actor(controller_name)
-        self._process = WorkerProcess(
-            settings, keys, announce=self._announce, report_loaded=self._report_loaded
-        )
         is_restart = await self._was_ready()
         try:
+            self._process = WorkerProcess(
+                settings, keys, announce=self._announce, report_loaded=self._report_loaded
+            )
             await self._process.start(self._build)
         except Exception:
             if not is_restart:

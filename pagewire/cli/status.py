@@ -1,6 +1,7 @@
 """The tables of `pagewire status`: workers, pages and hit rates."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -10,10 +11,12 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pagewire import ClusterStatus, WorkerStatus
+from pagewire import ClusterStatus, Encryption, WorkerStatus
 from pagewire.cli.units import format_bytes, format_count
+from pagewire.protos.pem import utc
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
+SOON_S = 7 * 86_400  # that a certificate is still valid, and should have been renewed
 STOPPING = "the cluster is being stopped; run `pagewire down` again"
 
 
@@ -35,9 +38,29 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
+    lines = [Text(summary)]
+    if status.front_tls and status.cluster_tls:
+        lines.append(_connections(status.front_tls, status.cluster_tls))
     if status.is_stopping:
-        return Group(table, Text(summary), Text(STOPPING, "yellow"))
-    return Group(table, Text(summary))
+        lines.append(Text(STOPPING, "yellow"))
+    return Group(table, *lines)
+
+
+def _connections(front: Encryption, cluster: Encryption) -> Text:
+    """Tell how connections are protected, and until when."""
+    told = Text()
+    for name, each in (("clients", front), ("within the cluster", cluster)):
+        told.append(f"{' · ' if told else ''}{name}: ")
+        if not each.encrypted:
+            told.append("in clear")
+            continue
+        told.append("TLS")
+        if each.expires_at_s is not None:
+            left_s = each.expires_at_s - time.time()
+            style = "red" if left_s <= 0 else "yellow" if left_s < SOON_S else ""
+            verb = "expired" if left_s <= 0 else "until"
+            told.append(f", certificate {verb} {utc(each.expires_at_s)}", style)
+    return told
 
 
 def status_json(status: ClusterStatus) -> str:

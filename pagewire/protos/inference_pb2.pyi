@@ -251,7 +251,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages", "is_stopping", "hot_prefixes")
+    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages", "is_stopping", "hot_prefixes", "front_tls", "cluster_tls")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,8 @@ class GetClusterStatusResponse(_message.Message):
     INDEX_PAGES_FIELD_NUMBER: _ClassVar[int]
     IS_STOPPING_FIELD_NUMBER: _ClassVar[int]
     HOT_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    FRONT_TLS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_TLS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     active_requests: int
     finished_requests: int
@@ -266,7 +268,17 @@ class GetClusterStatusResponse(_message.Message):
     index_pages: int
     is_stopping: bool
     hot_prefixes: _containers.RepeatedCompositeFieldContainer[HotPrefix]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ..., is_stopping: _Optional[bool] = ..., hot_prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ...) -> None: ...
+    front_tls: Encryption
+    cluster_tls: Encryption
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ..., is_stopping: _Optional[bool] = ..., hot_prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ..., front_tls: _Optional[_Union[Encryption, _Mapping]] = ..., cluster_tls: _Optional[_Union[Encryption, _Mapping]] = ...) -> None: ...
+
+class Encryption(_message.Message):
+    __slots__ = ("encrypted", "expires_at_s")
+    ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_S_FIELD_NUMBER: _ClassVar[int]
+    encrypted: bool
+    expires_at_s: int
+    def __init__(self, encrypted: _Optional[bool] = ..., expires_at_s: _Optional[int] = ...) -> None: ...
 
 class HotPrefix(_message.Message):
     __slots__ = ("id", "tokens", "hits", "workers")

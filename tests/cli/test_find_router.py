@@ -8,6 +8,7 @@ import pytest
 
 from cli import find_router as module
 from cluster import attach, environment
+from cluster.config import ClusterConfig
 from cluster.errors import NotRunning
 from cluster.local_head import LocalHead
 from tests.cli.test_client_commands import COMMANDS, answer
@@ -20,7 +21,9 @@ HEAD = LocalHead(pid=1, ray_address="127.0.0.1:1", token_path="/nowhere")
 @pytest.fixture
 def host(monkeypatch):
     """A host where `up` has started a cluster; to be changed."""
-    host = SimpleNamespace(head=HEAD, router_address="", is_stopping=False, attached_to=[])
+    host = SimpleNamespace(
+        head=HEAD, router_address="", is_stopping=False, attached_to=[], config=ClusterConfig()
+    )
 
     @contextmanager
     def attached(ray_address, head):

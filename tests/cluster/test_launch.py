@@ -19,6 +19,7 @@ from cluster.placement import CONTROLLER_NAME, GATEWAY_NAME, ROUTER_NAME, _resou
 from cluster.private_folder import private_folder
 from cluster.readiness import _refuse_misfits
 from cluster.scaling import worker_ids
+from credentials.config import TlsSettings
 from credentials.secret import ClusterSecret, PartyKeys
 from decode_worker.actor import DecodeActor
 from prefill_worker.actor import PrefillActor
@@ -137,9 +138,9 @@ def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
     deploy(deployment({**options, "http_port": 0}))
     assert GATEWAY_NAME not in placed
     deploy(deployment({**options, "http_port": 8123}))
-    config, host, port, *_, router_name = placed[GATEWAY_NAME][1]
+    config, host, port, _, _, router_name, tls, router_tls = placed[GATEWAY_NAME][1]
     assert (config.max_prompts, host, port) == (3, "0.0.0.0", 8123)
-    assert router_name == ROUTER_NAME
+    assert (router_name, tls, router_tls) == (ROUTER_NAME, TlsSettings(), None)
     for name in (GATEWAY_NAME, ROUTER_NAME):
         assert list(placed[name][0]["resources"]) == ["node:h"], "at the host of who started it"
 
@@ -383,7 +384,7 @@ def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatc
         deadline = time.monotonic() + 1.0
         with pytest.raises(StartError) as caught:
             readiness.wait_until_served(
-                address, router, ["prefill-0", "decode-0"], deadline, lambda: None
+                address, None, router, ["prefill-0", "decode-0"], deadline, lambda: None
             )
 
     assert service.num_statuses > 1

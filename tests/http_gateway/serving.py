@@ -11,8 +11,10 @@ from typing import Any
 
 import grpc
 
+from credentials.door import Door
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
+from pagewire import Tls
 from pagewire.protos import inference_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.front import make_server
@@ -57,10 +59,10 @@ class Gateway:
 
 @asynccontextmanager
 async def scripted(
-    script: scripted_service.Script, **model: Any
+    script: scripted_service.Script, door: Door | None = None, **model: Any
 ) -> AsyncIterator[tuple[str, ScriptedService]]:
     """A router's service that plays a script."""
-    async with scripted_service.serving(script) as (address, service):
+    async with scripted_service.serving(script, door) as (address, service):
         service.model = inference_pb2.Model(**{**MODEL, **model})
         yield address, service
 
@@ -100,7 +102,13 @@ async def real_router(
 
 
 @contextmanager
-def gateway(backend: Callable[[], Backend], **config: Any) -> Iterator[Gateway]:
+def gateway(
+    backend: Callable[[], Backend],
+    *,
+    door: Door | None = None,
+    router_tls: Tls | None = None,
+    **config: Any,
+) -> Iterator[Gateway]:
     """Serve HTTP before a backend; nobody may log an error meanwhile."""
     started: list[Gateway] = []
     failures: list[BaseException] = []
@@ -114,7 +122,12 @@ def gateway(backend: Callable[[], Backend], **config: Any) -> Iterator[Gateway]:
                 return router_address
 
             server = GatewayServer(
-                find_router, config=GatewayConfig(**config), host="127.0.0.1", port=0
+                find_router,
+                config=GatewayConfig(**config),
+                host="127.0.0.1",
+                port=0,
+                door=door,
+                router_tls=router_tls,
             )
             address = await server.start()
             stops.append(stop)
