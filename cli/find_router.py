@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
@@ -12,6 +12,7 @@ from cluster.local_head import find_head
 from pagewire import Client, ClusterStatus, ConnectionFailedError
 from pagewire.cli.client_commands import ANSWER_TIMEOUT_S, DEFAULT_ADDRESS
 from pagewire.cli.early_interrupts import interrupts_end_at_once
+from pagewire.cli.token import TokenFileFlag, token_of
 
 AddressFlag = Annotated[
     str | None,
@@ -31,6 +32,7 @@ class FoundRouter:
     """Where a router is, whether it answers or not."""
 
     address: str
+    token: str = field(default="", repr=False)  # with which its cluster lets us call
     is_stopping: bool = False  # its cluster, as far as the controller tells
 
 
@@ -54,10 +56,10 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         from cluster.environment import prepare_ray
 
         prepare_ray(is_local=not ray_address)
-        from cluster.attach import ask, attached, router_address  # imports Ray
+        from cluster.attach import ask, attached, router_address, router_token  # imports Ray
 
     with attached(ray_address, head) as controller:
-        found = FoundRouter(address=router_address())
+        found = FoundRouter(address=router_address(), token=router_token())
         with suppress(StartError):  # a router serves also while the controller does not answer
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
             found = replace(found, is_stopping=facts.is_stopping)
@@ -65,17 +67,26 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
 
 
 @contextmanager
-def found_router(address: AddressFlag = None, ray_address: RayAddressFlag = "") -> Iterator[Client]:
+def found_router(
+    address: AddressFlag = None,
+    ray_address: RayAddressFlag = "",
+    token_file: TokenFileFlag = None,
+) -> Iterator[Client]:
     """Find a router and open a client of it, whose calls need not last long.
+
+    Without a token that is given, calls are made with that of the cluster which was found.
 
     Raises:
         NotRunning: As find_router does.
         StartError: Likewise.
         Stopping: The router does not answer, which is why.
     """
+    token = token_of(token_file)
     found = find_router(address, ray_address)
     kind = _EndingClient if found.is_stopping else Client
-    with kind(found.address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+    with kind(
+        found.address, token=token or found.token, default_timeout_s=ANSWER_TIMEOUT_S
+    ) as client:
         try:
             yield client
         except ConnectionFailedError:

@@ -120,7 +120,9 @@ def demo(config: ClusterConfig) -> None:
 
         with running_cluster(config, device, signals, shows_worker_logs=False, say=say) as cluster:
             say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
-            signals.run(run_demo(cluster.address, Console()))
+            from cluster.attach import router_token
+
+            signals.run(run_demo(cluster.address, Console(), router_token()))
         say("stopped")
 
 

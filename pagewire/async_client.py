@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s
+from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s, given_token
 from pagewire.assembly import CompletionBuilder
 from pagewire.errors import PagewireError, ServerError
 from pagewire.protos import inference_pb2
@@ -48,6 +48,9 @@ class AsyncClient:
     changed token; it looks for one for `resume_s` seconds (0: not at all). A call that has received
     nothing yet is made anew, for a second at most; calls other than generations once per address.
 
+    `token` says for whom calls are made, where the routers want to know it (AuthenticationError);
+    without it the environment variable PAGEWIRE_TOKEN does, if it is set.
+
     Close it with `async with`, or with `aclose`; a closed client cannot be used again. Any number
     of tasks may use one client at the same time.
 
@@ -64,11 +67,12 @@ class AsyncClient:
         self,
         address: str | Sequence[str] = "localhost:50051",
         *,
+        token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
         channel_factory: ChannelFactory = open_channel,
     ) -> None:
-        self._routers = Routers(check_addresses(address), channel_factory)
+        self._routers = Routers(check_addresses(address), channel_factory, given_token(token))
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -201,7 +205,11 @@ class AsyncClient:
         for _ in self._routers.addresses:
             address, call = self._routers.address, getattr(self._routers.stub(), method)
             try:
-                return await call(request, timeout=deadline - asyncio.get_running_loop().time())
+                return await call(
+                    request,
+                    timeout=deadline - asyncio.get_running_loop().time(),
+                    metadata=self._routers.metadata,
+                )
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure, address, limit_s)
                 if not is_router_lost(failure):

@@ -44,12 +44,14 @@ class Client:
         self,
         address: str | Sequence[str] = "localhost:50051",
         *,
+        token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
         channel_factory: ChannelFactory = open_channel,
     ) -> None:
         self._client = AsyncClient(
             address,
+            token=token,
             default_timeout_s=default_timeout_s,
             resume_s=resume_s,
             channel_factory=channel_factory,

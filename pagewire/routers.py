@@ -45,10 +45,14 @@ class Routers:
     Args:
         addresses: One or more, `host:port`; the first one is used first.
         channel_factory: Opens a channel to one of them.
+        token: That says for whom calls are made; empty: none.
     """
 
-    def __init__(self, addresses: Sequence[str], channel_factory: ChannelFactory) -> None:
+    def __init__(
+        self, addresses: Sequence[str], channel_factory: ChannelFactory, token: str = ""
+    ) -> None:
         self.addresses = addresses
+        self.metadata = token_metadata(token)  # of each call
         self.is_closed = False
         self._channel_factory = channel_factory
         self._current = 0
@@ -91,6 +95,11 @@ class Routers:
         channels, self._channels = self._channels, {}
         if channels and self._loop is asyncio.get_running_loop():
             await asyncio.gather(*(channel.close() for channel, _ in channels.values()))
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call that brings a bearer token; empty: none."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def closed() -> ClosedError:

@@ -30,6 +30,7 @@ from pagewire import (
 from pagewire.arguments import check_sampling, check_timeout_s, refused
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 from pagewire.cli.strict_command import StrictCommand, told_by_flags
+from pagewire.cli.token import TokenFileFlag, token_of
 from pagewire.cli.units import invalid_byte
 
 DEFAULT_ADDRESS = "localhost:50051"
@@ -92,9 +93,12 @@ def add_client_commands(
 
 
 @contextmanager
-def named_router(address: AddressFlag = DEFAULT_ADDRESS) -> Iterator[Client]:
+def named_router(
+    address: AddressFlag = DEFAULT_ADDRESS, token_file: TokenFileFlag = None
+) -> Iterator[Client]:
     """Open a client of the router at an address, whose calls need not last long."""
-    with Client(address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+    token = token_of(token_file)
+    with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S) as client:
         yield client
 
 

@@ -9,7 +9,7 @@ from pagewire import errors
 EXPORTED = """
     Client Stream AsyncClient AsyncStream
     SamplingOptions Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens Model
-    ClusterStatus WorkerStatus PageCounts HotPrefix
+    ClusterStatus WorkerStatus PageCounts HotPrefix TenantStatus
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
     AuthenticationError OverloadedError TransportError ConnectionFailedError UnavailableError
     TimeoutError CancelledError ServerError ClosedError
