@@ -53,7 +53,6 @@ def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:
         "finished_requests": status.finished_requests,
         "resumed_requests": status.resumed_requests,
         "index_pages": status.index_pages,
-        "is_partial": status.is_partial,
         "tenants": [asdict(each) for each in status.tenants],
         "hot_prefixes": [asdict(each) for each in status.hot_prefixes],
         "workers": [_worker_json(each) for each in status.workers],

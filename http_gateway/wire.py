@@ -157,13 +157,16 @@ class RouterLink:
         return caller.model
 
     async def status(self, authorization: str) -> ClusterStatus:
-        """Return what the router tells a caller of the cluster.
+        """Return what the router tells an operator of the cluster.
 
         Raises:
-            PagewireError: The router does not answer, or refuses the caller.
+            PagewireError: The router does not answer, or the caller is none.
         """
         request = inference_pb2.GetClusterStatusRequest()
         response = await self._call("GetClusterStatus", request, authorization, CALL_TIMEOUT_S)
+        if response.is_partial:
+            message = "this is for operators of the cluster; the token's tenant is none"
+            raise AuthenticationError(message, code="PERMISSION_DENIED")
         return status_from(response)
 
     async def is_serving(self) -> bool:

@@ -1,7 +1,7 @@
 """The tables of `pagewire status`: workers, pages and hit rates."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pagewire import ClusterStatus, WorkerStatus
+from pagewire import ClusterStatus, TenantStatus, WorkerStatus
 from pagewire.cli.units import format_bytes, format_count
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
@@ -35,9 +35,27 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
+    shown: list[RenderableType] = [table, Text(summary)]
+    if status.is_partial:  # of workers and the index nothing was told
+        shown = []
+    if status.tenants:
+        shown += [_tenants_table(status.tenants)]
     if status.is_stopping:
-        return Group(table, Text(summary), Text(STOPPING, "yellow"))
-    return Group(table, Text(summary))
+        shown += [Text(STOPPING, "yellow")]
+    return Group(*shown)
+
+
+def _tenants_table(tenants: Sequence[TenantStatus]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name, justify in _OF_TENANTS.items():
+        table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
+    for each in tenants:
+        counts = (
+            *(each.active_requests, each.requests, each.refused_requests),
+            *(each.prompt_tokens, each.generated_tokens),
+        )
+        table.add_row(Text(each.name), *map(format_count, counts))
+    return table
 
 
 def status_json(status: ClusterStatus) -> str:
@@ -94,6 +112,14 @@ _WIDE: _Columns = {
     "tokens\ngenerated": lambda w: str(w.generated_tokens),
     "pages\nmoved": lambda w: str(w.pages_moved),
     "moved": lambda w: format_bytes(w.bytes_moved),
+}
+_OF_TENANTS: dict[str, JustifyMethod] = {
+    "tenant": "left",
+    "active": "right",
+    "requests": "right",
+    "refused": "right",
+    "tokens\nof prompts": "right",
+    "tokens\ngenerated": "right",
 }
 # What no heartbeat tells: columns, and fields of WorkerStatus.
 _IDENTITY = {"worker", "state", "address", "incarnation"}

@@ -23,10 +23,10 @@ SERVE_FLAGS = """
 FLAGS = {
     "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p
         --min-tokens --model --presence-penalty --ray-address --repetition-penalty --seed --stop
-        --temperature --timeout-s --top-k --top-p""",
+        --temperature --timeout-s --token-file --top-k --top-p""",
     "chat": """--address --help --max-tokens --model --ray-address --seed --system --temperature
-        --timeout-s --top-k --top-p""",
-    "status": "--address --help --json --once --ray-address --wide",
+        --timeout-s --token-file --top-k --top-p""",
+    "status": "--address --help --json --once --ray-address --token-file --wide",
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --prefill --ray-address",
     "drain": "--config --grace-s --help --ray-address",
@@ -43,14 +43,15 @@ FLAGS = {
         --decode-worker-max-running-sequences --help --host --keys --log-format
         --log-level --model --port --router-coalesce-ms --router-connect-timeout-s
         --router-dead-after-s --router-decode-load-s --router-forget-dead-after-s
-        --router-max-active-requests --router-max-connections
+        --router-max-active-requests --router-max-backlog-s --router-max-connections
         --router-max-expected-wait-s --router-max-index-pages
         --router-max-prefill-candidates --router-max-prompt-chars
         --router-max-resumptions --router-nccl-bytes-per-s --router-new-work-weight
         --router-page-pressure-s --router-prefill-tokens-per-s
         --router-reconnect-delay-s --router-request-timeout-s --router-resume-wait-s
         --router-retry-delay-s --router-slow-client-timeout-s --router-speculative-ttl-s
-        --router-stuck-after-s --router-tcp-bytes-per-s --router-worker-wait-s
+        --router-stuck-after-s --router-tcp-bytes-per-s --router-tenants-file
+        --router-worker-wait-s
         --share-port --stop-grace-s""",
     "router-keys": "--config --help --ray-address --secret-file",
     "version": "--help",
@@ -73,7 +74,7 @@ def test_commands_are_a_decision():
     group = get_command(commands.app)
     names = group.list_commands(group.make_context("pagewire", ["version"]))
 
-    assert sorted(names) == sorted([*FLAGS, "demo", "serve", "up"])
+    assert sorted(names) == sorted([*FLAGS, "demo", "serve", "tokens", "up"])
 
 
 @pytest.mark.parametrize("command", sorted(FLAGS))

@@ -14,11 +14,11 @@ from tests.pagewire.scripted_service import serving_in_thread
 
 OWN = {
     "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
-        --top-k --top-p""",
+        --token-file --top-k --top-p""",
     "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p
         --min-tokens --model --presence-penalty --repetition-penalty --seed --stop --temperature
-        --timeout-s --top-k --top-p""",
-    "status": "--address --help --json --once --wide",
+        --timeout-s --token-file --top-k --top-p""",
+    "status": "--address --help --json --once --token-file --wide",
     "version": "--help",
 }
 
@@ -65,7 +65,7 @@ def test_a_slip_is_not_taken_for_the_server():
 def test_the_help_tells_of_the_server_and_of_exit_codes():
     shown = " ".join(CliRunner().invoke(commands.app, ["--help"]).output.split())
 
-    assert "serve, up need the server: pip install 'pagewire[server]'." in shown
+    assert "serve, tokens, up need the server: pip install 'pagewire[server]'." in shown
     assert commands.EXIT_CODES in shown
 
 
