@@ -24,7 +24,7 @@ from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_kernels, check_model_folder
 from cluster.preflight import check_http_port_free
-from pagewire import Client, PagewireError
+from pagewire import AuthenticationError, Client, PagewireError
 from protos.addresses import join_address
 
 Level = Literal["ok", "warn", "fail"]
@@ -327,6 +327,8 @@ def _is_router(host: str, port: int) -> bool:
     try:
         with Client(join_address(host, port), default_timeout_s=ROUTER_TIMEOUT_S) as client:
             client.status()
+    except AuthenticationError:
+        return True  # which wants to know for whom it is asked
     except PagewireError:
         return False
     return True

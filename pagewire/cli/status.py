@@ -35,14 +35,13 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
-    shown: list[RenderableType] = [table, Text(summary)]
-    if status.is_partial:  # of workers and the index nothing was told
-        shown = []
+    # Of workers and the index a tenant that is no operator is told nothing.
+    parts: list[RenderableType] = [] if status.is_partial else [table, Text(summary)]
     if status.tenants:
-        shown += [_tenants_table(status.tenants)]
+        parts.append(_tenants_table(status.tenants))
     if status.is_stopping:
-        shown += [Text(STOPPING, "yellow")]
-    return Group(*shown)
+        parts.append(Text(STOPPING, "yellow"))
+    return Group(*parts)
 
 
 def _tenants_table(tenants: Sequence[TenantStatus]) -> Table:

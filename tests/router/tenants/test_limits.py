@@ -97,8 +97,9 @@ def test_tokens_of_a_call_that_its_client_left_count() -> None:
     async def main() -> None:
         known = tenants(rules("acme"))
         worker = ScriptedWorker("decode-0", token_s=0.1)
-        async with running_router(worker, tenants=known) as tested:
-            await tested.generate(token="acme", max_tokens=100, timeout_s=2.0)
+        async with running_router(worker, tenants=known, window_bytes=1) as tested:
+            # It takes one message, and so the router no more from what was generated.
+            await tested.generate(token="acme", max_tokens=100, timeout_s=2.0, read_s=60)
             await wait_until(lambda: tested.router.admission.num_active == 0, timeout_s=5)
             assert 15 <= counts_of(tested, "acme").generated_tokens <= 20
 
