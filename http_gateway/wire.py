@@ -247,16 +247,19 @@ class RouterLink:
         await self._connect()
         stream = self._starting.get(key)
         if stream is None or stream.is_over:
+            self._drop_unused()
             stream = self._starting[key] = _Stream(self._stub.GenerateMany, self._address, key)
-            self._streams = {each for each in self._streams if not each.is_over} | {stream}
+            self._streams.add(stream)
         self._starting.move_to_end(key)
-        self._retire_idle(stream)
         return stream
 
-    def _retire_idle(self, used: "_Stream") -> None:
-        """End the streams of callers that have paused longest, beyond some."""
-        idle = [key for key, each in self._starting.items() if each.is_idle and each is not used]
-        for key in idle[: max(0, len(idle) - MOST_IDLE_STREAMS)]:
+    def _drop_unused(self) -> None:
+        """Forget streams that are over, and end those of callers that have paused longest."""
+        self._streams = {each for each in self._streams if not each.is_over}
+        for key in [key for key, each in self._starting.items() if each.is_over]:
+            del self._starting[key]
+        idle = [key for key, each in self._starting.items() if each.is_idle]
+        for key in idle[: max(0, len(idle) - MOST_IDLE_STREAMS + 1)]:
             self._starting.pop(key).retire()
 
     async def _connect(self) -> None:

@@ -9,11 +9,12 @@ import openai
 import pytest
 
 from http_gateway import wire
+from pagewire.protos import inference_pb2
 from router.tenants.registry import Tenants
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.parrot import parrot, write_folder
 from tests.http_gateway.raw_http import RawAnswer, exchange, request
-from tests.http_gateway.serving import Gateway, gateway, real_router
+from tests.http_gateway.serving import Gateway, gateway, real_router, scripted
 from tests.router.tenants.known import CLUSTER_TOKEN, rules, tenants
 
 KNOWN = (
@@ -169,17 +170,15 @@ def test_metrics_tell_of_each_tenant_and_of_none_that_is_not_configured(
     assert "nobody" not in text
 
 
-def test_streams_of_callers_that_pause_end_and_those_that_run_stay(
-    served: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "MOST_IDLE_STREAMS", 1)
-    link = served.server._link
-    assert link is not None
-    for key in ("acme", "globex", "ops", "acme"):
-        client = client_of(served).with_options(api_key=key)
-        client.completions.create(model="tiny", prompt="hello", max_tokens=1)
-
-    assert list(link._starting) == ["Bearer ops", "Bearer acme"]
+def test_streams_of_callers_that_pause_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_IDLE_STREAMS", 2)
+    with gateway(lambda: real_router(parrot(folder), folder, tenants=tenants(*KNOWN))) as served:
+        for key in ("acme", "globex", "acme", "ops", "acme"):
+            client = client_of(served).with_options(api_key=key)
+            client.completions.create(model="tiny", prompt="hello", max_tokens=1)
+        link = served.server._link
+        assert link is not None
+        assert list(link._starting) == ["Bearer ops", "Bearer acme"]
 
 
 def test_without_tenants_all_keys_are_one_caller(folder: Path) -> None:
@@ -191,3 +190,24 @@ def test_without_tenants_all_keys_are_one_caller(folder: Path) -> None:
         assert link is not None
         assert list(link._starting) == [""]
         assert exchange(served.host_and_port, request("/metrics", method="GET")).status == 200
+
+
+def test_while_the_router_is_away_metrics_are_for_whoever_was_an_operator_last() -> None:
+    async def nothing(request: Any, context: Any) -> Any:
+        yield
+
+    def known_to_operators() -> inference_pb2.GetClusterStatusResponse:
+        acme = inference_pb2.TenantStatus(name="acme")
+        return inference_pb2.GetClusterStatusResponse(tenants=[acme])
+
+    with gateway(lambda: scripted(nothing)) as served:
+
+        def ask(key: str) -> RawAnswer:
+            told = request("/metrics", method="GET", authorization=f"Bearer {key}")
+            return exchange(served.host_and_port, told)
+
+        served.backend.cluster = known_to_operators
+        assert ask("operator").status == 200
+        served.backend.is_away = True
+        assert b"pagewire_router_up 0.0" in ask("operator").body
+        assert (ask("other").status, ask("").status) == (503, 503)
