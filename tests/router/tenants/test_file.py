@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from options.option import options_of
 from router.errors import TenantsFileError
 from router.tenants import watch
 from router.tenants.file import (
@@ -17,6 +19,7 @@ from router.tenants.file import (
     token_hash,
 )
 from router.tenants.registry import Tenants
+from router.tenants.tenant import TenantRules
 from router.tenants.watch import TenantsWatch
 from tests.support.log_records import records_of
 
@@ -221,3 +224,17 @@ def test_a_file_is_followed_while_the_router_runs(
         following.cancel()
 
     asyncio.run(main())
+
+
+def test_the_page_on_tenants_has_all_fields_with_their_defaults() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tenants.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| .+ \|$", page, re.MULTILINE)
+    options = options_of(TenantRules)
+
+    assert [name for name, _ in rows] == ["token_hashes", *options]
+    shown = {"": "empty", False: "false"}
+    for name, default in rows[1:]:
+        found = options[name].default
+        assert default == (shown[found] if isinstance(found, str | bool) else f"{found:g}")
+    [example] = re.findall(r"```yaml\n# tenants.yaml\n(.*?)```", page, re.DOTALL)
+    assert example.count("sha256:") == 2
