@@ -76,7 +76,7 @@ def check_token(value: object, field: str = "token") -> str:
 def given_token(value: object = None) -> str:
     """Return a token; of None what the environment variable PAGEWIRE_TOKEN holds, if anything."""
     if value is None:
-        return check_token(os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE)
+        return check_token(os.environ.get("PAGEWIRE_TOKEN", "").strip(), TOKEN_VARIABLE)
     return check_token(value)
 
 
