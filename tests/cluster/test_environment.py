@@ -28,7 +28,7 @@ def test_every_variable_that_is_read_is_documented():
     assert read - {"PYTHONPATH"} == set(ENVIRONMENT)  # that one is Python's
 
 
-def test_a_clients_token_is_not_handed_to_the_processes_of_a_cluster(monkeypatch):
+def test_a_clients_token_is_not_among_what_ray_starts_actors_with(monkeypatch):
     given = {"PAGEWIRE_TOKEN": "secret", "PAGEWIRE_OTHER": "1", "HOME": "/"}
     monkeypatch.setattr(os, "environ", given)
 
