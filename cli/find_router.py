@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
@@ -23,6 +23,7 @@ from pagewire.cli.client_commands import (
     tls_of,
 )
 from pagewire.cli.early_interrupts import interrupts_end_at_once
+from pagewire.cli.token import TokenFileFlag, token_of
 
 AddressFlag = Annotated[
     str | None,
@@ -42,6 +43,7 @@ class FoundRouter:
     """Where a router is, whether it answers or not."""
 
     address: str
+    token: str = field(default="", repr=False)  # with which its cluster lets us call
     is_stopping: bool = False  # its cluster, as far as the controller tells
     config: ClusterConfig | None = None  # of its cluster; None: the controller does not tell
 
@@ -66,10 +68,10 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         from cluster.environment import prepare_ray
 
         prepare_ray(is_local=not ray_address)
-        from cluster.attach import ask, attached, router_address  # imports Ray
+        from cluster.attach import ask, attached, router_address, router_token  # imports Ray
 
     with attached(ray_address, head) as controller:
-        found = FoundRouter(address=router_address())
+        found = FoundRouter(address=router_address(), token=router_token())
         with suppress(StartError):  # a router serves also while the controller does not answer
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
             found = replace(found, is_stopping=facts.is_stopping, config=facts.config)
@@ -85,8 +87,11 @@ def found_router(
     certificate_file: CertificateFlag = "",
     key_file: KeyFlag = "",
     server_name: ServerNameFlag = "",
+    token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:
     """Find a router and open a client of it, whose calls need not last long.
+
+    Without a token that is given, calls are made with that of the cluster which was found.
 
     Raises:
         NotRunning: As find_router does.
@@ -94,12 +99,18 @@ def found_router(
         ConfigError: The cluster's certificate cannot be read here.
         Stopping: The router does not answer, which is why.
     """
+    token = token_of(token_file)
     found = find_router(address, ray_address)
     kind = _EndingClient if found.is_stopping else Client
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
     if files is None and found.config is not None:
         files = own_client(found.config)
-    with kind(found.address, default_timeout_s=ANSWER_TIMEOUT_S, tls=files) as client:
+    with kind(
+        found.address,
+        token=token or found.token,
+        default_timeout_s=ANSWER_TIMEOUT_S,
+        tls=files,
+    ) as client:
         try:
             yield client
         except ConnectionFailedError:

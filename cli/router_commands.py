@@ -85,7 +85,7 @@ async def _serve(
     # These take time to import.
     from cluster.router_settings import router_settings
     from llm_engine.errors import EngineError
-    from router.errors import ModelFolderError
+    from router.errors import ModelFolderError, TenantsFileError
     from router.process import RouterProcess
 
     async def find_controller() -> str:
@@ -96,7 +96,7 @@ async def _serve(
         settings = router_settings(config, name, keys, shares_port=share_port)
         process = RouterProcess(settings, find_controller)
         address = await process.start()
-    except (ModelFolderError, EngineError) as error:
+    except (ModelFolderError, TenantsFileError, EngineError) as error:
         raise ConfigError(str(error)) from error
     except RuntimeError as error:  # somebody was faster
         raise StartError(f"cannot listen on port {config.port} of {config.host}") from error

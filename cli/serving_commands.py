@@ -121,7 +121,9 @@ def demo(config: ClusterConfig) -> None:
 
         with running_cluster(config, device, signals, shows_worker_logs=False, say=say) as cluster:
             say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
-            signals.run(run_demo(cluster.address, own_client(config), Console()))
+            from cluster.attach import router_token
+
+            signals.run(run_demo(cluster.address, own_client(config), Console(), router_token()))
         say("stopped")
 
 

@@ -27,7 +27,7 @@ from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_kernels, check_model_folder
 from cluster.preflight import check_http_port_free
-from pagewire import Client, PagewireError
+from pagewire import AuthenticationError, Client, PagewireError
 from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
 
@@ -381,6 +381,8 @@ def _is_router(config: ClusterConfig) -> bool:
         tls = own_client(config)
         with Client(address, default_timeout_s=ROUTER_TIMEOUT_S, tls=tls) as client:
             client.status()
+    except AuthenticationError:
+        return True  # which wants to know for whom it is asked
     except (PagewireError, ConfigError):
         return False
     return True

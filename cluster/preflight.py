@@ -1,6 +1,7 @@
 """Refuses, before anything is started, what cannot be. Without Ray: to import it takes a second."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
 from cluster.certificates import check_certificates
@@ -9,6 +10,8 @@ from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, 
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_kernels, check_model_folder
+from router.errors import TenantsFileError
+from router.tenants.file import read_tenants
 
 
 def check_start(
@@ -28,6 +31,7 @@ def check_start(
     """
     if config.model is None:
         raise ConfigError("model is not set; give a checkpoint folder with --model")
+    _check_tenants_file(config.router.tenants_file)
     if config.ray_address:
         from cluster.ray_address import check_ray_answers  # imports gRPC
 
@@ -68,6 +72,15 @@ def choose_device(config: ClusterConfig, num_gpus: int) -> str:
 def _check_certificates(config: ClusterConfig, say: Callable[[str], None]) -> None:
     if wrong_name := check_certificates(config):
         say(f"warning: {wrong_name}")
+
+
+def _check_tenants_file(path: str) -> None:
+    if not path:
+        return
+    try:
+        read_tenants(Path(path))
+    except TenantsFileError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:

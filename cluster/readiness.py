@@ -79,7 +79,8 @@ def wait_until_served(
 ) -> int:
     """Wait until a router sees these workers ready; return the longest context that all serve."""
     status: ClusterStatus | None = None
-    with Client(address, default_timeout_s=ANSWER_TIMEOUT_S, tls=tls) as client:
+    token = str(ray.get(router.cluster_token.remote(), timeout=ANSWER_TIMEOUT_S))
+    with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S, tls=tls) as client:
         while time.monotonic() < deadline:
             check()
             try:

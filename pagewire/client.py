@@ -45,6 +45,7 @@ class Client:
         self,
         address: str | Sequence[str] = "localhost:50051",
         *,
+        token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
         tls: Tls | None = None,
@@ -52,6 +53,7 @@ class Client:
     ) -> None:
         self._client = AsyncClient(
             address,
+            token=token,
             default_timeout_s=default_timeout_s,
             resume_s=resume_s,
             tls=tls,

@@ -100,7 +100,9 @@ class ResumableCall:
 
     def _open(self, timeout_s: float) -> None:
         self._address = self._routers.address
-        self._call: Any = self._routers.stub().Generate(self._request, timeout=timeout_s)
+        self._call: Any = self._routers.stub().Generate(
+            self._request, timeout=timeout_s, metadata=self._routers.metadata
+        )
 
     def _note(self, message: inference_pb2.GenerateResponse) -> None:
         self._lost, self._pause_s = None, FIRST_PAUSE_S

@@ -78,13 +78,19 @@ class Routers:
         addresses: One or more, `host:port`; the first one is used first.
         channel_factory: Opens a channel to one of them.
         explain: Given the error of a call that reached nobody, and the address, finds a better one.
+        token: That says for whom calls are made; empty: none.
     """
 
     def __init__(
-        self, addresses: Sequence[str], channel_factory: ChannelFactory, explain: Explain
+        self,
+        addresses: Sequence[str],
+        channel_factory: ChannelFactory,
+        explain: Explain,
+        token: str = "",
     ) -> None:
         self.addresses = addresses
         self.explain = explain
+        self.metadata = token_metadata(token)  # of each call
         self.is_closed = False
         self._channel_factory = channel_factory
         self._current = 0
@@ -132,6 +138,11 @@ class Routers:
 async def no_better(error: PagewireError, _: str) -> PagewireError:
     """Explain nothing: where the channels are others' own."""
     return error
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call that brings a bearer token; empty: none."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def closed() -> ClosedError:

@@ -31,6 +31,7 @@ from pagewire.types import (
     Model,
     PageCounts,
     SamplingOptions,
+    TenantStatus,
     TokenLogprob,
     Usage,
     WorkerStatus,
@@ -169,6 +170,18 @@ def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStat
         ),
         front_tls=_encryption(response, "front_tls"),
         cluster_tls=_encryption(response, "cluster_tls"),
+        tenants=tuple(
+            TenantStatus(
+                name=each.name,
+                active_requests=each.active_requests,
+                requests=each.requests,
+                refused_requests=each.refused_requests,
+                prompt_tokens=each.prompt_tokens,
+                generated_tokens=each.generated_tokens,
+            )
+            for each in response.tenants
+        ),
+        is_partial=response.is_partial,
     )
 
 

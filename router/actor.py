@@ -43,6 +43,10 @@ class RouterActor:
         """Return the gRPC address."""
         return self._address
 
+    async def cluster_token(self) -> str:
+        """Return the token with which whoever may use this Ray calls; empty: none is needed."""
+        return self._process.cluster_token
+
     async def misfits(self) -> dict[str, str]:
         """Return the workers that serve another model than the others, and in what it differs."""
         return self._process.router.registry.misfits()

@@ -29,6 +29,9 @@ from router.health import INFERENCE_SERVICE
 from router.member_feed import MemberFeed
 from router.membership import WorkerMember
 from router.router import Router
+from router.tenants.file import digest_of, read_tenants
+from router.tenants.registry import Tenants
+from router.tenants.watch import TenantsWatch
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class RouterProcess:
 
     Raises:
         PemError: A file for TLS cannot be used.
+        TenantsFileError: The tenants file cannot be used.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class RouterProcess:
     ) -> None:
         keys = settings.keys
         self._settings = settings
+        self._tenants, self._watch = _tenants_of(settings)
         config = replace(
             settings.config, page_hash_key=keys.page_hashes, resume_key=keys.resume_tokens
         )
@@ -78,15 +83,21 @@ class RouterProcess:
             connect_channel=partial(connect_worker, credentials, links),
             random_id=lambda: secrets.token_hex(16),
             describe_tls=lambda: (self._front.encryption(), links.door.encryption()),
+            tenants=self._tenants,
         )
-        self._server = make_server(config, shares_port=settings.shares_port)
+        self._server = make_server(config, self._tenants, shares_port=settings.shares_port)
         self._feed = MemberFeed(
             router_id=config.router_id,
             find_controller=find_controller,
             connect_controller=partial(connect_controller, credentials, links),
             take=self.router.set_workers,
         )
-        self._feeding: asyncio.Task[None] | None = None
+        self._followers: list[asyncio.Task[None]] = []  # of members, and of the tenants file
+
+    @property
+    def cluster_token(self) -> str:
+        """The token of whoever started the cluster; empty: nobody needs one."""
+        return "" if self._tenants.is_open else self._settings.keys.cluster_token
 
     async def start(self) -> str:
         """Serve, and find the workers; returns the address as soon as clients can connect.
@@ -105,7 +116,10 @@ class RouterProcess:
         reflection.enable_server_reflection(names, self._server)
         await self.router.start()
         await self._server.start()
-        self._feeding = asyncio.create_task(self._feed.run(), name="member-feed")
+        self._followers = [asyncio.create_task(self._feed.run(), name="member-feed")]
+        if self._watch is not None:
+            watching = asyncio.create_task(self._watch.run(), name="tenants-watch")
+            self._followers.append(watching)
         settle_collector()
         log.info("router_ready", extra=fields(router_id=settings.config.router_id, address=address))
         return address
@@ -120,11 +134,22 @@ class RouterProcess:
         if self._settings.shares_port:
             closing.append(asyncio.create_task(self._server.stop(grace_s + CLOSE_S)))
         await self.router.stop(grace_s)
-        if self._feeding:
-            self._feeding.cancel()
-            await asyncio.wait([self._feeding], timeout=CLOSE_S)
+        for each in self._followers:
+            each.cancel()
+        if self._followers:
+            await asyncio.wait(self._followers, timeout=CLOSE_S)
         await self._server.stop(None)
         await asyncio.gather(*closing)
+
+
+def _tenants_of(settings: RouterSettings) -> tuple[Tenants, TenantsWatch | None]:
+    if not settings.config.tenants_file:
+        return Tenants(), None
+    path = Path(settings.config.tenants_file)
+    read = read_tenants(path)
+    own = digest_of(settings.keys.cluster_token.encode())
+    tenants = Tenants(read.rules, cluster_digest=own, now=asyncio.get_running_loop().time())
+    return tenants, TenantsWatch(path, tenants, read)
 
 
 def connect_worker(

@@ -25,6 +25,7 @@ from router.prefix_index import PrefixIndex
 from router.prompt import PromptEncoder
 from router.resumption import ResumeTokens
 from router.server import DescribeTls, InferenceServicer, add_to_server
+from router.tenants.registry import Tenants
 from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Router:
         model_dir: Folder with tokenizer.json, chat template and generation_config.json; None serves
             token ids only (no text, no chat, no stop strings).
         connect_channel: Makes a grpc.aio channel to one start of a worker.
+        tenants: Who may call, as of the server; None: everybody.
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
         wall_clock: Returns seconds since 1970, by which resume tokens expire.
         make_renderer: Makes what renders chats with the model's template.
@@ -55,6 +57,7 @@ class Router:
         model_dir: Path | None,
         connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         random_id: Callable[[], str],
+        tenants: Tenants | None = None,
         wall_clock: Callable[[], float] = time.time,
         make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
         run_blocking: RunBlocking = asyncio.to_thread,
@@ -72,7 +75,13 @@ class Router:
             index=self.index,
             on_lost=lambda worker, reason: self.dispatcher.worker_lost(worker, reason),
         )
-        self.dispatcher = Dispatcher(config=config, registry=self.registry, index=self.index)
+        self.tenants = tenants or Tenants()
+        self.dispatcher = Dispatcher(
+            config=config,
+            registry=self.registry,
+            index=self.index,
+            has_tenants=not self.tenants.is_open,
+        )
         off_loop = OffLoop(run_blocking, retry_delay_s=config.retry_delay_s)
         self.admission = Admission(
             config=config,
@@ -82,17 +91,18 @@ class Router:
             random_id=random_id,
             resume_tokens=ResumeTokens(
                 key=config.resume_key,
-                tenant=config.cache_salt,
                 lifetime_s=config.request_timeout_s,
                 wall_clock=wall_clock,
             ),
             off_loop=off_loop,
+            has_tenants=not self.tenants.is_open,
         )
         self._servicer = InferenceServicer(
             admission=self.admission,
             dispatcher=self.dispatcher,
             registry=self.registry,
             index=self.index,
+            tenants=self.tenants,
             random_id=random_id,
             slow_client_timeout_s=config.slow_client_timeout_s,
             describe_tls=describe_tls,

@@ -24,6 +24,7 @@ from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
 from router.request import AskedSampling, GenerationRequest, ServedModel
 from router.resumption import ReceivedChoice, Resumption
+from router.tenants.tenant import Tenant
 from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 _POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
@@ -188,7 +189,6 @@ def submit(
     attempt: int,
     choices: Sequence[tuple[int, Sequence[int]]],
     prefill_candidates: Sequence[WorkerMember],
-    cache_salt: bytes,
     timeout_s: float,
     failed_passes: int,
 ) -> worker_pb2.SessionRequest:
@@ -199,7 +199,6 @@ def submit(
         attempt: 0 at first, one more at each resumption.
         choices: (choice, token ids already received) of those that are not finished.
         prefill_candidates: Best first.
-        cache_salt: Part of the page hashes.
         timeout_s: The worker gives up after it.
         failed_passes: As the worker told that had it last.
     """
@@ -219,7 +218,7 @@ def submit(
                 for choice, emitted in choices
             ],
             prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
-            cache_salt=cache_salt,
+            cache_salt=request.tenant.cache_salt,
             timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
             failed_passes=failed_passes,
         )
@@ -373,6 +372,19 @@ def worker_status(
         status.heartbeat.ParseFromString(beat.message)
         status.heartbeat_age_ms = int(age_s * 1000)
     return status
+
+
+def tenant_status(tenant: Tenant) -> inference_pb2.TenantStatus:
+    """Convert what one tenant does and did."""
+    counts = tenant.counts
+    return inference_pb2.TenantStatus(
+        name=tenant.name,
+        active_requests=tenant.num_active,
+        requests=counts.requests,
+        refused_requests=counts.refused,
+        prompt_tokens=counts.prompt_tokens,
+        generated_tokens=counts.generated_tokens,
+    )
 
 
 def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPrefix:

@@ -31,6 +31,7 @@ from pagewire import (
 from pagewire.arguments import check_sampling, check_timeout_s, refused
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 from pagewire.cli.strict_command import StrictCommand, told_by_flags
+from pagewire.cli.token import TokenFileFlag, token_of
 from pagewire.cli.units import invalid_byte
 
 DEFAULT_ADDRESS = "localhost:50051"
@@ -117,10 +118,12 @@ def named_router(
     certificate_file: CertificateFlag = "",
     key_file: KeyFlag = "",
     server_name: ServerNameFlag = "",
+    token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:
     """Open a client of the router at an address, whose calls need not last long."""
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
-    with Client(address, default_timeout_s=ANSWER_TIMEOUT_S, tls=files) as client:
+    token = token_of(token_file)
+    with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S, tls=files) as client:
         yield client
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pagewire import ClusterStatus, Encryption, WorkerStatus
+from pagewire import ClusterStatus, Encryption, TenantStatus, WorkerStatus
 from pagewire.cli.units import format_bytes, format_count
 from pagewire.protos.pem import utc
 
@@ -38,12 +38,15 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
-    lines = [Text(summary)]
+    # Of workers and the index a tenant that is no operator is told nothing.
+    parts: list[RenderableType] = [] if status.is_partial else [table, Text(summary)]
     if status.front_tls and status.cluster_tls:
-        lines.append(_connections(status.front_tls, status.cluster_tls))
+        parts.append(_connections(status.front_tls, status.cluster_tls))
+    if status.tenants:
+        parts.append(_tenants_table(status.tenants))
     if status.is_stopping:
-        lines.append(Text(STOPPING, "yellow"))
-    return Group(table, *lines)
+        parts.append(Text(STOPPING, "yellow"))
+    return Group(*parts)
 
 
 def _connections(front: Encryption, cluster: Encryption) -> Text:
@@ -61,6 +64,19 @@ def _connections(front: Encryption, cluster: Encryption) -> Text:
             verb = "expired" if left_s <= 0 else "until"
             told.append(f", certificate {verb} {utc(each.expires_at_s)}", style)
     return told
+
+
+def _tenants_table(tenants: Sequence[TenantStatus]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name, justify in _OF_TENANTS.items():
+        table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
+    for each in tenants:
+        counts = (
+            *(each.active_requests, each.requests, each.refused_requests),
+            *(each.prompt_tokens, each.generated_tokens),
+        )
+        table.add_row(Text(each.name), *map(format_count, counts))
+    return table
 
 
 def status_json(status: ClusterStatus) -> str:
@@ -117,6 +133,14 @@ _WIDE: _Columns = {
     "tokens\ngenerated": lambda w: str(w.generated_tokens),
     "pages\nmoved": lambda w: str(w.pages_moved),
     "moved": lambda w: format_bytes(w.bytes_moved),
+}
+_OF_TENANTS: dict[str, JustifyMethod] = {
+    "tenant": "left",
+    "active": "right",
+    "requests": "right",
+    "refused": "right",
+    "tokens\nof prompts": "right",
+    "tokens\ngenerated": "right",
 }
 # What no heartbeat tells: columns, and fields of WorkerStatus.
 _IDENTITY = {"worker", "state", "address", "incarnation"}

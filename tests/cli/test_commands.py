@@ -24,12 +24,12 @@ FLAGS = {
     "generate": """--address --authority-file --certificate-file --frequency-penalty --help
         --ignore-eos --json --key-file --max-tokens --min-p --min-tokens --model --presence-penalty
         --ray-address --repetition-penalty --seed --server-name --stop --temperature --timeout-s
-        --tls --top-k --top-p""",
+        --tls --token-file --top-k --top-p""",
     "chat": """--address --authority-file --certificate-file --help --key-file --max-tokens --model
-        --ray-address --seed --server-name --system --temperature --timeout-s --tls --top-k
-        --top-p""",
+        --ray-address --seed --server-name --system --temperature --timeout-s --tls --token-file
+        --top-k --top-p""",
     "status": """--address --authority-file --certificate-file --help --json --key-file --once
-        --ray-address --server-name --tls --wide""",
+        --ray-address --server-name --tls --token-file --wide""",
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --prefill --ray-address",
     "drain": "--config --grace-s --help --ray-address",
@@ -48,15 +48,15 @@ FLAGS = {
         --front-tls-client-authority-file --front-tls-key-file --help --host --insecure --keys
         --log-format --log-level --model --port --router-coalesce-ms --router-connect-timeout-s
         --router-dead-after-s --router-decode-load-s --router-forget-dead-after-s
-        --router-max-active-requests --router-max-connections --router-max-expected-wait-s
-        --router-max-index-pages --router-max-prefill-candidates --router-max-prompt-chars
-        --router-max-resumptions --router-nccl-bytes-per-s --router-new-work-weight
-        --router-page-pressure-s --router-prefill-tokens-per-s --router-reconnect-delay-s
-        --router-request-timeout-s --router-resume-wait-s --router-retry-delay-s
-        --router-slow-client-timeout-s --router-speculative-ttl-s --router-stuck-after-s
-        --router-tcp-bytes-per-s --router-worker-wait-s --share-port --stop-grace-s
-        --tls-allow-plain-nccl --tls-authority-file --tls-certificate-file --tls-key-file
-        --tls-server-name""",
+        --router-max-active-requests --router-max-backlog-s --router-max-connections
+        --router-max-expected-wait-s --router-max-index-pages --router-max-prefill-candidates
+        --router-max-prompt-chars --router-max-resumptions --router-nccl-bytes-per-s
+        --router-new-work-weight --router-page-pressure-s --router-prefill-tokens-per-s
+        --router-reconnect-delay-s --router-request-timeout-s --router-resume-wait-s
+        --router-retry-delay-s --router-slow-client-timeout-s --router-speculative-ttl-s
+        --router-stuck-after-s --router-tcp-bytes-per-s --router-tenants-file
+        --router-worker-wait-s --share-port --stop-grace-s --tls-allow-plain-nccl
+        --tls-authority-file --tls-certificate-file --tls-key-file --tls-server-name""",
     "router-keys": "--config --help --ray-address --secret-file",
     "version": "--help",
 }
@@ -78,7 +78,7 @@ def test_commands_are_a_decision():
     group = get_command(commands.app)
     names = group.list_commands(group.make_context("pagewire", ["version"]))
 
-    assert sorted(names) == sorted([*FLAGS, "demo", "serve", "up"])
+    assert sorted(names) == sorted([*FLAGS, "demo", "serve", "tokens", "up"])
 
 
 @pytest.mark.parametrize("command", sorted(FLAGS))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from pagewire import ClusterStatus, Encryption, PageCounts, WorkerStatus
+from pagewire import ClusterStatus, Encryption, PageCounts, TenantStatus, WorkerStatus
 from pagewire.cli.client_commands import WIDE_COLUMNS
 from pagewire.cli.status import status_json, status_table
 from pagewire.protos.pem import utc
@@ -165,3 +165,28 @@ def test_a_cluster_that_is_being_stopped_is_told_as_such():
     assert console.file.getvalue().splitlines()[-1].strip() == last
     assert json.loads(status_json(stopping))["is_stopping"]
     assert not json.loads(status_json(status(worker())))["is_stopping"]
+
+
+def test_tenants_have_a_table_and_whoever_is_no_operator_sees_it_alone():
+    acme = TenantStatus(
+        name="acme",
+        active_requests=3,
+        requests=1200,
+        refused_requests=4,
+        prompt_tokens=56_000_000,
+        generated_tokens=7,
+    )
+    told = replace(status(BUSY), tenants=(acme,))
+
+    def lines(told):
+        console = Console(width=80, color_system=None, file=io.StringIO())
+        console.print(status_table(told))
+        return console.file.getvalue().splitlines()
+
+    row = ["acme", "3", "1.2k", "4", "56M", "7"]
+    assert lines(told)[-1].split() == row
+    assert "prefill-10" in "".join(lines(told))
+    own = lines(replace(told, workers=(), is_partial=True))
+    assert own[-1].split() == row
+    assert "requests:" not in "".join(own)
+    assert json.loads(status_json(told))["tenants"][0]["refused_requests"] == 4

@@ -378,8 +378,10 @@ def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatc
     async def never(request, context):
         yield
 
-    router = SimpleNamespace(misfits=SimpleNamespace(remote=dict))
-    monkeypatch.setattr(ray, "get", lambda misfits, timeout: misfits)
+    router = SimpleNamespace(
+        misfits=SimpleNamespace(remote=dict), cluster_token=SimpleNamespace(remote=str)
+    )
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     with serving_in_thread(never) as (address, service):
         deadline = time.monotonic() + 1.0
         with pytest.raises(StartError) as caught:

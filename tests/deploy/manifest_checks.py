@@ -483,8 +483,10 @@ def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
         yield f"up reads {config.secret_file}; its secrets are in {sorted(map(str, secrets))}"
     if bool(config.secret_file) != bool(overlay.routers):
         yield "routers outside Ray need a secret that lasts, and nobody else does"
+    yield from _without_tenants(config, overlay.head, overlay.head.spec["containers"])
     for pod in overlay.routers:
         (one,) = pod.containers
+        yield from _without_tenants(config, pod, [one])
         program, name, *words = one["command"]
         try:
             given = group.get_command(parent, name).make_context(name, words, parent=parent).params
@@ -522,6 +524,17 @@ def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
         target = each["spec"]["scaleTargetRef"]
         if target["name"] not in overlay.of(target["kind"]):
             yield f"HorizontalPodAutoscaler {name}: there is no {target['kind']} {target['name']}"
+
+
+def _without_tenants(
+    config: ClusterConfig, pod: Pod, containers: list[dict[str, Any]]
+) -> Iterator[str]:
+    """Say which containers that read the tenants file do not find it in a secret."""
+    file = config.router.tenants_file
+    for one in containers:
+        folders = _secret_folders(pod, one)
+        if file and Path(file).parent not in folders:
+            yield f"{pod.where}: {one['name']} finds {file} in none of its secrets"
 
 
 def _secret_folders(pod: Pod, container: dict[str, Any]) -> set[Path]:

@@ -48,8 +48,8 @@ DIFFERENCES = {
         r"NetworkPolicy/router-clients/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/ports/3/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/volumeMounts/[34]/.*",
-        rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/[456]/.*",
-        rf"{CLUSTER}/headGroupSpec/template/spec/volumes/[456]/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/[4-7]/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/volumes/[4-7]/.*",
         r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|PrometheusRule|GRPCRoute|HTTPRoute)/.*",
         r"NetworkPolicy/(prometheus|gateway)/.*",
         r"(Certificate|Issuer|BackendTLSPolicy)/.*",
@@ -363,6 +363,11 @@ FAULTS = [
         "and alive when",
     ),
     ("probes", take(router, "livenessProbe", "exec", "command", 4), "must ask as clients do"),
+    (
+        "routers",
+        configured("log_format: json", "router: {tenants_file: /etc/pagewire/tenants.yaml}"),
+        "finds /etc/pagewire/tenants.yaml in none of its secrets",
+    ),
     ("routers", configured("stop_grace_s: 30", "stop_grace_s: 60"), "to stop takes up to 75 s"),
     ("routers", drop("PodDisruptionBudget", "pagewire-router"), "has no PodDisruptionBudget"),
     (

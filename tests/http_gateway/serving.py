@@ -19,6 +19,7 @@ from pagewire.protos import inference_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.front import make_server
 from router.router import Router
+from router.tenants.registry import Tenants
 from tests.pagewire import scripted_service
 from tests.pagewire.scripted_service import ScriptedService
 from tests.router.scripted_worker import ScriptedWorker
@@ -69,7 +70,11 @@ async def scripted(
 
 @asynccontextmanager
 async def real_router(
-    worker: ScriptedWorker, model_dir: Path | None, **config: Any
+    worker: ScriptedWorker,
+    model_dir: Path | None,
+    *,
+    tenants: Tenants | None = None,
+    **config: Any,
 ) -> AsyncIterator[tuple[str, Router]]:
     """A router with one scripted worker, on real sockets."""
     worker_server = grpc.aio.server()
@@ -83,8 +88,9 @@ async def real_router(
         model_dir=model_dir,
         connect_channel=lambda _: grpc.aio.insecure_channel(f"127.0.0.1:{worker_port}"),
         random_id=lambda: f"{next(numbers):032x}",
+        tenants=tenants,
     )
-    server = make_server(RouterConfig(**config))
+    server = make_server(RouterConfig(**config), tenants)
     port = server.add_insecure_port("127.0.0.1:0")
     router.register(server)
     await router.start()

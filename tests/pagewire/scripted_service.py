@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from credentials.config import TlsSettings
@@ -20,7 +21,7 @@ from pagewire.wire import STATUS_DETAILS_KEY
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
 
 
-class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
+class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_grpc.HealthServicer):
     """Generate plays `script`, and so does each call of GenerateMany.
 
     `requests` keeps what came, `intervals_ms` the least times between messages that calls of
@@ -102,6 +103,11 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(self, request, context):  # noqa: N802
         self.callers += context.auth_context().get("x509_subject_alternative_name", [])
         return inference_pb2.ListModelsResponse(models=[self.model])
+
+    async def Check(self, request, context):  # noqa: N802
+        if self.is_away:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "away")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     async def GetClusterStatus(self, request, context):  # noqa: N802
         if self.is_away:
@@ -194,6 +200,7 @@ async def serving(
     service = ScriptedService(script)
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(service, server)
     port = door.add_port(server, "127.0.0.1", 0)
     await server.start()
     try:

@@ -9,7 +9,7 @@ from pagewire import errors
 EXPORTED = """
     Client Stream AsyncClient AsyncStream Tls
     SamplingOptions Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens Model
-    ClusterStatus WorkerStatus PageCounts HotPrefix Encryption
+    ClusterStatus WorkerStatus PageCounts HotPrefix Encryption TenantStatus
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
     AuthenticationError OverloadedError TransportError ConnectionFailedError TlsError
     UnavailableError TimeoutError CancelledError ServerError ClosedError
