@@ -47,7 +47,7 @@ DIFFERENCES = {
         r"Service/(pagewire-controller/.*|pagewire-grpc/spec/selector/.*component)",
         r"NetworkPolicy/router-clients/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/ports/3/.*",
-        rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/volumeMounts/[34]/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/volumeMounts/[3-5]/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/[4-7]/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/volumes/[4-7]/.*",
         r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|PrometheusRule|GRPCRoute|HTTPRoute)/.*",
