@@ -4,21 +4,30 @@ import asyncio
 import itertools
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from http_gateway.answers import Answers
 from http_gateway.errors import HttpError
 from observability.logs import fields
-from pagewire import ClusterStatus, ConnectionFailedError, Model, PagewireError, UnavailableError
+from pagewire import (
+    AuthenticationError,
+    ClusterStatus,
+    ConnectionFailedError,
+    Model,
+    PagewireError,
+    UnavailableError,
+)
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
 from pagewire.protos.token_ids import unpack_token_ids
-from pagewire.routers import Channel, ChannelFactory, open_channel
+from pagewire.routers import Channel, Connector
 from pagewire.wire import (
     detokenize_request,
     error_from,
@@ -35,7 +44,11 @@ TOKENIZE_TIMEOUT_S = 60.0  # a router that starts waits for a worker's model, 30
 MAX_MS = 2**32 - 1
 ENVELOPE_BYTES = 64  # of a GenerateManyRequest, around what it starts
 ENVELOPE_FIELDS = 4
-MODEL_FRESH_S = 2.0  # how long what the router said about its model holds
+CALLER_FRESH_S = 2.0  # how long what the router said to a caller holds
+MOST_CALLERS = 1024  # that are known at a time
+MOST_IDLE_STREAMS = 64  # of callers that pause
+
+INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 FindRouter = Callable[[], Awaitable[str]]  # returns host:port
 
@@ -48,14 +61,27 @@ class _Call:
     answers: Answers
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """What the router says to a caller."""
+
+    model: Model | None  # that it serves; None: it knows none yet
+    tenant: str  # for whom the call is made; empty: the router tells no callers apart
+    until: float  # loop time; then it is asked again
+
+
 class RouterLink:
     """Talks to one router from one event loop; connects when it is first needed, and anew.
+
+    Each call is made with the authorization of whoever asked for it, and each stream has that of
+    one caller alone: the router judges them, and nothing here could say that they are others.
+    `authorization` is a header's value, empty for none.
 
     Args:
         find_router: Says where the router is, each time before it is connected to.
         request_timeout_s: Of a generation.
         tick_s: See Answers.
-        channel_factory: Makes a gRPC channel to an address.
+        connector: Makes gRPC channels to an address.
     """
 
     def __init__(
@@ -64,27 +90,32 @@ class RouterLink:
         *,
         request_timeout_s: float,
         tick_s: float,
-        channel_factory: ChannelFactory = open_channel,
+        connector: Connector,
     ) -> None:
         self._find_router = find_router
         self._timeout_s = request_timeout_s
         self._tick_s = tick_s
-        self._channel_factory = channel_factory
+        self._connector = connector
         self._address = ""
         self._channel: Channel = None
         self._stub: Any = None
-        self._stream: _Stream | None = None  # that calls start on
+        # caller |-> the stream that its calls start on, last used last
+        self._starting: OrderedDict[str, _Stream] = OrderedDict()
         self._streams: set[_Stream] = set()  # with those on which older calls still run
         self._connecting = asyncio.Lock()
-        self._model: Model | None = None
-        self._model_until = 0.0  # loop time
+        self._callers: OrderedDict[str, Caller] = OrderedDict()
+        self._is_open = False  # the router tells no callers apart, as far as is known
 
     async def start(
-        self, requests: Sequence[inference_pb2.GenerateRequest], interval_s: float
+        self,
+        authorization: str,
+        requests: Sequence[inference_pb2.GenerateRequest],
+        interval_s: float,
     ) -> Answers:
         """Start one call or several, whose answers are read together.
 
         Args:
+            authorization: Of the caller.
             requests: One for each call.
             interval_s: Least time between two messages of a call; what comes between travels
                 together.
@@ -93,8 +124,8 @@ class RouterLink:
             HttpError: A request is longer than the router reads, or has more fields.
             PagewireError: The router does not answer.
         """
-        await _check_size(requests, await self.model())
-        stream = await self._open_stream()
+        await _check_size(requests, await self.model(authorization))
+        stream = await self._open_stream(self.key(authorization))
         return stream.start(
             requests,
             timeout_ms=math.ceil(1000 * self._timeout_s),
@@ -102,42 +133,75 @@ class RouterLink:
             tick_s=self._tick_s,
         )
 
-    async def model(self) -> Model:
+    def key(self, authorization: str) -> str:
+        """Return what tells callers apart: all are one where the router makes no difference."""
+        return "" if self._is_open else authorization
+
+    async def tenant(self, authorization: str) -> str:
+        """Return for whom a call would be made; empty: the router tells no callers apart.
+
+        Raises:
+            PagewireError: It refuses the caller, or does not answer.
+        """
+        return (await self._caller(authorization)).tenant
+
+    async def model(self, authorization: str) -> Model:
         """Return the served model.
 
         Raises:
-            PagewireError: The router does not answer, or knows none yet.
+            PagewireError: The router does not answer, knows none yet, or refuses the caller.
         """
-        loop = asyncio.get_running_loop()
-        if self._model is None or loop.time() >= self._model_until:
-            request = inference_pb2.ListModelsRequest()
-            response = await self._call("ListModels", request, CALL_TIMEOUT_S)
-            if not response.models:
-                raise UnavailableError("the cluster is still starting", code="UNAVAILABLE")
-            self._model = model_from(response.models[0])
-            self._model_until = loop.time() + MODEL_FRESH_S
-        return self._model
+        caller = await self._caller(authorization)
+        if caller.model is None:
+            raise UnavailableError("the cluster is still starting", code="UNAVAILABLE")
+        return caller.model
 
-    async def status(self) -> ClusterStatus:
-        """Return what the router knows of the cluster.
+    async def status(self, authorization: str) -> ClusterStatus:
+        """Return what the router tells an operator of the cluster.
+
+        Raises:
+            PagewireError: The router does not answer, or the caller is none.
+        """
+        request = inference_pb2.GetClusterStatusRequest()
+        response = await self._call("GetClusterStatus", request, authorization, CALL_TIMEOUT_S)
+        if response.is_partial:
+            message = "this is for operators of the cluster; the token's tenant is none"
+            raise AuthenticationError(message, code="PERMISSION_DENIED")
+        return status_from(response)
+
+    async def is_serving(self) -> bool:
+        """Return whether the router has a decode worker that takes requests; it tells everybody.
 
         Raises:
             PagewireError: The router does not answer.
         """
-        request = inference_pb2.GetClusterStatusRequest()
-        return status_from(await self._call("GetClusterStatus", request, CALL_TIMEOUT_S))
+        await self._connect()
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+        try:
+            response = await stub.Check(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from(failure, self._address, CALL_TIMEOUT_S) from failure
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> list[int]:
+    async def tokenize(
+        self, authorization: str, request: inference_pb2.TokenizeRequest
+    ) -> list[int]:
         """Return the token ids that a generation would take."""
-        response = await self._call("Tokenize", request, TOKENIZE_TIMEOUT_S)
+        response = await self._call("Tokenize", request, authorization, TOKENIZE_TIMEOUT_S)
         return unpack_token_ids(response.token_ids)
 
     async def detokenize(
-        self, token_ids: Sequence[int], model: str, *, with_pieces: bool = False
+        self,
+        authorization: str,
+        token_ids: Sequence[int],
+        model: str,
+        *,
+        with_pieces: bool = False,
     ) -> tuple[str, list[str]]:
         """Return the text of tokens, special ones included, and if asked for that of each."""
         request = detokenize_request(token_ids, model, False, with_pieces=with_pieces)
-        response = await self._call("Detokenize", request, TOKENIZE_TIMEOUT_S)
+        response = await self._call("Detokenize", request, authorization, TOKENIZE_TIMEOUT_S)
         return response.text, list(response.pieces)
 
     async def aclose(self) -> None:
@@ -147,26 +211,61 @@ class RouterLink:
         if self._channel:
             await self._channel.close()
 
-    async def _call(self, method: str, request: object, timeout_s: float) -> Any:
-        await self._connect()
-        try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as failure:
-            raise error_from(failure, self._address, timeout_s) from failure
+    async def _caller(self, authorization: str) -> Caller:
+        loop = asyncio.get_running_loop()
+        caller = self._callers.get(self.key(authorization))
+        if caller is None or loop.time() >= caller.until:
+            request = inference_pb2.ListModelsRequest()
+            response = await self._call("ListModels", request, authorization, CALL_TIMEOUT_S)
+            caller = Caller(
+                model=model_from(response.models[0]) if response.models else None,
+                tenant=response.tenant,
+                until=loop.time() + CALLER_FRESH_S if response.models else 0.0,
+            )
+            self._is_open = not caller.tenant
+            self._callers[self.key(authorization)] = caller
+            self._callers.move_to_end(self.key(authorization))
+            if len(self._callers) > MOST_CALLERS:
+                self._callers.popitem(last=False)
+        return caller
 
-    async def _open_stream(self) -> "_Stream":
-        if self._stream and asyncio.get_running_loop().time() >= self._stream.retires_at:
-            self._stream.retire()
-            self._stream = None
+    async def _call(
+        self, method: str, request: object, authorization: str, timeout_s: float
+    ) -> Any:
         await self._connect()
-        if self._stream is None or self._stream.is_over:
-            self._stream = _Stream(self._stub.GenerateMany, self._address)
-            self._streams = {each for each in self._streams if not each.is_over} | {self._stream}
-        return self._stream
+        call = getattr(self._stub, method)
+        try:
+            return await call(request, timeout=timeout_s, metadata=_metadata(authorization))
+        except grpc.aio.AioRpcError as failure:
+            error = error_from(failure, self._address, timeout_s)
+            raise await self._connector.explain(error, self._address) from failure
+
+    async def _open_stream(self, key: str) -> "_Stream":
+        stream = self._starting.get(key)
+        if stream and asyncio.get_running_loop().time() >= stream.retires_at:
+            stream.retire()
+            del self._starting[key]
+        await self._connect()
+        stream = self._starting.get(key)
+        if stream is None or stream.is_over:
+            self._drop_unused()
+            stream = self._starting[key] = _Stream(self._stub.GenerateMany, self._address, key)
+            self._streams.add(stream)
+        self._starting.move_to_end(key)
+        return stream
+
+    def _drop_unused(self) -> None:
+        """Forget streams that are over, and end those of callers that have paused longest."""
+        self._streams = {each for each in self._streams if not each.is_over}
+        for key in [key for key, each in self._starting.items() if each.is_over]:
+            del self._starting[key]
+        idle = [key for key, each in self._starting.items() if each.is_idle]
+        for key in idle[: max(0, len(idle) - MOST_IDLE_STREAMS + 1)]:
+            self._starting.pop(key).retire()
 
     async def _connect(self) -> None:
         """Make a channel to where the router is now; that of a running stream stays."""
-        if self._channel and self._stream and not self._stream.is_over:
+        if self._channel and any(not each.is_over for each in self._starting.values()):
             return
         async with self._connecting:
             address = await self._find_router()
@@ -175,8 +274,12 @@ class RouterLink:
             if self._channel:
                 await self._channel.close()
             self._address = address
-            self._channel = self._channel_factory(address)
+            self._channel = self._connector(address)
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+
+def _metadata(authorization: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", authorization),) if authorization else ()
 
 
 async def _check_size(requests: Sequence[inference_pb2.GenerateRequest], model: Model) -> None:
@@ -198,7 +301,7 @@ async def _check_size(requests: Sequence[inference_pb2.GenerateRequest], model: 
 class _Stream:
     """One GenerateMany stream; when it breaks, its calls fail, and the next ones need another."""
 
-    def __init__(self, method: Callable[..., Any], address: str) -> None:
+    def __init__(self, method: Callable[..., Any], address: str, authorization: str) -> None:
         self.is_over = False
         self.retires_at = asyncio.get_running_loop().time() + MAX_STREAM_AGE_S
         self._is_retired = False
@@ -206,7 +309,13 @@ class _Stream:
         self._calls: dict[int, _Call] = {}  # call id |-> of those that run
         self._ids = itertools.count(1)
         self._outbox: asyncio.Queue[inference_pb2.GenerateManyRequest | None] = asyncio.Queue()
-        self._reader = asyncio.create_task(self._read(method(self._requests())), name="router")
+        call = method(self._requests(), metadata=_metadata(authorization))
+        self._reader = asyncio.create_task(self._read(call), name="router")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call runs on it."""
+        return not self._calls
 
     def start(
         self,
@@ -269,7 +378,7 @@ class _Stream:
             self.is_over = True
             stream.cancel()
             self._outbox.put_nowait(None)  # gRPC's task that reads it would wait for ever
-            if self._calls:
+            if self._calls and not isinstance(error, AuthenticationError):
                 log.warning(
                     "router_lost", extra=fields(num_calls=len(self._calls), reason=error.message)
                 )

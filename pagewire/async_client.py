@@ -8,14 +8,15 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s
+from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s, given_token
 from pagewire.assembly import CompletionBuilder
 from pagewire.errors import PagewireError, ServerError
 from pagewire.protos import inference_pb2
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
-from pagewire.routers import ChannelFactory, Routers, closed, open_channel
+from pagewire.routers import ChannelFactory, Connector, Routers, closed, no_better
+from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
     Messages,
@@ -48,6 +49,10 @@ class AsyncClient:
     changed token; it looks for one for `resume_s` seconds (0: not at all). A call that has received
     nothing yet is made anew, for a second at most; calls other than generations once per address.
 
+    The connection is in clear unless `tls` says how it is encrypted.
+    `token` says for whom calls are made, where the routers want to know it (AuthenticationError);
+    without it the environment variable PAGEWIRE_TOKEN does, if it is set.
+
     Close it with `async with`, or with `aclose`; a closed client cannot be used again. Any number
     of tasks may use one client at the same time.
 
@@ -64,11 +69,19 @@ class AsyncClient:
         self,
         address: str | Sequence[str] = "localhost:50051",
         *,
+        token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
-        channel_factory: ChannelFactory = open_channel,
+        tls: Tls | None = None,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
-        self._routers = Routers(check_addresses(address), channel_factory)
+        connect = Connector(check_tls(tls))
+        self._routers = Routers(
+            check_addresses(address),
+            channel_factory or connect,
+            no_better if channel_factory else connect.explain,
+            given_token(token),
+        )
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -201,11 +214,16 @@ class AsyncClient:
         for _ in self._routers.addresses:
             address, call = self._routers.address, getattr(self._routers.stub(), method)
             try:
-                return await call(request, timeout=deadline - asyncio.get_running_loop().time())
+                return await call(
+                    request,
+                    timeout=deadline - asyncio.get_running_loop().time(),
+                    metadata=self._routers.metadata,
+                )
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure, address, limit_s)
                 if not is_router_lost(failure):
                     raise error from failure
+                error = await self._routers.explain(error, address)
                 self._routers.leave(address)
             except asyncio.CancelledError:
                 if self._routers.is_closed and not is_own_cancellation():

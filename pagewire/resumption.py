@@ -18,6 +18,7 @@ from pagewire.errors import (
     InvalidRequestError,
     OverloadedError,
     PagewireError,
+    TlsError,
 )
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
@@ -99,7 +100,9 @@ class ResumableCall:
 
     def _open(self, timeout_s: float) -> None:
         self._address = self._routers.address
-        self._call: Any = self._routers.stub().Generate(self._request, timeout=timeout_s)
+        self._call: Any = self._routers.stub().Generate(
+            self._request, timeout=timeout_s, metadata=self._routers.metadata
+        )
 
     def _note(self, message: inference_pb2.GenerateResponse) -> None:
         self._lost, self._pause_s = None, FIRST_PAUSE_S
@@ -124,6 +127,10 @@ class ResumableCall:
         error = error_from(failure, self._address, self._timeout_s)
         if not is_router_lost(failure) and not self._is_crowd(failure):
             raise self._told(error) from failure
+        if not self._received:
+            error = await self._routers.explain(error, self._address)
+            if isinstance(error, TlsError):
+                raise error from failure  # which no second attempt mends
         if self._lost is None:
             self._lost, self._lost_at = error, now
             self._num_losses += 1

@@ -151,10 +151,10 @@ def test_a_client_of_another_event_loop_says_so():
 
 class _Channel:
     def unary_unary(self, *arguments, **options):
-        return lambda request, timeout: asyncio.sleep(0)
+        return lambda request, **options: asyncio.sleep(0)
 
     def unary_stream(self, *arguments, **options):
-        return lambda request, timeout: None
+        return lambda request, **options: None
 
     stream_stream = unary_stream
 
