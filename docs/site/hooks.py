@@ -1,6 +1,6 @@
 """What MkDocs does not do by itself: pages from elsewhere in the repository, and links to them.
 
-1. on_config   leaves out pages of OPTIONAL that do not exist, and lists the decision records
+1. on_config   leaves out PENDING pages, and lists the decision records
 2. on_files    adds the pages that are generated, or whose text lies elsewhere in the repository
 3. on_page_markdown  turns links into the repository into links within the site
 4. on_post_build     lists external links, and fails if a page would load anything from another host
@@ -17,7 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.site.links import Link, find_links, replace_links, separate_lists
+from docs.site.links import PENDING, Link, find_links, replace_links, separate_lists
 from protos.reference import reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,6 @@ ELSEWHERE = {
     "deployment/hosts.md": "deploy/README.md",
     "deployment/kubernetes.md": "deploy/kubernetes/README.md",
 }
-OPTIONAL = {"faults.md", "metrics.md", "observability.md", "structured_output.md", "tenants.md"}
 # page |-> figure that stands for its Mermaid diagram, which needs a program from another host
 DIAGRAMS = {"protocol.md": "figures/request.svg"}
 SOURCES = "repository"  # folder of the site with the files of the repository that pages link to
@@ -54,9 +53,13 @@ def _existing(nav: list[Any]) -> list[Any]:
         title, target = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
         if isinstance(target, list):
             kept.append({title: _existing(target)})
-        elif target not in OPTIONAL or (DOCS / target).exists():
+        elif not _is_pending(target):
             kept.append(entry)
     return kept
+
+
+def _is_pending(page: str) -> bool:
+    return page in PENDING and not (DOCS / page).exists()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -84,7 +87,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = normpath(f"{dirname(source)}/{path}".lstrip("/"))
         uri = _place(target, config, files)
         if uri is None:
-            return link.text  # a folder: there is nothing to show
+            return link.text
         shown = relpath(uri, dirname(here) or ".") + (f"#{anchor}" if anchor else "")
         return f"{'!' if link.is_image else ''}[{link.text}]({shown})"
 
@@ -92,12 +95,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _place(target: str, config: MkDocsConfig, files: Files) -> str | None:
-    """Return where in the site a path of the repository is; None: nowhere, as it is a folder."""
+    """Return where in the site a path of the repository is; None: there is nothing to show."""
     pages = {source: page for page, source in ELSEWHERE.items()}
     if target in pages:
         return pages[target]
     if target.startswith("docs/"):
-        return target.removeprefix("docs/")
+        page = target.removeprefix("docs/")
+        return None if _is_pending(page) else page
     path = ROOT / target
     if path.is_dir():
         return None
