@@ -78,7 +78,7 @@ docs: $(DEV_READY) $(DOCS_READY) ## rewrite what is generated in the documentati
 	$(PY) -m benchmarks.tables
 	$(PY) -m docs.site.draw
 	$(PY) -m docs.site.decision_index
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
