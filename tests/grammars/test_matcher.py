@@ -89,7 +89,7 @@ def test_random_texts_follow_random_constraints(constraint: Constraint, seed: in
 
 @pytest.mark.thorough
 @given(constraint=CONSTRAINTS, seed=st.integers(0, 2**32))
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=6_000, deadline=None)
 def test_many_random_texts_follow_random_constraints(constraint: Constraint, seed: int) -> None:
     _check_random_texts(constraint, seed)
 

@@ -187,7 +187,7 @@ def test_hot_answers_of_a_random_model_follow_random_constraints(
 
 @pytest.mark.thorough
 @given(constraints=st.lists(CONSTRAINTS, min_size=8, max_size=8), seed=st.integers(0, 1000))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_many_hot_answers_of_a_random_model_follow_random_constraints(
     engine: Engine, constraints: list[Constraint], seed: int
 ) -> None:
