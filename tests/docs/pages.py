@@ -1,6 +1,7 @@
 """The Markdown files of the repository."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,24 @@ def _below(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def shell_lines(page: str) -> Iterator[str]:
-    """Yield what a page's shell blocks have the reader type, a continued line as one."""
+def typed_commands(page: str) -> Iterator[list[str]]:
+    """Yield the words of what a page's shell blocks have the reader type, without substitutions."""
     for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
-        yield from filter(str.strip, block.replace("\\\n", " ").splitlines())
+        yield from _commands(block.replace("\\\n", " ").splitlines())
     for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
-        yield from (line[2:] for line in block.splitlines() if line.startswith("$ "))
+        yield from _commands([line[2:] for line in block.splitlines() if line.startswith("$ ")])
+
+
+def _commands(lines: list[str]) -> Iterator[list[str]]:
+    command = ""
+    for line in lines:
+        command += re.sub(r"\$\([^)]*\)", "X", line)
+        try:
+            words = shlex.split(command, comments=True)
+        except ValueError:  # a quotation goes on in the next line
+            command += "\n"
+            continue
+        command = ""
+        if words:
+            yield words
+    assert not command, f"a quotation has no end: {command}"

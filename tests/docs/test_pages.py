@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,7 +11,7 @@ import yaml
 from benchmarks import tables
 from cluster.config_options import config_options
 from docs.site import decision_index, draw
-from tests.docs.pages import ROOT, markdown_files, shell_lines
+from tests.docs.pages import ROOT, markdown_files, typed_commands
 from tests.support.typed_commands import check_command
 
 DOCS = ROOT / "docs"
@@ -36,20 +35,27 @@ def test_named_paths_exist(path: Path) -> None:
     assert {each for each in missing if not each.startswith("build/")} == set()
 
 
+def test_the_tree_lists_every_package() -> None:
+    tree = (DOCS / "extending" / "index.md").read_text(encoding="utf-8")
+
+    listed = set(re.findall(r"(?m)^([a-z_]+)/ ", tree))
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} <= listed
+    assert listed <= TOPS
+
+
 @present
 def test_commands_can_be_typed(path: Path) -> None:
     targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    for line in shell_lines(path.read_text(encoding="utf-8")):
-        words = shlex.split(re.sub(r"\$\([^)]*\)", "X", line), comments=True)
+    for words in typed_commands(path.read_text(encoding="utf-8")):
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             del words[0]
         if words[:1] == ["make"]:
             asked = [each for each in words[1:] if "=" not in each]
-            assert set(asked) <= set(targets), line
+            assert set(asked) <= set(targets), words
         if words and Path(words[0]).name == "pagewire" and "..." not in words:
             check_command(words)
         if words[:2] == ["python", "-m"]:
-            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists(), line
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists(), words
 
 
 @present
