@@ -19,19 +19,28 @@ DEFAULT_PORT = 8000
 # Options of a cluster that are a gateway's, too, besides the section http_gateway
 OPTIONS = {"host", "log_level", "log_format", "stop_grace_s"}
 
-RouterFlag = Annotated[str, typer.Option("--router", help="Where the router is, host:port.")]
+RouterFlag = Annotated[
+    list[str],
+    typer.Option(
+        "--router",
+        metavar="<str>",
+        help="Where a router is, host:port. Of several ones each goes on with the answers of one "
+        "that is lost; give the flag for each.",
+    ),
+]
 PortFlag = Annotated[
     int, typer.Option("--port", min=0, max=65535, help="Where clients connect; 0: a free port.")
 ]
 
 
-def gateway(config: ClusterConfig, router: str, port: int) -> None:
-    """Serve OpenAI's HTTP API before a running router, until Ctrl-C or SIGTERM.
+def gateway(config: ClusterConfig, router: list[str], port: int) -> None:
+    """Serve OpenAI's HTTP API before running routers, until Ctrl-C or SIGTERM.
 
     `pagewire serve` starts one by itself; see --http-port there.
     """
     try:
-        check_address(router)
+        for each in router:
+            check_address(each)
     except InvalidRequestError as error:
         raise ConfigError(f"--router: {error.violations[0].description}") from error
     check_port_free(config.host, port)
@@ -40,15 +49,16 @@ def gateway(config: ClusterConfig, router: str, port: int) -> None:
         asyncio.run(_serve(config, router, port, signals))
 
 
-async def _serve(config: ClusterConfig, router: str, port: int, signals: StopSignals) -> None:
+async def _serve(config: ClusterConfig, router: list[str], port: int, signals: StopSignals) -> None:
     from http_gateway.server import GatewayServer  # takes time to import
 
-    async def find_router() -> str:
+    async def find_routers() -> list[str]:
         return router
 
-    server = GatewayServer(find_router, config=config.http_gateway, host=config.host, port=port)
+    server = GatewayServer(find_routers, config=config.http_gateway, host=config.host, port=port)
     address = await server.start()
-    say(f"ready: HTTP on http://{address}/v1 for the router at {router}")
+    name = "router" if len(router) == 1 else "routers"
+    say(f"ready: HTTP on http://{address}/v1 for the {name} at {', '.join(router)}")
     await asyncio.to_thread(signals.stopped.wait)
     say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
     await server.stop(config.stop_grace_s)
@@ -64,7 +74,7 @@ with_flags = with_config_flags(
     gateway,
     takes=_takes,
     own=[
-        flag_parameter("router", RouterFlag, "localhost:50051"),
+        flag_parameter("router", RouterFlag, ["localhost:50051"]),
         flag_parameter("port", PortFlag, DEFAULT_PORT),
     ],
 )

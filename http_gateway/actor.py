@@ -40,7 +40,7 @@ class GatewayActor:
     ) -> None:
         configure_logging(log_level, log_format)
         self._router_name = router_name
-        self._server = GatewayServer(self._find_router, config=config, host=host, port=port)
+        self._server = GatewayServer(self._find_routers, config=config, host=host, port=port)
         try:
             self._address = await self._server.start()
         except Exception:
@@ -63,10 +63,10 @@ class GatewayActor:
         """Return the process id on its host."""
         return os.getpid()
 
-    async def _find_router(self) -> str:
+    async def _find_routers(self) -> list[str]:
         """Return where the router is now: its port may be another one after each start."""
         try:
             call: Any = ray.get_actor(self._router_name).wait_ready.remote()
-            return str(await asyncio.wait_for(call, FIND_TIMEOUT_S))
+            return [str(await asyncio.wait_for(call, FIND_TIMEOUT_S))]
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             raise UnavailableError(f"the router starts: {error}", code="UNAVAILABLE") from error

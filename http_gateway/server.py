@@ -13,7 +13,8 @@ import uvicorn
 from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
 from http_gateway.connection import Connection
-from http_gateway.wire import FindRouter, RouterLink
+from http_gateway.found_routers import FindRouters
+from http_gateway.wire import RouterLink
 from observability.logs import fields
 from protos.addresses import join_address
 
@@ -23,18 +24,18 @@ BACKLOG = 1024
 
 
 class GatewayServer:
-    """Serves HTTP for one router, in the event loop that starts it.
+    """Serves HTTP for the routers of a cluster, in the event loop that starts it.
 
     Args:
-        find_router: Says where the router is; asked again when a connection breaks.
+        find_routers: Says where they are; asked again when one is lost.
         config: Limits.
         host, port: Where clients connect; port 0 takes a free one.
     """
 
     def __init__(
-        self, find_router: FindRouter, *, config: GatewayConfig, host: str, port: int
+        self, find_routers: FindRouters, *, config: GatewayConfig, host: str, port: int
     ) -> None:
-        self._find_router = find_router
+        self._find_routers = find_routers
         self._config = config
         self._host = host
         self._port = port
@@ -50,8 +51,9 @@ class GatewayServer:
         """
         listener = _listen(self._host, self._port)
         self._link = RouterLink(
-            self._find_router,
+            self._find_routers,
             request_timeout_s=self._config.request_timeout_s,
+            resume_s=self._config.resume_s,
             tick_s=self._config.comment_period_s,
         )
         settings: dict[str, Any] = {

@@ -110,11 +110,11 @@ def gateway(backend: Callable[[], Backend], **config: Any) -> Iterator[Gateway]:
         stop = asyncio.Event()
         async with backend() as (router_address, behind):
 
-            async def find_router() -> str:
-                return router_address
+            async def find_routers() -> list[str]:
+                return [router_address]
 
             server = GatewayServer(
-                find_router, config=GatewayConfig(**config), host="127.0.0.1", port=0
+                find_routers, config=GatewayConfig(**config), host="127.0.0.1", port=0
             )
             address = await server.start()
             stops.append(stop)

@@ -153,10 +153,21 @@ class _Channel:
     def unary_unary(self, *arguments, **options):
         return lambda request, timeout: asyncio.sleep(0)
 
-    def unary_stream(self, *arguments, **options):
-        return lambda request, timeout: None
+    unary_stream = unary_unary
 
-    stream_stream = unary_stream
+    def stream_stream(self, *arguments, **options):
+        return _SilentCall
+
+
+class _SilentCall:
+    async def read(self):
+        await asyncio.sleep(60)
+
+    async def write(self, message):
+        pass
+
+    def cancel(self):
+        pass
 
 
 async def _open(client):
