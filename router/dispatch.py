@@ -84,8 +84,9 @@ class Dispatcher:
             yield stream
         finally:
             self._drivers.discard(driver)
-            driver.cancel()
-            await asyncio.wait([driver], timeout=1)
+            if not driver.done():
+                driver.cancel()
+                await asyncio.wait([driver], timeout=1)
 
     def check_room(self) -> None:
         """Refuse a request that not even the smallest prompt would let start in time."""
