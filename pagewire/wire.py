@@ -416,6 +416,6 @@ def _retry_after_s(details: status_pb2.Status) -> float | None:
 def _is_from_server(failure: grpc.aio.AioRpcError) -> bool:
     """Tell an UNAVAILABLE that a router answered from one that the channel made up.
 
-    Only an answering server sends initial or trailing metadata.
+    Only an answering server sends trailing metadata; headers a lost one may have sent before.
     """
-    return bool(failure.trailing_metadata()) or bool(failure.initial_metadata())
+    return bool(failure.trailing_metadata())

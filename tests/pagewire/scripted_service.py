@@ -22,8 +22,9 @@ Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> respo
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
     """Generate plays `script`, and so does each call of GenerateMany; usage ends it at the latest.
 
-    `requests` keeps what came, `num_streams` counts the streams of GenerateMany, `intervals_ms`
-    the least times between messages that its calls asked for, `cancelled` is set by a lost client.
+    `requests` keeps what came, `intervals_ms` the least times between messages that calls of
+    GenerateMany asked for, `num_streams` counts its streams, `message_sizes` keeps how many starts
+    and cancels came in each message: one, unless it `reads_more`. `cancelled`: a client was lost.
     `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
     `model` is what it serves, `cluster` what it knows of workers.
     """
@@ -33,6 +34,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self.requests: list[Any] = []
         self.intervals_ms: list[int] = []
         self.num_streams = 0
+        self.message_sizes: list[int] = []
+        self.reads_more = True
         self.num_statuses = 0
         self.is_away = False
         self.cluster = one_worker
@@ -60,7 +63,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         results = asyncio.Queue()
         calls = {}
         reader = asyncio.create_task(self._read(requests, calls, results))
-        await context.send_initial_metadata(((READS_MORE_KEY, "1"),))
+        await context.send_initial_metadata(((READS_MORE_KEY, "1"),) * self.reads_more)
         try:
             while True:
                 yield inference_pb2.GenerateManyResponse(results=[await results.get()])
@@ -70,6 +73,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _read(self, requests, calls, results):
         async for message in requests:
+            self.message_sizes.append(1 + len(message.more))
             for each in (message, *message.more):
                 if each.HasField("start"):
                     self.intervals_ms.append(each.interval_ms)
