@@ -42,6 +42,9 @@ class AsyncClient:
     changed token; it looks for one for `resume_s` seconds (0: not at all). A call that has received
     nothing yet is made anew, for a second at most; calls other than generations once per address.
 
+    Generations share one connection stream per router. What a stream's reader has not taken waits in
+    memory, at most the rest of its answer, and holds up no other call.
+
     Close it with `async with`, or with `aclose`; a closed client cannot be used again. Any number
     of tasks may use one client at the same time.
 
