@@ -1,7 +1,8 @@
 """Configuration of a whole cluster, with its defaults.
 
-The sections `http_gateway`, `router`, `prefill_worker`, `decode_worker` and `transfer` are the
-configuration classes of those packages themselves, so that an option exists once.
+The sections `tls`, `front_tls`, `http_gateway`, `router`, `prefill_worker`, `decode_worker` and
+`transfer` are the configuration classes of those packages themselves, so that an option exists
+once.
 """
 
 import ipaddress
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from decode_worker.config import DecodeConfig
 from http_gateway.config import GatewayConfig
 from kv_transfer.deadlines import TransferDeadlines
@@ -92,6 +94,12 @@ class ClusterConfig:
         "Empty: a secret is drawn at each start; routers of their own then need new keys, too.",
     )
 
+    insecure: bool = option(
+        False,
+        "Lets servers without TLS listen where other hosts connect, in clear. Without it they "
+        "listen on the loopback address or not at all.",
+    )
+
     page_size: Literal[16, 32, 64, 128] = option(64, "Token slots in a page.")
     num_pages: int = option(0, "Pages of each worker; 0: as many as its memory allows.", at_least=0)
     gpu_memory_fraction: float = option(
@@ -132,11 +140,18 @@ class ClusterConfig:
         "have the lines alone.",
     )
 
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    front_tls: FrontTlsConfig = field(default_factory=FrontTlsConfig)
     http_gateway: GatewayConfig = field(default_factory=GatewayConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     prefill_worker: PrefillConfig = field(default_factory=PrefillConfig)
     decode_worker: DecodeConfig = field(default_factory=DecodeConfig)
     transfer: TransferDeadlines = field(default_factory=TransferDeadlines)
+
+    @property
+    def tls_settings(self) -> TlsSettings:
+        """What all processes are started with for TLS."""
+        return TlsSettings(inside=self.tls, front=self.front_tls, insecure=self.insecure)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -136,7 +136,7 @@ class ChatCompletions:
         """Answer one."""
         names: dict[str, str] = {}
         exchange.rename_field = lambda name: field_name(chat_field(name), names)
-        model = await self._link.model()
+        model = await self._link.model(exchange.authorization)
         request = parse_chat(body, model, names)
         generation = Generation(
             self._link,

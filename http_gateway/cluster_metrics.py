@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagewire import ClusterStatus, WorkerStatus
+from pagewire import ClusterStatus, TenantStatus, WorkerStatus
 
 STATES = ("connecting", "ready", "draining", "dead")
 PAGE_USES = ("free", "live", "cached", "leased", "incoming", "quarantine")
@@ -27,6 +27,14 @@ COUNTERS = {
     "bytes_moved": "Bytes of those pages.",
     "transfer_failures": "Attempts to move pages that failed.",
     "preemptions": "Sequences that gave up their pages to others.",
+}
+# Of TenantStatus. There are as many series as tenants are configured, whoever calls.
+OF_TENANTS = {
+    "active_requests": (GaugeMetricFamily, "Calls that are served."),
+    "requests": (CounterMetricFamily, "Generations that began."),
+    "refused_requests": (CounterMetricFamily, "Calls that were refused because of a limit."),
+    "prompt_tokens": (CounterMetricFamily, "Tokens of prompts."),
+    "generated_tokens": (CounterMetricFamily, "Tokens that were generated."),
 }
 
 
@@ -71,7 +79,30 @@ class _Snapshot(Collector):
             "Times that requests went on in a new attempt.",
             value=status.resumed_requests,
         )
+        yield from _certificates(status)
+        yield from _tenants(status.tenants)
         yield from _workers(status.workers)
+
+
+def _tenants(tenants: tuple[TenantStatus, ...]) -> Iterator[Metric]:
+    for name, (kind, meaning) in OF_TENANTS.items():
+        family = kind(f"pagewire_tenant_{name}", meaning, labels=("tenant",))
+        for each in tenants:
+            family.add_metric((each.name,), getattr(each, name))
+        yield family
+
+
+def _certificates(status: ClusterStatus) -> Iterator[Metric]:
+    """Yield nothing of connections in clear, so that an alert needs no exception for them."""
+    expiry = GaugeMetricFamily(
+        "pagewire_router_certificate_expiry_timestamp_seconds",
+        "When a certificate of the router expires, since 1970.",
+        labels=("connections",),
+    )
+    for name, each in (("front", status.front_tls), ("cluster", status.cluster_tls)):
+        if each and each.expires_at_s is not None:
+            expiry.add_metric((name,), float(each.expires_at_s))
+    yield expiry
 
 
 def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:

@@ -78,7 +78,8 @@ def http_error(error: pagewire.PagewireError, rename: RenameField) -> HttpError:
         case pagewire.NotFoundError():
             return HttpError(404, error.message, param="model", code="model_not_found")
         case pagewire.AuthenticationError(code="UNAUTHENTICATED"):
-            return HttpError(401, error.message, code="invalid_api_key")
+            headers = (("www-authenticate", "Bearer"),)
+            return HttpError(401, error.message, code="invalid_api_key", headers=headers)
         case pagewire.AuthenticationError():
             return HttpError(403, error.message, code="permission_denied")
         case pagewire.OverloadedError():

@@ -1,11 +1,15 @@
 """Routers that a gateway asks for: before a call while it knows none, and after a loss."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from observability.logs import fields
 from pagewire import PagewireError
-from pagewire.routers import ChannelFactory, Routers
+from pagewire.routers import Connector, Routers
+
+log = logging.getLogger(__name__)
 
 FindRouters = Callable[[], Awaitable[Sequence[str]]]  # returns addresses, host:port
 
@@ -15,11 +19,11 @@ class FoundRouters(Routers):
 
     Args:
         find: Says where they are now.
-        channel_factory: Opens a channel to one of them.
+        connector: Opens channels to them.
     """
 
-    def __init__(self, find: FindRouters, channel_factory: ChannelFactory) -> None:
-        super().__init__((), channel_factory)
+    def __init__(self, find: FindRouters, connector: Connector) -> None:
+        super().__init__((), connector, connector.explain)
         self._find = find
         self._locating = asyncio.Lock()
         self._relocating: asyncio.Task[None] | None = None
@@ -39,6 +43,7 @@ class FoundRouters(Routers):
         """Have calls go to the next router, or to where one is found meanwhile."""
         super().leave(address)
         if self._relocating is None or self._relocating.done():
+            log.warning("router_lost", extra=fields(address=address))
             self._relocating = asyncio.create_task(self._relocate(), name="find-routers")
 
     async def aclose(self) -> None:

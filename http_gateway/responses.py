@@ -106,7 +106,7 @@ class Responses:
     async def answer(self, exchange: Exchange, body: dict[str, Any]) -> None:
         """Create one."""
         exchange.rename_field = lambda name: field_name(_input_field(name), _NAMES)
-        model = await self._link.model()
+        model = await self._link.model(exchange.authorization)
         request = parse_response(body, model)
         generation = Generation(
             self._link, self._texts, exchange, model, [request.call], is_stream=request.is_stream

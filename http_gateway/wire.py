@@ -1,32 +1,60 @@
 """The gateway's connection to the routers: generate calls that outlive them, and single calls."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from http_gateway.answers import Answers, CallReader
 from http_gateway.found_routers import FindRouters, FoundRouters
-from pagewire import ClusterStatus, Model, PagewireError, UnavailableError
+from pagewire import AuthenticationError, ClusterStatus, Model, PagewireError, UnavailableError
+from pagewire.calls import Metadata
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
-from pagewire.routers import ChannelFactory, open_channel
-from pagewire.wire import detokenize_request, model_from, status_from
+from pagewire.routers import Connector
+from pagewire.wire import (
+    detokenize_request,
+    error_from,
+    is_router_lost,
+    model_from,
+    status_from,
+)
 
 CALL_TIMEOUT_S = 10.0  # of what a router answers at once
 TOKENIZE_TIMEOUT_S = 60.0  # a router that starts waits for a worker's model, 30 s by default
-MODEL_FRESH_S = 2.0  # how long what the router said about its model holds
+CALLER_FRESH_S = 2.0  # how long what the router said to a caller holds
+MOST_CALLERS = 1024  # that are known at a time
+
+INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """What the router says to a caller."""
+
+    model: Model | None  # that it serves; None: it knows none yet
+    tenant: str  # for whom the call is made; empty: the router tells no callers apart
+    until: float  # loop time; then it is asked again
 
 
 class RouterLink:
     """Talks to the routers from one event loop; connects when it is first needed, and anew.
+
+    Each call is made with the authorization of whoever asked for it, and each stream has that of
+    one caller alone: the router judges them, and nothing here could say that they are others.
+    `authorization` is a header's value, empty for none.
 
     Args:
         find_routers: Says where the routers are, each time before one is connected to.
         request_timeout_s: Of a generation.
         resume_s: How long a generation that has lost its router looks for another.
         tick_s: See Answers.
-        channel_factory: Makes a gRPC channel to an address.
+        connector: Makes gRPC channels to an address.
     """
 
     def __init__(
@@ -36,21 +64,25 @@ class RouterLink:
         request_timeout_s: float,
         resume_s: float,
         tick_s: float,
-        channel_factory: ChannelFactory = open_channel,
+        connector: Connector,
     ) -> None:
-        self._routers = FoundRouters(find_routers, channel_factory)
+        self._routers = FoundRouters(find_routers, connector)
         self._timeout_s = request_timeout_s
         self._resume_s = resume_s
         self._tick_s = tick_s
-        self._model: Model | None = None
-        self._model_until = 0.0  # loop time
+        self._callers: OrderedDict[str, Caller] = OrderedDict()
+        self._is_open = False  # the router tells no callers apart, as far as is known
 
     async def start(
-        self, requests: Sequence[inference_pb2.GenerateRequest], interval_s: float
+        self,
+        authorization: str,
+        requests: Sequence[inference_pb2.GenerateRequest],
+        interval_s: float,
     ) -> Answers:
         """Start one call or several, whose answers are read together.
 
         Args:
+            authorization: Of the caller.
             requests: One for each call.
             interval_s: Least time between two messages of a call; what comes between travels
                 together.
@@ -72,6 +104,7 @@ class RouterLink:
                     request,
                     routers=self._routers,
                     reader=CallReader(answers, number),
+                    metadata=_metadata(self.key(authorization)),
                     timeout_s=self._timeout_s,
                     resume_s=self._resume_s,
                     interval_s=interval_s,
@@ -82,48 +115,108 @@ class RouterLink:
             raise
         return answers
 
-    async def model(self) -> Model:
+    def key(self, authorization: str) -> str:
+        """Return what tells callers apart: all are one where the router makes no difference."""
+        return "" if self._is_open else authorization
+
+    async def tenant(self, authorization: str) -> str:
+        """Return for whom a call would be made; empty: the router tells no callers apart.
+
+        Raises:
+            PagewireError: It refuses the caller, or does not answer.
+        """
+        return (await self._caller(authorization)).tenant
+
+    async def model(self, authorization: str) -> Model:
         """Return the served model.
 
         Raises:
-            PagewireError: The router does not answer, or knows none yet.
+            PagewireError: The router does not answer, knows none yet, or refuses the caller.
         """
-        loop = asyncio.get_running_loop()
-        if self._model is None or loop.time() >= self._model_until:
-            request = inference_pb2.ListModelsRequest()
-            response = await self._call("ListModels", request, CALL_TIMEOUT_S)
-            if not response.models:
-                raise UnavailableError("the cluster is still starting", code="UNAVAILABLE")
-            self._model = model_from(response.models[0])
-            self._model_until = loop.time() + MODEL_FRESH_S
-        return self._model
+        caller = await self._caller(authorization)
+        if caller.model is None:
+            raise UnavailableError("the cluster is still starting", code="UNAVAILABLE")
+        return caller.model
 
-    async def status(self) -> ClusterStatus:
-        """Return what the router knows of the cluster.
+    async def status(self, authorization: str) -> ClusterStatus:
+        """Return what the router tells an operator of the cluster.
+
+        Raises:
+            PagewireError: The router does not answer, or the caller is none.
+        """
+        request = inference_pb2.GetClusterStatusRequest()
+        response = await self._call("GetClusterStatus", request, authorization, CALL_TIMEOUT_S)
+        if response.is_partial:
+            message = "this is for operators of the cluster; the token's tenant is none"
+            raise AuthenticationError(message, code="PERMISSION_DENIED")
+        return status_from(response)
+
+    async def is_serving(self) -> bool:
+        """Return whether the router has a decode worker that takes requests; it tells everybody.
 
         Raises:
             PagewireError: The router does not answer.
         """
-        request = inference_pb2.GetClusterStatusRequest()
-        return status_from(await self._call("GetClusterStatus", request, CALL_TIMEOUT_S))
+        await self._routers.locate()
+        address, stub = self._routers.address, health_pb2_grpc.HealthStub(self._routers.channel())
+        request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+        try:
+            response = await stub.Check(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            if is_router_lost(failure):
+                self._routers.leave(address)
+            raise error_from(failure, address, CALL_TIMEOUT_S) from failure
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> list[int]:
+    async def tokenize(
+        self, authorization: str, request: inference_pb2.TokenizeRequest
+    ) -> list[int]:
         """Return the token ids that a generation would take."""
-        response = await self._call("Tokenize", request, TOKENIZE_TIMEOUT_S)
+        response = await self._call("Tokenize", request, authorization, TOKENIZE_TIMEOUT_S)
         return unpack_token_ids(response.token_ids)
 
     async def detokenize(
-        self, token_ids: Sequence[int], model: str, *, with_pieces: bool = False
+        self,
+        authorization: str,
+        token_ids: Sequence[int],
+        model: str,
+        *,
+        with_pieces: bool = False,
     ) -> tuple[str, list[str]]:
         """Return the text of tokens, special ones included, and if asked for that of each."""
         request = detokenize_request(token_ids, model, False, with_pieces=with_pieces)
-        response = await self._call("Detokenize", request, TOKENIZE_TIMEOUT_S)
+        response = await self._call("Detokenize", request, authorization, TOKENIZE_TIMEOUT_S)
         return response.text, list(response.pieces)
 
     async def aclose(self) -> None:
         """End all calls, and the connections."""
         await self._routers.aclose()
 
-    async def _call(self, method: str, request: object, timeout_s: float) -> Any:
+    async def _caller(self, authorization: str) -> Caller:
+        loop = asyncio.get_running_loop()
+        caller = self._callers.get(self.key(authorization))
+        if caller is None or loop.time() >= caller.until:
+            request = inference_pb2.ListModelsRequest()
+            response = await self._call("ListModels", request, authorization, CALL_TIMEOUT_S)
+            caller = Caller(
+                model=model_from(response.models[0]) if response.models else None,
+                tenant=response.tenant,
+                until=loop.time() + CALLER_FRESH_S if response.models else 0.0,
+            )
+            self._is_open = not caller.tenant
+            self._callers[self.key(authorization)] = caller
+            self._callers.move_to_end(self.key(authorization))
+            if len(self._callers) > MOST_CALLERS:
+                self._callers.popitem(last=False)
+        return caller
+
+    async def _call(
+        self, method: str, request: object, authorization: str, timeout_s: float
+    ) -> Any:
         await self._routers.locate()
-        return await self._routers.call(method, request, timeout_s)
+        metadata = _metadata(authorization)
+        return await self._routers.call(method, request, timeout_s, metadata)
+
+
+def _metadata(authorization: str) -> Metadata:
+    return (("authorization", authorization),) if authorization else ()

@@ -25,6 +25,7 @@ from pagewire.errors import (
     RequestError,
     ServerError,
     TimeoutError,  # noqa: A004 - like asyncio's, it is meant to be used with its module's name
+    TlsError,
     TransportError,
     UnavailableError,
 )
@@ -33,11 +34,13 @@ from pagewire.types import (
     ClusterStatus,
     Completion,
     Delta,
+    Encryption,
     HotPrefix,
     Message,
     Model,
     PageCounts,
     SamplingOptions,
+    TenantStatus,
     TokenLogprob,
     Tokens,
     ToolCall,
@@ -52,6 +55,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 if TYPE_CHECKING:
     from pagewire.async_client import AsyncClient, AsyncStream
     from pagewire.client import Client, Stream
+    from pagewire.tls import Tls
 else:
     # name |-> module that is imported when the name is first used, as it brings gRPC: a command
     # can take its interrupts before, and a server that packs token ids needs no client.
@@ -60,6 +64,7 @@ else:
         "Stream": "pagewire.client",
         "AsyncClient": "pagewire.async_client",
         "AsyncStream": "pagewire.async_client",
+        "Tls": "pagewire.tls",
     }
 
     def __getattr__(name):
@@ -73,6 +78,7 @@ __all__ = [
     "Stream",
     "AsyncClient",
     "AsyncStream",
+    "Tls",
     "SamplingOptions",
     "Message",
     "ToolCall",
@@ -87,6 +93,8 @@ __all__ = [
     "WorkerStatus",
     "PageCounts",
     "HotPrefix",
+    "Encryption",
+    "TenantStatus",
     "PagewireError",
     "RequestError",
     "InvalidRequestError",
@@ -96,6 +104,7 @@ __all__ = [
     "OverloadedError",
     "TransportError",
     "ConnectionFailedError",
+    "TlsError",
     "UnavailableError",
     "TimeoutError",
     "CancelledError",

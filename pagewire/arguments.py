@@ -1,10 +1,11 @@
-"""Checks what a caller passes, before anything is sent. Pure.
+"""Checks what a caller passes, before anything is sent. Pure, but for a token in the environment.
 
 Ranges and words are those of the router, which judges again and also knows the model's limits.
 Each refusal is an `InvalidRequestError` that names the field as the router does, what was found
 and what is allowed; for options it names all that are wrong.
 """
 
+import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,10 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC takes much longer ones for none, or for one that has passed
 MAX_SHOWN_CHARS = 60
+
+TOKEN_VARIABLE = "PAGEWIRE_TOKEN"  # noqa: S105 - a name
+MAX_TOKEN_CHARS = 4000
+_TOKEN = re.compile(rf"[A-Za-z0-9._~+/=-]{{1,{MAX_TOKEN_CHARS}}}", re.ASCII)  # of RFC 6750
 
 # A name or an IPv4 address, or an IPv6 address in brackets; then a port.
 _ADDRESS = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+(?:%\w+)?\]):(\d{1,5})", re.ASCII)
@@ -56,6 +61,23 @@ def check_addresses(value: object) -> tuple[str, ...]:
     if not value:
         raise refused("address", "an empty sequence", "host:port, or a sequence of them")
     return tuple(check_address(each, f"address[{i}]") for i, each in enumerate(value))
+
+
+def check_token(value: object, field: str = "token") -> str:
+    """Return a bearer token; empty: none. What is wrong with one is told without showing it."""
+    if not isinstance(value, str):
+        raise refused(field, f"a value of type {type(value).__name__}", "a token, str")
+    if value and not _TOKEN.fullmatch(value):
+        found = f"{len(value)} characters, not all of which a token can have"
+        raise refused(field, found, f"1 to {MAX_TOKEN_CHARS} letters, digits and - . _ ~ + / =")
+    return value
+
+
+def given_token(value: object = None) -> str:
+    """Return a token; of None what the environment variable PAGEWIRE_TOKEN holds, if anything."""
+    if value is None:
+        return check_token(os.environ.get("PAGEWIRE_TOKEN", "").strip(), TOKEN_VARIABLE)
+    return check_token(value)
 
 
 def check_timeout_s(field: str, value: object) -> float:

@@ -7,13 +7,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s
+from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s, given_token
 from pagewire.assembly import CompletionBuilder
 from pagewire.errors import PagewireError, ServerError
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
-from pagewire.routers import ChannelFactory, Routers, open_channel
+from pagewire.routers import ChannelFactory, Connector, Routers, no_better, token_metadata
+from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
     Messages,
@@ -42,8 +43,12 @@ class AsyncClient:
     changed token; it looks for one for `resume_s` seconds (0: not at all). A call that has received
     nothing yet is made anew, for a second at most; calls other than generations once per address.
 
-    Generations share one connection stream per router. What a stream's reader has not taken waits in
-    memory, at most the rest of its answer, and holds up no other call.
+    What the reader of a stream has not taken waits in memory, at most the rest of its answer; it
+    holds up no other call.
+
+    The connection is in clear unless `tls` says how it is encrypted.
+    `token` says for whom calls are made, where the routers want to know it (AuthenticationError);
+    without it the environment variable PAGEWIRE_TOKEN does, if it is set.
 
     Close it with `async with`, or with `aclose`; a closed client cannot be used again. Any number
     of tasks may use one client at the same time.
@@ -61,11 +66,19 @@ class AsyncClient:
         self,
         address: str | Sequence[str] = "localhost:50051",
         *,
+        token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
-        channel_factory: ChannelFactory = open_channel,
+        tls: Tls | None = None,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
-        self._routers = Routers(check_addresses(address), channel_factory)
+        connect = Connector(check_tls(tls))
+        self._routers = Routers(
+            check_addresses(address),
+            channel_factory or connect,
+            no_better if channel_factory else connect.explain,
+        )
+        self._metadata = token_metadata(given_token(token))
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -191,7 +204,8 @@ class AsyncClient:
         return Tokens(token_ids=tuple(unpack_token_ids(response.token_ids)), text=response.text)
 
     async def _call(self, method: str, request: object, timeout_s: float | None) -> Any:
-        return await self._routers.call(method, request, self._timeout_s(timeout_s))
+        limit_s = self._timeout_s(timeout_s)
+        return await self._routers.call(method, request, limit_s, self._metadata)
 
     def _open_stream(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
@@ -201,6 +215,7 @@ class AsyncClient:
             request,
             routers=self._routers,
             reader=inbox,
+            metadata=self._metadata,
             timeout_s=self._timeout_s(timeout_s),
             resume_s=self._resume_s,
         )

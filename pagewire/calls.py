@@ -25,6 +25,8 @@ from pagewire.wire import FailureWithin, failure_from, failure_from_status, stre
 ENVELOPE_BYTES = 64  # at most, of a GenerateManyRequest around what it starts
 MAX_MS = 2**32 - 1
 
+Metadata = tuple[tuple[str, str], ...]  # of a call
+
 
 class Receiver(Protocol):
     """Gets what comes of a call; neither method may raise."""
@@ -92,6 +94,11 @@ class CallStream:
         ]
         # Routers end connections that are old, and nobody else ends a stream that is idle.
         self._age_limit = loop.call_later(MAX_STREAM_AGE_S, self.retire)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call runs on it."""
+        return not self._calls
 
     def start(
         self,

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pagewire.calls import RunningCall
+from pagewire.calls import Metadata, RunningCall
 from pagewire.errors import (
     ClosedError,
     ConnectionFailedError,
@@ -17,6 +17,7 @@ from pagewire.errors import (
     OverloadedError,
     PagewireError,
     ServerError,
+    TlsError,
 )
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
@@ -54,6 +55,7 @@ class ResumableCall:
         request: What to send.
         routers: Where to.
         reader: Of what comes.
+        metadata: Of each call.
         timeout_s: Of the whole call.
         resume_s: How long another router is looked for after each loss; 0: not at all.
         interval_s: Tokens that come within it travel together.
@@ -68,6 +70,7 @@ class ResumableCall:
         *,
         routers: Routers,
         reader: Reader,
+        metadata: Metadata,
         timeout_s: float,
         resume_s: float,
         interval_s: float = 0.0,
@@ -76,6 +79,7 @@ class ResumableCall:
         self._request = request
         self._routers = routers
         self._reader = reader
+        self._metadata = metadata
         self._timeout_s = timeout_s
         self._resume_s = resume_s
         self._interval_s = interval_s
@@ -84,6 +88,7 @@ class ResumableCall:
         self._token = b""
         self._received: dict[int, _Received] = {}  # choice |->
         self._num_resumed = 0  # calls that went on, and of which something has come
+        self._explaining: asyncio.Task[None] | None = None
         self._num_losses = 0
         self._lost: PagewireError | None = None  # the error of the latest loss; None: all is well
         self._lost_at = 0.0  # loop time
@@ -97,6 +102,8 @@ class ResumableCall:
             self._is_over = True
             self._timer.cancel()
             self._call.cancel()
+            if self._explaining and self._explaining is not asyncio.current_task():
+                self._explaining.cancel()
 
     def received(self, message: inference_pb2.GenerateResponse) -> None:
         """Hand on a message of the running call."""
@@ -109,15 +116,24 @@ class ResumableCall:
 
     def ended(self, failure: FailureWithin | None) -> None:
         """Hand on the end of the running call, or plan the next one."""
-        error = self._go_on(failure(self._timeout_s)) if failure else None
-        if error or not failure:
-            self._end(error)
+        if not failure:
+            self._end(None)
+            return
+        told = failure(self._timeout_s)
+        if told.is_router_lost and not self._received:
+            self._explaining = self._loop.create_task(self._explain(told), name="explain-loss")
+        else:
+            self._go_on(told)
 
     def _start(self, timeout_s: float) -> None:
         self._address = self._routers.address
         self._has_begun = False  # something of this call has come
         self._call: RunningCall = self._routers.start(
-            self._request, self, timeout_s=timeout_s, interval_s=self._interval_s
+            self._request,
+            self,
+            metadata=self._metadata,
+            timeout_s=timeout_s,
+            interval_s=self._interval_s,
         )
 
     def _end(self, error: PagewireError | None) -> None:
@@ -151,13 +167,21 @@ class ResumableCall:
             # Each router counts the resumption that led to it, and knows of none before.
             message.usage.stats.resumptions += self._num_resumed - 1
 
-    def _go_on(self, failure: CallFailure) -> PagewireError | None:
-        """Plan the next call, or return what the failure of this one means."""
+    async def _explain(self, failure: CallFailure) -> None:
+        """Find out why no router could be reached, before the call goes on or ends."""
+        error = await self._routers.explain(failure.error, self._address)
+        if not self._is_over:
+            # No second attempt mends what is wrong with TLS.
+            self._go_on(CallFailure(error, not isinstance(error, TlsError)))
+
+    def _go_on(self, failure: CallFailure) -> None:
+        """Plan the next call, or end with what the failure of this one means."""
         error = failure.error
         # The routers that are left may have no room yet for what a lost one had.
         is_crowd = self._lost is not None and isinstance(error, OverloadedError)
         if not failure.is_router_lost and not is_crowd:
-            return self._told(error)
+            self._end(self._told(error))
+            return
         now = self._loop.time()
         if self._lost is None:
             self._lost, self._lost_at = error, now
@@ -169,11 +193,11 @@ class ResumableCall:
         if isinstance(error, OverloadedError):
             pause_s = max(pause_s, error.retry_after_s or 0.0)
         if not can_go_on or self._num_losses > MAX_LOSSES or now + pause_s >= ends_at:
-            return self._lost
+            self._end(self._lost)
+            return
         self._routers.leave(self._address)
         self._loop.call_later(pause_s, self._start_again)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        return None
 
     def _start_again(self) -> None:
         if self._is_over:

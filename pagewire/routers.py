@@ -2,23 +2,34 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import grpc
 
-from pagewire.calls import ENVELOPE_BYTES, CallStream, Receiver, RunningCall, SingleCall
-from pagewire.errors import ClosedError, PagewireError
+from pagewire.calls import ENVELOPE_BYTES, CallStream, Metadata, Receiver, RunningCall, SingleCall
+from pagewire.errors import ClosedError, ConnectionFailedError, PagewireError
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES, MESSAGE_OPTIONS
+from pagewire.protos.tls_channel import TlsChannel
+from pagewire.tls import Tls, why_no_connection
 from pagewire.wire import CallFailure, error_from, is_router_lost
+
+MOST_IDLE_STREAMS = 64  # of callers that pause, at each router
 
 CHANNEL_OPTIONS = (
     *MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", 30_000),
+    # A router that hangs, or whose host is gone, leaves the connection open: only pings tell, in
+    # seven seconds at most. Routers end connections that are pinged more often than every 1.5 s.
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),  # without it a minute, whatever the other one says
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: who reads a stream sends nothing
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the longest time to connect
     # A router that has come back is found by the caller's next call, not minutes later.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -26,21 +37,45 @@ CHANNEL_OPTIONS = (
 
 Channel = Any  # grpc.aio.Channel, or what a test puts in its place
 ChannelFactory = Callable[[str], Channel]
+Explain = Callable[[PagewireError, str], Awaitable[PagewireError]]
 
 
-def open_channel(address: str) -> Channel:
-    """Open a plain-text channel to `host:port`; it connects on first use.
+class Connector:
+    """Opens channels to routers, in clear or over TLS.
+
+    Args:
+        tls: Files and names; None: in clear.
 
     Raises:
-        ClosedError: gRPC has been used by the process that this one was forked from. Its threads
-            are missing here, so calls would hang without end.
+        InvalidRequestError: A file cannot be used.
     """
-    if _grpc_pid() != os.getpid():
-        raise ClosedError(
-            "gRPC does not survive a fork: use the start method spawn, or fork before the first"
-            " call of a client"
-        )
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._pem = tls.load() if tls else None
+        self._server_name = tls.server_name if tls else ""
+
+    def __call__(self, address: str) -> Channel:
+        """Open a channel to `host:port`; it connects on first use.
+
+        Raises:
+            ClosedError: gRPC has been used by the process that this one was forked from. Its
+                threads are missing here, so calls would hang without end.
+        """
+        if _grpc_pid() != os.getpid():
+            raise ClosedError(
+                "gRPC does not survive a fork: use the start method spawn, or fork before the first"
+                " call of a client"
+            )
+        if self._pem is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return TlsChannel(address, self._pem, self._server_name, CHANNEL_OPTIONS)
+
+    async def explain(self, error: PagewireError, address: str) -> PagewireError:
+        """Return the error of a call that reached nobody; where TLS is the reason, that one."""
+        if not isinstance(error, ConnectionFailedError):
+            return error
+        pem = self._pem.current() if self._pem else None
+        return await why_no_connection(address, pem, self._server_name) or error
 
 
 @dataclass(slots=True)
@@ -49,11 +84,26 @@ class _Connection:
 
     channel: Channel
     stub: Any
-    stream: CallStream | None = None  # that calls start on
+    # metadata |-> the stream that calls with it start on, last used last
+    streams: OrderedDict[Metadata, CallStream] = field(default_factory=OrderedDict)
 
-    @property
-    def has_stream(self) -> bool:
-        return self.stream is not None and self.stream.is_open
+    def stream(self, metadata: Metadata, address: str) -> CallStream:
+        """Return the stream for calls with these metadata."""
+        stream = self.streams.get(metadata)
+        if stream is None or not stream.is_open:
+            self.drop_unused()
+            open_call = partial(self.stub.GenerateMany, metadata=metadata)
+            stream = self.streams[metadata] = CallStream(open_call, address)
+        self.streams.move_to_end(metadata)
+        return stream
+
+    def drop_unused(self) -> None:
+        """Forget streams that take no calls, and end those of callers that have paused longest."""
+        for key in [key for key, each in self.streams.items() if not each.is_open]:
+            del self.streams[key]
+        idle = [key for key, each in self.streams.items() if each.is_idle]
+        for key in idle[: max(0, len(idle) - MOST_IDLE_STREAMS + 1)]:
+            self.streams.pop(key).retire()
 
 
 class Routers:
@@ -62,10 +112,14 @@ class Routers:
     Args:
         addresses: One or more, `host:port`; the first one is used first.
         channel_factory: Opens a channel to one of them.
+        explain: Given the error of a call that reached nobody, and the address, finds a better one.
     """
 
-    def __init__(self, addresses: Sequence[str], channel_factory: ChannelFactory) -> None:
+    def __init__(
+        self, addresses: Sequence[str], channel_factory: ChannelFactory, explain: Explain
+    ) -> None:
         self.addresses = addresses
+        self.explain = explain
         self.is_closed = False
         self._channel_factory = channel_factory
         self._current = 0
@@ -83,9 +137,9 @@ class Routers:
     def has_stream(self) -> bool:
         """Whether calls have a stream to the router that they go to, so that it is likely there."""
         connection = self._connections.get(self.address)
-        return connection is not None and connection.has_stream
+        return connection is not None and any(each.is_open for each in connection.streams.values())
 
-    async def call(self, method: str, request: object, timeout_s: float) -> Any:
+    async def call(self, method: str, request: object, timeout_s: float, metadata: Metadata) -> Any:
         """Make a call that changes nothing: at the next router, if one is lost.
 
         Raises:
@@ -97,11 +151,13 @@ class Routers:
         for _ in self.addresses:
             address, stub = self.address, self._connection().stub
             try:
-                return await getattr(stub, method)(request, timeout=deadline - loop.time())
+                remaining_s = deadline - loop.time()
+                return await getattr(stub, method)(request, timeout=remaining_s, metadata=metadata)
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure, address, timeout_s)
                 if not is_router_lost(failure):
                     raise error from failure
+                error = await self.explain(error, address)
                 self.leave(address)
             except asyncio.CancelledError:
                 if self.is_closed and not is_own_cancellation():
@@ -115,6 +171,7 @@ class Routers:
         request: inference_pb2.GenerateRequest,
         receiver: Receiver,
         *,
+        metadata: Metadata,
         timeout_s: float,
         interval_s: float,
     ) -> RunningCall:
@@ -125,16 +182,13 @@ class Routers:
         """
         connection = self._connection()
         if request.ByteSize() + ENVELOPE_BYTES > LARGE_REQUEST_BYTES:
-            opened = connection.stub.Generate(request, timeout=timeout_s)
+            opened = connection.stub.Generate(request, timeout=timeout_s, metadata=metadata)
             single = SingleCall(opened, self.address, receiver)
             self._single_calls.add(single)
             single.task.add_done_callback(lambda _: self._single_calls.discard(single))
             return single
-        stream = connection.stream
-        if stream is None or not stream.is_open:
-            self._streams = {each for each in self._streams if not each.is_over}
-            stream = connection.stream = CallStream(connection.stub.GenerateMany, self.address)
-            self._streams.add(stream)
+        stream = connection.stream(metadata, self.address)
+        self._streams.add(stream)
         return stream.start(request, receiver, timeout_s=timeout_s, interval_s=interval_s)
 
     def leave(self, address: str) -> None:
@@ -145,9 +199,13 @@ class Routers:
         """
         if address == self.address:
             self._current = (self._current + 1) % len(self.addresses)
-        connection = self._connections.get(address)
-        if connection and connection.stream:
-            connection.stream.retire()
+        if connection := self._connections.get(address):
+            for stream in connection.streams.values():
+                stream.retire()
+
+    def channel(self) -> Channel:
+        """Return the channel to the router that calls go to."""
+        return self._connection().channel
 
     async def move(self, addresses: Sequence[str]) -> None:
         """Have calls go to the routers at these addresses; others are lost."""
@@ -185,6 +243,16 @@ class Routers:
             self._connections[address] = _Connection(channel, stub)
             self._loop = loop
         return self._connections[address]
+
+
+async def no_better(error: PagewireError, _: str) -> PagewireError:
+    """Explain nothing: where the channels are others' own."""
+    return error
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call that brings a bearer token; empty: none."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def closed() -> ClosedError:

@@ -26,11 +26,13 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.types import (
     ClusterStatus,
     Delta,
+    Encryption,
     HotPrefix,
     Message,
     Model,
     PageCounts,
     SamplingOptions,
+    TenantStatus,
     TokenLogprob,
     Usage,
     WorkerStatus,
@@ -167,7 +169,28 @@ def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStat
             )
             for each in response.hot_prefixes
         ),
+        front_tls=_encryption(response, "front_tls"),
+        cluster_tls=_encryption(response, "cluster_tls"),
+        tenants=tuple(
+            TenantStatus(
+                name=each.name,
+                active_requests=each.active_requests,
+                requests=each.requests,
+                refused_requests=each.refused_requests,
+                prompt_tokens=each.prompt_tokens,
+                generated_tokens=each.generated_tokens,
+            )
+            for each in response.tenants
+        ),
+        is_partial=response.is_partial,
     )
+
+
+def _encryption(response: inference_pb2.GetClusterStatusResponse, name: str) -> Encryption | None:
+    if not response.HasField(name):
+        return None
+    told = getattr(response, name)
+    return Encryption(encrypted=told.encrypted, expires_at_s=told.expires_at_s or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 
+from credentials.door import IN_CLEAR
 from observability.logs import fields
 from router.admission import Admission
 from router.chat_renderer import ChatRenderer, ChildRenderer
@@ -23,7 +24,8 @@ from router.off_loop import OffLoop, RunBlocking
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptEncoder
 from router.resumption import ResumeTokens
-from router.server import InferenceServicer, add_to_server
+from router.server import DescribeTls, InferenceServicer, add_to_server
+from router.tenants.registry import Tenants
 from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,12 @@ class Router:
         model_dir: Folder with tokenizer.json, chat template and generation_config.json; None serves
             token ids only (no text, no chat, no stop strings).
         connect_channel: Makes a grpc.aio channel to one start of a worker.
+        tenants: Who may call, as of the server; None: everybody.
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
         wall_clock: Returns seconds since 1970, by which resume tokens expire.
         make_renderer: Makes what renders chats with the model's template.
         run_blocking: Runs what grows with a prompt.
+        describe_tls: Tells how it is connected, for the cluster's status.
 
     Raises:
         ModelFolderError: A file of the model folder cannot be used.
@@ -53,9 +57,11 @@ class Router:
         model_dir: Path | None,
         connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         random_id: Callable[[], str],
+        tenants: Tenants | None = None,
         wall_clock: Callable[[], float] = time.time,
         make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
         run_blocking: RunBlocking = asyncio.to_thread,
+        describe_tls: DescribeTls = lambda: (IN_CLEAR, IN_CLEAR),
     ) -> None:
         folder = ModelFolder()
         if model_dir is not None:
@@ -69,7 +75,13 @@ class Router:
             index=self.index,
             on_lost=lambda worker, reason: self.dispatcher.worker_lost(worker, reason),
         )
-        self.dispatcher = Dispatcher(config=config, registry=self.registry, index=self.index)
+        self.tenants = tenants or Tenants()
+        self.dispatcher = Dispatcher(
+            config=config,
+            registry=self.registry,
+            index=self.index,
+            has_tenants=not self.tenants.is_open,
+        )
         off_loop = OffLoop(run_blocking, retry_delay_s=config.retry_delay_s)
         self.admission = Admission(
             config=config,
@@ -79,19 +91,21 @@ class Router:
             random_id=random_id,
             resume_tokens=ResumeTokens(
                 key=config.resume_key,
-                tenant=config.cache_salt,
                 lifetime_s=config.request_timeout_s,
                 wall_clock=wall_clock,
             ),
             off_loop=off_loop,
+            has_tenants=not self.tenants.is_open,
         )
         self._servicer = InferenceServicer(
             admission=self.admission,
             dispatcher=self.dispatcher,
             registry=self.registry,
             index=self.index,
+            tenants=self.tenants,
             random_id=random_id,
             slow_client_timeout_s=config.slow_client_timeout_s,
+            describe_tls=describe_tls,
         )
         self._health = Health(self.registry)
         self._introductions = Introductions(self.registry)

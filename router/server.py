@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -11,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from credentials.door import Encryption
 from observability.logs import fields
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
@@ -21,6 +23,7 @@ from router.dispatch import Dispatcher
 from router.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    NotAuthenticated,
     NoWorker,
     Overloaded,
     RequestFailed,
@@ -35,6 +38,10 @@ from router.many_calls import ManyCalls, Send
 from router.prefix_index import PrefixIndex
 from router.prompt import PackedTokens, Prompt, Text
 from router.session import Stream
+from router.tenants.account import Account
+from router.tenants.gate import current_tenant
+from router.tenants.registry import Tenants
+from router.tenants.tenant import Tenant
 from router.validation import check_num_messages
 from router.worker_registry import WorkerRegistry
 
@@ -48,6 +55,7 @@ _LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is hel
 _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotAuthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoWorker, grpc.StatusCode.UNAVAILABLE),
     (RouterStops, grpc.StatusCode.UNAVAILABLE),
@@ -58,6 +66,9 @@ _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
 _CODES_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # Takes all messages of a call to its caller.
 _Deliver = Callable[[AsyncGenerator[inference_pb2.GenerateResponse, None]], Awaitable[None]]
+
+# Returns how clients are connected to the router, and it to the cluster.
+DescribeTls = Callable[[], tuple[Encryption, Encryption]]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -70,13 +81,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         dispatcher: Dispatcher,
         registry: WorkerRegistry,
         index: PrefixIndex,
+        tenants: Tenants,
         random_id: Callable[[], str],
         slow_client_timeout_s: float,
+        describe_tls: DescribeTls,
     ) -> None:
         self._admission = admission
+        self._describe_tls = describe_tls
         self._dispatcher = dispatcher
         self._registry = registry
         self._index = index
+        self._tenants = tenants
         self._random_id = random_id
         self._slow_client_timeout_s = slow_client_timeout_s
 
@@ -140,9 +155,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
+        async with _answering(context):
+            tenant = current_tenant(self._tenants)
         served = self._registry.model
         if served is None:
-            return inference_pb2.ListModelsResponse()
+            return inference_pb2.ListModelsResponse(tenant=tenant.name)
         model = wire.model(
             served,
             has_chat_template=self._admission.has_chat_template,
@@ -151,11 +168,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_request_bytes=self._admission.max_request_bytes,
             max_request_fields=self._admission.max_request_fields,
         )
-        return inference_pb2.ListModelsResponse(models=[model])
+        return inference_pb2.ListModelsResponse(models=[model], tenant=tenant.name)
 
     async def GetClusterStatus(
         self, request: inference_pb2.GetClusterStatusRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetClusterStatusResponse:
+        async with _answering(context):
+            tenant = current_tenant(self._tenants)
+        if not tenant.rules.operator:
+            return inference_pb2.GetClusterStatusResponse(
+                active_requests=tenant.num_active,
+                is_stopping=self._admission.is_closed,
+                hot_prefixes=self._hot_prefixes(tenant.name),
+                tenants=[wire.tenant_status(tenant)],
+                is_partial=True,
+            )
+        front, cluster = self._describe_tls()
         return inference_pb2.GetClusterStatusResponse(
             workers=[
                 wire.worker_status(each.member, each.state, each.heartbeat, each.heartbeat_age_s)
@@ -166,11 +194,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             resumed_requests=self._dispatcher.num_resumed,
             index_pages=self._index.num_pages,
             is_stopping=self._admission.is_closed,
-            hot_prefixes=[
-                wire.hot_prefix(each, self._index.holders(each.page_hash))
-                for each in self._dispatcher.hot_prefixes.hottest(_SHOWN_PREFIXES)
-            ],
+            hot_prefixes=self._hot_prefixes(None),
+            front_tls=wire.encryption(front),
+            cluster_tls=wire.encryption(cluster),
+            tenants=[wire.tenant_status(each) for each in self._tenants.told],
         )
+
+    def _hot_prefixes(self, tenant: str | None) -> list[inference_pb2.HotPrefix]:
+        return [
+            wire.hot_prefix(each, self._index.holders(each.page_hash))
+            for each in self._dispatcher.hot_prefixes.hottest(_SHOWN_PREFIXES, tenant)
+        ]
 
     async def _play(self, start: inference_pb2.GenerateManyRequest, send: Send) -> bytes:
         """Run one call of many."""
@@ -199,34 +233,41 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         record = self._record()
         try:
-            async with self._served(record):
-                resumption = wire.resumption(request)
-                if resumption is None:
-                    self._dispatcher.check_room()
-                record.generation, resume_token = await self._admission.admit(
-                    request_id=record.request_id,
-                    model_name=request.model,
-                    prompt=_prompt(request, "prompt"),
-                    asked=wire.asked_sampling(request.sampling),
-                    arrived_at=record.arrived_at,
-                    time_remaining_s=time_remaining_s,
-                    resumption=resumption,
-                )
-                async with self._dispatcher.serve(record.generation, interval_s) as stream:
-                    await deliver(_responses(stream, resume_token))
+            async with self._served(record) as tenant:
+                with _accounted(record, tenant) as account:
+                    resumption = wire.resumption(request)
+                    if resumption is None:
+                        self._dispatcher.check_room()
+                    record.generation, resume_token = await self._admission.admit(
+                        account=account,
+                        request_id=record.request_id,
+                        model_name=request.model,
+                        prompt=_prompt(request, "prompt"),
+                        asked=wire.asked_sampling(request.sampling),
+                        arrived_at=record.arrived_at,
+                        time_remaining_s=time_remaining_s,
+                        resumption=resumption,
+                    )
+                    async with self._dispatcher.serve(record.generation, interval_s) as stream:
+                        await deliver(_responses(stream, resume_token, account))
                 self._admission.num_finished += 1
         finally:
             record.log()
 
     @asynccontextmanager
-    async def _served(self, record: "_Record") -> AsyncIterator[None]:
+    async def _served(self, record: "_Record") -> AsyncIterator[Tenant]:
         """Hold a place for a request, and note how it ends: if not well, with a RouterError."""
+        tenant: Tenant | None = None
         try:
-            with self._admission.slot():
-                yield
+            tenant = current_tenant(self._tenants)
+            record.tenant = tenant.name
+            with self._admission.slot(tenant):
+                yield tenant
             record.outcome = "ok"
         except RouterError as error:
             record.outcome = _code(error).name
+            if tenant and isinstance(error, Overloaded):
+                tenant.counts.refused += 1
             raise
         except asyncio.CancelledError:
             record.outcome = "CANCELLED"
@@ -249,6 +290,21 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
     add(servicer, server)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _accounted(record: "_Record", tenant: Tenant) -> Iterator[Account]:
+    """Count what a generation uses; one that is refused before any work has used nothing."""
+    account = Account(tenant)
+    try:
+        yield account
+    except Overloaded:
+        if record.generation is None or not record.generation.num_tokens:
+            account.undo()
+        raise
+    finally:
+        if record.generation:  # with what its client did not take
+            account.use_generated(record.generation.num_tokens)
+
+
 class _Record:
     """What the log says about one request, in one line."""
 
@@ -256,6 +312,7 @@ class _Record:
         self.request_id = request_id
         self.arrived_at = arrived_at
         self.outcome = "INTERNAL"
+        self.tenant = ""
         self.generation: Generation | None = None
 
     def log(self) -> None:
@@ -265,7 +322,10 @@ class _Record:
             logger.info(
                 "request_refused",
                 extra=fields(
-                    request_id=self.request_id, outcome=self.outcome, total_ms=round(total_ms, 1)
+                    request_id=self.request_id,
+                    outcome=self.outcome,
+                    total_ms=round(total_ms, 1),
+                    **self._tenant(),
                 ),
             )
             return
@@ -284,8 +344,12 @@ class _Record:
                 resumptions=generation.num_resumptions,
                 decode_workers=",".join(generation.decode_workers),
                 **_resumed_from(generation),
+                **self._tenant(),
             ),
         )
+
+    def _tenant(self) -> dict[str, str]:
+        return {"tenant": self.tenant} if self.tenant else {}
 
 
 def _resumed_from(generation: Generation) -> dict[str, str]:
@@ -308,10 +372,11 @@ def _prompt(request: Any, field: str) -> Prompt:
 
 
 async def _responses(
-    stream: Stream, resume_token: bytes
+    stream: Stream, resume_token: bytes, account: Account
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     generation = stream.generation
     while outputs := await stream.next_outputs():
+        account.use_generated(generation.num_tokens)
         messages = [wire.response(generation.request, output) for output in outputs]
         messages[0].resume_token, resume_token = resume_token, b""
         if generation.is_finished:  # and this is the last of it
@@ -392,7 +457,7 @@ def _status(error: RouterError) -> status_pb2.Status:
         status.details.add().Pack(bad_request)
     if isinstance(error, Overloaded):
         delay = Duration()
-        delay.FromMilliseconds(int(1000 * error.retry_delay_s))
+        delay.FromMilliseconds(math.ceil(1000 * error.retry_delay_s))  # not sooner than it may
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 
+from credentials.door import Encryption
 from pagewire.protos import (
     common_pb2,
     controller_pb2,
@@ -23,6 +24,7 @@ from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
 from router.request import AskedSampling, GenerationRequest, ServedModel
 from router.resumption import ReceivedChoice, Resumption
+from router.tenants.tenant import Tenant
 from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 _POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
@@ -187,7 +189,6 @@ def submit(
     attempt: int,
     choices: Sequence[tuple[int, Sequence[int]]],
     prefill_candidates: Sequence[WorkerMember],
-    cache_salt: bytes,
     timeout_s: float,
     failed_passes: int,
 ) -> worker_pb2.SessionRequest:
@@ -198,7 +199,6 @@ def submit(
         attempt: 0 at first, one more at each resumption.
         choices: (choice, token ids already received) of those that are not finished.
         prefill_candidates: Best first.
-        cache_salt: Part of the page hashes.
         timeout_s: The worker gives up after it.
         failed_passes: As the worker told that had it last.
     """
@@ -218,7 +218,7 @@ def submit(
                 for choice, emitted in choices
             ],
             prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
-            cache_salt=cache_salt,
+            cache_salt=request.tenant.cache_salt,
             timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
             failed_passes=failed_passes,
         )
@@ -374,6 +374,19 @@ def worker_status(
     return status
 
 
+def tenant_status(tenant: Tenant) -> inference_pb2.TenantStatus:
+    """Convert what one tenant does and did."""
+    counts = tenant.counts
+    return inference_pb2.TenantStatus(
+        name=tenant.name,
+        active_requests=tenant.num_active,
+        requests=counts.requests,
+        refused_requests=counts.refused,
+        prompt_tokens=counts.prompt_tokens,
+        generated_tokens=counts.generated_tokens,
+    )
+
+
 def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPrefix:
     """Convert what is shown of a prefix; `workers` hold its last page."""
     return inference_pb2.HotPrefix(
@@ -382,6 +395,11 @@ def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPr
         hits=prefix.num_hits,
         workers=workers,
     )
+
+
+def encryption(found: Encryption) -> inference_pb2.Encryption:
+    """Convert what is shown of one kind of connections."""
+    return inference_pb2.Encryption(encrypted=found.is_on, expires_at_s=int(found.expires_at))
 
 
 def _worker_service(channel: grpc.aio.Channel) -> Any:

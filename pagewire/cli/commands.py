@@ -21,7 +21,7 @@ EXIT_CODES = (
 )
 SERVER_COMMANDS = (
     *("demo", "doctor", "down", "drain", "gateway", "router", "router-keys", "scale", "serve"),
-    "up",
+    *("tokens", "up"),
 )
 INSTALL_SERVER = "pip install 'pagewire[server]'"
 

@@ -9,9 +9,10 @@ import ray
 
 from cluster import controller as module
 from cluster.config_file import load_config
-from cluster.controller import HEARD_S, ControllerActor
+from cluster.controller import ControllerActor
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, PlacementError, Stopping
+from cluster.membership import HEARD_S
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
 
@@ -37,7 +38,7 @@ class World:
             config=load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2}),
             device=device,
             secret=ClusterSecret.generate(),
-            router_node_id="00" * 28,
+            home_resource="node:h",
             environment={},
             visible_gpus=None,
         )

@@ -9,8 +9,11 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from credentials.config import TlsSettings
+from credentials.door import Door, front_door
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import READS_MORE_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
@@ -19,14 +22,15 @@ from pagewire.wire import STATUS_DETAILS_KEY
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
 
 
-class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
+class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_grpc.HealthServicer):
     """Generate plays `script`, and so does each call of GenerateMany; usage ends it at the latest.
 
     `requests` keeps what came, `intervals_ms` the least times between messages that calls of
     GenerateMany asked for, `num_streams` counts its streams, `message_sizes` keeps how many starts
     and cancels came in each message: one, unless it `reads_more`. `cancelled`: a client was lost.
     `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
-    `model` is what it serves, `cluster` what it knows of workers.
+    `model` is what it serves, `cluster` what it knows of workers, `callers` who asked for the
+    models, by the names in their certificates.
     """
 
     def __init__(self, script: Script) -> None:
@@ -36,6 +40,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self.num_streams = 0
         self.message_sizes: list[int] = []
         self.reads_more = True
+        self.callers: list[bytes] = []
         self.num_statuses = 0
         self.is_away = False
         self.cluster = one_worker
@@ -114,7 +119,13 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.TokenizeResponse(token_ids=token_ids, text=text)
 
     async def ListModels(self, request, context):  # noqa: N802
+        self.callers += context.auth_context().get("x509_subject_alternative_name", [])
         return inference_pb2.ListModelsResponse(models=[self.model])
+
+    async def Check(self, request, context):  # noqa: N802
+        if self.is_away:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "away")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     async def GetClusterStatus(self, request, context):  # noqa: N802
         if self.is_away:
@@ -198,12 +209,16 @@ def retry_after(seconds):
 
 
 @asynccontextmanager
-async def serving(script: Script) -> AsyncIterator[tuple[str, ScriptedService]]:
-    """Serve on a free port of this loop."""
+async def serving(
+    script: Script, door: Door | None = None
+) -> AsyncIterator[tuple[str, ScriptedService]]:
+    """Serve on a free port of this loop, in clear or behind a door."""
+    door = door or front_door(TlsSettings())
     service = ScriptedService(script)
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    health_pb2_grpc.add_HealthServicer_to_server(service, server)
+    port = door.add_port(server, "127.0.0.1", 0)
     await server.start()
     try:
         yield f"127.0.0.1:{port}", service
@@ -212,14 +227,16 @@ async def serving(script: Script) -> AsyncIterator[tuple[str, ScriptedService]]:
 
 
 @contextmanager
-def serving_in_thread(script: Script) -> Iterator[tuple[str, ScriptedService]]:
+def serving_in_thread(
+    script: Script, door: Door | None = None
+) -> Iterator[tuple[str, ScriptedService]]:
     """Serve from a thread of its own, for callers without an event loop."""
     started: list[Any] = []
     is_up = threading.Event()
 
     async def run() -> None:
         stop = asyncio.Event()
-        async with serving(script) as served:
+        async with serving(script, door) as served:
             started.extend([served, asyncio.get_running_loop(), stop])
             is_up.set()
             await stop.wait()

@@ -151,9 +151,10 @@ def test_a_client_of_another_event_loop_says_so():
 
 class _Channel:
     def unary_unary(self, *arguments, **options):
-        return lambda request, timeout: asyncio.sleep(0)
+        return lambda request, **options: asyncio.sleep(0)
 
-    unary_stream = unary_unary
+    def unary_stream(self, *arguments, **options):
+        return lambda request, **options: None
 
     def stream_stream(self, *arguments, **options):
         return _SilentCall

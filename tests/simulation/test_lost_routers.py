@@ -10,8 +10,10 @@ from llm_engine.sampling import SamplingParams
 from pagewire import AsyncClient, Completion, ConnectionFailedError, PagewireError, UnavailableError
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.routers import Connector
 from tests.simulation.test_scenarios import GREEDY, SEEDED, tokens
 from tests.support.fake_cluster import MODEL, FakeCluster
+from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.oracle import RequestSpec, expected_choices
 from tests.support.scenario import MAX_CONTEXT_TOKENS, ClusterShape
 from tests.support.simulator import in_cluster
@@ -232,8 +234,22 @@ def link_of(cluster: FakeCluster, *names: str, resume_s: float = 30.0, most: int
         request_timeout_s=600.0,
         resume_s=resume_s,
         tick_s=15.0,
-        channel_factory=cluster.network.channel,
+        connector=MemoryConnector(cluster.network),
     )
+
+
+class MemoryConnector(Connector):
+    """Opens channels of a network in memory."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        super().__init__()
+        self._network = network
+
+    def __call__(self, address: str) -> MemoryChannel:
+        return self._network.channel(address)
+
+    async def explain(self, error: PagewireError, address: str) -> PagewireError:
+        return error
 
 
 def generate_request(spec: RequestSpec) -> inference_pb2.GenerateRequest:
@@ -250,7 +266,7 @@ def generate_request(spec: RequestSpec) -> inference_pb2.GenerateRequest:
 
 async def answers_right(link: RouterLink, specs: list[RequestSpec]) -> list[inference_pb2.Usage]:
     """Make the calls of one HTTP request; check their tokens and return what they cost."""
-    answers = await link.start([generate_request(each) for each in specs], 0.0)
+    answers = await link.start("", [generate_request(each) for each in specs], 0.0)
     received: dict[tuple[int, int], list[int]] = {}
     usages: dict[int, inference_pb2.Usage] = {}
     try:

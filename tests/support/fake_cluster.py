@@ -29,6 +29,8 @@ from protos.call_guard import CallGuard
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
+from router.tenants.gate import TenantGate
+from router.tenants.registry import Tenants
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
 from tests.support.history import Delta, RequestHistory
@@ -105,6 +107,7 @@ class FakeCluster:
 
     shape: ClusterShape = field(default_factory=ClusterShape)
     seed: int = 0
+    tenants: Tenants | None = None  # of all routers
     workers: dict[str, FakeWorker] = field(default_factory=dict)  # worker_id |-> newest start
     routers: dict[str, FakeRouter] = field(default_factory=dict)
     network: MemoryNetwork = field(init=False)
@@ -206,7 +209,8 @@ class FakeCluster:
         credentials = credentials_of("router", name, self.num_router_starts)
         process = Process(name)
         with process.entered():
-            server = self.network.server(f"{name}:1", [CallGuard(max_calls=1000)])
+            gates = [TenantGate(self.tenants)] if self.tenants else []
+            server = self.network.server(f"{name}:1", [*gates, CallGuard(max_calls=1000)])
             rng = seeded(self.seed, name, self.num_starts)
             router = Router(
                 config=RouterConfig(
@@ -221,6 +225,7 @@ class FakeCluster:
                 model_dir=None,
                 connect_channel=partial(self._connect_worker, credentials),
                 random_id=lambda: rng.randbytes(16).hex(),
+                tenants=self.tenants,
                 run_blocking=run_inline,
             )
             router.register(server)
