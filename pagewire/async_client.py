@@ -13,7 +13,7 @@ from pagewire.errors import PagewireError, ServerError
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
-from pagewire.routers import ChannelFactory, Connector, Routers, no_better, token_metadata
+from pagewire.routers import ChannelFactory, Connector, Routers, no_better
 from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
@@ -77,8 +77,8 @@ class AsyncClient:
             check_addresses(address),
             channel_factory or connect,
             no_better if channel_factory else connect.explain,
+            given_token(token),
         )
-        self._metadata = token_metadata(given_token(token))
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -205,7 +205,7 @@ class AsyncClient:
 
     async def _call(self, method: str, request: object, timeout_s: float | None) -> Any:
         limit_s = self._timeout_s(timeout_s)
-        return await self._routers.call(method, request, limit_s, self._metadata)
+        return await self._routers.call(method, request, limit_s, self._routers.metadata)
 
     def _open_stream(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
@@ -215,7 +215,7 @@ class AsyncClient:
             request,
             routers=self._routers,
             reader=inbox,
-            metadata=self._metadata,
+            metadata=self._routers.metadata,
             timeout_s=self._timeout_s(timeout_s),
             resume_s=self._resume_s,
         )

@@ -113,13 +113,19 @@ class Routers:
         addresses: One or more, `host:port`; the first one is used first.
         channel_factory: Opens a channel to one of them.
         explain: Given the error of a call that reached nobody, and the address, finds a better one.
+        token: That says for whom a client's calls are made; empty: none.
     """
 
     def __init__(
-        self, addresses: Sequence[str], channel_factory: ChannelFactory, explain: Explain
+        self,
+        addresses: Sequence[str],
+        channel_factory: ChannelFactory,
+        explain: Explain,
+        token: str = "",
     ) -> None:
         self.addresses = addresses
         self.explain = explain
+        self.metadata = token_metadata(token)  # of a client's calls
         self.is_closed = False
         self._channel_factory = channel_factory
         self._current = 0
@@ -188,7 +194,8 @@ class Routers:
             single.task.add_done_callback(lambda _: self._single_calls.discard(single))
             return single
         stream = connection.stream(metadata, self.address)
-        self._streams.add(stream)
+        if stream not in self._streams:
+            self._streams = {each for each in self._streams if not each.is_over} | {stream}
         return stream.start(request, receiver, timeout_s=timeout_s, interval_s=interval_s)
 
     def leave(self, address: str) -> None:

@@ -202,7 +202,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         request_type = descriptor_pool.Default().FindMethodByName(name).input_type
         # In a thread, which lets the event loop run in between.
         if await asyncio.to_thread(has_more_fields, raw, request_type, limit):
-            raise ValueError(f"found too many fields; allowed: at most {limit}")
+            raise ValueError(f"found more than {limit} fields; allowed: at most {limit}")
 
 
 class _Silence:

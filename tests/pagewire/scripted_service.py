@@ -67,7 +67,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         self.num_streams += 1
         results = asyncio.Queue()
         calls = {}
-        reader = asyncio.create_task(self._read(requests, calls, results))
+        reader = asyncio.create_task(self._read(requests, context, calls, results))
         await context.send_initial_metadata(((READS_MORE_KEY, "1"),) * self.reads_more)
         try:
             while True:
@@ -76,25 +76,25 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
             for each in (reader, *calls.values()):
                 each.cancel()
 
-    async def _read(self, requests, calls, results):
+    async def _read(self, requests, context, calls, results):
         async for message in requests:
             self.message_sizes.append(1 + len(message.more))
             for each in (message, *message.more):
                 if each.HasField("start"):
                     self.intervals_ms.append(each.interval_ms)
                     calls[each.call_id] = asyncio.create_task(
-                        self._play(each.call_id, each.start, results)
+                        self._play(each.call_id, each.start, context, results)
                     )
                 else:
                     calls.pop(each.call_id).cancel()
 
-    async def _play(self, call_id, request, results):
+    async def _play(self, call_id, request, context, results):
         def tell(**result):
             results.put_nowait(inference_pb2.CallResult(call_id=call_id, **result))
 
         each = inference_pb2.GenerateResponse()
         try:
-            async for each in self.Generate(request, _CallContext()):
+            async for each in self.Generate(request, _CallContext(context)):
                 tell(response=each)
         except _Aborted as aborted:
             tell(error_status=aborted.status)
@@ -141,6 +141,9 @@ class _Aborted(Exception):
 
 class _CallContext:
     """The context of one call of many."""
+
+    def __init__(self, context):
+        self.invocation_metadata = context.invocation_metadata
 
     async def abort(self, code, details, trailing_metadata):
         raise _Aborted(dict(trailing_metadata)[STATUS_DETAILS_KEY])

@@ -161,6 +161,12 @@ class _Channel:
 
 
 class _SilentCall:
+    def __init__(self, **options):
+        pass
+
+    async def initial_metadata(self):
+        return ()
+
     async def read(self):
         await asyncio.sleep(60)
 
