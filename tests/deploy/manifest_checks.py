@@ -47,7 +47,7 @@ built_in.schema_contents = cache(built_in.schema_contents)  # it reads a megabyt
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod template of the RayCluster, or of a Deployment."""
+    """A pod template of the RayCluster, of a Deployment or of a StatefulSet."""
 
     where: str  # "head", or the name of the group or Deployment
     replicas: int
@@ -121,8 +121,19 @@ class Overlay:
         ]
 
     @property
+    def stores(self) -> list[Pod]:
+        """Those that keep Ray's state."""
+        sets = self.of("StatefulSet").items()
+        return [Pod(name, each["spec"]["replicas"], each["spec"]) for name, each in sets]
+
+    @property
     def pods(self) -> list[Pod]:
+        """Those of Pagewire itself."""
         return [*self.ray_pods, *self.routers]
+
+    @property
+    def all_pods(self) -> list[Pod]:
+        return [*self.pods, *self.stores]
 
     @property
     def config_text(self) -> str:
@@ -137,7 +148,7 @@ class Overlay:
     def selected(self, selector: dict[str, Any]) -> list[Pod]:
         """Return the pods that labels select."""
         wanted = selector.get("matchLabels", selector).items()
-        return [each for each in self.pods if wanted <= each.labels.items()]
+        return [each for each in self.all_pods if wanted <= each.labels.items()]
 
 
 def config_of(overlay: Overlay, folder: Path) -> ClusterConfig:
@@ -278,7 +289,7 @@ def volumes(overlay: Overlay, folder: Path) -> Iterator[str]:
 
 
 def names(overlay: Overlay, _: Path) -> Iterator[str]:
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         if pod.spec["serviceAccountName"] not in overlay.of("ServiceAccount"):
             yield f"{pod.where}: there is no ServiceAccount {pod.spec['serviceAccountName']}"
         if pod.spec["priorityClassName"] not in overlay.of("PriorityClass"):
@@ -337,7 +348,7 @@ def versions(overlay: Overlay, _: Path) -> Iterator[str]:
     )
     if overlay.cluster["spec"]["rayVersion"] != pinned["ray"]:
         yield f"rayVersion is {overlay.cluster['spec']['rayVersion']}, installed is {pinned['ray']}"
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         for one in pod.containers:
             for name, version in re.findall(r"([\w-]+)==([\w.]+)", " ".join(one.get("args", []))):
                 if pinned[name] != version:
@@ -398,7 +409,7 @@ def security(overlay: Overlay, _: Path) -> Iterator[str]:
             yield f"ServiceAccount {name}: its token is mounted"
     image = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
     users = set(map(int, re.findall(r"(?m)^USER (\d+)$", image)))
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         context = pod.spec["securityContext"]
         if context.get("runAsNonRoot") is not True or {context.get("runAsUser")} != users:
             yield f"{pod.where}: must run as the image's user {users}, not {context}"
@@ -415,7 +426,7 @@ def security(overlay: Overlay, _: Path) -> Iterator[str]:
 
 
 def limits(overlay: Overlay, _: Path) -> Iterator[str]:
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         for one in pod.containers:
             for kind in ("requests", "limits"):
                 if missing := {"cpu", "memory"} - one["resources"].get(kind, {}).keys():
@@ -612,7 +623,35 @@ def _folders(section: Any) -> set[Path]:
 
 def _front_names(overlay: Overlay) -> set[str]:
     """Return the names by which clients within Kubernetes know routers and gateway."""
-    return {name for name in overlay.of("Service") if name != "pagewire-controller"}
+    inside = {"pagewire-controller", *(each.where for each in overlay.stores)}
+    return overlay.of("Service").keys() - inside
+
+
+def stores(overlay: Overlay, _: Path) -> Iterator[str]:
+    """Ray's state lies where the head looks for it, behind a password, and outlives its pod."""
+    options = overlay.cluster["spec"].get("gcsFaultToleranceOptions")
+    if options is None:
+        yield from (f"{each.where}: no head uses it" for each in overlay.stores)
+        return
+    name, _, port = options["redisAddress"].partition(":")
+    service = overlay.of("Service").get(name)
+    if service is None or int(port) not in [each["port"] for each in service["spec"]["ports"]]:
+        yield f"the head keeps its state at {options['redisAddress']}, where no Service is"
+        return
+    secret = options.get("redisPassword", {}).get("valueFrom", {}).get("secretKeyRef")
+    for pod in overlay.selected(service["spec"]["selector"]):
+        (container,) = pod.containers
+        given = [each.get("valueFrom", {}).get("secretKeyRef") for each in container["env"]]
+        if secret is None or secret not in given or "--requirepass" not in container["command"]:
+            yield f"{pod.where}: its password is not the head's, {secret}"
+        claims = {
+            each["metadata"]["name"]
+            for each in overlay.of("StatefulSet")[pod.where]["spec"]["volumeClaimTemplates"]
+        }
+        folder = container["command"][container["command"].index("--dir") + 1]
+        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        if mounts.get(folder) not in claims:
+            yield f"{pod.where}: {folder} is on no claim"
 
 
 def disruptions(overlay: Overlay, _: Path) -> Iterator[str]:
@@ -699,6 +738,13 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
             "namespace kubernetes.io/metadata.name=gateway-system",
             "TCP:grpc",
         ),
+        (
+            "redis",
+            "ingress",
+            "pod app.kubernetes.io/component=head and " + own,
+            "TCP:redis",
+        ),
+        ("head-to-redis", "egress", "pod app.kubernetes.io/name=pagewire-redis", "TCP:redis"),
         ("fetch-model", "egress", "0.0.0.0/0", "TCP:443"),
     }
     return flows | {each for each in optional if each[0] in policies}
@@ -719,6 +765,7 @@ CHECKS = (
     stopping,
     routers,
     tls,
+    stores,
     disruptions,
     networks,
 )

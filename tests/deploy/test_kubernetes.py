@@ -47,11 +47,13 @@ DIFFERENCES = {
         r"Service/(pagewire-controller/.*|pagewire-grpc/spec/selector/.*component)",
         r"NetworkPolicy/router-clients/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/ports/3/.*",
-        rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/volumeMounts/[34]/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/volumeMounts/[3-5]/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/[4-7]/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/volumes/[4-7]/.*",
         r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|PrometheusRule|GRPCRoute|HTTPRoute)/.*",
-        r"NetworkPolicy/(prometheus|gateway)/.*",
+        r"NetworkPolicy/(prometheus|gateway|redis|head-to-redis)/.*",
+        r"(StatefulSet|Service)/pagewire-redis/.*",
+        r"RayCluster/pagewire/spec/gcsFaultToleranceOptions/.*",
         r"(Certificate|Issuer|BackendTLSPolicy)/.*",
         r"Service/pagewire-(grpc|http)/spec/ports/0/appProtocol",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/(readiness|startup|liveness)Probe/.*",
@@ -191,6 +193,14 @@ def take(of, *keys):
 
 def router(overlay):
     return overlay.routers[0].containers[0]
+
+
+def redis(overlay):
+    return overlay.stores[0].containers[0]
+
+
+def state(overlay):
+    return overlay.cluster["spec"]["gcsFaultToleranceOptions"]
 
 
 def certificate(overlay):
@@ -339,6 +349,10 @@ FAULTS = [
         put(lambda o: spec(o, "PodDisruptionBudget", "pagewire-decode"), "50%", "minAvailable"),
         "only a number",
     ),
+    ("stores", put(state, "redis:6379", "redisAddress"), "where no Service is"),
+    ("stores", put(state, "ray", "redisPassword", "valueFrom", "secretKeyRef", "name"), "password"),
+    ("stores", put(redis, "/tmp", "command", 6), "/tmp is on no claim"),
+    ("stores", take(lambda o: o.cluster["spec"], "gcsFaultToleranceOptions"), "no head uses it"),
     (
         "disruptions",
         put(lambda o: spec(o, "PodDisruptionBudget", "pagewire-decode"), 5, "minAvailable"),
