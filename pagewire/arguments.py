@@ -5,6 +5,7 @@ Each refusal is an `InvalidRequestError` that names the field as the router does
 and what is allowed; for options it names all that are wrong.
 """
 
+import json
 import os
 import re
 import reprlib
@@ -26,6 +27,7 @@ MAX_STOP_TOKENS = 256
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC takes much longer ones for none, or for one that has passed
+MAX_CONSTRAINT_CHOICES = 1000
 MAX_SHOWN_CHARS = 60
 
 TOKEN_VARIABLE = "PAGEWIRE_TOKEN"  # noqa: S105 - a name
@@ -236,6 +238,43 @@ def _stop_token_ids(field: str, value: object) -> list[int]:
     return token_ids
 
 
+def _constraint(field: str, value: object) -> dict[str, Any]:
+    """Return the fields of the message Constraint."""
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in _CONSTRAINTS:
+        found = shown_with_type(value)
+        raise refused(field, found, f"a mapping with one of {', '.join(_CONSTRAINTS)}")
+    [(kind, content)] = value.items()
+    return {kind: _CONSTRAINTS[kind](f"{field}.{kind}", content)}
+
+
+def _json_schema(field: str, value: object) -> str:
+    if isinstance(value, str):
+        return check_text(field, value)
+    if not isinstance(value, Mapping | bool):
+        raise refused(field, shown_with_type(value), "a JSON schema, as a mapping or a text")
+    try:
+        return json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refused(field, f"what JSON cannot express: {error}", "a JSON schema") from None
+
+
+def _json_object(field: str, value: object) -> bool:
+    if value is not True:
+        raise refused(field, shown_with_type(value), "True")
+    return True
+
+
+def _choice(field: str, value: object) -> dict[str, list[str]]:
+    texts = check_items(field, value, "a sequence of texts")
+    if not 1 <= len(texts) <= MAX_CONSTRAINT_CHOICES:
+        raise refused(field, f"{len(texts)} texts", f"1 to {MAX_CONSTRAINT_CHOICES}")
+    return {
+        "texts": [
+            check_text(f"{field}[{i}]", t, empty="an empty text") for i, t in enumerate(texts)
+        ]
+    }
+
+
 def check_items(field: str, value: object, allowed: str) -> list[Any]:
     """Return the items of anything in order with a length, but not of a text or a mapping."""
     is_ordered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
@@ -265,6 +304,14 @@ def shown_with_type(value: object) -> str:
     return "None" if value is None else f"{shown(value)} ({type(value).__name__})"
 
 
+# field of Constraint |-> its check
+_CONSTRAINTS: dict[str, Callable[[str, object], Any]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": check_text,
+    "choice": _choice,
+    "grammar": check_text,
+}
 # option |-> its check, in the order of SamplingOptions
 _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "temperature": _temperature,
@@ -283,4 +330,5 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "n": partial(_integer, low=1, high=MAX_CHOICES),
     "logprobs": partial(_integer, low=0, high=MAX_LOGPROBS),
     "skip_special_tokens": check_flag,
+    "constraint": _constraint,
 }

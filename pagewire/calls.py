@@ -24,6 +24,7 @@ from pagewire.wire import FailureWithin, failure_from, failure_from_status, stre
 
 ENVELOPE_BYTES = 64  # at most, of a GenerateManyRequest around what it starts
 MAX_MS = 2**32 - 1
+_BROKEN_WRITE = "Internal error from Core"  # as grpc.aio says it
 
 Metadata = tuple[tuple[str, str], ...]  # of a call
 
@@ -169,7 +170,9 @@ class CallStream:
                 for result in message.results:
                     self._take(result)
         except grpc.aio.AioRpcError as error:
-            failure = partial(failure_from, error, self._address)
+            # A write to a stream that has just ended hides how, so that is for the next one to say.
+            if error.details() != _BROKEN_WRITE:
+                failure = partial(failure_from, error, self._address)
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise

@@ -1,8 +1,18 @@
 """What the client takes and returns: plain frozen values, no protobuf."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
+
+
+class Constraint(TypedDict, total=False):
+    """What an answer is held to: one of these."""
+
+    json_schema: Mapping[str, Any] | str  # a JSON text that follows this schema
+    json_object: bool  # True: any JSON object
+    regex: str  # a text that this expression matches as a whole
+    choice: Sequence[str]  # one of these texts, up to 1,000
+    grammar: str  # a text of this grammar, in EBNF or Lark
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -27,6 +37,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int | None  # independent choices, 1 .. 64; 1
     logprobs: int | None  # 0: of the drawn token, k <= 20: and of the k most probable; none
     skip_special_tokens: bool | None  # leave special tokens out of the text; True
+    constraint: Constraint | None  # what each choice is held to; nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,17 +8,19 @@ from functools import partial
 from hashlib import sha256
 from typing import TypeVar
 
+from grammars.errors import InvalidConstraint, NoVocabulary
 from kv_cache.page_hash import packed_page_hashes
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.shares import may_take
 from router.chat_format import ToolCallFormat, begins_in_reasoning, has_reasoning, tool_call_format
 from router.config import RouterConfig
-from router.errors import NoWorker, Overloaded, RouterStops
+from router.constraint_check import ConstraintChecker
+from router.errors import InvalidRequest, NoWorker, Overloaded, RouterStops
 from router.generation import Generation
 from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
 from router.prompt import LARGE_PIECES_BYTES, Chat, Prompt, PromptEncoder
-from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.request import AskedSampling, GenerationRequest, Sampling, ServedModel
 from router.resumption import ResumeTokens, Resumption
 from router.tenants.account import Account
 from router.tenants.tenant import Tenant, TenantRules
@@ -50,6 +52,7 @@ class Admission:
         random_id: Callable[[], str],
         resume_tokens: ResumeTokens,
         off_loop: OffLoop,
+        constraints: ConstraintChecker | None,
         has_tenants: bool,
     ) -> None:
         self._has_tenants = has_tenants  # more than one, so that places are divided
@@ -63,6 +66,7 @@ class Admission:
         self._random_id = random_id
         self._resume_tokens = resume_tokens
         self._off_loop = off_loop
+        self._constraints = constraints  # None: the router has no tokenizer
         self._idle = asyncio.Event()
         self._idle.set()
         template = folder.chat_template.source if folder.chat_template else ""
@@ -173,6 +177,7 @@ class Admission:
             has_tokenizer=self._folder.tokenizer is not None,
             draw_seed=lambda: begun.seed if begun else int(self._random_id()[:16], 16),
         )
+        await self._check_constraint(sampling, model)
         if begun:  # the router that began may have known of other workers
             sampling = replace(sampling, max_tokens=begun.max_tokens)
         timeout_s = self._config.request_timeout_s
@@ -187,7 +192,10 @@ class Admission:
             page_size=model.page_size,
             arrived_at=arrived_at,
             deadline_at=asyncio.get_running_loop().time() + timeout_s,
-            begins_in_reasoning=isinstance(prompt, Chat) and begins_in_reasoning(text),
+            # What is held to a form is the answer, from its first token on.
+            begins_in_reasoning=sampling.constraint is None
+            and isinstance(prompt, Chat)
+            and begins_in_reasoning(text),
             prompt_digest=digest,
             tenant=tenant,
             resumed_from=begun.request_id if begun else "",
@@ -199,6 +207,20 @@ class Admission:
             await self._resume(generation, resumption)
             account.skip(generation.num_tokens)
         return generation, self._resume_tokens.issue(request, asked, model.fingerprint)
+
+    async def _check_constraint(self, sampling: Sampling, model: ServedModel) -> None:
+        constraint = sampling.constraint
+        if constraint is None or self._constraints is None:
+            return
+        field = f"sampling.constraint.{constraint.kind.value}"
+        try:
+            await self._constraints.check(constraint, model)
+        except InvalidConstraint as error:
+            raise InvalidRequest(field, error.found, error.allowed) from None
+        except NoVocabulary as error:
+            raise InvalidRequest(
+                field, "a constraint", f"none: the model's tokenizer cannot serve it: {error}"
+            ) from None
 
     async def _resume(self, generation: Generation, resumption: Resumption) -> None:
         num_bytes = sum(len(each.packed_token_ids) for each in resumption.choices)

@@ -109,6 +109,10 @@ class ChatTemplateError(Exception):
     """The model's chat template cannot be compiled or broke a rule of the sandbox."""
 
 
+class ChildLimit(Exception):
+    """Work in a child process took more time or memory than it may, or ended the process."""
+
+
 class TemplateLimit(ChatTemplateError):
     """The chat template took more time or memory than it may."""
 

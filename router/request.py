@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
+from grammars.constraint import Constraint
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.sampling_limits import MAX_CHOICES
 from router.tenants.tenant import TenantRules
@@ -54,6 +55,7 @@ class AskedSampling:
     n: int | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,7 @@ class Sampling:
     n: int
     logprobs: int | None  # None: none
     skip_special_tokens: bool = True  # in the text; the router's own business, too
+    constraint: Constraint | None = None  # what each choice is held to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

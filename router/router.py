@@ -14,6 +14,7 @@ from router.admission import Admission
 from router.chat_renderer import ChatRenderer, ChildRenderer
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.constraint_check import ChildChecker, ConstraintChecker
 from router.dispatch import Dispatcher
 from router.errors import ChatTemplateError, ModelFolderError
 from router.health import Health
@@ -43,6 +44,7 @@ class Router:
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
         wall_clock: Returns seconds since 1970, by which resume tokens expire.
         make_renderer: Makes what renders chats with the model's template.
+        make_checker: Makes what tries constraints, with the tokenizer of a folder.
         run_blocking: Runs what grows with a prompt.
         describe_tls: Tells how it is connected, for the cluster's status.
 
@@ -60,6 +62,7 @@ class Router:
         tenants: Tenants | None = None,
         wall_clock: Callable[[], float] = time.time,
         make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
+        make_checker: Callable[[Path], ConstraintChecker] = ChildChecker,
         run_blocking: RunBlocking = asyncio.to_thread,
         describe_tls: DescribeTls = lambda: (IN_CLEAR, IN_CLEAR),
     ) -> None:
@@ -68,6 +71,7 @@ class Router:
             folder = read_model_folder(model_dir, max_prompt_chars=config.most_prompt_chars)
         self._model_dir = model_dir
         self._renderer = make_renderer(folder.chat_template) if folder.chat_template else None
+        self._checker = make_checker(model_dir) if model_dir is not None else None
         self.index = PrefixIndex(max_pages=config.max_index_pages)
         self.registry = WorkerRegistry(
             config=config,
@@ -95,6 +99,7 @@ class Router:
                 wall_clock=wall_clock,
             ),
             off_loop=off_loop,
+            constraints=self._checker,
             has_tenants=not self.tenants.is_open,
         )
         self._servicer = InferenceServicer(
@@ -155,3 +160,5 @@ class Router:
         await self.registry.stop()
         if self._renderer:
             await self._renderer.close()
+        if self._checker:
+            await self._checker.close()

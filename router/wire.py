@@ -6,6 +6,8 @@ from typing import Any
 import grpc
 
 from credentials.door import Encryption
+from grammars.errors import InvalidConstraint
+from grammars.wire import constraint_from_proto, constraint_to_proto
 from pagewire.protos import (
     common_pb2,
     controller_pb2,
@@ -17,6 +19,7 @@ from pagewire.protos import (
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
+from router.errors import InvalidRequest
 from router.generation import Delta, Failure, Finish, Output, WorkerStats
 from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
@@ -212,6 +215,7 @@ def submit(
                 **{name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING},
                 stop_token_ids=sampling.stop_token_ids,
                 ignore_eos=sampling.ignore_eos,
+                constraint=constraint_to_proto(sampling.constraint),
             ),
             choices=[
                 worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_token_ids(emitted))
@@ -256,7 +260,15 @@ def failure(message: worker_pb2.RequestFailure) -> Failure:
 
 
 def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
-    """Convert what a client asked for; unset fields become None."""
+    """Convert what a client asked for; unset fields become None.
+
+    Raises:
+        InvalidRequest: There is a constraint that says nothing.
+    """
+    try:
+        constraint = constraint_from_proto(params)
+    except InvalidConstraint as error:
+        raise InvalidRequest("sampling.constraint", error.found, error.allowed) from None
     return AskedSampling(
         **{name: getattr(params, name) for name in _OPTIONAL_SAMPLING if params.HasField(name)},
         stop=tuple(params.stop),
@@ -265,6 +277,7 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
         skip_special_tokens=(
             params.skip_special_tokens if params.HasField("skip_special_tokens") else True
         ),
+        constraint=constraint,
     )
 
 

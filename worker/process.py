@@ -184,6 +184,7 @@ def _load(
 
     from llm_engine.load_engine import load_engine
     from llm_engine.memory_plan import MemoryPlan
+    from llm_engine.model_files import text_folder
 
     if settings.device == "cpu":
         torch.set_num_threads(settings.cpu_threads)
@@ -208,5 +209,6 @@ def _load(
         vocab_size=engine.config.vocab_size,
         max_context_tokens=engine.config.max_context_tokens,
         eos_token_ids=engine.config.eos_token_ids,
+        text_folder=text_folder(settings.model_dir),
     )
     return ThreadExecutor(engine), model

@@ -15,6 +15,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.worker import make_decode_worker
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.transport import open_transports
+from llm_engine.model_files import text_folder
 from pagewire import AsyncClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
@@ -52,9 +53,10 @@ async def in_process_cluster(
     num_pages: int = 200,
     chunk_pages: int = 2,
     is_large: bool = False,
+    has_text: bool = False,
     tls: TlsSettings = IN_CLEAR,
 ) -> AsyncIterator[AsyncClient]:
-    """Serve a checkpoint; yields a client. Token ids only.
+    """Serve a checkpoint; yields a client.
 
     Args:
         model: Folder or GGUF file.
@@ -64,6 +66,7 @@ async def in_process_cluster(
         chunk_pages: That are handed to the transfer at a time.
         is_large: Of a model whose passes take seconds, while others may want the cores: steps are
             short, and no deadline passes that is there to find the dead.
+        has_text: Whether the router reads the model's tokenizer; else it takes token ids only.
         tls: Of the workers, and of the router's calls to them.
     """
     transfer = LONG_DEADLINES if is_large else TransferDeadlines()
@@ -93,7 +96,7 @@ async def in_process_cluster(
             stack.push_async_callback(process.stop, 0.0)
         router = Router(
             config=RouterConfig(**limits),
-            model_dir=None,
+            model_dir=text_folder(model) if has_text else None,
             connect_channel=partial(
                 connect_worker, credentials_of("router", "router-0"), ClusterLinks(tls)
             ),

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from pagewire import (
@@ -17,7 +18,7 @@ from pagewire import calls as calls_module
 from pagewire.protos import common_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 from tests.pagewire.scripted_service import ScriptedService, response, serving, usage
-from tests.support.memory_grpc import MemoryNetwork
+from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.virtual_time import run_virtual, wait_until
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -219,6 +220,41 @@ def test_a_request_that_the_router_does_not_read_ends_alone():
             assert service.num_streams == 1
 
     asyncio.run(scenario())
+
+
+class _EndedCall:
+    """A stream that has ended, as grpc.aio shows it to whoever wrote at that moment."""
+
+    def __init__(self, **options):
+        pass
+
+    async def initial_metadata(self):
+        return ()
+
+    async def read(self):
+        metadata = grpc.aio.Metadata()
+        details = "Internal error from Core"
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details)
+
+    async def write(self, message):
+        raise asyncio.InvalidStateError
+
+    def cancel(self):
+        pass
+
+
+def test_a_stream_that_ends_while_it_is_written_to_is_a_lost_one(monkeypatch):
+    async def scenario():
+        async with client_of(echo) as (client, [service], _):
+            monkeypatch.setattr(MemoryChannel, "stream_stream", lambda *_, **__: _EndedCall)
+            stream = client.stream("p")
+            await asyncio.sleep(0.05)
+            monkeypatch.undo()
+            client._routers._connections.clear()  # whose stub has the method still
+            assert (await rest_of(stream)).text == "p!"
+            assert service.num_streams == 1
+
+    run_virtual(scenario())
 
 
 def test_a_router_without_the_method_is_told_as_what_it_is():

@@ -8,8 +8,8 @@ from pagewire import errors
 
 EXPORTED = """
     Client Stream AsyncClient AsyncStream Tls
-    SamplingOptions Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens Model
-    ClusterStatus WorkerStatus PageCounts HotPrefix Encryption TenantStatus
+    SamplingOptions Constraint Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens
+    Model ClusterStatus WorkerStatus PageCounts HotPrefix Encryption TenantStatus
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
     AuthenticationError OverloadedError TransportError ConnectionFailedError TlsError
     UnavailableError TimeoutError CancelledError ServerError ClosedError
