@@ -83,15 +83,15 @@ class ClusterConfig:
 
     controller_port: int = option(
         0,
-        "Port on which the controller tells routers the workers; 0: a free one. Routers of their "
-        "own (pagewire router) ask there; without ray_address it is open to this host alone.",
+        "Port on which the controller tells routers which workers exist; 0: a free one. Routers "
+        "outside Ray (pagewire router) connect to it; without ray_address only this host can.",
         at_least=0,
         at_most=65535,
     )
     secret_file: str = option(
         "",
         "File with 32 random bytes or more, from which the keys of all processes are derived. "
-        "Empty: a secret is drawn at each start; routers of their own then need new keys, too.",
+        "Empty: a secret is drawn at each start; routers outside Ray then need new keys, too.",
     )
 
     insecure: bool = option(
@@ -121,8 +121,8 @@ class ClusterConfig:
     )
     pool_resources: bool = option(
         False,
-        "Of the Ray cluster's hosts each worker takes one that has its pool's custom resource, "
-        "pagewire-prefill or pagewire-decode, and 1 of it; hosts may join later.",
+        "Each worker takes a host of the Ray cluster that has its pool's custom resource, "
+        "pagewire-prefill or pagewire-decode, and 1 unit of it; hosts may join later.",
     )
     start_timeout_s: float = option(
         600.0, "Longest time until all workers are ready, weights included.", above=0

@@ -12,13 +12,12 @@ import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from typer.main import get_command
 
-from cli import commands as cli
 from cluster.config import ClusterConfig
 from deploy.docker.healthcheck import SERVICE, main
 from tests.support.certificates import Authority
 from tests.support.distributions import PACKAGES, SERVER
+from tests.support.typed_commands import check_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -36,14 +35,6 @@ def instructions(stage):
         elif current in ("base", stage):
             found.append((name, rest.strip()))
     return found
-
-
-def check_command(words):
-    """Parse the words of a pagewire command as the command line would, without running it."""
-    assert Path(words[0]).name == "pagewire"
-    group = get_command(cli.app)
-    parent = group.make_context("pagewire", ["version"])
-    group.get_command(parent, words[1]).make_context(words[1], words[2:], parent=parent)
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
