@@ -22,13 +22,21 @@ DEFAULT_PORT = 8000
 # Options of a cluster that are a gateway's, too, besides the section http_gateway
 OPTIONS = {"host", "insecure", "log_level", "log_format", "stop_grace_s"}
 
-RouterFlag = Annotated[str, typer.Option("--router", help="Where the router is, host:port.")]
+RouterFlag = Annotated[
+    list[str],
+    typer.Option(
+        "--router",
+        metavar="<str>",
+        help="Where a router is, host:port. Of several ones each goes on with the answers of one "
+        "that is lost; give the flag for each.",
+    ),
+]
 PortFlag = Annotated[
     int, typer.Option("--port", min=0, max=65535, help="Where clients connect; 0: a free port.")
 ]
 RouterTlsFlag = Annotated[
     bool,
-    typer.Option("--router-tls", help="Connect to the router over TLS; the flags below do, too."),
+    typer.Option("--router-tls", help="Connect to the routers over TLS; the flags below do, too."),
 ]
 RouterAuthorityFlag = Annotated[
     str,
@@ -51,7 +59,7 @@ RouterServerNameFlag = Annotated[
 
 def gateway(
     config: ClusterConfig,
-    router: str,
+    router: list[str],
     port: int,
     router_tls: bool,
     router_authority_file: str,
@@ -59,12 +67,13 @@ def gateway(
     router_key_file: str,
     router_server_name: str,
 ) -> None:
-    """Serve OpenAI's HTTP API before a running router, until Ctrl-C or SIGTERM.
+    """Serve OpenAI's HTTP API before running routers, until Ctrl-C or SIGTERM.
 
     `pagewire serve` starts one by itself; see --http-port there.
     """
     try:
-        check_address(router)
+        for each in router:
+            check_address(each)
     except InvalidRequestError as error:
         raise ConfigError(f"--router: {error.violations[0].description}") from error
     tls = tls_of(
@@ -89,15 +98,19 @@ def gateway(
 
 
 async def _serve(
-    config: ClusterConfig, router: str, router_tls: Tls | None, port: int, signals: StopSignals
+    config: ClusterConfig,
+    router: list[str],
+    router_tls: Tls | None,
+    port: int,
+    signals: StopSignals,
 ) -> None:
     from http_gateway.server import GatewayServer  # takes time to import
 
-    async def find_router() -> str:
+    async def find_routers() -> list[str]:
         return router
 
     server = GatewayServer(
-        find_router,
+        find_routers,
         config=config.http_gateway,
         host=config.host,
         port=port,
@@ -105,7 +118,9 @@ async def _serve(
         router_tls=router_tls,
     )
     address = await server.start()
-    say(f"ready: HTTP on {http_scheme(config)}://{address}/v1 for the router at {router}")
+    name = "router" if len(router) == 1 else "routers"
+    where = f"{http_scheme(config)}://{address}/v1"
+    say(f"ready: HTTP on {where} for the {name} at {', '.join(router)}")
     await asyncio.to_thread(signals.stopped.wait)
     say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
     await server.stop(config.stop_grace_s)
@@ -117,7 +132,7 @@ def _takes(path: str) -> bool:
 
 
 _FLAGS = [
-    flag_parameter("router", RouterFlag, "localhost:50051"),
+    flag_parameter("router", RouterFlag, ["localhost:50051"]),
     flag_parameter("port", PortFlag, DEFAULT_PORT),
     flag_parameter("router_tls", RouterTlsFlag, default=False),
     flag_parameter("router_authority_file", RouterAuthorityFlag, ""),

@@ -49,7 +49,7 @@ class GatewayActor:
         self._ending: asyncio.Task[None] | None = None
         try:
             self._server = GatewayServer(
-                self._find_router,
+                self._find_routers,
                 config=config,
                 host=host,
                 port=port,
@@ -92,10 +92,10 @@ class GatewayActor:
             log.exception("stop_failed")
         os._exit(1)
 
-    async def _find_router(self) -> str:
+    async def _find_routers(self) -> list[str]:
         """Return where the router is now: its port may be another one after each start."""
         try:
             call: Any = ray.get_actor(self._router_name).wait_ready.remote()
-            return str(await asyncio.wait_for(call, FIND_TIMEOUT_S))
+            return [str(await asyncio.wait_for(call, FIND_TIMEOUT_S))]
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             raise UnavailableError(f"the router starts: {error}", code="UNAVAILABLE") from error

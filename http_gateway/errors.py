@@ -104,6 +104,8 @@ def _invalid(error: pagewire.InvalidRequestError, rename: RenameField) -> HttpEr
     if not error.violations:
         return HttpError(400, error.message)
     first = error.violations[0]
+    if first.field == "request":  # more bytes than the router reads
+        return HttpError(413, first.description, code="request_too_large")
     is_too_long = first.field == "prompt" and _TOO_MANY_TOKENS.match(first.description)
     return HttpError(
         400,

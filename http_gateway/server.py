@@ -16,7 +16,8 @@ from credentials.door import Door, front_door
 from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
 from http_gateway.connection import Connection
-from http_gateway.wire import FindRouter, RouterLink
+from http_gateway.found_routers import FindRouters
+from http_gateway.wire import RouterLink
 from observability.logs import fields
 from pagewire import Tls
 from pagewire.routers import Connector
@@ -28,19 +29,19 @@ BACKLOG = 1024
 
 
 class GatewayServer:
-    """Serves HTTP for one router, in the event loop that starts it.
+    """Serves HTTP for the routers of a cluster, in the event loop that starts it.
 
     Args:
-        find_router: Says where the router is; asked again when a connection breaks.
+        find_routers: Says where they are; asked again when one is lost.
         config: Limits.
         host, port: Where clients connect; port 0 takes a free one.
         door: What it listens with; None: in clear, for this host.
-        router_tls: With which the router is connected to; None: in clear.
+        router_tls: With which routers are connected to; None: in clear.
     """
 
     def __init__(
         self,
-        find_router: FindRouter,
+        find_routers: FindRouters,
         *,
         config: GatewayConfig,
         host: str,
@@ -48,7 +49,7 @@ class GatewayServer:
         door: Door | None = None,
         router_tls: Tls | None = None,
     ) -> None:
-        self._find_router = find_router
+        self._find_routers = find_routers
         self._door = door or front_door(TlsSettings())
         self._router_tls = router_tls
         self._config = config
@@ -69,8 +70,9 @@ class GatewayServer:
         context = self._door.ssl_context(self._host)
         listener = _listen(self._host, self._port)
         self._link = RouterLink(
-            self._find_router,
+            self._find_routers,
             request_timeout_s=self._config.request_timeout_s,
+            resume_s=self._config.resume_s,
             tick_s=self._config.comment_period_s,
             connector=Connector(self._router_tls),
         )

@@ -8,6 +8,7 @@
 `AsyncClient` is the same with `await`. Errors are described in `pagewire.errors`.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,10 @@ from pagewire.types import (
     Usage,
     WorkerStatus,
 )
+
+# gRPC reads this when it is imported. By default its threads go on in a forked process, on the
+# parent's connections, and crash it sooner or later, even if it never uses gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from pagewire.async_client import AsyncClient, AsyncStream

@@ -27,7 +27,8 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
 from pagewire.protos.call_tasks import mark_seen
-from protos.field_count import LARGE_REQUEST_BYTES, has_more_fields
+from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
+from protos.field_count import has_more_fields
 from protos.shares import may_take
 
 MAX_SILENT = 128
@@ -201,7 +202,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         request_type = descriptor_pool.Default().FindMethodByName(name).input_type
         # In a thread, which lets the event loop run in between.
         if await asyncio.to_thread(has_more_fields, raw, request_type, limit):
-            raise ValueError(f"it has more than {limit} fields")
+            raise ValueError(f"found more than {limit} fields; allowed: at most {limit}")
 
 
 class _Silence:

@@ -92,8 +92,9 @@ class Dispatcher:
             yield stream
         finally:
             self._drivers.discard(driver)
-            driver.cancel()
-            await asyncio.wait([driver], timeout=1)
+            if not driver.done():
+                driver.cancel()
+                await asyncio.wait([driver], timeout=1)
 
     def check_room(self) -> None:
         """Refuse a request that not even the smallest prompt would let start in time."""
@@ -203,7 +204,7 @@ class Dispatcher:
         while not (ready := self._registry.ready("decode")):
             if not await self._registry.wait_changed(until):
                 raise NoWorker(f"no decode worker for {wait_s:g} s; {_progress(generation)}")
-        return self._others(refused) or ready
+        return (refused and self._others(refused)) or ready
 
     async def _place(self, generation: Generation, refused: set[str]) -> Placement:
         """Choose workers and count the request's load there."""

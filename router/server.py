@@ -15,9 +15,10 @@ from grpc_status import rpc_status
 from credentials.door import Encryption
 from observability.logs import fields
 from pagewire.protos import inference_pb2, inference_pb2_grpc
+from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
 from router import wire
 from router.admission import Admission
-from router.delivery import Delivery, Message
+from router.delivery import Delivery
 from router.dispatch import Dispatcher
 from router.errors import (
     DeadlineExceeded,
@@ -100,7 +101,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async def deliver(
             messages: AsyncGenerator[inference_pb2.GenerateResponse, None],
         ) -> None:
-            await self._delivery(messages, context).run()
+            await Delivery(
+                messages,
+                begin=lambda: context.send_initial_metadata(()),
+                write=context.write,
+                timeout_s=self._slow_client_timeout_s,
+            ).run()
 
         async with _answering(context):
             await self._generate(request, context.time_remaining(), deliver)
@@ -115,7 +121,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         reader = asyncio.create_task(_read_calls(requests, calls), name="many-calls")
         try:
             async with _answering(context):
-                await self._delivery(_results(calls), context).run()
+                await context.send_initial_metadata(((READS_MORE_KEY, "1"),))
+                await Delivery(
+                    _results(calls),
+                    begin=None,
+                    write=context.write,
+                    timeout_s=self._slow_client_timeout_s,
+                ).run()
         finally:
             reader.cancel()
             await calls.stop()
@@ -271,16 +283,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _record(self) -> "_Record":
         return _Record(self._random_id(), asyncio.get_running_loop().time())
 
-    def _delivery(
-        self, messages: AsyncGenerator[Message, None], context: grpc.aio.ServicerContext
-    ) -> Delivery[Message]:
-        return Delivery(
-            messages,
-            begin=lambda: context.send_initial_metadata(()),
-            write=context.write,
-            timeout_s=self._slow_client_timeout_s,
-        )
-
 
 def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
     """Serve InferenceService on a server."""
@@ -420,11 +422,14 @@ async def _read_calls(
 ) -> None:
     error = None
     try:
-        async for each in requests:
-            if each.HasField("start"):
-                calls.start(each.call_id, each)
-            else:
-                calls.cancel(each.call_id)
+        async for message in requests:
+            if len(message.more) > MAX_MORE:
+                raise InvalidRequest("more", f"{len(message.more)} of them", f"at most {MAX_MORE}")
+            for each in (message, *message.more):
+                if each.HasField("start"):
+                    calls.start(each.call_id, each)
+                else:
+                    calls.cancel(each.call_id)
             await calls.wait_taken()
     except Exception as found:  # whatever ends the reading ends the stream
         error = found

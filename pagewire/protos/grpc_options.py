@@ -15,6 +15,10 @@ LISTEN_OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),  # of TLS; its default is two minutes
 )
 
+# A message up to this size parses within 10 ms, whatever it holds; of a larger one a server counts
+# the fields first.
+LARGE_REQUEST_BYTES = 64 * 2**10
+
 # Of a GenerateMany stream: its caller starts calls on another one then, because routers end
 # connections that are old, and a stream stays on the connection that it began on.
 MAX_STREAM_AGE_S = 300.0

@@ -129,16 +129,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stopped_by: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., begins_in_reasoning: _Optional[bool] = ..., resume_token: _Optional[bytes] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
-    __slots__ = ("call_id", "start", "timeout_ms", "interval_ms")
+    __slots__ = ("call_id", "start", "timeout_ms", "interval_ms", "more")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     start: GenerateRequest
     timeout_ms: int
     interval_ms: int
-    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., interval_ms: _Optional[int] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[GenerateManyRequest]
+    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., interval_ms: _Optional[int] = ..., more: _Optional[_Iterable[_Union[GenerateManyRequest, _Mapping]]] = ...) -> None: ...
 
 class GenerateManyResponse(_message.Message):
     __slots__ = ("results",)

@@ -40,7 +40,8 @@ FLAGS = {
         --http-gateway-body-timeout-s --http-gateway-comment-period-s --http-gateway-head-timeout-s
         --http-gateway-idle-timeout-s --http-gateway-max-body-mib --http-gateway-max-connections
         --http-gateway-max-head-bytes --http-gateway-max-prompts --http-gateway-request-timeout-s
-        --http-gateway-slow-client-timeout-s --http-gateway-stream-interval-s --insecure
+        --http-gateway-resume-s --http-gateway-slow-client-timeout-s
+        --http-gateway-stream-interval-s --insecure
         --log-format --log-level --port --router --router-authority-file --router-certificate-file
         --router-key-file --router-server-name --router-tls --stop-grace-s""",
     "router": """--config --controller --decode-worker-local-prefill-max-tokens

@@ -124,11 +124,11 @@ def gateway(
         stop = asyncio.Event()
         async with backend() as (router_address, behind):
 
-            async def find_router() -> str:
-                return router_address
+            async def find_routers() -> list[str]:
+                return [router_address]
 
             server = GatewayServer(
-                find_router,
+                find_routers,
                 config=GatewayConfig(**config),
                 host="127.0.0.1",
                 port=0,

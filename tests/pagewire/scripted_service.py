@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 from credentials.config import TlsSettings
 from credentials.door import Door, front_door
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
+from pagewire.protos.gathering import READS_MORE_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.wire import STATUS_DETAILS_KEY
 
@@ -22,19 +23,23 @@ Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> respo
 
 
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_grpc.HealthServicer):
-    """Generate plays `script`, and so does each call of GenerateMany.
+    """Generate plays `script`, and so does each call of GenerateMany; usage ends it at the latest.
 
     `requests` keeps what came, `intervals_ms` the least times between messages that calls of
-    GenerateMany asked for, `cancelled` is set by a lost client. `num_statuses` counts the calls
-    of GetClusterStatus that it answers: not while it `is_away`. `model` is what it serves,
-    `cluster` what it knows of workers,
-    `callers` who asked for the models, by the names in their certificates.
+    GenerateMany asked for, `num_streams` counts its streams, `message_sizes` keeps how many starts
+    and cancels came in each message: one, unless it `reads_more`. `cancelled`: a client was lost.
+    `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
+    `model` is what it serves, `cluster` what it knows of workers, `callers` who asked for the
+    models, by the names in their certificates.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[Any] = []
         self.intervals_ms: list[int] = []
+        self.num_streams = 0
+        self.message_sizes: list[int] = []
+        self.reads_more = True
         self.callers: list[bytes] = []
         self.num_statuses = 0
         self.is_away = False
@@ -59,9 +64,11 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
             raise
 
     async def GenerateMany(self, requests, context):  # noqa: N802
+        self.num_streams += 1
         results = asyncio.Queue()
         calls = {}
-        reader = asyncio.create_task(self._read(requests, calls, results))
+        reader = asyncio.create_task(self._read(requests, context, calls, results))
+        await context.send_initial_metadata(((READS_MORE_KEY, "1"),) * self.reads_more)
         try:
             while True:
                 yield inference_pb2.GenerateManyResponse(results=[await results.get()])
@@ -69,23 +76,34 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
             for each in (reader, *calls.values()):
                 each.cancel()
 
-    async def _read(self, requests, calls, results):
-        async for each in requests:
-            if each.HasField("start"):
-                self.intervals_ms.append(each.interval_ms)
-                calls[each.call_id] = asyncio.create_task(
-                    self._play(each.call_id, each.start, results)
-                )
-            else:
-                calls.pop(each.call_id).cancel()
+    async def _read(self, requests, context, calls, results):
+        async for message in requests:
+            self.message_sizes.append(1 + len(message.more))
+            for each in (message, *message.more):
+                if each.HasField("start"):
+                    self.intervals_ms.append(each.interval_ms)
+                    calls[each.call_id] = asyncio.create_task(
+                        self._play(each.call_id, each.start, context, results)
+                    )
+                else:
+                    calls.pop(each.call_id).cancel()
 
-    async def _play(self, call_id, request, results):
+    async def _play(self, call_id, request, context, results):
+        def tell(**result):
+            results.put_nowait(inference_pb2.CallResult(call_id=call_id, **result))
+
+        each = inference_pb2.GenerateResponse()
         try:
-            async for response in self.Generate(request, _CallContext()):
-                await results.put(inference_pb2.CallResult(call_id=call_id, response=response))
+            async for each in self.Generate(request, _CallContext(context)):
+                tell(response=each)
         except _Aborted as aborted:
-            status = aborted.status.SerializeToString()
-            await results.put(inference_pb2.CallResult(call_id=call_id, error_status=status))
+            tell(error_status=aborted.status)
+        except Exception as crash:
+            status = status_pb2.Status(code=grpc.StatusCode.UNKNOWN.value[0], message=str(crash))
+            tell(error_status=status.SerializeToString())
+        else:
+            if not each.HasField("usage"):
+                tell(response=inference_pb2.GenerateResponse(usage=inference_pb2.Usage()))
 
     async def Detokenize(self, request, context):  # noqa: N802
         self.requests.append(request)
@@ -124,9 +142,11 @@ class _Aborted(Exception):
 class _CallContext:
     """The context of one call of many."""
 
+    def __init__(self, context):
+        self.invocation_metadata = context.invocation_metadata
+
     async def abort(self, code, details, trailing_metadata):
-        serialized = dict(trailing_metadata)[STATUS_DETAILS_KEY]
-        raise _Aborted(status_pb2.Status.FromString(serialized))
+        raise _Aborted(dict(trailing_metadata)[STATUS_DETAILS_KEY])
 
 
 def response(text="", token_ids=(), *, choice=0, first_index=0, **fields):

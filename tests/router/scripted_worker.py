@@ -216,20 +216,21 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     async def _read(
         self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> None:
-        async for message in requests:
-            if message.HasField("cancel") and message.cancel.choices:
-                self.choice_cancels += [
-                    (message.cancel.request_id, choice) for choice in message.cancel.choices
-                ]
-            elif message.HasField("cancel"):
-                self.cancels.append(message.cancel.request_id)
-                session.cancelled.add(message.cancel.request_id)
-            else:
-                self.submits.append(message.submit)
-                session.cancelled.discard(message.submit.request_id)
-                session.tasks.append(
-                    asyncio.ensure_future(self.serve(session, message.submit))  # type: ignore[arg-type]
-                )
+        async for first in requests:
+            for message in (first, *first.more):
+                if message.HasField("cancel") and message.cancel.choices:
+                    self.choice_cancels += [
+                        (message.cancel.request_id, choice) for choice in message.cancel.choices
+                    ]
+                elif message.HasField("cancel"):
+                    self.cancels.append(message.cancel.request_id)
+                    session.cancelled.add(message.cancel.request_id)
+                else:
+                    self.submits.append(message.submit)
+                    session.cancelled.discard(message.submit.request_id)
+                    session.tasks.append(
+                        asyncio.ensure_future(self.serve(session, message.submit))  # type: ignore[arg-type]
+                    )
 
 
 @dataclass(slots=True)
