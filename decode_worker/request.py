@@ -44,6 +44,7 @@ class RequestStats:
     preemptions: int = 0
     prefill_retries: int = 0
     cached_tokens: int = 0  # prompt tokens that nobody computed for it
+    queue_ms: int = 0  # until its prompt was begun, here or elsewhere
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

@@ -562,6 +562,8 @@ class Scheduler:
             group.request.stats.decode_cached_tokens += group.num_computed
             self.totals.looked_up_tokens += len(group.tokens)
             self.totals.cached_tokens += group.num_computed
+            if not is_local:
+                self.totals.needed_bytes += len(pages.page_ids) * self._page_bytes
         return True
 
     def _pick_chunks(self, computing: Sequence[PrefillGroup], budget: int) -> list[PromptChunk]:

@@ -214,6 +214,7 @@ def stats_to_proto(stats: RequestStats) -> common_pb2.RequestStats:
         preemptions=stats.preemptions,
         prefill_retries=stats.prefill_retries,
         cached_tokens=stats.cached_tokens,
+        queue_ms=stats.queue_ms,
     )
 
 

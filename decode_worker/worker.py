@@ -75,6 +75,7 @@ class _Active:
     request: Request
     outbox: Outbox
     submitted_at: float
+    is_begun: bool = False  # its prompt is computed, or a prefill worker was asked for it
     timer: asyncio.TimerHandle | None = None
 
 
@@ -142,9 +143,15 @@ class DecodeWorker:
         register_decode_service(server, self)
 
     def planned(self, plan: StepPlan) -> None:
-        """Begin to ask prefill workers for groups."""
+        """Begin to ask prefill workers for groups, and note which requests have waited enough."""
         for group in plan.receives:
             self._receivers.start(group)
+        now = asyncio.get_running_loop().time()
+        for group in (*plan.receives, *(chunk.group for chunk in plan.chunks)):
+            active = self._active.get(group.request)
+            if active is not None and not active.is_begun:
+                active.is_begun = True
+                active.request.stats.queue_ms = round(1000 * (now - active.submitted_at))
 
     def progressed(self, progress: Sequence[TokenDelta]) -> None:
         """Give new tokens to the routers that wait for them."""

@@ -17,7 +17,7 @@ from http_gateway.completions import Completions
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import HttpError
 from http_gateway.exchange import Endpoint, Exchange, RequestLog
-from http_gateway.metrics import Metrics
+from http_gateway.http_metrics import Metrics
 from http_gateway.models import Models
 from http_gateway.page_files import PageFiles
 from http_gateway.probes import Probes

@@ -15,7 +15,7 @@ import pagewire
 from http_gateway.body import read_json
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import CLIENT_CLOSED, SERVER, ClientLeft, HttpError, http_error
-from http_gateway.metrics import Metrics
+from http_gateway.http_metrics import Metrics
 from observability.logs import fields
 
 log = logging.getLogger(__name__)

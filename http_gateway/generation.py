@@ -63,10 +63,13 @@ class Generation:
         self._answers = await self._link.start(
             self._exchange.authorization, self._requests, self._interval_s()
         )
+        self._exchange.metrics.waiting(1)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._answers
+        if not self._exchange.record.first_token_at:
+            self._exchange.metrics.waiting(-1)
         self._answers.close()
 
     @property
@@ -117,6 +120,7 @@ class Generation:
         record = self._exchange.record
         record.router_request_id = response.request_id
         record.first_token_at = record.started_at + record.elapsed_s
+        self._exchange.metrics.waiting(-1)
         self._exchange.metrics.first_token(self._model.name, record.elapsed_s)
 
     def _account(self, usage: inference_pb2.Usage) -> None:

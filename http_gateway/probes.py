@@ -4,11 +4,11 @@ import asyncio
 import hmac
 from typing import Any
 
-from http_gateway.cluster_metrics import expose_cluster
 from http_gateway.errors import SERVER, HttpError
 from http_gateway.exchange import Exchange
-from http_gateway.metrics import CONTENT_TYPE
 from http_gateway.wire import RouterLink
+from observability.cluster_metrics import expose_cluster
+from observability.request_metrics import CONTENT_TYPE
 from pagewire import AuthenticationError, PagewireError
 
 STATUS_TIMEOUT_S = 2.0  # less than the 10 s that Prometheus waits by default

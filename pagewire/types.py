@@ -213,6 +213,8 @@ class WorkerStatus:
     bytes_moved: int
     transfer_failures: int
     preemptions: int
+    needed_bytes: int  # of all pages of prompts that another worker was to prefill
+    steps_ahead: int  # of `steps`, those launched before the last one's tokens were known
 
     @property
     def is_living(self) -> bool:

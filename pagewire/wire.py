@@ -399,6 +399,8 @@ def _worker(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         bytes_moved=totals.bytes_moved,
         transfer_failures=totals.transfer_failures,
         preemptions=totals.preemptions,
+        needed_bytes=totals.needed_bytes,
+        steps_ahead=totals.steps_ahead,
     )
 
 

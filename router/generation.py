@@ -50,6 +50,7 @@ class WorkerStats:
     preemptions: int = 0
     prefill_retries: int = 0
     resumptions: int = 0
+    queue_ms: int = 0
     cached_tokens: int | None = None  # None: no worker has told
 
     def plus(self, other: "WorkerStats") -> "WorkerStats":

@@ -67,6 +67,7 @@ _STATS = (
     "preemptions",
     "prefill_retries",
     "resumptions",
+    "queue_ms",
     "cached_tokens",
 )
 

@@ -232,6 +232,7 @@ class WorkerHost:
     def _load(self) -> WorkerLoad:
         return WorkerLoad(
             steps=self._loop.num_steps,
+            steps_ahead=self._loop.num_steps_ahead,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,

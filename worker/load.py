@@ -15,6 +15,7 @@ class WorkerTotals:
     bytes_moved: int = 0
     transfer_failures: int = 0  # not those that were cancelled
     preemptions: int = 0
+    needed_bytes: int = 0  # of all pages of prompts that another worker was to prefill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,7 @@ class WorkerLoad:
     """The load of this moment."""
 
     steps: int  # engine steps so far; a worker that has work and makes none is stuck
+    steps_ahead: int  # of them, those launched before the last one's tokens were known
     running: int  # sequences or prompts that share the steps
     waiting: int  # requests that wait for pages, for a prefill or for a place
     queued_tokens: int  # prompt tokens not yet computed here

@@ -158,6 +158,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         max_failed_passes: int,
     ) -> None:
         self.num_steps = 0  # that succeeded
+        self.num_steps_ahead = 0  # launched while an older one was not settled
         self._scheduler = scheduler
         self._listener = listener
         self._executor = executor
@@ -210,6 +211,8 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             await self._settle_down_to(1)
             if self._unsettled:  # else an older one failed as well, and this one was computed again
                 await self._recover(error)
+        else:
+            self.num_steps_ahead += len(self._unsettled) > 1
         most = 0 if plan.is_alone else self._executor.engine.max_launched - 1
         await self._settle_down_to(most)
 

@@ -146,5 +146,7 @@ def heartbeat_to_proto(
             bytes_moved=totals.bytes_moved,
             transfer_failures=totals.transfer_failures,
             preemptions=totals.preemptions,
+            needed_bytes=totals.needed_bytes,
+            steps_ahead=load.steps_ahead,
         ),
     )

@@ -1,4 +1,4 @@
-"""The commands that talk to a running cluster: pagewire generate, chat, status.
+"""The commands that talk to a running cluster: pagewire generate, chat, status, top.
 
 How a command finds its router is a function, whose parameters are flags of the command: that of a
 client takes an address, that of a whole installation looks for a cluster.
@@ -100,13 +100,13 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def add_client_commands(
     app: typer.Typer, find: Callable[..., AbstractContextManager[Client]]
 ) -> None:
-    """Add generate, chat and status to a command line.
+    """Add generate, chat, status and top to a command line.
 
     Args:
         app: The command line.
         find: Opens a client of the router; its parameters are flags of each of them.
     """
-    for each in (generate, chat, status):
+    for each in (generate, chat, status, top):
         app.command(each.__name__, cls=StrictCommand)(_with_flags_of(find, each))
 
 
@@ -259,16 +259,17 @@ def status(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show workers, pages and hit rates, live until Ctrl-C.
+    """Show workers, pages, hit rates and sums, live with rates until Ctrl-C.
 
     A router that stops answering is asked again until it does. Where nobody watches, one table.
     """
     with interrupts_end_at_once():
-        from rich.console import Console, Group
+        from rich.console import Console, Group, RenderableType
         from rich.live import Live
         from rich.text import Text
 
-        from pagewire.cli.status import status_json, status_table
+        from pagewire.cli.rates import Answer, RateWindow
+        from pagewire.cli.status import router_silence, status_json, status_table
 
     with connect() as client:
         if as_json:
@@ -281,19 +282,49 @@ def status(
             out.print(status_table(client.status(), is_wide=wide))
             return
         stopped = _stop_event()
-        table = status_table(client.status(), is_wide=wide)
+        window = RateWindow()
+
+        def ask() -> RenderableType:
+            found = client.status()
+            rates = window.add(Answer(time.monotonic(), found))
+            return status_table(found, rates, is_wide=wide)
+
+        table = ask()
         with Live(table, console=out, auto_refresh=False) as live:
             answered_at = time.monotonic()
             while not stopped.wait(STATUS_PERIOD_S):
                 try:
-                    table = status_table(client.status(), is_wide=wide)
+                    table = ask()
                 except TransportError:  # a router that died is back in seconds
-                    silent_s = time.monotonic() - answered_at
-                    silence = f"the router has not answered for {silent_s:.0f} s; asking again"
+                    silence = router_silence(time.monotonic() - answered_at)
                     live.update(Group(table, Text(silence)), refresh=True)
                 else:
                     answered_at = time.monotonic()
                     live.update(table, refresh=True)
+
+
+def top(
+    connect: Connect,
+    interval_s: Annotated[
+        float, typer.Option("--interval", help="Seconds between two answers, 0.1 to 3600.")
+    ] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the rates of one interval and exit.")
+    ] = False,
+) -> None:
+    """Watch rates and loads on the whole terminal, until q or Ctrl-C.
+
+    It asks for nothing but the cluster's status. Where nobody watches, it is as --once.
+    """
+    if not 0.1 <= interval_s <= 3600:  # not a number is neither
+        raise refused("interval_s", f"{interval_s:g}", "0.1 to 3600 seconds")
+    with interrupts_end_at_once():
+        from pagewire.cli.top import print_once, watch
+    with connect() as client:
+        if once or not sys.stdout.isatty():
+            print_once(client, interval_s)
+        else:
+            watch(client, interval_s)
 
 
 def _with_flags_of(

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pagewire import ClusterStatus, Encryption, TenantStatus, WorkerStatus
-from pagewire.cli.units import format_bytes, format_count
+from pagewire.cli.rates import Rates
+from pagewire.cli.units import format_bytes, format_count, format_rate
 from pagewire.protos.pem import utc
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
@@ -20,10 +21,15 @@ SOON_S = 7 * 86_400  # that a certificate is still valid, and should have been r
 STOPPING = "the cluster is being stopped; run `pagewire down` again"
 
 
-def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableType:
+def status_table(
+    status: ClusterStatus, rates: Rates | None = None, *, is_wide: bool = False
+) -> RenderableType:
     """Draw what a router knows: what matters most in 80 columns, or all of it in about 165.
 
     Of a worker that does not live the numbers are unknown: its last ones say nothing any more.
+
+    Args:
+        rates: What the sums of the table grew by lately, where that is known.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     columns = _WIDE if is_wide else _NARROW
@@ -40,6 +46,8 @@ def status_table(status: ClusterStatus, *, is_wide: bool = False) -> RenderableT
     )
     # Of workers and the index a tenant that is no operator is told nothing.
     parts: list[RenderableType] = [] if status.is_partial else [table, Text(summary)]
+    if rates and not status.is_partial:
+        parts.append(Text(rates_line(rates)))
     if status.front_tls and status.cluster_tls:
         parts.append(_connections(status.front_tls, status.cluster_tls))
     if status.tenants:
@@ -77,6 +85,23 @@ def _tenants_table(tenants: Sequence[TenantStatus]) -> Table:
         )
         table.add_row(Text(each.name), *map(format_count, counts))
     return table
+
+
+def router_silence(seconds: float) -> str:
+    """Return the line for a router that does not answer."""
+    return f"the router has not answered for {seconds:.0f} s; asking again"
+
+
+def rates_line(rates: Rates) -> str:
+    """Return the rates of a cluster in one line: what its sums grew by lately."""
+    parts = [
+        f"{'-' if rates.requests_per_s is None else format_rate(rates.requests_per_s)} requests/s",
+        f"{format_rate(rates.generated_tokens_per_s)} tokens/s",
+        f"{format_rate(rates.computed_tokens_per_s)} prompt tokens/s",
+    ]
+    if rates.hit_rate is not None:
+        parts.append(f"hit rate {rates.hit_rate:.0%}")
+    return f"last {rates.seconds:.0f} s: " + " · ".join(parts)
 
 
 def status_json(status: ClusterStatus) -> str:

@@ -26,6 +26,11 @@ def format_count(count: int) -> str:
     return f"{size / 1000:.0f}T"
 
 
+def format_rate(per_s: float) -> str:
+    """Return a rate in at most four characters: 0.25 is 0.2, 1536.2 is 1.5k."""
+    return f"{per_s:.1f}" if 0 < per_s < 9.95 else format_count(round(per_s))
+
+
 def invalid_byte(error: UnicodeDecodeError, offset: int = 0) -> str:
     """Name the byte that UTF-8 does not have there: byte 0xe9 at offset 3.
 

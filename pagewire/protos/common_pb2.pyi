@@ -118,7 +118,7 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("decode_cached_tokens", "prefill_cached_tokens", "prefill_computed_tokens", "decode_computed_tokens", "pages_moved", "bytes_moved", "preemptions", "prefill_retries", "resumptions", "cached_tokens")
+    __slots__ = ("decode_cached_tokens", "prefill_cached_tokens", "prefill_computed_tokens", "decode_computed_tokens", "pages_moved", "bytes_moved", "preemptions", "prefill_retries", "resumptions", "cached_tokens", "queue_ms")
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class RequestStats(_message.Message):
     PREFILL_RETRIES_FIELD_NUMBER: _ClassVar[int]
     RESUMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     decode_cached_tokens: int
     prefill_cached_tokens: int
     prefill_computed_tokens: int
@@ -139,4 +140,5 @@ class RequestStats(_message.Message):
     prefill_retries: int
     resumptions: int
     cached_tokens: int
-    def __init__(self, decode_cached_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., prefill_computed_tokens: _Optional[int] = ..., decode_computed_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_retries: _Optional[int] = ..., resumptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    queue_ms: int
+    def __init__(self, decode_cached_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., prefill_computed_tokens: _Optional[int] = ..., decode_computed_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_retries: _Optional[int] = ..., resumptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[int] = ...) -> None: ...

@@ -371,7 +371,7 @@ class PageCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., live: _Optional[int] = ..., cached: _Optional[int] = ..., leased: _Optional[int] = ..., incoming: _Optional[int] = ..., quarantine: _Optional[int] = ...) -> None: ...
 
 class WorkerTotals(_message.Message):
-    __slots__ = ("cached_tokens", "computed_tokens", "generated_tokens", "pages_moved", "bytes_moved", "transfer_failures", "preemptions", "looked_up_tokens")
+    __slots__ = ("cached_tokens", "computed_tokens", "generated_tokens", "pages_moved", "bytes_moved", "transfer_failures", "preemptions", "looked_up_tokens", "needed_bytes", "steps_ahead")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +380,8 @@ class WorkerTotals(_message.Message):
     TRANSFER_FAILURES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     LOOKED_UP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     computed_tokens: int
     generated_tokens: int
@@ -388,4 +390,6 @@ class WorkerTotals(_message.Message):
     transfer_failures: int
     preemptions: int
     looked_up_tokens: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ...) -> None: ...
+    needed_bytes: int
+    steps_ahead: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., needed_bytes: _Optional[int] = ..., steps_ahead: _Optional[int] = ...) -> None: ...

@@ -33,6 +33,7 @@ COMMANDS = [
     ("chat",),
     ("status", "--once"),
     ("status", "--json"),
+    ("top", "--once", "--interval", "0.1"),
 ]
 PAGEWIRE = [sys.executable, "-m", "cli"]
 WAIT_S = 30

@@ -30,6 +30,8 @@ FLAGS = {
         --top-k --top-p""",
     "status": """--address --authority-file --certificate-file --help --json --key-file --once
         --ray-address --server-name --tls --token-file --wide""",
+    "top": """--address --authority-file --certificate-file --help --interval --key-file --once
+        --ray-address --server-name --tls --token-file""",
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --prefill --ray-address",
     "drain": "--config --grace-s --help --ray-address",

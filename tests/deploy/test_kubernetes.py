@@ -15,8 +15,8 @@ import pytest
 from google.protobuf import json_format
 from prometheus_client.parser import text_string_to_metric_families
 
-from http_gateway.cluster_metrics import expose_cluster
-from http_gateway.metrics import Metrics
+from http_gateway.http_metrics import Metrics
+from observability.cluster_metrics import expose_cluster
 from pagewire.protos import inference_pb2
 from tests.deploy import manifest_checks as checks
 from tests.deploy.kubectl import kustomize

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from http_gateway.cluster_metrics import expose_cluster
 from http_gateway.config import GatewayConfig
+from observability.cluster_metrics import expose_cluster
 from observability.logs import ATTRIBUTE
 from pagewire import Encryption
 from tests.http_gateway.conftest import openai as client_of

@@ -22,6 +22,8 @@ OWN = {
         --token-file --top-k --top-p""",
     "status": """--address --authority-file --certificate-file --help --json --key-file --once
         --server-name --tls --token-file --wide""",
+    "top": """--address --authority-file --certificate-file --help --interval --key-file --once
+        --server-name --tls --token-file""",
     "version": "--help",
 }
 

@@ -25,6 +25,8 @@ ONE_OF_EACH = ClusterStatus(
             bytes_moved=11,
             transfer_failures=12,
             preemptions=13,
+            needed_bytes=14,
+            steps_ahead=1,
         ),
     ),
     active_requests=1,

@@ -1,12 +1,11 @@
-"""What /metrics tells of the router behind the gateway, and of each worker as that sees it."""
+"""What /metrics tells of a router, and of each worker as that sees it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-from pagewire import ClusterStatus, TenantStatus, WorkerStatus
 
 STATES = ("connecting", "ready", "draining", "dead")
 PAGE_USES = ("free", "live", "cached", "leased", "incoming", "quarantine")
@@ -19,10 +18,12 @@ GAUGES = {
 }
 COUNTERS = {
     "steps": "Engine steps.",
+    "steps_ahead": "Of these, steps launched before the last one's tokens were known.",
     "looked_up_tokens": "Prompt tokens that were needed: looked up in the worker's cache.",
     "cached_tokens": "Of these, tokens that were found.",
     "computed_tokens": "Prompt tokens that were computed.",
     "generated_tokens": "Tokens that were generated.",
+    "needed_bytes": "Bytes of all pages of the prompts that another worker was to prefill.",
     "pages_moved": "Pages sent to, or received from, the other pool.",
     "bytes_moved": "Bytes of those pages.",
     "transfer_failures": "Attempts to move pages that failed.",
@@ -38,7 +39,81 @@ OF_TENANTS = {
 }
 
 
-def expose_cluster(status: ClusterStatus | None) -> bytes:
+class Pages(Protocol):
+    """Numbers of pages, as pagewire.PageCounts has them."""
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def free(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
+
+
+class Worker(Protocol):
+    """A worker, as pagewire.WorkerStatus has it: with all fields that this file names."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def pool(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def is_living(self) -> bool: ...
+
+    @property
+    def pages(self) -> Pages: ...
+
+
+class Tenant(Protocol):
+    """A tenant, as pagewire.TenantStatus has it: with all fields that this file names."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Connections(Protocol):
+    """How connections are protected, as pagewire.Encryption has it."""
+
+    @property
+    def expires_at_s(self) -> int | None: ...
+
+
+class Cluster(Protocol):
+    """What a router knows, as pagewire.ClusterStatus has it."""
+
+    @property
+    def workers(self) -> Sequence[Worker]: ...
+
+    @property
+    def tenants(self) -> Sequence[Tenant]: ...
+
+    @property
+    def front_tls(self) -> Connections | None: ...
+
+    @property
+    def cluster_tls(self) -> Connections | None: ...
+
+    @property
+    def active_requests(self) -> int: ...
+
+    @property
+    def finished_requests(self) -> int: ...
+
+    @property
+    def resumed_requests(self) -> int: ...
+
+    @property
+    def index_pages(self) -> int: ...
+
+
+def expose_cluster(status: Cluster | None) -> bytes:
     """Return the text that Prometheus reads.
 
     Args:
@@ -50,7 +125,7 @@ def expose_cluster(status: ClusterStatus | None) -> bytes:
 
 
 class _Snapshot(Collector):
-    def __init__(self, status: ClusterStatus | None) -> None:
+    def __init__(self, status: Cluster | None) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
@@ -84,7 +159,7 @@ class _Snapshot(Collector):
         yield from _workers(status.workers)
 
 
-def _tenants(tenants: tuple[TenantStatus, ...]) -> Iterator[Metric]:
+def _tenants(tenants: Sequence[Tenant]) -> Iterator[Metric]:
     for name, (kind, meaning) in OF_TENANTS.items():
         family = kind(f"pagewire_tenant_{name}", meaning, labels=("tenant",))
         for each in tenants:
@@ -92,7 +167,7 @@ def _tenants(tenants: tuple[TenantStatus, ...]) -> Iterator[Metric]:
         yield family
 
 
-def _certificates(status: ClusterStatus) -> Iterator[Metric]:
+def _certificates(status: Cluster) -> Iterator[Metric]:
     """Yield nothing of connections in clear, so that an alert needs no exception for them."""
     expiry = GaugeMetricFamily(
         "pagewire_router_certificate_expiry_timestamp_seconds",
@@ -105,7 +180,7 @@ def _certificates(status: ClusterStatus) -> Iterator[Metric]:
     yield expiry
 
 
-def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
+def _workers(workers: Sequence[Worker]) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         "pagewire_worker_state",
         "1: the worker is in this state.",
@@ -123,6 +198,15 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
         for use in PAGE_USES:
             pages.add_metric((each.worker_id, each.pool, use), getattr(each.pages, use))
     yield pages
+    usage = GaugeMetricFamily(
+        "pagewire_kv_cache_usage_perc",
+        "Share of the pages that are not free and cannot be evicted; 1 is all.",
+        labels=OF_A_WORKER,
+    )
+    for each in living:
+        num_used = each.pages.total - each.pages.free - each.pages.cached
+        usage.add_metric((each.worker_id, each.pool), num_used / max(each.pages.total, 1))
+    yield usage
     for kind, fields in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, meaning in fields.items():
             family = kind(f"pagewire_worker_{name}", meaning, labels=OF_A_WORKER)

@@ -1,5 +1,9 @@
-"""What /metrics tells. Names end as vLLM's do where they mean the same; docs/http.md lists them."""
+"""What /metrics tells of requests, at an HTTP gateway and at a router.
 
+Names end as vLLM's do where they mean the same; docs/metrics.md lists all of them.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from prometheus_client import (
@@ -12,35 +16,38 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
+from observability.token_gaps import TokenGaps
 from pagewire.protos import inference_pb2
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000)
 SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+SECONDS_IN_QUEUE = (0.001, 0.01, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000)
 TOKENS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 BY_MODEL = ("model_name",)
 
 
-class Metrics:
-    """The counters of one gateway; `expose` renders them for Prometheus."""
+class RequestMetrics:
+    """The counters of one process that answers requests; `expose` renders them for Prometheus."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # series that tell when others began; nobody asks
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        self._requests = Counter(
-            "pagewire_http_requests",
-            "Requests that were answered, by path, method and status.",
-            ("path", "method", "status"),
-            registry=self._registry,
-        )
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
         self._running = Gauge(
             "pagewire_num_requests_running",
-            "Requests that are being answered, probes not counted.",
-            registry=self._registry,
+            "Requests that are being answered, those that wait included.",
+            registry=self.registry,
+        )
+        self._waiting = Gauge(
+            "pagewire_num_requests_waiting",
+            "Of these, requests whose first token has not come.",
+            registry=self.registry,
         )
         self._success = self._counter(
             "request_success", "Choices that ended, by reason.", ("finished_reason",)
@@ -55,6 +62,14 @@ class Metrics:
         )
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token.", SECONDS
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds",
+            "From a call's arrival at a decode worker until its prompt was begun.",
+            SECONDS_IN_QUEUE,
+        )
+        self._preemptions = self._counter(
+            "num_preemptions", "Times that requests gave up their pages to others."
         )
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds",
@@ -75,9 +90,9 @@ class Metrics:
         """Count a request as one that runs while entered."""
         return self._running.track_inprogress()
 
-    def end(self, path: str, method: str, status: int) -> None:
-        """Count a request that is over; `path` is one of the gateway's own, or empty."""
-        self._requests.labels(path, method, str(status)).inc()
+    def waiting(self, change: int) -> None:
+        """Count a request that begins to wait for its first token, 1, or ends to, -1."""
+        self._waiting.inc(change)
 
     def call_finished(self, model: str, usage: inference_pb2.Usage, cached_tokens: int) -> None:
         """Count a call that the router answered in full."""
@@ -87,6 +102,8 @@ class Metrics:
         self._generation_tokens.labels(model).inc(usage.completion_tokens)
         self._prompt_length.labels(model).observe(usage.prompt_tokens)
         self._answer_length.labels(model).observe(usage.completion_tokens)
+        self._queue.labels(model).observe(usage.stats.queue_ms / 1000)
+        self._preemptions.labels(model).inc(usage.stats.preemptions)
         if usage.tpot_ms:
             self._per_token.labels(model).observe(usage.tpot_ms / 1000)
 
@@ -104,12 +121,36 @@ class Metrics:
 
     def expose(self) -> bytes:
         """Return the text that Prometheus reads."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def _counter(self, name: str, meaning: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"pagewire_{name}", meaning, BY_MODEL + labels, registry=self._registry)
+        return Counter(f"pagewire_{name}", meaning, BY_MODEL + labels, registry=self.registry)
 
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(
-            f"pagewire_{name}", meaning, BY_MODEL, registry=self._registry, buckets=buckets
+            f"pagewire_{name}", meaning, BY_MODEL, registry=self.registry, buckets=buckets
         )
+
+
+class GapsCollector(Collector):
+    """Tells the histogram of the time between a choice's tokens.
+
+    Args:
+        gaps: What is told, as it is then.
+        model: Returns the name of the served model, empty while it is not known.
+    """
+
+    def __init__(self, gaps: TokenGaps, model: Callable[[], str]) -> None:
+        self._gaps = gaps
+        self._model = model
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the one metric."""
+        family = HistogramMetricFamily(
+            "pagewire_inter_token_latency_seconds",
+            "Between two tokens of a choice as they come to the router.",
+            labels=BY_MODEL,
+        )
+        if model := self._model():
+            family.add_metric((model,), self._gaps.buckets(), self._gaps.sum_s)
+        yield family

@@ -1,0 +1,124 @@
+"""How fast a cluster works: what its sums have grown by between two answers of a router.
+
+A worker's sums are those of its last heartbeat, so the time between them is that between two
+heartbeats, not between two answers.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from pagewire import ClusterStatus, WorkerStatus
+
+WINDOW_S = 5.0  # ten heartbeats, as they are by default
+
+# What tells one start of a worker from the next, whose sums begin anew.
+WorkerStart = tuple[str, int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRates:
+    """What a worker does in a second, and how much of the prompts it found."""
+
+    generated_tokens_per_s: float
+    computed_tokens_per_s: float  # of prompts
+    bytes_moved_per_s: float
+    hit_rate: float | None  # 0..1; None: nothing was looked up
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a cluster did in a window of time; None and a missing worker are not known yet."""
+
+    seconds: float  # of the window
+    requests_per_s: float | None  # that the router answered in full
+    generated_tokens_per_s: float
+    computed_tokens_per_s: float
+    bytes_moved_per_s: float  # each page once, though both of its workers tell of it
+    hit_rate: float | None
+    workers: Mapping[WorkerStart, WorkerRates]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A router's answer."""
+
+    at: float  # s, by any clock that never goes back
+    status: ClusterStatus
+
+
+class RateWindow:
+    """The answers of the last seconds.
+
+    Args:
+        window_s: How long an answer counts. There are rates from the second answer on, also where
+            they come less often.
+    """
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._answers: deque[Answer] = deque()
+
+    def add(self, answer: Answer) -> Rates | None:
+        """Take the newest answer; return the rates since the oldest, None with the first one."""
+        self._answers.append(answer)
+        while len(self._answers) > 2 and answer.at - self._answers[1].at >= self._window_s:
+            self._answers.popleft()
+        return rates_between(self._answers[0], answer)
+
+
+def rates_between(earlier: Answer, later: Answer) -> Rates | None:
+    """Return the rates between two answers; None if no time lies between them."""
+    seconds = later.at - earlier.at
+    if seconds <= 0:
+        return None
+    before = {_start(each): each for each in earlier.status.workers if each.is_living}
+    rates: dict[WorkerStart, WorkerRates] = {}
+    looked_up = found = 0
+    moved: dict[str, float] = defaultdict(float)  # pool |-> bytes per second
+    for each in later.status.workers:
+        old = before.get(_start(each))
+        if old is None or not each.is_living:
+            continue
+        beat_s = seconds + (old.heartbeat_age_ms - each.heartbeat_age_ms) / 1000
+        rates[_start(each)] = worker = _worker_rates(old, each, beat_s)
+        looked_up += each.looked_up_tokens - old.looked_up_tokens
+        found += each.cached_tokens - old.cached_tokens
+        moved[each.pool] += worker.bytes_moved_per_s
+    finished = later.status.finished_requests - earlier.status.finished_requests
+    return Rates(
+        seconds=seconds,
+        # Fewer than before: another router has answered.
+        requests_per_s=finished / seconds if finished >= 0 else None,
+        generated_tokens_per_s=sum(each.generated_tokens_per_s for each in rates.values()),
+        computed_tokens_per_s=sum(each.computed_tokens_per_s for each in rates.values()),
+        bytes_moved_per_s=max(moved.values(), default=0.0),
+        hit_rate=_share(found, looked_up),
+        workers=rates,
+    )
+
+
+def _worker_rates(old: WorkerStatus, new: WorkerStatus, seconds: float) -> WorkerRates:
+    def per_s(before: int, after: int) -> float:
+        # Below a millisecond both answers tell of the same heartbeat.
+        return (after - before) / seconds if seconds > 0.001 else 0.0
+
+    return WorkerRates(
+        generated_tokens_per_s=per_s(old.generated_tokens, new.generated_tokens),
+        computed_tokens_per_s=per_s(old.computed_tokens, new.computed_tokens),
+        bytes_moved_per_s=per_s(old.bytes_moved, new.bytes_moved),
+        hit_rate=_share(
+            new.cached_tokens - old.cached_tokens, new.looked_up_tokens - old.looked_up_tokens
+        ),
+    )
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _start(worker: WorkerStatus) -> WorkerStart:
+    return worker.worker_id, worker.incarnation
