@@ -220,7 +220,7 @@ def runs() -> str:
             continue
         where = content["hardware"]
         if isinstance(where, dict):
-            where = where["gpus"] or [f"{where['cores']} cores"]
+            where = where.get("gpus") or f"{where['machine']}, {where['cores']} cores"
         if isinstance(where, list):
             where = f"{len(where)} x {where[0]}"
         link = f"[{path.name}](../{path.relative_to(ROOT)})"
