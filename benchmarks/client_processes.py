@@ -31,7 +31,7 @@ class ClientsFailed(Exception):
 class _Share:
     """What one process reads of a wave."""
 
-    address: str
+    address: str | Sequence[str]
     vocab_size: int
     streams: tuple[StreamSpec, ...]
     timeout_s: float  # of each stream
@@ -77,7 +77,11 @@ class ClientProcesses:
         return len(self._processes)
 
     def run(
-        self, address: str, vocab_size: int, streams: Sequence[StreamSpec], timeout_s: float
+        self,
+        address: str | Sequence[str],
+        vocab_size: int,
+        streams: Sequence[StreamSpec],
+        timeout_s: float,
     ) -> list[StreamRecord]:
         """Read a wave to its end; returns a record for each stream, in order.
 
@@ -88,7 +92,11 @@ class ClientProcesses:
         return self.finish()
 
     def begin(
-        self, address: str, vocab_size: int, streams: Sequence[StreamSpec], timeout_s: float
+        self,
+        address: str | Sequence[str],
+        vocab_size: int,
+        streams: Sequence[StreamSpec],
+        timeout_s: float,
     ) -> float:
         """Begin a wave; returns at which time of the monotonic clock."""
         self._running = []
@@ -177,7 +185,11 @@ async def _read(
     started = time.monotonic()
     try:
         async with client.stream(
-            prompt, temperature=0.0, max_tokens=spec.max_tokens, ignore_eos=True
+            prompt,
+            temperature=spec.temperature,
+            seed=spec.seed,
+            max_tokens=spec.max_tokens,
+            ignore_eos=True,
         ) as stream:
             async for delta in stream:
                 if delta.token_ids:

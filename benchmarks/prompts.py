@@ -39,6 +39,8 @@ class StreamSpec:
     max_tokens: int
     offset_s: float = 0.0  # after the beginning of its wave
     keeps_tokens: bool = False  # in its record
+    temperature: float = 0.0
+    seed: int = 0  # of draws
 
     @property
     def prompt_tokens(self) -> int:

@@ -3,7 +3,7 @@
     python -m benchmarks.relay --out benchmarks/results/relay-cpu.json
 
 A worker without a model gathers all requests, then sends one token of each every step. Processes of
-clients read them with `pagewire.AsyncClient`, one Generate call each. The router's process has a
+clients read them with `pagewire.AsyncClient`, over one stream each. The router's process has a
 core to itself; worker and clients share the others. Its CPU time, from the first step to the last
 token, divided by the tokens, is what a token costs; its inverse is what a core could take. How late
 a token is counts from its step in the worker to its arrival in the client's code.

@@ -195,12 +195,12 @@ def run_router(
 def run_gateway(ports: Ports, router_port: int, stream_interval_s: float) -> None:
     """Run a gateway."""
 
-    async def find_router() -> str:
-        return f"{HOST}:{router_port}"
+    async def find_routers() -> list[str]:
+        return [f"{HOST}:{router_port}"]
 
     async def start() -> tuple[int, object]:
         config = GatewayConfig(max_connections=10_000, stream_interval_s=stream_interval_s)
-        server = GatewayServer(find_router, config=config, host=HOST, port=0)
+        server = GatewayServer(find_routers, config=config, host=HOST, port=0)
         return int((await server.start()).rpartition(":")[2]), server
 
     _serve(start, ports)

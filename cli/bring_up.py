@@ -12,6 +12,7 @@ import ray
 from cli.foreground import ray_thread, run_start
 from cli.stop_signals import StopSignals
 from cluster.attach import ask, attach_head, attach_ray, find_controller
+from cluster.certificates import with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.deployment import check_same
@@ -52,6 +53,7 @@ def bring_up(
         Interrupted: A signal came before the cluster was ready; what ran before goes on.
     """
     deadline = time.monotonic() + config.start_timeout_s
+    config = with_absolute_files(config)
 
     def start(watch: StartWatch) -> RunningCluster:
         try:

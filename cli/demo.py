@@ -23,6 +23,7 @@ from pagewire import (
     InvalidRequestError,
     Message,
     SamplingOptions,
+    Tls,
     Usage,
 )
 from pagewire.cli.units import format_bytes
@@ -65,15 +66,24 @@ class Wave:
         return sum(pages_of(usage, self.page_size) for usage in self.usages)
 
 
-async def run_demo(address: str, console: Console) -> tuple[Wave, Wave]:
+async def run_demo(
+    address: str, tls: Tls | None, console: Console, token: str = ""
+) -> tuple[Wave, Wave]:
     """Ask all questions twice, show answers and tables, and check them.
+
+    Args:
+        address: Of the router.
+        console: Where to write.
+        token: With which to call the router; empty: none.
 
     Raises:
         DemoError: If the cluster did not work as a disaggregated one.
         PagewireError: If a prompt was refused or not answered.
     """
     waves = []
-    async with AsyncClient(address, default_timeout_s=CALL_TIMEOUT_S) as client:
+    async with AsyncClient(
+        address, token=token, default_timeout_s=CALL_TIMEOUT_S, tls=tls
+    ) as client:
         page_size = (await client.list_models())[0].page_size
         is_chat = await _has_chat_template(client)
         for title in TITLES:

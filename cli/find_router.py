@@ -2,16 +2,28 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
 
+from cluster.certificates import own_client
+from cluster.config import ClusterConfig
 from cluster.errors import StartError, Stopping
 from cluster.local_head import find_head
 from pagewire import Client, ClusterStatus, ConnectionFailedError
-from pagewire.cli.client_commands import ANSWER_TIMEOUT_S, DEFAULT_ADDRESS
+from pagewire.cli.client_commands import (
+    ANSWER_TIMEOUT_S,
+    DEFAULT_ADDRESS,
+    AuthorityFlag,
+    CertificateFlag,
+    KeyFlag,
+    ServerNameFlag,
+    TlsFlag,
+    tls_of,
+)
 from pagewire.cli.early_interrupts import interrupts_end_at_once
+from pagewire.cli.token import TokenFileFlag, token_of
 
 AddressFlag = Annotated[
     str | None,
@@ -31,7 +43,9 @@ class FoundRouter:
     """Where a router is, whether it answers or not."""
 
     address: str
+    token: str = field(default="", repr=False)  # with which its cluster lets us call
     is_stopping: bool = False  # its cluster, as far as the controller tells
+    config: ClusterConfig | None = None  # of its cluster; None: the controller does not tell
 
 
 def find_router(address: str | None, ray_address: str) -> FoundRouter:
@@ -54,28 +68,49 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         from cluster.environment import prepare_ray
 
         prepare_ray(is_local=not ray_address)
-        from cluster.attach import ask, attached, router_address  # imports Ray
+        from cluster.attach import ask, attached, router_address, router_token  # imports Ray
 
     with attached(ray_address, head) as controller:
-        found = FoundRouter(address=router_address())
+        found = FoundRouter(address=router_address(), token=router_token())
         with suppress(StartError):  # a router serves also while the controller does not answer
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
-            found = replace(found, is_stopping=facts.is_stopping)
+            found = replace(found, is_stopping=facts.is_stopping, config=facts.config)
         return found
 
 
 @contextmanager
-def found_router(address: AddressFlag = None, ray_address: RayAddressFlag = "") -> Iterator[Client]:
+def found_router(
+    address: AddressFlag = None,
+    ray_address: RayAddressFlag = "",
+    tls: TlsFlag = False,
+    authority_file: AuthorityFlag = "",
+    certificate_file: CertificateFlag = "",
+    key_file: KeyFlag = "",
+    server_name: ServerNameFlag = "",
+    token_file: TokenFileFlag = None,
+) -> Iterator[Client]:
     """Find a router and open a client of it, whose calls need not last long.
+
+    Without a token that is given, calls are made with that of the cluster which was found.
 
     Raises:
         NotRunning: As find_router does.
         StartError: Likewise.
+        ConfigError: The cluster's certificate cannot be read here.
         Stopping: The router does not answer, which is why.
     """
+    token = token_of(token_file)
     found = find_router(address, ray_address)
     kind = _EndingClient if found.is_stopping else Client
-    with kind(found.address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+    files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
+    if files is None and found.config is not None:
+        files = own_client(found.config)
+    with kind(
+        found.address,
+        token=token or found.token,
+        default_timeout_s=ANSWER_TIMEOUT_S,
+        tls=files,
+    ) as client:
         try:
             yield client
         except ConnectionFailedError:

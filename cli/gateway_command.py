@@ -7,48 +7,120 @@ import typer
 
 from cli.flags import flag_parameter, with_config_flags
 from cli.stop_signals import StopSignals
+from cluster.certificates import check_front, http_scheme
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.errors import ConfigError
+from credentials.door import front_door
 from observability.logs import configure_logging
-from pagewire import InvalidRequestError
+from pagewire import InvalidRequestError, Tls
 from pagewire.arguments import check_address
+from pagewire.cli.client_commands import tls_of
 from pagewire.cli.standard_output import say
 
 DEFAULT_PORT = 8000
 # Options of a cluster that are a gateway's, too, besides the section http_gateway
-OPTIONS = {"host", "log_level", "log_format", "stop_grace_s"}
+OPTIONS = {"host", "insecure", "log_level", "log_format", "stop_grace_s"}
 
-RouterFlag = Annotated[str, typer.Option("--router", help="Where the router is, host:port.")]
+RouterFlag = Annotated[
+    list[str],
+    typer.Option(
+        "--router",
+        metavar="<str>",
+        help="Where a router is, host:port. Of several ones each goes on with the answers of one "
+        "that is lost; give the flag for each.",
+    ),
+]
 PortFlag = Annotated[
     int, typer.Option("--port", min=0, max=65535, help="Where clients connect; 0: a free port.")
 ]
+RouterTlsFlag = Annotated[
+    bool,
+    typer.Option("--router-tls", help="Connect to the routers over TLS; the flags below do, too."),
+]
+RouterAuthorityFlag = Annotated[
+    str,
+    typer.Option(
+        "--router-authority-file", help="Authority of the router, PEM; empty: public ones."
+    ),
+]
+RouterCertificateFlag = Annotated[
+    str, typer.Option("--router-certificate-file", help="Certificate to show to the router, PEM.")
+]
+RouterKeyFlag = Annotated[str, typer.Option("--router-key-file", help="Its private key, PEM.")]
+RouterServerNameFlag = Annotated[
+    str,
+    typer.Option(
+        "--router-server-name",
+        help="Name of the router's certificate; empty: the host of --router.",
+    ),
+]
 
 
-def gateway(config: ClusterConfig, router: str, port: int) -> None:
-    """Serve OpenAI's HTTP API before a running router, until Ctrl-C or SIGTERM.
+def gateway(
+    config: ClusterConfig,
+    router: list[str],
+    port: int,
+    router_tls: bool,
+    router_authority_file: str,
+    router_certificate_file: str,
+    router_key_file: str,
+    router_server_name: str,
+) -> None:
+    """Serve OpenAI's HTTP API before running routers, until Ctrl-C or SIGTERM.
 
     `pagewire serve` starts one by itself; see --http-port there.
     """
     try:
-        check_address(router)
+        for each in router:
+            check_address(each)
     except InvalidRequestError as error:
         raise ConfigError(f"--router: {error.violations[0].description}") from error
+    tls = tls_of(
+        router_tls,
+        router_authority_file,
+        router_certificate_file,
+        router_key_file,
+        router_server_name,
+    )
+    try:
+        if tls:
+            tls.load()
+    except InvalidRequestError as error:
+        flag = error.violations[0].field.removeprefix("tls.").replace("_", "-")
+        raise ConfigError(f"--router-{flag}: {error.violations[0].description}") from error
     check_port_free(config.host, port)
+    if wrong_name := check_front(config):
+        say(f"warning: {wrong_name}")
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
-        asyncio.run(_serve(config, router, port, signals))
+        asyncio.run(_serve(config, router, tls, port, signals))
 
 
-async def _serve(config: ClusterConfig, router: str, port: int, signals: StopSignals) -> None:
+async def _serve(
+    config: ClusterConfig,
+    router: list[str],
+    router_tls: Tls | None,
+    port: int,
+    signals: StopSignals,
+) -> None:
     from http_gateway.server import GatewayServer  # takes time to import
 
-    async def find_router() -> str:
+    async def find_routers() -> list[str]:
         return router
 
-    server = GatewayServer(find_router, config=config.http_gateway, host=config.host, port=port)
+    server = GatewayServer(
+        find_routers,
+        config=config.http_gateway,
+        host=config.host,
+        port=port,
+        door=front_door(config.tls_settings),
+        router_tls=router_tls,
+    )
     address = await server.start()
-    say(f"ready: HTTP on http://{address}/v1 for the router at {router}")
+    name = "router" if len(router) == 1 else "routers"
+    where = f"{http_scheme(config)}://{address}/v1"
+    say(f"ready: HTTP on {where} for the {name} at {', '.join(router)}")
     await asyncio.to_thread(signals.stopped.wait)
     say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
     await server.stop(config.stop_grace_s)
@@ -56,15 +128,21 @@ async def _serve(config: ClusterConfig, router: str, port: int, signals: StopSig
 
 
 def _takes(path: str) -> bool:
-    return path in OPTIONS or path.startswith("http_gateway.")
+    return path in OPTIONS or path.startswith(("http_gateway.", "front_tls."))
 
 
-OWN_FLAGS = ("router", "port")
+_FLAGS = [
+    flag_parameter("router", RouterFlag, ["localhost:50051"]),
+    flag_parameter("port", PortFlag, DEFAULT_PORT),
+    flag_parameter("router_tls", RouterTlsFlag, default=False),
+    flag_parameter("router_authority_file", RouterAuthorityFlag, ""),
+    flag_parameter("router_certificate_file", RouterCertificateFlag, ""),
+    flag_parameter("router_key_file", RouterKeyFlag, ""),
+    flag_parameter("router_server_name", RouterServerNameFlag, ""),
+]
+OWN_FLAGS = tuple(each.name for each in _FLAGS)
 with_flags = with_config_flags(
     gateway,
     takes=_takes,
-    own=[
-        flag_parameter("router", RouterFlag, "localhost:50051"),
-        flag_parameter("port", PortFlag, DEFAULT_PORT),
-    ],
+    own=_FLAGS,
 )

@@ -1,4 +1,4 @@
-"""The commands that run a cluster that outlives them: pagewire up, down, scale, drain."""
+"""The commands that run a cluster that outlives them: pagewire up, down, scale, drain, restart."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +32,10 @@ DecodeFlag = Annotated[
 GraceFlag = Annotated[
     Optional[float],  # noqa: UP045
     typer.Option("--grace-s", min=0.0, help=GRACE_HELP),
+]
+NamesArgument = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(help="Of workers, router-0 or http-gateway-0.", metavar="NAME"),
 ]
 WorkerArgument = Annotated[str, typer.Argument(help="Name of a worker, as in `pagewire status`.")]
 
@@ -105,6 +109,19 @@ def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
         drain_worker(controller, worker, grace_s, say)
 
 
+def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | None) -> None:
+    """Start workers, router and HTTP gateway anew, one after another; without NAMEs all of them.
+
+    Each begins with the code and the model's files that are there then. What runs on a worker has
+    --grace-s to end there, and goes on elsewhere; streams of the router go on at another one, or
+    at the same when it is back.
+    """
+    with _running(config) as controller:
+        from cluster.rolling import restart_cluster
+
+        restart_cluster(controller, names or (), grace_s, say)
+
+
 @contextmanager
 def _running(config: ClusterConfig) -> Iterator[Any]:
     """Attach to the running cluster while entered; yields its controller's handle."""
@@ -134,6 +151,7 @@ for _command, _parameters in (
     (down, [_GRACE]),
     (scale, [_PREFILL, _DECODE, _GRACE]),
     (drain, [flag_parameter("worker", WorkerArgument), _GRACE]),
+    (restart, [flag_parameter("names", NamesArgument, None), _GRACE]),
 ):
     _names = [each.name for each in _parameters]
     app.command(_command.__name__, cls=config_command(no_defaults, _names))(

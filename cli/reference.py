@@ -32,6 +32,8 @@ Names carry their units: `_s` seconds, `_mib` mebibytes, `_tokens` tokens, `_pag
 """
 SECTIONS = {
     "": "Cluster",
+    "tls": "TLS within the cluster: `tls`",
+    "front_tls": "TLS with clients: `front_tls`",
     "http_gateway": "HTTP gateway: `http_gateway`",
     "router": "Router: `router`",
     "prefill_worker": "Prefill workers: `prefill_worker`",
@@ -44,6 +46,8 @@ ENVIRONMENT = {  # what Pagewire itself reads of it
     "only the device knows are checked, which waits for it; not in steps that are CUDA graphs",
     "PAGEWIRE_CACHE_DIR": "Folder for what Pagewire can make again: configuration and tokenizer of "
     "GGUF files, the demo's random model; unset or empty: `pagewire` in `XDG_CACHE_HOME`",
+    "PAGEWIRE_TOKEN": "Of clients, also `generate`, `chat` and `status`: the token of the tenant "
+    "for whom they call, where they are given none",
     "RAY_AUTH_MODE": "Ray's own; with `ray_address` it must be `token` where that Ray wants one. "
     "Where `serve`, `up` and `demo` start a Ray they set it themselves, and `doctor` looks at it",
     "RAY_TMPDIR": "Folder in which `serve`, `up` and `demo` make one that only their user can "
@@ -74,7 +78,7 @@ def _environment() -> str:
     return (
         "\n## Environment\n\n"
         "Variables that Pagewire itself reads. Workers, router and gateway also get those of the\n"
-        f"launching process whose names begin with one of {prefixes}.\n\n"
+        f"launching process whose names begin with one of {prefixes}, but for a token.\n\n"
         "| variable | meaning |\n|---|---|\n"
     ) + "".join(rows)
 

@@ -10,6 +10,7 @@ import typer
 
 from cli.flags import config_command, flag_parameter, with_config_flags
 from cli.stop_signals import StopSignals
+from cluster.certificates import check_certificates
 from cluster.config import ClusterConfig
 from cluster.config_file import no_defaults
 from cluster.devices import check_port_free
@@ -28,7 +29,7 @@ from pagewire.cli.standard_output import say
 ROUTERS_NAME = "routers"
 # Options of a cluster that are a router's, too, besides the section router.
 OPTIONS = {
-    *("model", "host", "port", "log_level", "log_format", "stop_grace_s"),
+    *("model", "host", "port", "insecure", "log_level", "log_format", "stop_grace_s"),
     *("decode_worker.local_prefill_max_tokens", "decode_worker.max_running_sequences"),
 }
 
@@ -69,6 +70,8 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
         raise ConfigError(f"--keys: {error}") from error
     check_port_free(config.host, config.port, is_shared=share_port)
     check_metrics_port_free(config)
+    if wrong_name := check_certificates(config):
+        say(f"warning: {wrong_name}")
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
         asyncio.run(_serve(config, controller, router_keys, share_port, signals))
@@ -84,7 +87,7 @@ async def _serve(
     # These take time to import.
     from cluster.router_settings import router_settings
     from llm_engine.errors import EngineError
-    from router.errors import ModelFolderError, PortTaken
+    from router.errors import ModelFolderError, PortTaken, TenantsFileError
     from router.process import RouterProcess
 
     async def find_controller() -> str:
@@ -95,7 +98,7 @@ async def _serve(
         settings = router_settings(config, name, keys, shares_port=share_port)
         process = RouterProcess(settings, find_controller)
         address = await process.start()
-    except (ModelFolderError, EngineError) as error:
+    except (ModelFolderError, TenantsFileError, EngineError) as error:
         raise ConfigError(str(error)) from error
     except PortTaken as error:
         raise StartError(str(error)) from error
@@ -137,7 +140,7 @@ def _of_running_cluster(config: ClusterConfig) -> tuple[RouterKeys, str]:
 
 
 def _is_routers(path: str) -> bool:
-    return path in OPTIONS or path.startswith("router.")
+    return path in OPTIONS or path.startswith(("router.", "tls.", "front_tls."))
 
 
 def _finds_keys(path: str) -> bool:

@@ -12,6 +12,7 @@ from cli import gateway_command
 from cli.flags import config_command, with_config_flags
 from cli.stop_signals import StopSignals
 from cluster.capacity import context_remedy, read_model_needs
+from cluster.certificates import http_scheme, own_client
 from cluster.config import ClusterConfig
 from cluster.config_file import no_defaults
 from cluster.devices import count_gpus, most_gpus
@@ -120,7 +121,9 @@ def demo(config: ClusterConfig) -> None:
 
         with running_cluster(config, device, signals, shows_worker_logs=False, say=say) as cluster:
             say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
-            signals.run(run_demo(cluster.address, Console()))
+            from cluster.attach import router_token
+
+            signals.run(run_demo(cluster.address, own_client(config), Console(), router_token()))
         say("stopped")
 
 
@@ -154,7 +157,9 @@ def context_note(config: ClusterConfig, device: str, context_tokens: int, comman
 
 def serving_where(config: ClusterConfig, cluster: "RunningCluster") -> str:
     """Say what a cluster serves, and where."""
-    http = f"; HTTP on http://{cluster.http_address}/v1" if cluster.http_address else ""
+    http = ""
+    if cluster.http_address:
+        http = f"; HTTP on {http_scheme(config)}://{cluster.http_address}/v1"
     return f"pagewire serves {config.model} on {_where(cluster.address)} ({cluster.device}){http}"
 
 

@@ -90,6 +90,13 @@ def router_address() -> str:
     raise StartError("the cluster has no router yet; `pagewire up` again places it")
 
 
+def router_token() -> str:
+    """Return the token with which to call that router; empty: none is needed, or there is none."""
+    with suppress(ValueError):
+        return str(ask(ray.get_actor(ROUTER_NAME).cluster_token.remote()))
+    return ""
+
+
 def named_actors() -> dict[str, Any]:
     """Return the handles of all processes of the cluster on the attached Ray, by name."""
     names: list[str] = ray.util.list_named_actors()

@@ -1,7 +1,8 @@
 """Configuration of a whole cluster, with its defaults.
 
-The sections `http_gateway`, `router`, `prefill_worker`, `decode_worker` and `transfer` are the
-configuration classes of those packages themselves, so that an option exists once.
+The sections `tls`, `front_tls`, `http_gateway`, `router`, `prefill_worker`, `decode_worker` and
+`transfer` are the configuration classes of those packages themselves, so that an option exists
+once.
 """
 
 import ipaddress
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from decode_worker.config import DecodeConfig
 from http_gateway.config import GatewayConfig
 from kv_transfer.deadlines import TransferDeadlines
@@ -81,15 +83,21 @@ class ClusterConfig:
 
     controller_port: int = option(
         0,
-        "Port on which the controller tells routers the workers; 0: a free one. Routers of their "
-        "own (pagewire router) ask there; without ray_address it is open to this host alone.",
+        "Port on which the controller tells routers which workers exist; 0: a free one. Routers "
+        "outside Ray (pagewire router) connect to it; without ray_address only this host can.",
         at_least=0,
         at_most=65535,
     )
     secret_file: str = option(
         "",
         "File with 32 random bytes or more, from which the keys of all processes are derived. "
-        "Empty: a secret is drawn at each start; routers of their own then need new keys, too.",
+        "Empty: a secret is drawn at each start; routers outside Ray then need new keys, too.",
+    )
+
+    insecure: bool = option(
+        False,
+        "Lets servers without TLS listen where other hosts connect, in clear. Without it they "
+        "listen on the loopback address or not at all.",
     )
 
     page_size: Literal[16, 32, 64, 128] = option(64, "Token slots in a page.")
@@ -113,8 +121,8 @@ class ClusterConfig:
     )
     pool_resources: bool = option(
         False,
-        "Of the Ray cluster's hosts each worker takes one that has its pool's custom resource, "
-        "pagewire-prefill or pagewire-decode, and 1 of it; hosts may join later.",
+        "Each worker takes a host of the Ray cluster that has its pool's custom resource, "
+        "pagewire-prefill or pagewire-decode, and 1 unit of it; hosts may join later.",
     )
     start_timeout_s: float = option(
         600.0, "Longest time until all workers are ready, weights included.", above=0
@@ -132,11 +140,18 @@ class ClusterConfig:
         "have the lines alone.",
     )
 
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    front_tls: FrontTlsConfig = field(default_factory=FrontTlsConfig)
     http_gateway: GatewayConfig = field(default_factory=GatewayConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     prefill_worker: PrefillConfig = field(default_factory=PrefillConfig)
     decode_worker: DecodeConfig = field(default_factory=DecodeConfig)
     transfer: TransferDeadlines = field(default_factory=TransferDeadlines)
+
+    @property
+    def tls_settings(self) -> TlsSettings:
+        """What all processes are started with for TLS."""
+        return TlsSettings(inside=self.tls, front=self.front_tls, insecure=self.insecure)
 
     def __post_init__(self) -> None:
         check_options(self)

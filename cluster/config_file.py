@@ -1,40 +1,21 @@
 """Reads a cluster's configuration: defaults, then a YAML file, then flags; all errors at once."""
 
 import difflib
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cluster.config import ClusterConfig
 from cluster.config_options import SECTIONS, ConfigOption, config_options, path_in
 from cluster.errors import ConfigError
 from options.option import WrongOption, WrongOptions
+from options.yaml_text import Lines, YamlError, parse_yaml
 from pagewire.cli.units import invalid_byte
 
 NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
 
 # Given what is set already, returns what a command sets otherwise, by option path.
 Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e9 as a number, as YAML 1.2 does, not as a text; and keys as they are written."""
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)  # first: it knows the keys << by their tag
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                key.tag = self.DEFAULT_SCALAR_TAG  # of a text, which true, on and 1 are not
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 def no_defaults(_: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -115,6 +96,8 @@ def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOpt
     whole = groups.pop("")
     if "model" in whole:
         whole["model"] = Path(whole["model"])
+    if tenants_file := groups["router"].get("tenants_file"):  # for processes in other folders
+        groups["router"]["tenants_file"] = str(Path(tenants_file).expanduser().absolute())
     problems: list[tuple[str, WrongOption]] = []
     for section, group in groups.items():
         try:
@@ -129,39 +112,21 @@ def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOpt
         return [("", each) for each in error.problems]
 
 
-def _read_yaml(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
+def _read_yaml(path: Path) -> tuple[Mapping[str, Any], Lines]:
     """Return a file's mapping, and of each key in it, repeated ones too, the path and the line."""
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        content = None if node is None else loader.construct_document(node)
+        content, lines = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {invalid_byte(error)} is not UTF-8") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{path}{place}: is not plain YAML: {error.problem}") from error
-    except yaml.YAMLError as error:  # a character that no YAML has
-        raise ConfigError(f"{path}: is not plain YAML: {' '.join(str(error).split())}") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: is nested too deeply; an option is at most two deep") from None
+    except YamlError as error:
+        raise ConfigError(f"{path}{error}") from error
     if content is None:
         return {}, []
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: holds {type(content).__name__}, must be a mapping of options")
-    try:
-        return content, list(_keys(node))
-    except RecursionError as error:
-        raise ConfigError(f"{path}: has a mapping that holds itself, by an anchor") from error
-
-
-def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        path = f"{prefix}{key.value}"
-        yield path, key.start_mark.line + 1
-        yield from _keys(value, f"{path}.")
+    return content, lines
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ import ray
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
 from cluster.errors import PlacementError, Stopping
-from cluster.membership import Membership
+from cluster.membership import HEARD_S, Membership
 from cluster.placement import (
     GATEWAY_NAME,
     ROUTER_NAME,
@@ -33,11 +33,13 @@ from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,
     check_drain,
+    check_restart,
     is_worker,
     plan_scale,
     worker_ids,
 )
 from cluster.server import MemberServer
+from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import RouterKeys
 from observability.logs import configure_logging, fields
@@ -46,7 +48,6 @@ from router.membership import PoolName, WorkerMember
 log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
-HEARD_S = 6.0  # three announcements; a worker that is silent for longer may not be there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +77,9 @@ class ControllerActor:
         self._is_closed = False
         keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
         host = own_host() if config.ray_address else LOOPBACK
-        self._members = MemberServer(keys, host, config.controller_port)
         try:
+            door = ClusterLinks(config.tls_settings).door
+            self._members = MemberServer(keys, host, config.controller_port, door)
             self._address = await self._members.start()
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
@@ -140,6 +142,19 @@ class ControllerActor:
         self._check_open()
         check_drain(self._workers(), worker_id)
         await self._dismiss((worker_id,), grace_s)
+
+    async def restart(self, worker_id: str, grace_s: float) -> None:
+        """Have a worker finish what it has within `grace_s` seconds, and begin anew.
+
+        Raises:
+            ClusterError: Nothing has changed.
+        """
+        self._check_open()
+        check_restart(self._workers(), worker_id)
+        self._membership.restart(worker_id)
+        await self._push_all()
+        log.info("worker_restarted", extra=fields(worker_id=worker_id, grace_s=grace_s))
+        ray.get_actor(worker_id).restart.remote(grace_s)
 
     async def close(self) -> None:
         """Change nothing any more: the cluster stops."""

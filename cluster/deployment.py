@@ -21,7 +21,7 @@ class Deployment:
     config: ClusterConfig  # the model's path is absolute
     device: str  # of the workers: "cpu" or "cuda"
     secret: ClusterSecret = field(repr=False)
-    router_node_id: str  # of Ray; clients know the router by an address of that host
+    home_resource: str  # of the host that clients and routers outside know by its address
     environment: Mapping[str, str]  # forwarded_environment() where it was started
     visible_gpus: str | None  # CUDA_VISIBLE_DEVICES there
 

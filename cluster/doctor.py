@@ -5,6 +5,8 @@ The checks are functions of facts, which host_facts.py gathers; so each fault ca
 
 import http.client
 import re
+import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,19 +20,22 @@ from cluster.capacity import (
     pages_of_worker,
     read_model_needs,
 )
+from cluster.certificates import check_certificates, own_client
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_kernels, check_model_folder
 from cluster.preflight import check_http_port_free
-from pagewire import Client, PagewireError
+from pagewire import AuthenticationError, Client, PagewireError
+from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
 
 Level = Literal["ok", "warn", "fail"]
 
 MIN_PYTHON = (3, 11)
 MIN_SHM_BYTES = 256 * 2**20
+SOON_S = 7 * 86_400  # that a certificate is still valid, and should have been renewed
 ROUTER_TIMEOUT_S = 2.0  # of a call to what listens on the router's port
 
 
@@ -55,7 +60,8 @@ def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
         check_ray_access(facts, config.ray_address),
         check_gencode(facts),
         check_shared_memory(facts),
-        check_port(config.host, config.port),
+        *check_tls(config),
+        check_port(config),
         check_http_port(config),
     ]
     if config.model is not None:
@@ -229,8 +235,46 @@ def check_shared_memory(facts: HostFacts) -> Finding:
     return Finding(check=SHM_PATH, level="ok", found=found)
 
 
-def check_port(host: str, port: int) -> Finding:
+def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
+    """Clients and the cluster's own connections are encrypted, or no other host hears them."""
+    try:
+        wrong_name = check_certificates(config)
+    except ConfigError as error:
+        option = str(error).partition(" ")[0].rstrip(":")
+        remedy = f"see {option} in docs/security.md"
+        return (Finding(check="tls", level="fail", found=str(error), remedy=remedy),)
+    findings = []
+    for name, section, files in (
+        ("clients", config.front_tls, config.front_tls.files(config.tls)),
+        ("cluster", config.tls, config.tls.files),
+    ):
+        check = f"tls, {name}"
+        if not section.is_on:
+            findings.append(Finding(check=check, level="ok", found=_in_clear(config, name)))
+            continue
+        expires_at = read_pem(files).expires_at
+        found = f"encrypted; {section.certificate_file} is valid until {utc(expires_at)}"
+        level: Level = "ok"
+        remedy = ""
+        if expires_at - time.time() < SOON_S:
+            level, remedy = "warn", "renew it; running processes take the new one by themselves"
+        elif name == "clients" and wrong_name:
+            level, found, remedy = "warn", wrong_name, "pagewire generate --server-name NAME"
+        findings.append(Finding(check=check, level=level, found=found, remedy=remedy))
+    return tuple(findings)
+
+
+def _in_clear(config: ClusterConfig, name: str) -> str:
+    if config.insecure:
+        return "in clear, also to other hosts, as insecure says"
+    if name == "cluster" and config.ray_address:
+        return "in clear; with hosts that others reach it is refused at the start"
+    return "in clear, on this host alone"
+
+
+def check_port(config: ClusterConfig) -> Finding:
     """The router's port is free, or already that of a running router."""
+    host, port = config.host, config.port
     address = join_address(host, port)
     try:
         check_port_free(host, port)
@@ -238,7 +282,7 @@ def check_port(host: str, port: int) -> Finding:
         remedy = "pagewire serve --host 127.0.0.1"
         return Finding(check="port", level="fail", found=str(error), remedy=remedy)
     except PlacementError as error:
-        if _is_router(host, port):
+        if _is_router(config):
             found = f"a running Pagewire router has {address}; another one needs another --port"
             return Finding(check="port", level="ok", found=found)
         remedy = f"pagewire serve --port 0; `ss -ltnp 'sport = :{port}'` shows who listens there"
@@ -257,7 +301,7 @@ def check_http_port(config: ClusterConfig) -> Finding:
         remedy = "pagewire serve --host 127.0.0.1"
         return Finding(check=name, level="fail", found=str(error), remedy=remedy)
     except PlacementError as error:
-        if _is_gateway(host, port):
+        if _is_gateway(config):
             found = f"a running gateway has {host}:{port}; another one needs another --http-port"
             return Finding(check=name, level="ok", found=found)
         who = f"`ss -ltnp 'sport = :{port}'` shows who listens there"
@@ -309,24 +353,36 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def _is_gateway(host: str, port: int) -> bool:
-    """Return whether a gateway of Pagewire answers there."""
+def _is_gateway(config: ClusterConfig) -> bool:
+    """Return whether a gateway of Pagewire answers on the port of HTTP."""
+    host, port = config.host, config.http_port
     connection = http.client.HTTPConnection(host, port, timeout=ROUTER_TIMEOUT_S)
     try:
+        if tls := own_client(config):
+            context = client_context(tls.load().current())
+            context.check_hostname = False  # it is believed as it is
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            connection = http.client.HTTPSConnection(
+                host, port, timeout=ROUTER_TIMEOUT_S, context=context
+            )
         connection.request("GET", "/health")
         response = connection.getresponse()
         return response.status == 200 and response.getheader("x-request-id") is not None
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException, ConfigError):
         return False
     finally:
         connection.close()
 
 
-def _is_router(host: str, port: int) -> bool:
-    """Return whether a router answers there, which one does also while it waits for workers."""
+def _is_router(config: ClusterConfig) -> bool:
+    """Return whether a router answers, which one does also while it waits for workers."""
+    address = join_address(config.host, config.port)
     try:
-        with Client(join_address(host, port), default_timeout_s=ROUTER_TIMEOUT_S) as client:
+        tls = own_client(config)
+        with Client(address, default_timeout_s=ROUTER_TIMEOUT_S, tls=tls) as client:
             client.status()
-    except PagewireError:
+    except AuthenticationError:
+        return True  # which wants to know for whom it is asked
+    except (PagewireError, ConfigError):
         return False
     return True

@@ -7,8 +7,11 @@ import os
 import sys
 from collections.abc import Mapping
 
+from pagewire.arguments import TOKEN_VARIABLE
+
 # Of the launching process: what actors must see too, also those on a Ray that ran before.
 FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH", "PAGEWIRE_", "GRPC_VERBOSITY")
+KEPT = {TOKEN_VARIABLE}  # of a client; Ray shows and logs what actors are started with
 
 
 def prepare_ray(*, is_local: bool) -> None:
@@ -40,7 +43,9 @@ def prepare_ray(*, is_local: bool) -> None:
 def forwarded_environment() -> dict[str, str]:
     """Return the variables of this process that all processes of a cluster are started with."""
     return {
-        name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED_PREFIXES) and name not in KEPT
     }
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.attach import ask, attach_ray, named_actors
+from cluster.certificates import check_links, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts, ControllerActor
 from cluster.deployment import Deployment
@@ -27,12 +27,13 @@ from cluster.placement import (
     GATEWAY_NAME,
     NAMESPACE,
     ROUTER_NAME,
+    at_home,
     has_own_gpus,
+    home_resource,
     place,
 )
 from cluster.preflight import choose_device
 from cluster.private_folder import RayToken, private_folder
-from cluster.ray_listeners import is_loopback
 from cluster.ray_sessions import remove_ended_sessions
 from cluster.readiness import (
     LoadWatch,
@@ -47,6 +48,7 @@ from credentials.key_file import read_secret
 from credentials.secret import ClusterSecret
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
+from protos.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -165,20 +167,21 @@ def deploy(
         ClusterError: What was wrong and what to do; of a Ray of others nothing is left running.
     """
     assert config.model is not None
+    nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
+    check_links(config, device, [each["NodeManagerAddress"] for each in nodes if each["Alive"]])
+    # Processes of the cluster run in other folders than this one.
+    config = with_absolute_files(replace(config, model=config.model.resolve()))
     deployment = Deployment(
-        # Processes of the cluster run in other folders than this one.
-        config=replace(config, model=config.model.resolve()),
+        config=config,
         device=device,
         # Actors get their keys as arguments, which only who may use this Ray can read.
         secret=_secret(config),
-        router_node_id=ray.get_runtime_context().get_node_id(),
+        home_resource=home_resource(),
         environment=forwarded_environment(),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
     options = {
-        "runtime_env": {"env_vars": dict(deployment.environment)},
-        # Routers of their own know it by an address of this host.
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(deployment.router_node_id, soft=True),
+        **at_home(deployment),
         "get_if_exists": False,
     }
     controller = place(ControllerActor, CONTROLLER_NAME, options, deployment)
@@ -239,7 +242,9 @@ def wait_for_cluster(
         device=device,
         actors=actors,
         http_address=addresses.get(GATEWAY_NAME, ""),
-        context_tokens=wait_until_served(address, router, workers, deadline, watch.check),
+        context_tokens=wait_until_served(
+            address, own_client(config), router, workers, deadline, watch.check
+        ),
     )
 
 

@@ -4,9 +4,13 @@ Everything here is rebuilt by the next announcements, except that a worker is to
 and controller have died together: it comes back as one that stays.
 """
 
+from collections import deque
 from dataclasses import replace
 
 from router.membership import WorkerMember
+
+HEARD_S = 6.0  # three announcements; a worker that is silent for longer may not be there
+MAX_REPLACED = 8  # starts of a worker; more than one or two never live at once
 
 
 class Membership:
@@ -15,6 +19,8 @@ class Membership:
     def __init__(self) -> None:
         self._members: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
         self._heard_at: dict[str, float] = {}  # worker_id |-> when it has announced itself last
+        self._replaced: dict[str, deque[int]] = {}  # worker_id |-> starts that others came after
+        self._restarting: dict[str, int] = {}  # worker_id |-> start that ends to begin anew
         self._leaving: dict[str, float] = {}  # worker_id |-> seconds for what runs there
         # worker_id |-> its last start, 0 if none was known; none is placed or heard of since.
         self._gone: dict[str, int] = {}
@@ -23,7 +29,10 @@ class Membership:
     def members(self) -> tuple[WorkerMember, ...]:
         """All members, by name."""
         return tuple(
-            replace(self._members[worker_id], is_draining=worker_id in self._leaving)
+            replace(
+                self._members[worker_id],
+                is_draining=worker_id in self._leaving or worker_id in self._restarting,
+            )
             for worker_id in sorted(self._members)
         )
 
@@ -43,13 +52,22 @@ class Membership:
     def announce(self, member: WorkerMember, now: float) -> bool:
         """Enter a start of a worker; returns whether that changed anything.
 
-        A worker announces itself only from its newest process: Ray starts another one only after
-        the old one's death, so the latest announcement wins. But what comes late of a start that
-        is gone counts for nothing.
+        A start that was not known replaces the one before it. The old one may live on for a while
+        where Ray has given up its host, and counts only when the new one has fallen silent. What
+        comes late of a start that is gone counts for nothing.
         """
         if self._gone.get(member.worker_id) == member.incarnation:
             return False
-        changed = self._members.get(member.worker_id) != member
+        known = self._members.get(member.worker_id)
+        if known is not None and known.incarnation != member.incarnation:
+            replaced = self._replaced.setdefault(member.worker_id, deque(maxlen=MAX_REPLACED))
+            is_silent = self._heard_at[member.worker_id] <= now - HEARD_S
+            if member.incarnation in replaced and not is_silent:
+                return False
+            replaced.append(known.incarnation)
+        if self._restarting.get(member.worker_id) not in (None, member.incarnation):
+            del self._restarting[member.worker_id]  # this is the one that it was to become
+        changed = known != member
         self._members[member.worker_id] = member
         self._gone.pop(member.worker_id, None)
         self._heard_at[member.worker_id] = now
@@ -66,6 +84,10 @@ class Membership:
     def dismiss(self, worker_id: str, grace_s: float) -> None:
         """Note that a worker is to leave, whichever of its processes."""
         self._leaving[worker_id] = grace_s
+
+    def restart(self, worker_id: str) -> None:
+        """Note that the latest start of a member takes nothing more, and ends to begin anew."""
+        self._restarting[worker_id] = self._members[worker_id].incarnation
 
     def grace_of(self, member: WorkerMember) -> float | None:
         """Return what a start that knows nothing of it has left to leave; None: it stays."""
@@ -84,6 +106,8 @@ class Membership:
         """Forget a worker that is gone."""
         member = self._members.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
+        self._replaced.pop(worker_id, None)
+        self._restarting.pop(worker_id, None)
         self._leaving.pop(worker_id, None)
         self._gone[worker_id] = member.incarnation if member else self._gone.get(worker_id, 0)
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.certificates import own_client
 from cluster.config import LOOPBACK
 from cluster.deployment import Deployment
 from cluster.devices import gpus_of_pools, visible_gpu
@@ -29,6 +29,8 @@ NAMESPACE = "pagewire"
 CONTROLLER_NAME = "pagewire-controller"
 ROUTER_NAME = "router-0"
 GATEWAY_NAME = "http-gateway-0"
+HEAD_RESOURCE = "node:__internal_head__"  # as Ray names it
+LEAST_SHARE = 0.0001  # of a resource that there is one of
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 
 
@@ -73,7 +75,7 @@ def place_router(deployment: Deployment) -> Any:
     config = deployment.config
     assert config.model is not None
     settings = router_settings(config, ROUTER_NAME, deployment.secret.router_keys(ROUTER_NAME))
-    return place(RouterActor, ROUTER_NAME, _beside_clients(deployment), settings, CONTROLLER_NAME)
+    return place(RouterActor, ROUTER_NAME, at_home(deployment), settings, CONTROLLER_NAME)
 
 
 def place_gateway(deployment: Deployment) -> Any:
@@ -82,13 +84,15 @@ def place_gateway(deployment: Deployment) -> Any:
     return place(
         GatewayActor,
         GATEWAY_NAME,
-        _beside_clients(deployment),
+        at_home(deployment),
         config.http_gateway,
         config.host,
         config.http_port,
         config.log_level,
         config.log_format,
         ROUTER_NAME,
+        config.tls_settings,
+        own_client(config),
     )
 
 
@@ -97,10 +101,23 @@ def has_own_gpus(device: str, workers_per_gpu: int) -> bool:
     return device == "cuda" and workers_per_gpu == 1
 
 
-def _beside_clients(deployment: Deployment) -> dict[str, Any]:
-    node = NodeAffinitySchedulingStrategy(deployment.router_node_id, soft=False)
+def home_resource() -> str:
+    """Return what only the Ray host has that this process runs on.
+
+    A host that comes back is another node for Ray, but has this again; and whatever replaces Ray's
+    head has the head's, at whichever address.
+    """
+    own_id = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    [own] = [each for each in nodes if each["NodeID"] == own_id]
+    names: list[str] = [each for each in own["Resources"] if each.startswith("node:")]
+    return HEAD_RESOURCE if HEAD_RESOURCE in names else names[0]
+
+
+def at_home(deployment: Deployment) -> dict[str, Any]:
+    """Return options of an actor that others reach by an address of the cluster's home."""
     return {
-        "scheduling_strategy": node,
+        "resources": {deployment.home_resource: LEAST_SHARE},
         "runtime_env": {"env_vars": dict(deployment.environment)},
     }
 
@@ -146,4 +163,5 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         host="" if config.ray_address else LOOPBACK,
         log_level=config.log_level,
         log_format=config.log_format,
+        tls=config.tls_settings,
     )

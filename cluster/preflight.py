@@ -1,13 +1,17 @@
 """Refuses, before anything is started, what cannot be. Without Ray: to import it takes a second."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
+from cluster.certificates import check_certificates
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_kernels, check_model_folder
+from router.errors import TenantsFileError
+from router.tenants.file import read_tenants
 
 
 def check_start(
@@ -27,9 +31,11 @@ def check_start(
     """
     if config.model is None:
         raise ConfigError("model is not set; give a checkpoint folder with --model")
+    _check_tenants_file(config.router.tenants_file)
     if config.ray_address:
         from cluster.ray_address import check_ray_answers  # imports gRPC
 
+        _check_certificates(config, say)
         check_model_folder(config.model)
         if config.device == "cuda":
             check_kernels(config.model)
@@ -39,6 +45,7 @@ def check_start(
     check_http_port_free(config)
     check_metrics_port_free(config)
     check_port_free(LOOPBACK, config.controller_port, flag="--controller-port")
+    _check_certificates(config, say)
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
     check_model_folder(config.model)
@@ -67,6 +74,20 @@ def choose_device(config: ClusterConfig, num_gpus: int) -> str:
     device = resolve_device(config.device, num_gpus)
     check_gpus(device, config.prefill, config.decode, config.workers_per_gpu, num_gpus)
     return device
+
+
+def _check_certificates(config: ClusterConfig, say: Callable[[str], None]) -> None:
+    if wrong_name := check_certificates(config):
+        say(f"warning: {wrong_name}")
+
+
+def _check_tenants_file(path: str) -> None:
+    if not path:
+        return
+    try:
+        read_tenants(Path(path))
+    except TenantsFileError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:

@@ -1,6 +1,5 @@
 """The Rays that run on this host, as others reach them: where their servers listen."""
 
-import ipaddress
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 
 from cluster.local_ray import NAMES
-from protos.addresses import join_address
+from protos.addresses import is_loopback, join_address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,13 +17,6 @@ class RayListener:
     process: str  # "gcs_server (pid 17)"
     address: str  # "[::]:6379"
     auth_mode: str  # RAY_AUTH_MODE of the process; empty: unset
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this host reaches an address."""
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def open_sockets(process: psutil.Process) -> list[str]:

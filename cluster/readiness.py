@@ -10,7 +10,7 @@ import ray
 from cluster.attach import last_line
 from cluster.errors import StartError
 from llm_engine.load_progress import ReportLoaded
-from pagewire import Client, ClusterStatus, PagewireError
+from pagewire import Client, ClusterStatus, PagewireError, Tls
 
 STATUS_PERIOD_S = 0.1
 CHECK_PERIOD_S = 0.2  # between two looks whether the start is to be given up
@@ -70,11 +70,17 @@ def wait_ready(
 
 
 def wait_until_served(
-    address: str, router: Any, workers: Collection[str], deadline: float, check: Callable[[], None]
+    address: str,
+    tls: Tls | None,
+    router: Any,
+    workers: Collection[str],
+    deadline: float,
+    check: Callable[[], None],
 ) -> int:
     """Wait until a router sees these workers ready; return the longest context that all serve."""
     status: ClusterStatus | None = None
-    with Client(address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+    token = str(ray.get(router.cluster_token.remote(), timeout=ANSWER_TIMEOUT_S))
+    with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S, tls=tls) as client:
         while time.monotonic() < deadline:
             check()
             try:

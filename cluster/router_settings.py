@@ -33,5 +33,6 @@ def router_settings(
         shares_port=shares_port,
         log_level=config.log_level,
         log_format=config.log_format,
+        tls=config.tls_settings,
         keys=keys,
     )

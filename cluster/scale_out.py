@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from cluster.attach import ask, router_address
+from cluster.certificates import own_client
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.errors import StartError
@@ -97,7 +98,9 @@ def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> Non
     try:
         wait_ready(actors, deadline, config.start_timeout_s, say, lambda: None)
         router = ray.get_actor(ROUTER_NAME)
-        wait_until_served(router_address(), router, actors, deadline, lambda: None)
+        wait_until_served(
+            router_address(), own_client(config), router, actors, deadline, lambda: None
+        )
     except BaseException:
         for actor in actors.values():
             ray.kill(actor, no_restart=True)

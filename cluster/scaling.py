@@ -119,6 +119,24 @@ def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
         _check_remaining(workers, pool_of(worker_id), [worker_id])
 
 
+def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
+    """Refuse to restart a worker that is unknown, leaves or does not serve now.
+
+    Raises:
+        ConfigError: Says what was found, what is allowed, and that nothing has changed.
+    """
+    if worker_id in workers.leaving:
+        raise ConfigError(f"NAME is {worker_id!r}, which is to leave; nothing has changed")
+    if worker_id not in workers.staying:
+        names = ", ".join([*workers.of("prefill"), *workers.of("decode")])
+        raise ConfigError(f"NAME is {worker_id!r}; it must be one of {names}")
+    if worker_id not in workers.answering:
+        raise ConfigError(
+            f"NAME is {worker_id!r}, which has not been heard of lately; it begins anew by "
+            "itself when it can; see `pagewire status`"
+        )
+
+
 def _check_remaining(workers: ClusterWorkers, pool: PoolName, gone: Collection[str]) -> None:
     found = workers.of(pool)
     named = " and ".join(gone)

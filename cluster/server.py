@@ -10,6 +10,8 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from credentials.cluster import ClusterCredentials
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks, Door
 from credentials.gate import ServerGate
 from credentials.rules import CONTROLLER_CALLERS
 from credentials.secret import PartyKeys
@@ -38,12 +40,14 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
     Args:
         keys: With which the controller proves who it is.
         host, port: Where routers connect; port 0 takes a free one.
+        door: What it listens with; None: in clear, for this host.
     """
 
-    def __init__(self, keys: PartyKeys, host: str, port: int) -> None:
+    def __init__(self, keys: PartyKeys, host: str, port: int, door: Door | None = None) -> None:
         self._keys = keys
         self._host = host
         self._port = port
+        self._door = door or ClusterLinks(TlsSettings()).door
         self._server: grpc.aio.Server | None = None
         self._message = controller_pb2.WatchMembersResponse(version=1)
         self._published = asyncio.Event()
@@ -55,6 +59,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
 
         Raises:
             RuntimeError: The port is taken.
+            OpenInClear: Other hosts could connect, and nothing would be encrypted.
         """
         credentials = ClusterCredentials(self._keys, secrets.randbits(63) + 1)
         server = grpc.aio.server(
@@ -64,7 +69,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
             ],
             options=WORKER_SERVER_OPTIONS,
         )
-        port = server.add_insecure_port(join_address(self._host, self._port))
+        port = self._door.add_port(server, self._host, self._port)
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         reflection.enable_server_reflection([SERVICE, reflection.SERVICE_NAME], server)
         await server.start()

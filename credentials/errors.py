@@ -8,6 +8,7 @@ CredentialsError
 gate.py maps them to status codes.
 
 KeyFileError             a file with keys cannot be used; the message says why
+OpenInClear              a server would listen in clear where other hosts connect
 """
 
 
@@ -33,3 +34,19 @@ class NotAllowed(CredentialsError):
 
 class KeyFileError(Exception):
     """A file with keys, or the secret, cannot be read or written, or has something else in it."""
+
+
+class OpenInClear(Exception):
+    """A server would listen in clear where other hosts connect.
+
+    Args:
+        option: That names the certificate which it lacks.
+        host: Where it would listen.
+    """
+
+    def __init__(self, option: str, host: str) -> None:
+        self.option = option
+        super().__init__(
+            f"{option} is not set, and a server would listen on {host}, where other hosts connect, "
+            "in clear; set it with its key, or say that this is meant with insecure"
+        )

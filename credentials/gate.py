@@ -59,7 +59,7 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
         self._credentials = credentials
         self._callers = callers
         self._seen = ReplayGuard()
-        self._refusals = _RefusalLog()
+        self._refusals = RefusalLog()
 
     async def intercept_service(
         self,
@@ -102,14 +102,14 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-class _RefusalLog:
+class RefusalLog:
     """Logs the first refusal, and then at most one line in LOG_PERIOD_S."""
 
     def __init__(self) -> None:
         self._quiet_until = float("-inf")
         self._num_hidden = 0
 
-    def note(self, method: str, peer: str, error: CredentialsError) -> None:
+    def note(self, method: str, peer: str, error: Exception) -> None:
         now = asyncio.get_running_loop().time()
         if now < self._quiet_until:
             self._num_hidden += 1

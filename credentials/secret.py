@@ -7,6 +7,7 @@ Keys form a tree, so that a process holds no more than its own part needs:
     │   └── calling key of a named caller    that caller, for its calls to processes of the role
     ├── key of page hashes                   workers and routers
     └── key of resume tokens                 routers
+        └── the cluster's bearer token       who may use the cluster's Ray, as a client
 
 A router can therefore not pass for a decode worker, nor decode-0 for decode-1, and a router has no
 key with which it could pass for a prefill worker. Keys are derived by HMAC-SHA256 (RFC 2104), used
@@ -50,6 +51,11 @@ class RouterKeys:
     party: PartyKeys
     page_hashes: bytes = field(repr=False)
     resume_tokens: bytes = field(repr=False)
+
+    @property
+    def cluster_token(self) -> str:
+        """The bearer token with which whoever started the cluster calls its routers."""
+        return derive(self.resume_tokens, b"cluster token").hex()
 
 
 class ClusterSecret:

@@ -9,7 +9,6 @@ from worker.actor import WorkerActor
 from worker.executor import EngineExecutor
 from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
-from worker.process import connect_channel
 
 
 class DecodeActor(WorkerActor[DecodeConfig]):
@@ -33,8 +32,11 @@ class DecodeActor(WorkerActor[DecodeConfig]):
             executor=executor,
             credentials=credentials,
             transports=open_transports(
-                executor.engine.storage, self._settings.device, self._settings.host
+                executor.engine.storage,
+                self._settings.device,
+                self._settings.host,
+                self._process.links.page_tls,
             ),
-            connect_channel=connect_channel,
+            connect_channel=self._process.links.connect,
             random_id=lambda: secrets.token_bytes(16),
         )

@@ -18,12 +18,17 @@ long: a choice that ended meanwhile is skipped by later steps and gives them bac
 import enum
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from grammars.bits import TokenBits
 from kv_cache.layout import num_pages_for
 from kv_cache.prefix_cache import SequencePages
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken, SamplingParams
 from worker.identity import WorkerIdentity
+
+if TYPE_CHECKING:  # loaded with the first constraint
+    from grammars.matcher import Matcher
 
 
 @dataclass(slots=True)
@@ -87,6 +92,8 @@ class Choice:
     index: int  # 0..n-1; selects the seed
     output: list[int]  # tokens drawn so far, those of earlier attempts included
     pages: SequencePages | None = None  # while RUNNING
+    matcher: "Matcher | None" = None  # where its output is in a grammar; of decode_worker.masks
+    allowed: TokenBits | None = None  # what may come next under a constraint; None: not known yet
     is_ended: bool = False  # finished or cancelled: it takes part in no later step
     seat: int = -1  # while RUNNING
     num_seated_pages: int = 0  # of its pages, those that the engine knows of
@@ -97,6 +104,13 @@ class Choice:
     def age(self) -> tuple[int, int]:
         """Sorts older choices first."""
         return (self.request.arrival, self.index)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether its next token cannot be drawn yet: the one before is not known, or its mask."""
+        if self.request.params.constraint is None:
+            return False
+        return self.allowed is None or self.num_unread > 0
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +164,11 @@ class PrefillGroup:
     def is_ended(self) -> bool:
         """Whether nobody wants any of its choices any more."""
         return all(choice.is_ended for choice in self.choices)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether the first token of some choice cannot be drawn yet."""
+        return any(choice.awaits_mask for choice in self.choices if not choice.is_ended)
 
     def drop_ended(self) -> None:
         """Forget choices that ended, but keep one; not while somebody draws for the group."""

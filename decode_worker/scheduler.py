@@ -14,6 +14,9 @@ back and is prefilled again later (mostly from the cache, since its full pages s
 the oldest always goes on. Who cannot go on without taking from an older one keeps its pages and
 waits. Nobody waits while holding pages for somebody who waits, except for transfers, which have
 deadlines. While a step is in flight nothing is taken from anybody: it is settled first.
+
+A choice that is held to a form is drawn for only when its mask is known (see masks.py). So it takes
+part in no step that is launched before its last token is read; the others do not wait for it.
 """
 
 import bisect
@@ -399,7 +402,7 @@ class Scheduler:
         for choice in list(self._running):
             if choice.pages is None:  # preempted for an older one
                 continue
-            if choice.is_ended or self._is_last_token_launched(choice):
+            if choice.is_ended or choice.awaits_mask or self._is_last_token_launched(choice):
                 continue
             while not self._extend(choice):
                 is_short = True
@@ -570,6 +573,8 @@ class Scheduler:
             num_tokens = min(budget, len(group.tokens) - start)
             if num_tokens == 0 or group.is_ended:
                 continue  # a step in flight computes the last ones
+            if start + num_tokens == len(group.tokens) and group.awaits_masks:
+                continue
             chunks.append(PromptChunk(group=group, start=start, num_tokens=num_tokens))
             budget -= num_tokens
         return chunks
@@ -622,6 +627,7 @@ class Scheduler:
         request = choice.request
         first_index = len(choice.output)
         choice.output.append(token.token_id)
+        choice.allowed = None
         self.totals.generated_tokens += 1
         reason = finish_reason(
             request.params,

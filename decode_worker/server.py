@@ -95,12 +95,13 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         self, requests: AsyncIterator[worker_pb2.SessionRequest], outbox: Outbox
     ) -> None:
         try:
-            async for message in requests:
-                kind = message.WhichOneof("message")
-                if kind == "submit":
-                    self._submit(message.submit, outbox)
-                elif kind == "cancel":
-                    self._cancel(message.cancel, outbox)
+            async for first in requests:
+                for message in (first, *first.more):
+                    kind = message.WhichOneof("message")
+                    if kind == "submit":
+                        self._submit(message.submit, outbox)
+                    elif kind == "cancel":
+                        self._cancel(message.cancel, outbox)
         except grpc.RpcError as error:
             logger.info("session_broken", extra=fields(error=repr(error)))
         except Exception:

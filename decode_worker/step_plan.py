@@ -104,6 +104,9 @@ class StepPlan:
             ),
             extended=() if is_again else self.extended,
             decodes=tuple(choice.seat for choice in self.decodes),
+            allowed={
+                choice.seat: choice.allowed for choice in self.decodes if choice.allowed is not None
+            },
             slices=tuple(_chunk_slice(chunk, eos_token_ids) for chunk in self.chunks),
         )
 
@@ -133,6 +136,7 @@ def _chunk_slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> Sequence
             prompt_token_ids=request.prompt,
             output_token_ids=tuple(choice.output),
             eos_token_ids=eos_token_ids,
+            allowed=choice.allowed,
         )
         for choice in (group.choices if chunk.is_last else ())
     )

@@ -10,6 +10,7 @@ import grpc
 from credentials.cluster import ClusterCredentials
 from decode_worker.admission import check_request
 from decode_worker.config import DecodeConfig
+from decode_worker.masks import TokenMasks
 from decode_worker.outbox import Outbox, RequestFailure
 from decode_worker.receiving import PrefillReceivers
 from decode_worker.request import Request, TokenDelta
@@ -46,7 +47,8 @@ def make_decode_worker(
         config: Limits and deadlines.
         connect_channel: Makes a grpc.aio channel to a prefill worker's address.
         random_id: Returns 16 random bytes; source of transfer and connection ids.
-        run_blocking: Runs page digests; `kv_transfer.driver.run_inline` in virtual time.
+        run_blocking: Runs page digests, and grammars; in virtual time
+            `kv_transfer.driver.run_inline`.
     """
     context = WorkerContext(
         config=config,
@@ -121,6 +123,13 @@ class DecodeWorker:
             on_failure=self.failed,
             on_failed_pass=self._prefill_pass_failed,
         )
+        self._masks = TokenMasks(
+            context.grammars,
+            run_blocking=run_blocking,
+            tasks=context.tasks,
+            wake=context.wake,
+            on_failure=self.failed,
+        )
         self._sessions: dict[Outbox, _Session] = {}
         self._active: dict[Request, _Active] = {}
         self._all_ended = asyncio.Event()  # set while nothing is active
@@ -146,6 +155,15 @@ class DecodeWorker:
 
     def progressed(self, progress: Sequence[TokenDelta]) -> None:
         """Give new tokens to the routers that wait for them."""
+        self._masks.follow(
+            [
+                choice
+                for delta in progress
+                if delta.request.params.constraint is not None and delta.finish_reason is None
+                for choice in delta.request.choices
+                if choice.index == delta.choice
+            ]
+        )
         for delta in progress:
             active = self._active.get(delta.request)
             if active is None:  # the outbox was overrun by a delta before this one
@@ -245,6 +263,8 @@ class DecodeWorker:
         self._active[request] = active
         self._all_ended.clear()
         self.scheduler.submit(request)
+        if request.params.constraint is not None:
+            self._masks.follow(request.choices)
         self._context.wake.set_by_arrival()
 
     def cancel(self, request_id: str, outbox: Outbox) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import ray
 
+from credentials.config import TlsSettings
+from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
 from observability.collector import settle_collector
 from observability.logs import configure_logging
-from pagewire import UnavailableError
+from pagewire import Tls, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ class GatewayActor:
         log_level, log_format: See observability.logs.
         router_name: Of the router's actor. A name, because Ray cannot start an actor again whose
             arguments hold a handle that is gone.
+        tls: What it listens with.
+        router_tls: With which it connects to the router; None: in clear.
     """
 
     async def __init__(  # type: ignore[misc] # Ray awaits it
@@ -37,11 +41,21 @@ class GatewayActor:
         log_level: str,
         log_format: str,
         router_name: str,
+        tls: TlsSettings,
+        router_tls: Tls | None,
     ) -> None:
         configure_logging(log_level, log_format)
         self._router_name = router_name
-        self._server = GatewayServer(self._find_router, config=config, host=host, port=port)
+        self._ending: asyncio.Task[None] | None = None
         try:
+            self._server = GatewayServer(
+                self._find_routers,
+                config=config,
+                host=host,
+                port=port,
+                door=front_door(tls),
+                router_tls=router_tls,
+            )
             self._address = await self._server.start()
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
@@ -59,14 +73,29 @@ class GatewayActor:
         """Give running answers `grace_s` seconds, then end everything but the actor."""
         await self._server.stop(grace_s)
 
+    async def restart(self, grace_s: float) -> None:
+        """Begin to end: let what runs go on for `grace_s`; then Ray starts it anew.
+
+        Returns at once; a second call changes nothing.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._begin_anew(grace_s))
+
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()
 
-    async def _find_router(self) -> str:
+    async def _begin_anew(self, grace_s: float) -> None:
+        try:
+            await self._server.stop(grace_s)
+        except Exception:
+            log.exception("stop_failed")
+        os._exit(1)
+
+    async def _find_routers(self) -> list[str]:
         """Return where the router is now: its port may be another one after each start."""
         try:
             call: Any = ray.get_actor(self._router_name).wait_ready.remote()
-            return str(await asyncio.wait_for(call, FIND_TIMEOUT_S))
+            return [str(await asyncio.wait_for(call, FIND_TIMEOUT_S))]
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             raise UnavailableError(f"the router starts: {error}", code="UNAVAILABLE") from error

@@ -6,11 +6,10 @@ gateway the text that it has not taken yet, and no other client anything.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pagewire import PagewireError, TimeoutError  # noqa: A004 - like asyncio's
-
-MARGIN_S = 5.0  # that a router gets to keep a time limit
+from pagewire import PagewireError
 
 Message = tuple[int, Any]  # number of the call, its GenerateResponse
 
@@ -22,13 +21,9 @@ class Answers:
         num_calls: That were started.
         cancel: Cancels what still runs; called once, when the reader closes early.
         tick_s: So often `next` returns without news.
-        timeout_s: The time limit of the calls. The router keeps it; one that no longer answers is
-            given up a little later.
     """
 
-    def __init__(
-        self, num_calls: int, *, cancel: Callable[[], None], tick_s: float, timeout_s: float
-    ) -> None:
+    def __init__(self, num_calls: int, *, cancel: Callable[[], None], tick_s: float) -> None:
         self._num_running = num_calls
         self._cancel = cancel
         self._tick_s = tick_s
@@ -39,8 +34,6 @@ class Answers:
         self._has_news = False  # since the last tick
         self._loop = asyncio.get_running_loop()
         self._ticker = self._loop.call_later(tick_s, self._tick)
-        late = TimeoutError(f"the router is silent after {timeout_s:g} s", code="DEADLINE_EXCEEDED")
-        self._deadline = self._loop.call_later(timeout_s + MARGIN_S, self.fail, 0, late)
 
     @property
     def is_over(self) -> bool:
@@ -67,22 +60,21 @@ class Answers:
     def close(self) -> None:
         """Cancel what still runs; harmless when repeated."""
         self._ticker.cancel()
-        self._deadline.cancel()
         if self._num_running:
             self._num_running = 0
             self._cancel()
 
-    def add(self, call: int, response: Any, *, is_last: bool) -> None:
-        """Take a message of a call; the last one ends it."""
+    def add(self, call: int, response: Any) -> None:
+        """Take a message of a call."""
         self._arrived.append((call, response))
-        if is_last:
-            self._num_running -= 1
         self._has_news = True
         self._wake()
 
-    def fail(self, call: int, error: PagewireError) -> None:
-        """End with the error of a call, after what has arrived."""
-        if self._error is None:
+    def end(self, call: int, error: PagewireError | None) -> None:
+        """Note the end of a call; the first error ends all, after what has arrived."""
+        if error is None:
+            self._num_running -= 1
+        elif self._error is None:
             self._error, self.failed_call = error, call
         self._wake()
 
@@ -95,3 +87,19 @@ class Answers:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class CallReader:
+    """Takes what comes of one call; a `pagewire.resumption.Reader`."""
+
+    answers: Answers
+    number: int  # of the call
+
+    def received(self, message: Any) -> None:
+        """Add a message."""
+        self.answers.add(self.number, message)
+
+    def ended(self, error: PagewireError | None) -> None:
+        """Note the end."""
+        self.answers.end(self.number, error)

@@ -27,6 +27,7 @@ from http_gateway.tokens import Tokens
 from http_gateway.wire import RouterLink
 
 Answer = Callable[[Exchange, dict[str, Any]], Awaitable[None]]
+Admit = Callable[[str], Awaitable[str]]
 
 
 def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
@@ -36,12 +37,14 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
     models, tokens, probes = Models(link), Tokens(link), Probes(link)
     cluster, page = ClusterView(link), PageFiles()
 
-    def get(path: str, answer: Answer) -> Route:
-        endpoint = Endpoint(path, answer, config=config, metrics=metrics, reads_body=False)
+    def get(path: str, answer: Answer, *, admit: Admit | None = link.tenant) -> Route:
+        endpoint = Endpoint(
+            path, answer, admit=admit, config=config, metrics=metrics, reads_body=False
+        )
         return Route(path, endpoint, methods=["GET"])
 
     def post(path: str, answer: Answer) -> Route:
-        endpoint = Endpoint(path, answer, config=config, metrics=metrics)
+        endpoint = Endpoint(path, answer, admit=link.tenant, config=config, metrics=metrics)
         return Route(path, endpoint, methods=["POST"])
 
     middleware = []
@@ -64,9 +67,9 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
             get("/v1/models/{model:path}", models.show),
             post("/tokenize", tokens.tokenize),
             post("/detokenize", tokens.detokenize),
-            get("/health", probes.health),
-            get("/ready", probes.ready),
-            get("/metrics", probes.metrics),
+            get("/health", probes.health, admit=None),
+            get("/ready", probes.ready, admit=None),
+            get("/metrics", probes.metrics, admit=None),  # it asks by itself
             get("/cluster", cluster.show),
             Route("/", page.index, methods=["GET"]),
             Route("/page/{name}", page.part, methods=["GET"]),

@@ -9,7 +9,7 @@ from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Counts, Generation
-from http_gateway.messages import chat_field, take_messages, take_tools
+from http_gateway.messages import chat_field, refuse_tools, take_messages, take_tools
 from http_gateway.parts import CallArguments, CallBegins, Content, Part, Reasoning
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.sse import DONE, Chunks, compact, quoted
@@ -21,7 +21,6 @@ from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
 from pagewire.wire import chat_request
 
-_SCHEMAS = "answers cannot be held to a format yet"
 UNSUPPORTED = {
     "audio": Unsupported("there is no audio"),
     "function_call": Unsupported("it is deprecated; use tool_choice"),
@@ -31,7 +30,6 @@ UNSUPPORTED = {
     "moderation": Unsupported("nothing is moderated"),
     "prediction": Unsupported("predictions are not used"),
     "reasoning_effort": Unsupported("the chat template decides"),
-    "response_format": Unsupported(_SCHEMAS, off=({"type": "text"},)),
     "service_tier": Unsupported("there is one tier", off=("auto", "default")),
     "store": Unsupported("nothing is stored", off=(False,)),
     "verbosity": Unsupported("the model decides"),
@@ -114,6 +112,7 @@ def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> Cha
     fields.refuse_others()
     if has_logprobs:
         options["logprobs"], names["logprobs"] = top_logprobs, "top_logprobs"
+    refuse_tools(tools, options, names)
     if tools and model.tool_call_format in SPECIAL_MARKERS:
         options["skip_special_tokens"] = False
     return ChatRequest(
@@ -136,7 +135,7 @@ class ChatCompletions:
         """Answer one."""
         names: dict[str, str] = {}
         exchange.rename_field = lambda name: field_name(chat_field(name), names)
-        model = await self._link.model()
+        model = await self._link.model(exchange.authorization)
         request = parse_chat(body, model, names)
         generation = Generation(
             self._link,

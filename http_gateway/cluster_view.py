@@ -19,23 +19,24 @@ HEADERS = (
 
 
 class ClusterView:
-    """Shows one status to all who look at the same time."""
+    """Shows one status to all who look at the same time and may see the same."""
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
         self._asking = asyncio.Lock()
-        self._shown = b""
-        self._shown_until = 0.0  # loop time
+        self._shown: dict[str, tuple[float, bytes]] = {}  # caller |-> until (loop time), what
 
     async def show(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Answer with the status; raises PagewireError where the router does not tell it."""
         loop = asyncio.get_running_loop()
         async with self._asking:
-            if loop.time() >= self._shown_until:
-                status = await self._link.status()
-                self._shown = json.dumps(cluster_json(status, time.time())).encode()
-                self._shown_until = loop.time() + FRESH_S
-            shown = self._shown
+            caller, now = self._link.key(exchange.authorization), loop.time()
+            self._shown = {key: each for key, each in self._shown.items() if now < each[0]}
+            if caller not in self._shown:
+                status = await self._link.status(exchange.authorization)
+                shown = json.dumps(cluster_json(status, time.time())).encode()
+                self._shown[caller] = loop.time() + FRESH_S, shown
+            shown = self._shown[caller][1]
         await exchange.answer(200, shown, HEADERS)
 
 
@@ -52,7 +53,10 @@ def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:
         "finished_requests": status.finished_requests,
         "resumed_requests": status.resumed_requests,
         "index_pages": status.index_pages,
+        "tenants": [asdict(each) for each in status.tenants],
         "hot_prefixes": [asdict(each) for each in status.hot_prefixes],
+        "front_tls": status.front_tls and asdict(status.front_tls),
+        "cluster_tls": status.cluster_tls and asdict(status.cluster_tls),
         "workers": [_worker_json(each) for each in status.workers],
     }
 

@@ -107,11 +107,11 @@ class Completions:
         request = parse_completion(body, self._config, names)
         place = _Place(request.is_batch)
         exchange.rename_field = lambda name: field_name(place.rename(name), names)
-        model = await self._link.model()
+        model = await self._link.model(exchange.authorization)
         calls, echoes = [], []
         for place.index, prompt in enumerate(request.prompts):
             calls.append(generate_request(prompt, request.model, request.options))
-            echoes.append(await self._echo(request, prompt, model))
+            echoes.append(await self._echo(exchange, request, prompt, model))
         is_stream = request.delivery.is_stream
         generation = Generation(
             self._link, self._texts, exchange, model, calls, is_stream=is_stream
@@ -127,12 +127,14 @@ class Completions:
                 place.index = generation.failed_call
                 raise
 
-    async def _echo(self, request: CompletionRequest, prompt: Prompt, model: Model) -> str:
+    async def _echo(
+        self, exchange: Exchange, request: CompletionRequest, prompt: Prompt, model: Model
+    ) -> str:
         if not request.has_echo:
             return ""
         if isinstance(prompt, str):
             return prompt
-        text, _ = await self._link.detokenize(prompt, model.name)
+        text, _ = await self._link.detokenize(exchange.authorization, prompt, model.name)
         return text
 
 

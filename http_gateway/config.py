@@ -40,6 +40,12 @@ class GatewayConfig:
     request_timeout_s: float = option(
         3600.0, "For a whole answer; the router's own limit holds, too.", above=0
     )
+    resume_s: float = option(
+        30.0,
+        "How long an answer that has begun looks for another router when it loses its own, or for "
+        "the same one; 0: it fails at once.",
+        at_least=0,
+    )
     comment_period_s: float = option(
         15.0,
         "A stream that has no news for this long gets a comment, which keeps proxies from closing "

@@ -78,7 +78,8 @@ def http_error(error: pagewire.PagewireError, rename: RenameField) -> HttpError:
         case pagewire.NotFoundError():
             return HttpError(404, error.message, param="model", code="model_not_found")
         case pagewire.AuthenticationError(code="UNAUTHENTICATED"):
-            return HttpError(401, error.message, code="invalid_api_key")
+            headers = (("www-authenticate", "Bearer"),)
+            return HttpError(401, error.message, code="invalid_api_key", headers=headers)
         case pagewire.AuthenticationError():
             return HttpError(403, error.message, code="permission_denied")
         case pagewire.OverloadedError():
@@ -103,6 +104,8 @@ def _invalid(error: pagewire.InvalidRequestError, rename: RenameField) -> HttpEr
     if not error.violations:
         return HttpError(400, error.message)
     first = error.violations[0]
+    if first.field == "request":  # more bytes than the router reads
+        return HttpError(413, first.description, code="request_too_large")
     is_too_long = first.field == "prompt" and _TOO_MANY_TOKENS.match(first.description)
     return HttpError(
         400,

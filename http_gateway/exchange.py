@@ -20,6 +20,9 @@ from observability.logs import fields
 
 log = logging.getLogger(__name__)
 
+# A value that metadata can carry. Whether it is a token is for the router to say.
+AUTHORIZATION = re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,4095}")
+UNREADABLE = "unreadable"
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
 # Asked all the time, so no work, and no line each.
 PROBES = {"/health", "/ready", "/metrics", "/cluster"}
@@ -38,6 +41,7 @@ class Record:
         self.path = ""  # one of the gateway's own; empty: unknown
         self.status = 0
         self.outcome = "ok"
+        self.tenant = ""  # for whom it is; empty: the router tells no callers apart
         self.model = ""
         self.is_stream = False
         self.router_request_id = ""
@@ -74,6 +78,7 @@ class Record:
                 status=self.status,
                 outcome=self.outcome,
                 total_ms=round(1000 * self.elapsed_s, 1),
+                **({"tenant": self.tenant} if self.tenant else {}),
                 **(generation if self.model else {}),
             ),
         )
@@ -83,7 +88,14 @@ class Exchange:
     """One request as an endpoint sees it."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, config: GatewayConfig, metrics: Metrics
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        config: GatewayConfig,
+        metrics: Metrics,
+        *,
+        reads_body: bool,
     ) -> None:
         self.record: Record = scope["record"]
         self.config = config
@@ -93,16 +105,16 @@ class Exchange:
         self.is_streaming = False
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self._headers = dict(scope["headers"])
+        self.authorization = _authorization(self._headers.get(b"authorization", b""))
         self._receive = receive
         self._send = send
         self._send_body: Send = scope["send_body"]
-        self._is_body_left = False
+        self._is_body_left = reads_body
         self._has_started = False
         self._has_ended = False
 
     async def read_json(self) -> dict[str, Any]:
         """Return the request's JSON object; raises HttpError, or ClientLeft."""
-        self._is_body_left = True
         value = await read_json(self._headers, self._receive, self.config)
         self._is_body_left = False
         return value
@@ -197,6 +209,8 @@ class Endpoint:
     Args:
         path: As the route has it, for log and metrics.
         answer: Answers an exchange; what it raises becomes an error's answer.
+        admit: Given the authorization, returns for whom a request is, or raises PagewireError:
+            before its body is read. None: everybody may ask.
         reads_body: Whether it is given the request's JSON object, else an empty one.
     """
 
@@ -205,12 +219,14 @@ class Endpoint:
         path: str,
         answer: Callable[[Exchange, dict[str, Any]], Awaitable[None]],
         *,
+        admit: Callable[[str], Awaitable[str]] | None,
         config: GatewayConfig,
         metrics: Metrics,
         reads_body: bool = True,
     ) -> None:
         self._path = path
         self._answer = answer
+        self._admit = admit
         self._config = config
         self._metrics = metrics
         self._reads_body = reads_body
@@ -218,12 +234,18 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         scope["record"].path = self._path
-        exchange = Exchange(scope, receive, send, self._config, self._metrics)
+        exchange = Exchange(
+            scope, receive, send, self._config, self._metrics, reads_body=self._reads_body
+        )
         try:
+            if self._admit:
+                exchange.record.tenant = await self._admit(exchange.authorization)
             body = await exchange.read_json() if self._reads_body else {}
             await exchange.run(self._answer(exchange, body))
         except HttpError as error:  # of the body
             await exchange.fail(error)
+        except pagewire.PagewireError as error:  # of whoever asks
+            await exchange.fail(http_error(error, exchange.rename_field))
         except ClientLeft:
             record = exchange.record
             record.status, record.outcome = CLIENT_CLOSED, "client_left"
@@ -268,6 +290,12 @@ def internal_error() -> HttpError:
 
 def _error_event(error: HttpError) -> bytes:
     return b"data: " + error.body + b"\n\n"
+
+
+def _authorization(given: bytes) -> str:
+    if not given:
+        return ""
+    return given.decode() if AUTHORIZATION.fullmatch(given) else UNREADABLE
 
 
 def _request_id(scope: Scope) -> str:

@@ -60,7 +60,9 @@ class Generation:
         exchange.record.is_stream = is_stream
 
     async def __aenter__(self) -> "Generation":
-        self._answers = await self._link.start(self._requests, self._interval_s())
+        self._answers = await self._link.start(
+            self._exchange.authorization, self._requests, self._interval_s()
+        )
         self._exchange.metrics.waiting(1)
         return self
 
@@ -109,7 +111,9 @@ class Generation:
     async def load_texts(self, arrived: Iterable[Message]) -> None:
         """Have the texts of all tokens that log probabilities name."""
         await self.texts.load(
-            self._model.name, (response for _, response in arrived if response.logprobs)
+            self._exchange.authorization,
+            self._model.name,
+            (response for _, response in arrived if response.logprobs),
         )
 
     def _note_first_token(self, response: inference_pb2.GenerateResponse) -> None:

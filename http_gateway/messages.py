@@ -6,7 +6,7 @@ from typing import Any
 
 from http_gateway.errors import refused
 from http_gateway.fields import Fields, Unsupported, as_object
-from pagewire import Model
+from pagewire import Model, SamplingOptions
 from pagewire.arguments import shown, shown_with_type
 
 # Templates know no developers: these messages have taken the place of system messages.
@@ -60,6 +60,13 @@ def take_tools(fields: Fields, model: Model) -> tuple[list[Mapping[str, Any]], l
         found = "tools, but the model's chat template teaches no format of calls that is known"
         raise refused("tools", found, "none", code="unsupported_parameter")
     return tools, names
+
+
+def refuse_tools(tools: object, options: SamplingOptions, names: Mapping[str, str]) -> None:
+    """Refuse tools with an answer that is held to a form: calls have another one."""
+    if tools and options.get("constraint"):
+        allowed = f"absent with {names['constraint']}, or tool_choice 'none'"
+        raise refused("tools", "functions", allowed, code="unsupported_parameter")
 
 
 def chat_field(field: str) -> str:

@@ -18,12 +18,12 @@ class Models:
 
     async def list(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Show all models."""
-        model = await self._link.model()
+        model = await self._link.model(exchange.authorization)
         await exchange.answer_json({"object": "list", "data": [self._shown(model)]})
 
     async def show(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Show the one that the path names."""
-        name, model = exchange.path_params["model"], await self._link.model()
+        name, model = exchange.path_params["model"], await self._link.model(exchange.authorization)
         if name != model.name:
             message = f"model: found {name[:100]!r}; allowed: {model.name!r}"
             raise HttpError(404, message, param="model", code="model_not_found")

@@ -1,7 +1,7 @@
 """GET /health, /ready and /metrics."""
 
 import asyncio
-from contextlib import suppress
+import hmac
 from typing import Any
 
 from http_gateway.errors import SERVER, HttpError
@@ -9,7 +9,7 @@ from http_gateway.exchange import Exchange
 from http_gateway.wire import RouterLink
 from observability.cluster_metrics import expose_cluster
 from observability.request_metrics import CONTENT_TYPE
-from pagewire import PagewireError
+from pagewire import AuthenticationError, PagewireError
 
 STATUS_TIMEOUT_S = 2.0  # less than the 10 s that Prometheus waits by default
 
@@ -19,6 +19,7 @@ class Probes:
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
+        self._operator = b""  # authorization of the last operator; empty: callers need none
 
     async def health(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Say that this process answers, whatever stands behind it."""
@@ -26,19 +27,29 @@ class Probes:
 
     async def ready(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Say whether a request would find a worker."""
-        model = await self._link.model()
-        workers = (await self._link.status()).workers
-        if not any((each.pool, each.state) == ("decode", "ready") for each in workers):
+        if not await self._link.is_serving():
             message = "no decode worker takes requests"
             raise HttpError(503, message, kind=SERVER, code="unavailable")
-        await exchange.answer_json({"status": "ready", "model": model.name})
+        await exchange.answer_json({"status": "ready"})
 
     async def metrics(self, exchange: Exchange, _: dict[str, Any]) -> None:
-        """Show all counters: those of this gateway, and those of the cluster, if a router tells."""
+        """Show all counters: those of this gateway, and those of the cluster, if a router tells.
+
+        They are for operators. While no router says who is one, whoever was one last is.
+        """
         status = None
-        with suppress(PagewireError, TimeoutError):
+        asking = exchange.authorization.encode()
+        try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                status = await self._link.status()
+                status = await self._link.status(exchange.authorization)
+        except AuthenticationError:
+            raise
+        except (PagewireError, TimeoutError):
+            if self._operator and not hmac.compare_digest(self._operator, asking):
+                message = "the router does not say who is an operator"
+                raise HttpError(503, message, kind=SERVER, code="unavailable") from None
+        else:
+            self._operator = asking if status.tenants else b""
         headers = (("content-type", CONTENT_TYPE),)
         text = exchange.metrics.expose() + expose_cluster(status)
         await exchange.answer(200, text, headers)

@@ -54,7 +54,6 @@ class ResponseBuilder:
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": self._usage,
         }

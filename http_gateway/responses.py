@@ -7,17 +7,18 @@ from typing import Any
 
 from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
 from http_gateway.chat import WITHOUT_EFFECT
+from http_gateway.constraints import take_text_format
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Generation
-from http_gateway.messages import chat_field, take_tools
+from http_gateway.messages import chat_field, refuse_tools, take_tools
 from http_gateway.response_events import ResponseBuilder
 from http_gateway.response_input import chat_tools, input_messages
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
-from pagewire import Model
+from pagewire import Constraint, Model
 from pagewire.arguments import MAX_LOGPROBS, shown
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
@@ -39,6 +40,7 @@ UNSUPPORTED = {
     "truncation": Unsupported("a conversation is not shortened", off=("disabled",)),
 }
 _NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+TEXT = {"format": {"type": "text"}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +55,15 @@ class ResponseRequest:
     echoed: dict[str, Any]  # fields that the answer repeats
 
 
-def parse_response(body: dict[str, Any], model: Model) -> ResponseRequest:
-    """Check a request."""
+def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) -> ResponseRequest:
+    """Check a request; `names` gets what it calls options that gRPC names otherwise."""
     echoed = {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.get("metadata") or {},
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "temperature": body.get("temperature"),
+        "text": {**TEXT, **text} if isinstance(text := body.get("text"), dict) else TEXT,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_logprobs": body.get("top_logprobs") or 0,
@@ -70,6 +73,7 @@ def parse_response(body: dict[str, Any], model: Model) -> ResponseRequest:
     fields.refuse_unsupported(UNSUPPORTED)
     fields.drop(*WITHOUT_EFFECT)
     is_stream = fields.flag("stream")
+    constraint = _take_text(fields.object("text"), names)
     _refuse_options(fields)
     messages = input_messages(fields.text("instructions"), fields.take("input"))
     tools, functions = take_tools(chat_tools(fields), model)
@@ -79,9 +83,14 @@ def parse_response(body: dict[str, Any], model: Model) -> ResponseRequest:
     if top_logprobs and not has_logprobs:
         raise fields.refused("top_logprobs", str(top_logprobs), f"0 without {LOGPROBS!r} included")
     sampled = ("temperature", "top_p")
-    options = take_sampling(fields, {}, openai=sampled, max_tokens=("max_output_tokens",))
+    options = take_sampling(fields, names, openai=sampled, max_tokens=("max_output_tokens",))
+    if constraint is not None:
+        if options["constraint"] is not None:
+            raise refused("text.format", "a format", "absent with another one")
+        options["constraint"] = constraint
     model_name = fields.text("model")
     fields.refuse_others()
+    refuse_tools(tools, options, names)
     if has_logprobs:
         options["logprobs"] = top_logprobs
     if tools and model.tool_call_format in SPECIAL_MARKERS:
@@ -105,9 +114,10 @@ class Responses:
 
     async def answer(self, exchange: Exchange, body: dict[str, Any]) -> None:
         """Create one."""
-        exchange.rename_field = lambda name: field_name(_input_field(name), _NAMES)
-        model = await self._link.model()
-        request = parse_response(body, model)
+        names = dict(_NAMES)
+        exchange.rename_field = lambda name: field_name(_input_field(name), names)
+        model = await self._link.model(exchange.authorization)
+        request = parse_response(body, model, names)
         generation = Generation(
             self._link, self._texts, exchange, model, [request.call], is_stream=request.is_stream
         )
@@ -203,18 +213,15 @@ def _input_field(field: str) -> str:
     return "input" if name.startswith("messages") else name
 
 
-def _refuse_options(fields: Fields) -> None:
-    """Refuse what asks for more than plain text, as it comes."""
-    text = fields.object("text")
-    text.refuse_unsupported(
-        {
-            "format": Unsupported(
-                "answers cannot be held to a format yet", off=({"type": "text"},)
-            ),
-            "verbosity": Unsupported("the model decides"),
-        }
-    )
+def _take_text(text: Fields, names: dict[str, str]) -> Constraint | None:
+    text.refuse_unsupported({"verbosity": Unsupported("the model decides")})
+    constraint = take_text_format(text, names)
     text.refuse_others()
+    return constraint
+
+
+def _refuse_options(fields: Fields) -> None:
+    """Refuse what asks for more than the text as it comes."""
     options = fields.object("stream_options")
     if options.flag("include_obfuscation"):
         raise options.refused("include_obfuscation", "true", "false: nothing is padded")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+from http_gateway.constraints import take_constraint
 from http_gateway.fields import Fields
 from pagewire import SamplingOptions
 
@@ -38,6 +39,7 @@ def take_sampling(
     for name in max_tokens:
         if (value := fields.take(name)) is not None:
             options["max_tokens"], names["max_tokens"] = value, name
+    options["constraint"] = take_constraint(fields, names)
     options["seed"] = _seed(fields.take("seed"))
     top_k = fields.take("top_k")
     options["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k  # off, as vLLM has it

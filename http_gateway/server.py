@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,11 +11,16 @@ from typing import Any
 
 import uvicorn
 
+from credentials.config import TlsSettings
+from credentials.door import Door, front_door
 from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
 from http_gateway.connection import Connection
-from http_gateway.wire import FindRouter, RouterLink
+from http_gateway.found_routers import FindRouters
+from http_gateway.wire import RouterLink
 from observability.logs import fields
+from pagewire import Tls
+from pagewire.routers import Connector
 from protos.addresses import join_address
 
 log = logging.getLogger(__name__)
@@ -23,18 +29,29 @@ BACKLOG = 1024
 
 
 class GatewayServer:
-    """Serves HTTP for one router, in the event loop that starts it.
+    """Serves HTTP for the routers of a cluster, in the event loop that starts it.
 
     Args:
-        find_router: Says where the router is; asked again when a connection breaks.
+        find_routers: Says where they are; asked again when one is lost.
         config: Limits.
         host, port: Where clients connect; port 0 takes a free one.
+        door: What it listens with; None: in clear, for this host.
+        router_tls: With which routers are connected to; None: in clear.
     """
 
     def __init__(
-        self, find_router: FindRouter, *, config: GatewayConfig, host: str, port: int
+        self,
+        find_routers: FindRouters,
+        *,
+        config: GatewayConfig,
+        host: str,
+        port: int,
+        door: Door | None = None,
+        router_tls: Tls | None = None,
     ) -> None:
-        self._find_router = find_router
+        self._find_routers = find_routers
+        self._door = door or front_door(TlsSettings())
+        self._router_tls = router_tls
         self._config = config
         self._host = host
         self._port = port
@@ -47,12 +64,17 @@ class GatewayServer:
 
         Raises:
             OSError: The address cannot be bound.
+            OpenInClear: Other hosts could connect, and nothing would be encrypted.
+            InvalidRequestError: A file of router_tls cannot be used.
         """
+        context = self._door.ssl_context(self._host)
         listener = _listen(self._host, self._port)
         self._link = RouterLink(
-            self._find_router,
+            self._find_routers,
             request_timeout_s=self._config.request_timeout_s,
+            resume_s=self._config.resume_s,
             tick_s=self._config.comment_period_s,
+            connector=Connector(self._router_tls),
         )
         settings: dict[str, Any] = {
             "app": build_app(self._link, self._config),
@@ -66,7 +88,7 @@ class GatewayServer:
             "server_header": False,
             "timeout_keep_alive": self._config.idle_timeout_s,
         }
-        self._server = _Server(uvicorn.Config(**settings))
+        self._server = _Server(uvicorn.Config(**settings), context, self._config.head_timeout_s)
         serving = self._server.serve(sockets=[listener])
         self._serving = asyncio.create_task(serving, name="http-gateway")
         address = join_address(self._host, listener.getsockname()[1])
@@ -84,7 +106,39 @@ class GatewayServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: whoever started it says when to stop."""
+    """uvicorn's server without its signal handlers: whoever started it says when to stop.
+
+    Args:
+        config: Of uvicorn.
+        context: Of TLS; None: connections are in clear.
+        handshake_s: Longest time for a client to begin TLS; uvicorn leaves it a minute.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, context: ssl.SSLContext | None, handshake_s: float
+    ) -> None:
+        super().__init__(config)
+        self._tls: dict[str, Any] = {}
+        if context is not None:
+            self._tls = {"ssl": context, "ssl_handshake_timeout": handshake_s}
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on sockets."""
+        await self.lifespan.startup()
+
+        protocol: Any = self.config.http_protocol_class
+        connection = partial(
+            protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(connection, sock=each, backlog=BACKLOG, **self._tls)
+            for each in sockets or ()
+        ]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

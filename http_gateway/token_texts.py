@@ -22,8 +22,10 @@ class TokenTexts:
     def __getitem__(self, token_id: int) -> str:
         return self._texts[token_id]
 
-    async def load(self, model: str, responses: Iterable[inference_pb2.GenerateResponse]) -> None:
-        """Make the texts known of all tokens that some responses name."""
+    async def load(
+        self, authorization: str, model: str, responses: Iterable[inference_pb2.GenerateResponse]
+    ) -> None:
+        """Make the texts known of all tokens that some responses name, to whoever got them."""
         if model != self._model:
             self._model, self._texts = model, {}
         wanted: set[int] = set()
@@ -32,7 +34,7 @@ class TokenTexts:
             for entry in response.logprobs:
                 wanted.update(unpack_token_ids(entry.top_token_ids))
         if missing := sorted(wanted - self._texts.keys()):
-            _, pieces = await self._link.detokenize(missing, model, with_pieces=True)
+            _, pieces = await self._link.detokenize(authorization, missing, model, with_pieces=True)
             self._texts.update(zip(missing, pieces, strict=True))
 
 

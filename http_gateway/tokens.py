@@ -28,7 +28,7 @@ class Tokens:
     async def tokenize(self, exchange: Exchange, body: dict[str, Any]) -> None:
         """Return the tokens of a prompt or a chat, as a generation takes them."""
         exchange.rename_field = chat_field
-        model = await self._link.model()
+        model = await self._link.model(exchange.authorization)
         fields = Fields(body)
         name = fields.text("model")
         with_pieces = fields.flag("return_token_strs")
@@ -43,10 +43,12 @@ class Tokens:
             tools, _ = take_tools(fields, model)
             fields.refuse_others()
             request = tokenize_chat_request(messages, tools, name)
-        token_ids = await self._link.tokenize(request)
+        token_ids = await self._link.tokenize(exchange.authorization, request)
         pieces = None
         if with_pieces:
-            _, pieces = await self._link.detokenize(token_ids, name, with_pieces=True)
+            _, pieces = await self._link.detokenize(
+                exchange.authorization, token_ids, name, with_pieces=True
+            )
         await exchange.answer_json(
             {
                 "count": len(token_ids),
@@ -63,5 +65,5 @@ class Tokens:
         name = fields.text("model")
         token_ids = fields.take("tokens")
         fields.refuse_others()
-        text, _ = await self._link.detokenize(token_ids, name)
+        text, _ = await self._link.detokenize(exchange.authorization, token_ids, name)
         await exchange.answer_json({"prompt": text})

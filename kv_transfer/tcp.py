@@ -14,12 +14,12 @@ sends one frame per operation:
 
     magic (8) | frame number (8) | number of pages (4) | bytes of a page (8) | pages
 
-All integers are big-endian. A frame that the receiver does not expect breaks the connection. What
+All integers are big-endian. A frame that the receiver does not expect breaks the connection. With
+TLS all of this goes through it, and both sides have shown a certificate before. Without it, what
 follows the handshake is neither encrypted nor authenticated: see docs/security.md.
 """
 
 import asyncio
-import contextlib
 import hmac
 import json
 import logging
@@ -36,6 +36,7 @@ import numpy as np
 from kv_cache.page_storage import PageBytes, PageStorage
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
+from kv_transfer.page_socket import PageSocket, PageTls, TlsSocket
 from observability.logs import fields
 from protos.addresses import join_address
 
@@ -64,6 +65,7 @@ class TcpTransport:
 
     Args:
         host: Address to listen on, and for senders to connect to.
+        tls: Encrypts all connections; None: they are in clear.
         random_bytes: Makes the challenges.
         run_blocking: Runs the copies between storage and host memory.
     """
@@ -75,18 +77,20 @@ class TcpTransport:
         storage: PageStorage,
         *,
         host: str,
+        tls: PageTls | None = None,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self._storage = storage
         self._host = host
+        self._tls = tls
         self._random_bytes = random_bytes
         self._run_blocking = run_blocking
         self._listener: socket.socket | None = None
         self._listening: asyncio.Task[None] | None = None
         self._greetings: dict[asyncio.Task[None], None] = {}  # oldest first
         # connection_id |-> (key, the accepted socket)
-        self._offers: dict[str, tuple[bytes, asyncio.Future[socket.socket]]] = {}
+        self._offers: dict[str, tuple[bytes, asyncio.Future[PageSocket]]] = {}
         self._connections: list[TcpConnection] = []
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
@@ -128,7 +132,8 @@ class TcpTransport:
                 sock = socket.socket(family, kind, protocol)
                 sock.setblocking(False)
                 await loop.sock_connect(sock, address)
-                await self._introduce(sock, connection_id, key)
+                wire = await self._secured(sock, is_server=False)
+                await self._introduce(wire, connection_id, key)
         except BaseException as error:
             if sock is not None:
                 sock.close()
@@ -138,7 +143,7 @@ class TcpTransport:
                 message = f"no TCP connection to {join_address(host, port)}: {reason}"
                 raise ConnectionBroken(message) from error
             raise
-        return self._connection(connection_id, sock)
+        return self._connection(connection_id, wire)
 
     async def close(self) -> None:
         for task in (self._listening, *self._greetings):
@@ -150,9 +155,8 @@ class TcpTransport:
         for connection in self._connections:
             await connection.abort()
 
-    def _connection(self, connection_id: str, sock: socket.socket) -> "TcpConnection":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = TcpConnection(connection_id, sock, self._storage, self._run_blocking)
+    def _connection(self, connection_id: str, wire: PageSocket) -> "TcpConnection":
+        connection = TcpConnection(connection_id, wire, self._storage, self._run_blocking)
         self._connections = [c for c in self._connections if not c.is_broken]
         self._connections.append(connection)
         return connection
@@ -176,22 +180,30 @@ class TcpTransport:
             greeting.add_done_callback(self._greetings.pop)
             await asyncio.sleep(0)  # it begins, so that a cancellation closes its socket
 
-    async def _introduce(self, sock: socket.socket, connection_id: str, key: bytes) -> None:
+    async def _secured(self, sock: socket.socket, *, is_server: bool) -> PageSocket:
+        """Return the connection, over which one may speak."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is None:
+            return PageSocket(sock)
+        wire = TlsSocket(sock, self._tls, is_server=is_server)
+        await wire.shake_hands()
+        return wire
+
+    async def _introduce(self, wire: PageSocket, connection_id: str, key: bytes) -> None:
         """Prove the key to the receiver, which must prove it, too."""
-        loop = asyncio.get_running_loop()
         encoded, own = connection_id.encode(), self._random_bytes(CHALLENGE_BYTES)
         if len(encoded) > MAX_ID_BYTES:
             raise ConnectionBroken(
                 f"the connection id has {len(encoded)} bytes, allowed are {MAX_ID_BYTES}"
             )
-        await loop.sock_sendall(sock, _HELLO.pack(_HELLO_MAGIC, len(encoded), own) + encoded)
+        await wire.send(_HELLO.pack(_HELLO_MAGIC, len(encoded), own) + encoded)
         try:
-            answer = await _read_bytes(sock, CHALLENGE_BYTES + PROOF_BYTES)
+            answer = await wire.receive(CHALLENGE_BYTES + PROOF_BYTES)
             theirs, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
             if not hmac.compare_digest(proof, _proof(key, b"receiver", own, theirs)):
                 raise ConnectionBroken("its proof is not genuine")
-            await loop.sock_sendall(sock, _proof(key, b"sender", own, theirs))
-            await _read_bytes(sock, len(_ACCEPTED))
+            await wire.send(_proof(key, b"sender", own, theirs))
+            await wire.receive(len(_ACCEPTED))
         except ConnectionBroken as error:
             message = f"the receiver refused connection {connection_id!r}: {error}"
             raise ConnectionBroken(message) from error
@@ -201,12 +213,13 @@ class TcpTransport:
         is_taken = False
         try:
             async with asyncio.timeout(MAX_HANDSHAKE_S):
-                offer = await self._proven_offer(sock)
+                wire = await self._secured(sock, is_server=True)
+                offer = await self._proven_offer(wire)
                 if offer is None or offer.done():
                     return
-                await asyncio.get_running_loop().sock_sendall(sock, _ACCEPTED)
+                await wire.send(_ACCEPTED)
                 if not offer.done():
-                    offer.set_result(sock)
+                    offer.set_result(wire)
                     is_taken = True
         except (OSError, TimeoutError, ConnectionBroken):
             # A stranger, or a sender that left: whoever waits for the offer has a deadline.
@@ -215,35 +228,35 @@ class TcpTransport:
             if not is_taken:
                 sock.close()
 
-    async def _proven_offer(self, sock: socket.socket) -> "asyncio.Future[socket.socket] | None":
+    async def _proven_offer(self, wire: PageSocket) -> "asyncio.Future[PageSocket] | None":
         """Return the offer whose key the other side proves; none: it is a stranger."""
-        magic, id_length, theirs = _HELLO.unpack(await _read_bytes(sock, _HELLO.size))
+        magic, id_length, theirs = _HELLO.unpack(await wire.receive(_HELLO.size))
         if magic != _HELLO_MAGIC or id_length > MAX_ID_BYTES:
             return None
-        connection_id = (await _read_bytes(sock, id_length)).decode(errors="replace")
+        connection_id = (await wire.receive(id_length)).decode(errors="replace")
         key, accepted = self._offers.get(connection_id, (b"", None))
         if accepted is None:
             return None
         own = self._random_bytes(CHALLENGE_BYTES)
         answer = own + _proof(key, b"receiver", theirs, own)
-        await asyncio.get_running_loop().sock_sendall(sock, answer)
-        proof = await _read_bytes(sock, PROOF_BYTES)
+        await wire.send(answer)
+        proof = await wire.receive(PROOF_BYTES)
         is_genuine = hmac.compare_digest(proof, _proof(key, b"sender", theirs, own))
         return accepted if is_genuine else None
 
 
 class TcpConnection:
-    """Implements `kv_transfer.transport.Connection` over one socket."""
+    """Implements `kv_transfer.transport.Connection` over one TCP connection."""
 
     def __init__(
         self,
         connection_id: str,
-        sock: socket.socket,
+        wire: PageSocket,
         storage: PageStorage,
         run_blocking: RunBlocking,
     ) -> None:
         self._connection_id = connection_id
-        self._socket = sock
+        self._wire = wire
         self._storage = storage
         self._run_blocking = run_blocking
         self._is_broken = False
@@ -261,37 +274,34 @@ class TcpConnection:
         return self._is_broken
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
-        loop = asyncio.get_running_loop()
         async with self._operating(deadline):
             header = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
-            await loop.sock_sendall(self._socket, _FRAME.pack(*header))
+            await self._wire.send(_FRAME.pack(*header))
             for some in self._pieces(page_ids):
                 contents = await self._touch(partial(self._storage.export_pages, some))
                 view = np.ascontiguousarray(contents).data.cast("B")
-                await loop.sock_sendall(self._socket, view)
+                await self._wire.send(view)
 
     async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
-            header = _FRAME.unpack(await _read_bytes(self._socket, _FRAME.size))
+            header = _FRAME.unpack(await self._wire.receive(_FRAME.size))
             expected = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
             if header != expected:
                 raise ConnectionBroken(f"frame {header[1:]} arrived, expected {expected[1:]}")
             for some in self._pieces(page_ids):
                 contents: PageBytes = np.empty((len(some), self._storage.page_bytes), np.uint8)
-                await _read_into(self._socket, contents.data.cast("B"))
+                await self._wire.receive_into(contents.data.cast("B"))
                 await self._touch(partial(self._storage.import_pages, some, contents))
 
     async def abort(self) -> None:
         self._is_broken = True
-        with contextlib.suppress(OSError):
-            # Makes a posted operation fail at once; closing under it would confuse the selector.
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._wire.shut()
         async with self._order:
             pass
         if self._copy is not None:
             # A thread cannot be stopped; it ends on its own within one copy.
             await asyncio.wait({self._copy})
-        self._socket.close()
+        self._wire.close()
 
     def _pieces(self, page_ids: Sequence[int]) -> list[Sequence[int]]:
         step = self._pages_at_once
@@ -342,18 +352,3 @@ def _parse_offer(offer: bytes) -> tuple[str, int]:
     if not 0 < port < 1 << 16:
         raise ConnectionBroken(f"the offer names port {port}")
     return host, port
-
-
-async def _read_bytes(sock: socket.socket, num_bytes: int) -> bytes:
-    buffer = bytearray(num_bytes)
-    await _read_into(sock, memoryview(buffer))
-    return bytes(buffer)
-
-
-async def _read_into(sock: socket.socket, view: memoryview) -> None:
-    loop = asyncio.get_running_loop()
-    while view:
-        received = await loop.sock_recv_into(sock, view)
-        if not received:
-            raise ConnectionBroken("the other side closed the connection")
-        view = view[received:]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
+from kv_transfer.page_socket import PageTls
 
 
 class Connection(Protocol):
@@ -74,15 +75,24 @@ class Transport(Protocol):
         ...
 
 
-def open_transports(storage: PageStorage, device: str, host: str) -> list[Transport]:
-    """Return what a worker's pages can move over, best first; `host` is its own address."""
+def open_transports(
+    storage: PageStorage, device: str, host: str, tls: PageTls | None = None
+) -> list[Transport]:
+    """Return what a worker's pages can move over, best first.
+
+    Args:
+        storage: Of the pages.
+        device: Where it is.
+        host: The worker's own address.
+        tls: Encrypts connections, but not those of NCCL; None: they are in clear.
+    """
     if device == "cuda":
         from kv_transfer.nccl import NcclTransport
 
         return [NcclTransport(storage)]
     from kv_transfer.tcp import TcpTransport
 
-    return [TcpTransport(storage, host=host)]
+    return [TcpTransport(storage, host=host, tls=tls)]
 
 
 async def close_transports(transports: Sequence[Transport], timeout_s: float) -> None:

@@ -12,7 +12,7 @@ Legend: R rows.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from attn_kernels.sampling.launch import Logprobs, TokenSampler
 from attn_kernels.seats import bodies
 from attn_kernels.tiles import to_device
+from grammars.bits import TokenBits
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.decode_triton import MIN_DECODE_ROWS, DecodeRows, least_shared_len
 from llm_engine.device_batch import DeviceBatch
@@ -52,6 +53,7 @@ class Kind:
     shares_prefixes: bool
     edits_logits: bool
     has_logprobs: bool
+    has_masks: bool
 
 
 class GraphedDecode:
@@ -90,12 +92,15 @@ class GraphedDecode:
                 with self._attention.sharing_all():
                     self._record_rows(num_rows, shared_len)
 
-    def launch(self, seats: tuple[int, ...], *, has_new: bool) -> DrawnRows:
+    def launch(
+        self, seats: tuple[int, ...], *, has_new: bool, allowed: Mapping[int, TokenBits]
+    ) -> DrawnRows:
         """Compute the last token of each seat's sequence and draw the next one.
 
         Args:
             seats: One for each row.
             has_new: Whether another sequence than in the last step may hold one of them.
+            allowed: See EngineStep.
         """
         batch = self._batch
         index = np.array(seats, dtype=np.int64)
@@ -107,7 +112,11 @@ class GraphedDecode:
         self._num_same += 1
         edits_logits = batch.edits_logits(index)
         has_logprobs = bool((batch.num_logprobs[index] >= 0).any())
-        drawn = self._run(edits_logits, has_logprobs)
+        rows = [row for row, seat in enumerate(seats) if seat in allowed] if allowed else []
+        if rows:
+            bits = np.stack([allowed[seats[row]] for row in rows])
+            batch.seats.set_masks(self._num_padded, rows, bits)
+        drawn = self._run(edits_logits, has_logprobs, bool(rows))
         batch.lengths[index] += 1
         return drawn
 
@@ -140,11 +149,11 @@ class GraphedDecode:
         )
         self._attention.plan_rows(inputs, rows, page_table, is_next_step=is_next_step)
 
-    def _run(self, edits_logits: bool, has_logprobs: bool) -> DrawnRows:
+    def _run(self, edits_logits: bool, has_logprobs: bool, has_masks: bool) -> DrawnRows:
         num_rows = self._num_padded
 
         def work() -> DrawnRows:
-            return self._work(num_rows, edits_logits, has_logprobs)
+            return self._work(num_rows, edits_logits, has_logprobs, has_masks)
 
         launches = self._attention.recordable()
         if launches is None:
@@ -153,16 +162,24 @@ class GraphedDecode:
         if self._recordings is None or not self._recordings.hold_for(buffers):
             self._recordings = Recordings(buffers, self._make_recorder())
         kind = Kind(
-            num_rows, launches.has_few_rows, launches.shares_prefixes, edits_logits, has_logprobs
+            num_rows,
+            launches.has_few_rows,
+            launches.shares_prefixes,
+            edits_logits,
+            has_logprobs,
+            has_masks,
         )
         return self._recordings.run(kind, work, num_rows=num_rows)
 
-    def _work(self, num_rows: int, edits_logits: bool, has_logprobs: bool) -> DrawnRows:
+    def _work(
+        self, num_rows: int, edits_logits: bool, has_logprobs: bool, has_masks: bool
+    ) -> DrawnRows:
         seats = self._batch.seats
         params = seats.read(num_rows)
         logits = self._decoder.logits(self._decoder.run_layers(seats.token_ids[:num_rows]))
         edited = seats.edit(logits) if edits_logits else logits
-        tokens = self._sampler.sample(edited, params)
+        mask = seats.masks[:num_rows] if has_masks else None
+        tokens = self._sampler.sample(edited, params, mask=mask)
         logprobs = None
         if has_logprobs:
             num_top = min(MAX_LOGPROBS, logits.shape[1])
@@ -177,6 +194,6 @@ class GraphedDecode:
         for _ in range(2):  # launched, then recorded
             batch.lengths[:num_rows] = kv_len
             batch.seats.state[:num_rows, bodies.LENGTH.value] = kv_len
-            self.launch(seats, has_new=True)
+            self.launch(seats, has_new=True, allowed={})
         batch.lengths[:] = 0
         batch.seats.state.zero_()

@@ -86,7 +86,7 @@ class DeviceRunner:
         self._batch.change(step)
         if not step.decodes:
             return list
-        drawn = self._decode.launch(step.decodes, has_new=bool(step.started))
+        drawn = self._decode.launch(step.decodes, has_new=bool(step.started), allowed=step.allowed)
         counts = self._batch.num_logprobs
         wanted = {
             row: int(counts[seat]) for row, seat in enumerate(step.decodes) if counts[seat] >= 0

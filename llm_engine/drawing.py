@@ -7,6 +7,7 @@ worker; that is why a choice can go on elsewhere.
 import enum
 from collections.abc import Sequence
 
+from grammars.bits import TokenBits
 from llm_engine.sampling import Draw, SamplingParams, choice_seed
 
 
@@ -29,8 +30,11 @@ def next_draw(
     prompt_token_ids: Sequence[int],
     output_token_ids: Sequence[int],
     eos_token_ids: tuple[int, ...],
+    allowed: TokenBits | None = None,
 ) -> Draw:
     """Return the draw of the token that follows prompt and output.
+
+    Under a constraint `allowed` says which it may be.
 
     The draw refers to `output_token_ids`; the caller leaves it as it is until the token is drawn.
     """
@@ -42,6 +46,7 @@ def next_draw(
         prompt_token_ids=prompt_token_ids,
         output_token_ids=output_token_ids,
         banned_token_ids=() if may_end else end_token_ids(params, eos_token_ids),
+        allowed=allowed,
     )
 
 

@@ -15,8 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from grammars.bits import ALL_BITS
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
 from llm_engine.engine_step import EngineStep, StepResult
@@ -122,8 +124,13 @@ class Engine:
                 "no token can be drawn after tokens 0, 0, 0 of this model: the largest "
                 "logit is NaN or infinite"
             )
-        # Penalties edit logits in float32, whatever the model's type: other kernels.
+        # Penalties edit logits in float32, whatever the model's type: other kernels. So do masks.
         self.forward([replace(drawn, draws=draws)])
+        num_words = -(-self._config.vocab_size // 32)
+        allowed = np.full(num_words, ALL_BITS, dtype=np.int32)
+        masked = tuple(replace(draw, allowed=allowed) for draw in draws)
+        self.forward([replace(drawn, draws=masked[:3])])
+        self.forward([replace(drawn, draws=masked)])
         self._storage.import_pages([0], self._storage.export_pages([0]))
         self._storage.digest_pages([0])
         self._storage.copy_pages([(0, 0)])

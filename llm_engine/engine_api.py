@@ -7,7 +7,7 @@ from kv_cache.page_storage import PageStorage
 from llm_engine.engine_step import EngineStep, StepResult
 
 # Why a request fails for which nothing was drawn
-UNDRAWN = "no token can be drawn for it: the model's largest logit is NaN or infinite"
+UNDRAWN = "no token can be drawn for it: the largest logit that may be is NaN or infinite"
 
 
 class EngineLike(Protocol):

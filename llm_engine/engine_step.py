@@ -6,9 +6,10 @@ token included. So a step can be launched while the one before it, whose tokens 
 still runs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from grammars.bits import TokenBits
 from llm_engine.sampling import Drawn, SampledToken, SamplingParams, SequenceSlice
 
 
@@ -50,12 +51,14 @@ class EngineStep:
     started: tuple[SeatStart, ...] = ()
     extended: tuple[SeatPages, ...] = ()
     decodes: tuple[int, ...] = ()  # seats: the last token of each is computed, the next one drawn
+    # seat |-> the only tokens that may be drawn for it; for those that are missing all may be
+    allowed: Mapping[int, TokenBits] = field(default_factory=dict)
     slices: tuple[SequenceSlice, ...] = ()  # tokens of sequences without a seat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step drew. None: no token can be drawn, since the largest logit is NaN or infinite."""
+    """What a step drew. None: no token can be drawn; see Drawn."""
 
     decodes: Sequence[SampledToken | None]  # one for each seat that decoded
     slices: Sequence[Drawn]  # one for each slice

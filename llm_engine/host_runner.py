@@ -36,7 +36,7 @@ class HostRunner:
 
     def launch(self, step: EngineStep) -> ReadResult:
         self._seats.change(step)
-        slices = [*self._seats.slices(step.decodes), *step.slices]
+        slices = [*self._seats.slices(step.decodes, step.allowed), *step.slices]
         drawn = self._run(slices) if slices else []
         num_decodes = len(step.decodes)
         decodes = [tokens[0] if tokens else None for tokens in drawn[:num_decodes]]

@@ -1,7 +1,9 @@
 """Seats of an engine that knows each token before the next step: sequences as lists on the host."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from grammars.bits import TokenBits
 from llm_engine.drawing import next_draw
 from llm_engine.engine_step import EngineStep, SeatStart
 from llm_engine.sampling import SampledToken, SequenceSlice
@@ -31,9 +33,11 @@ class HostSeats:
         for more in step.extended:
             self._sequences[more.seat].page_ids += more.page_ids
 
-    def slices(self, seats: tuple[int, ...]) -> list[SequenceSlice]:
-        """Return what the seats' sequences compute next."""
-        return [_slice(self._sequences[seat]) for seat in seats]
+    def slices(
+        self, seats: tuple[int, ...], allowed: Mapping[int, TokenBits]
+    ) -> list[SequenceSlice]:
+        """Return what the seats' sequences compute next; see EngineStep for `allowed`."""
+        return [_slice(self._sequences[seat], allowed.get(seat)) for seat in seats]
 
     def take(self, seats: tuple[int, ...], drawn: list[SampledToken | None]) -> None:
         """Append what was drawn; where nothing was, the sequence is about to end."""
@@ -41,7 +45,7 @@ class HostSeats:
             self._sequences[seat].output.append(0 if token is None else token.token_id)
 
 
-def _slice(sequence: _Sequence) -> SequenceSlice:
+def _slice(sequence: _Sequence, allowed: TokenBits | None) -> SequenceSlice:
     start, output = sequence.start, sequence.output
     num_prompt_tokens = len(start.prompt_token_ids)
     draw = next_draw(
@@ -50,6 +54,7 @@ def _slice(sequence: _Sequence) -> SequenceSlice:
         prompt_token_ids=start.prompt_token_ids,
         output_token_ids=output,
         eos_token_ids=start.eos_token_ids,
+        allowed=allowed,
     )
     return SequenceSlice(
         token_ids=output[-1:],

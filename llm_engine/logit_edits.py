@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from grammars.bits import ALL_BITS, TokenBits
 from llm_engine.sampling import Draw
 
 
@@ -45,6 +46,14 @@ def logit_entries(draws: Sequence[Draw]) -> LogitEntries | None:
         repetition_E=repetition.astype(np.float32),
         subtract_E=subtract.astype(np.float32),
     )
+
+
+def allowed_rows(allowed: Sequence[TokenBits | None]) -> npt.NDArray[np.int32] | None:
+    """Return the bitmaps of all rows, [R, words], where any row has one."""
+    one = next((bits for bits in allowed if bits is not None), None)
+    if one is None:
+        return None
+    return np.stack([np.full_like(one, ALL_BITS) if bits is None else bits for bits in allowed])
 
 
 def _entries_of(draw: Draw) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:

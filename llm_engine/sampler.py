@@ -1,12 +1,13 @@
 """Draws tokens from logits on the device that holds them; results come back in one go.
 
-Order, per row, each step only where asked for: penalties, banned tokens, temperature, top-k, top-p
-over the rest renormalized, min-p relative to the most probable, then Gumbel-max. The filters give
-a threshold on the logit: a token as probable as the last one kept is kept too, so that the set
-does not depend on how ties are sorted. (Of tokens that tie with the k-th, top-p counts the mass of
-as many as make k.) Masses are integers in units of 2**-40 of the most probable token's, so that
-sums have one value on any device. Greedy rows take the most probable token, of several the lowest
-id. Nothing depends on other rows. `sampler_triton` draws the same tokens on GPUs without sorting.
+Order, per row, each step only where asked for: penalties, banned tokens, the mask of a constraint,
+temperature, top-k, top-p over the rest renormalized, min-p relative to the most probable, then
+Gumbel-max. The filters give a threshold on the logit: a token as probable as the last one kept is
+kept too, so that the set does not depend on how ties are sorted. (Of tokens that tie with the k-th,
+top-p counts the mass of as many as make k.) Masses are integers in units of 2**-40 of the most
+probable token's, so that sums have one value on any device. Greedy rows take the most probable
+token, of several the lowest id. Nothing depends on other rows. `sampler_triton` draws the same
+tokens on GPUs without sorting.
 
 Legend: R rows (one per draw), V vocabulary, E edited logits.
 """
@@ -14,12 +15,13 @@ Legend: R rows (one per draw), V vocabulary, E edited logits.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from llm_engine.gumbel import draw_base, gumbel_noise
-from llm_engine.logit_edits import logit_entries
+from llm_engine.logit_edits import allowed_rows, logit_entries
 from llm_engine.sampling import Draw, SampledToken
 
 # Logits that are filtered and drawn at a time: each float64 or int64 temporary is 32 MiB.
@@ -38,7 +40,7 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken | None
         None for a row whose largest logit is NaN, inf, or -inf.
     """
     logits = logits_RV.float()
-    edited = _edit(logits, draws)
+    edited = _mask(_edit(logits, draws), draws)
     tokens = edited.argmax(dim=-1)
     random_rows = [row for row, draw in enumerate(draws) if draw.params.temperature != 0]
     rows_at_once = max(1, CHUNK_ELEMENTS // logits.shape[1])
@@ -184,3 +186,13 @@ def _edit(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
     values = logits_RV[rows_E, tokens_E]
     repeated = torch.where(values < 0, values * repetition_E, values / repetition_E)
     return logits_RV.index_put((rows_E, tokens_E), repeated - upload(entries.subtract_E))
+
+
+def _mask(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return logits with -inf for what is not allowed: the same tensor if all is, else a copy."""
+    words_R = allowed_rows([draw.allowed for draw in draws])
+    if words_R is None:
+        return logits_RV
+    bits_RV = np.unpackbits(words_R.view(np.uint8), axis=1, bitorder="little")
+    is_allowed = torch.from_numpy(bits_RV[:, : logits_RV.shape[1]]).bool()
+    return logits_RV.masked_fill(~is_allowed.to(logits_RV.device), -torch.inf)

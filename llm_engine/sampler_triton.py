@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_kernels.sampling.launch import LogitEdits, Logprobs, RowParams, TokenSampler
 from attn_kernels.tiles import to_device
-from llm_engine.logit_edits import logit_entries
+from llm_engine.logit_edits import allowed_rows, logit_entries
 from llm_engine.sampler import logprobs_wanted
 from llm_engine.sampling import Draw, SampledToken
 
@@ -44,7 +44,10 @@ class TritonSampler:
         kernels = self._kernels_for(logits_RV)
         edits = _upload_edits(draws, device)
         logits = logits_RV if edits is None else logits_RV.float()
-        tokens_R = kernels.sample(logits, _upload_params(draws, device), edits=edits)
+        words_R = allowed_rows([draw.allowed for draw in draws])
+        mask = None if words_R is None else to_device(words_R, device)
+        params = _upload_params(draws, device)
+        tokens_R = kernels.sample(logits, params, mask=mask, edits=edits)
         wanted = logprobs_wanted(draws)
         logprobs = None
         if wanted:

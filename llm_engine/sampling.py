@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from grammars.bits import TokenBits
+from grammars.constraint import Constraint
 from kv_cache.layout import num_pages_for
 
 
@@ -30,6 +32,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: of the drawn token and the k most probable
+    constraint: Constraint | None = None  # what the answer is held to; None: nothing
 
     @property
     def has_penalties(self) -> bool:
@@ -58,6 +61,7 @@ class Draw:
     prompt_token_ids: Sequence[int]  # for penalties
     output_token_ids: Sequence[int]  # emitted so far, for penalties and min_tokens
     banned_token_ids: tuple[int, ...] = ()  # not drawable here (end tokens before min_tokens)
+    allowed: TokenBits | None = None  # the only ones drawable here; None: all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

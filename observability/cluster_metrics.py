@@ -29,6 +29,14 @@ COUNTERS = {
     "transfer_failures": "Attempts to move pages that failed.",
     "preemptions": "Sequences that gave up their pages to others.",
 }
+# Of TenantStatus. There are as many series as tenants are configured, whoever calls.
+OF_TENANTS = {
+    "active_requests": (GaugeMetricFamily, "Calls that are served."),
+    "requests": (CounterMetricFamily, "Generations that began."),
+    "refused_requests": (CounterMetricFamily, "Calls that were refused because of a limit."),
+    "prompt_tokens": (CounterMetricFamily, "Tokens of prompts."),
+    "generated_tokens": (CounterMetricFamily, "Tokens that were generated."),
+}
 
 
 class Pages(Protocol):
@@ -63,11 +71,34 @@ class Worker(Protocol):
     def pages(self) -> Pages: ...
 
 
+class Tenant(Protocol):
+    """A tenant, as pagewire.TenantStatus has it: with all fields that this file names."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Connections(Protocol):
+    """How connections are protected, as pagewire.Encryption has it."""
+
+    @property
+    def expires_at_s(self) -> int | None: ...
+
+
 class Cluster(Protocol):
     """What a router knows, as pagewire.ClusterStatus has it."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
+
+    @property
+    def tenants(self) -> Sequence[Tenant]: ...
+
+    @property
+    def front_tls(self) -> Connections | None: ...
+
+    @property
+    def cluster_tls(self) -> Connections | None: ...
 
     @property
     def active_requests(self) -> int: ...
@@ -134,7 +165,30 @@ class ClusterCollector(Collector):
             "Times that requests went on in a new attempt.",
             value=status.resumed_requests,
         )
+        yield from _certificates(status)
+        yield from _tenants(status.tenants)
         yield from _workers(status.workers)
+
+
+def _tenants(tenants: Sequence[Tenant]) -> Iterator[Metric]:
+    for name, (kind, meaning) in OF_TENANTS.items():
+        family = kind(f"pagewire_tenant_{name}", meaning, labels=("tenant",))
+        for each in tenants:
+            family.add_metric((each.name,), getattr(each, name))
+        yield family
+
+
+def _certificates(status: Cluster) -> Iterator[Metric]:
+    """Yield nothing of connections in clear, so that an alert needs no exception for them."""
+    expiry = GaugeMetricFamily(
+        "pagewire_router_certificate_expiry_timestamp_seconds",
+        "When a certificate of the router expires, since 1970.",
+        labels=("connections",),
+    )
+    for name, each in (("front", status.front_tls), ("cluster", status.cluster_tls)):
+        if each and each.expires_at_s is not None:
+            expiry.add_metric((name,), float(each.expires_at_s))
+    yield expiry
 
 
 def _workers(workers: Sequence[Worker]) -> Iterator[Metric]:

@@ -8,6 +8,7 @@
 `AsyncClient` is the same with `await`. Errors are described in `pagewire.errors`.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from pagewire.errors import (
     RequestError,
     ServerError,
     TimeoutError,  # noqa: A004 - like asyncio's, it is meant to be used with its module's name
+    TlsError,
     TransportError,
     UnavailableError,
 )
@@ -31,12 +33,15 @@ from pagewire.types import (
     Choice,
     ClusterStatus,
     Completion,
+    Constraint,
     Delta,
+    Encryption,
     HotPrefix,
     Message,
     Model,
     PageCounts,
     SamplingOptions,
+    TenantStatus,
     TokenLogprob,
     Tokens,
     ToolCall,
@@ -44,9 +49,14 @@ from pagewire.types import (
     WorkerStatus,
 )
 
+# gRPC reads this when it is imported. By default its threads go on in a forked process, on the
+# parent's connections, and crash it sooner or later, even if it never uses gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 if TYPE_CHECKING:
     from pagewire.async_client import AsyncClient, AsyncStream
     from pagewire.client import Client, Stream
+    from pagewire.tls import Tls
 else:
     # name |-> module that is imported when the name is first used, as it brings gRPC: a command
     # can take its interrupts before, and a server that packs token ids needs no client.
@@ -55,6 +65,7 @@ else:
         "Stream": "pagewire.client",
         "AsyncClient": "pagewire.async_client",
         "AsyncStream": "pagewire.async_client",
+        "Tls": "pagewire.tls",
     }
 
     def __getattr__(name):
@@ -68,7 +79,9 @@ __all__ = [
     "Stream",
     "AsyncClient",
     "AsyncStream",
+    "Tls",
     "SamplingOptions",
+    "Constraint",
     "Message",
     "ToolCall",
     "Completion",
@@ -82,6 +95,8 @@ __all__ = [
     "WorkerStatus",
     "PageCounts",
     "HotPrefix",
+    "Encryption",
+    "TenantStatus",
     "PagewireError",
     "RequestError",
     "InvalidRequestError",
@@ -91,6 +106,7 @@ __all__ = [
     "OverloadedError",
     "TransportError",
     "ConnectionFailedError",
+    "TlsError",
     "UnavailableError",
     "TimeoutError",
     "CancelledError",

@@ -1,10 +1,12 @@
-"""Checks what a caller passes, before anything is sent. Pure.
+"""Checks what a caller passes, before anything is sent. Pure, but for a token in the environment.
 
 Ranges and words are those of the router, which judges again and also knows the model's limits.
 Each refusal is an `InvalidRequestError` that names the field as the router does, what was found
 and what is allowed; for options it names all that are wrong.
 """
 
+import json
+import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,12 @@ MAX_STOP_TOKENS = 256
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC takes much longer ones for none, or for one that has passed
+MAX_CONSTRAINT_CHOICES = 1000
 MAX_SHOWN_CHARS = 60
+
+TOKEN_VARIABLE = "PAGEWIRE_TOKEN"  # noqa: S105 - a name
+MAX_TOKEN_CHARS = 4000
+_TOKEN = re.compile(rf"[A-Za-z0-9._~+/=-]{{1,{MAX_TOKEN_CHARS}}}", re.ASCII)  # of RFC 6750
 
 # A name or an IPv4 address, or an IPv6 address in brackets; then a port.
 _ADDRESS = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+(?:%\w+)?\]):(\d{1,5})", re.ASCII)
@@ -56,6 +63,23 @@ def check_addresses(value: object) -> tuple[str, ...]:
     if not value:
         raise refused("address", "an empty sequence", "host:port, or a sequence of them")
     return tuple(check_address(each, f"address[{i}]") for i, each in enumerate(value))
+
+
+def check_token(value: object, field: str = "token") -> str:
+    """Return a bearer token; empty: none. What is wrong with one is told without showing it."""
+    if not isinstance(value, str):
+        raise refused(field, f"a value of type {type(value).__name__}", "a token, str")
+    if value and not _TOKEN.fullmatch(value):
+        found = f"{len(value)} characters, not all of which a token can have"
+        raise refused(field, found, f"1 to {MAX_TOKEN_CHARS} letters, digits and - . _ ~ + / =")
+    return value
+
+
+def given_token(value: object = None) -> str:
+    """Return a token; of None what the environment variable PAGEWIRE_TOKEN holds, if anything."""
+    if value is None:
+        return check_token(os.environ.get("PAGEWIRE_TOKEN", "").strip(), TOKEN_VARIABLE)
+    return check_token(value)
 
 
 def check_timeout_s(field: str, value: object) -> float:
@@ -214,6 +238,43 @@ def _stop_token_ids(field: str, value: object) -> list[int]:
     return token_ids
 
 
+def _constraint(field: str, value: object) -> dict[str, Any]:
+    """Return the fields of the message Constraint."""
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in _CONSTRAINTS:
+        found = shown_with_type(value)
+        raise refused(field, found, f"a mapping with one of {', '.join(_CONSTRAINTS)}")
+    [(kind, content)] = value.items()
+    return {kind: _CONSTRAINTS[kind](f"{field}.{kind}", content)}
+
+
+def _json_schema(field: str, value: object) -> str:
+    if isinstance(value, str):
+        return check_text(field, value)
+    if not isinstance(value, Mapping | bool):
+        raise refused(field, shown_with_type(value), "a JSON schema, as a mapping or a text")
+    try:
+        return json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refused(field, f"what JSON cannot express: {error}", "a JSON schema") from None
+
+
+def _json_object(field: str, value: object) -> bool:
+    if value is not True:
+        raise refused(field, shown_with_type(value), "True")
+    return True
+
+
+def _choice(field: str, value: object) -> dict[str, list[str]]:
+    texts = check_items(field, value, "a sequence of texts")
+    if not 1 <= len(texts) <= MAX_CONSTRAINT_CHOICES:
+        raise refused(field, f"{len(texts)} texts", f"1 to {MAX_CONSTRAINT_CHOICES}")
+    return {
+        "texts": [
+            check_text(f"{field}[{i}]", t, empty="an empty text") for i, t in enumerate(texts)
+        ]
+    }
+
+
 def check_items(field: str, value: object, allowed: str) -> list[Any]:
     """Return the items of anything in order with a length, but not of a text or a mapping."""
     is_ordered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
@@ -243,6 +304,14 @@ def shown_with_type(value: object) -> str:
     return "None" if value is None else f"{shown(value)} ({type(value).__name__})"
 
 
+# field of Constraint |-> its check
+_CONSTRAINTS: dict[str, Callable[[str, object], Any]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": check_text,
+    "choice": _choice,
+    "grammar": check_text,
+}
 # option |-> its check, in the order of SamplingOptions
 _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "temperature": _temperature,
@@ -261,4 +330,5 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "n": partial(_integer, low=1, high=MAX_CHOICES),
     "logprobs": partial(_integer, low=0, high=MAX_LOGPROBS),
     "skip_special_tokens": check_flag,
+    "constraint": _constraint,
 }

@@ -1,21 +1,20 @@
 """The client. `pagewire.client` wraps it for code without an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
-import grpc
-
-from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s
+from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s, given_token
 from pagewire.assembly import CompletionBuilder
 from pagewire.errors import PagewireError, ServerError
 from pagewire.protos import inference_pb2
-from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
-from pagewire.routers import ChannelFactory, Routers, closed, open_channel
+from pagewire.routers import ChannelFactory, Connector, Routers, no_better
+from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
     Messages,
@@ -24,9 +23,7 @@ from pagewire.wire import (
     chat_request,
     delta_from,
     detokenize_request,
-    error_from,
     generate_request,
-    is_router_lost,
     model_from,
     status_from,
     tokenize_chat_request,
@@ -35,8 +32,6 @@ from pagewire.wire import (
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_RESUME_S = 30.0
-
-Answer = TypeVar("Answer")
 
 
 class AsyncClient:
@@ -47,6 +42,13 @@ class AsyncClient:
     router goes on at the next one, or at the same one when it is back, without a lost, repeated or
     changed token; it looks for one for `resume_s` seconds (0: not at all). A call that has received
     nothing yet is made anew, for a second at most; calls other than generations once per address.
+
+    What the reader of a stream has not taken waits in memory, at most the rest of its answer; it
+    holds up no other call.
+
+    The connection is in clear unless `tls` says how it is encrypted.
+    `token` says for whom calls are made, where the routers want to know it (AuthenticationError);
+    without it the environment variable PAGEWIRE_TOKEN does, if it is set.
 
     Close it with `async with`, or with `aclose`; a closed client cannot be used again. Any number
     of tasks may use one client at the same time.
@@ -64,11 +66,19 @@ class AsyncClient:
         self,
         address: str | Sequence[str] = "localhost:50051",
         *,
+        token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
-        channel_factory: ChannelFactory = open_channel,
+        tls: Tls | None = None,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
-        self._routers = Routers(check_addresses(address), channel_factory)
+        connect = Connector(check_tls(tls))
+        self._routers = Routers(
+            check_addresses(address),
+            channel_factory or connect,
+            no_better if channel_factory else connect.explain,
+            given_token(token),
+        )
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -194,40 +204,22 @@ class AsyncClient:
         return Tokens(token_ids=tuple(unpack_token_ids(response.token_ids)), text=response.text)
 
     async def _call(self, method: str, request: object, timeout_s: float | None) -> Any:
-        """Make a call that changes nothing: at the next router, if one is lost."""
         limit_s = self._timeout_s(timeout_s)
-        deadline = asyncio.get_running_loop().time() + limit_s
-        error: PagewireError | None = None
-        for _ in self._routers.addresses:
-            address, call = self._routers.address, getattr(self._routers.stub(), method)
-            try:
-                return await call(request, timeout=deadline - asyncio.get_running_loop().time())
-            except grpc.aio.AioRpcError as failure:
-                error = error_from(failure, address, limit_s)
-                if not is_router_lost(failure):
-                    raise error from failure
-                self._routers.leave(address)
-            except asyncio.CancelledError:
-                if self._routers.is_closed and not is_own_cancellation():
-                    raise closed() from None
-                raise
-        assert error is not None, "there is an address"
-        raise error
+        return await self._routers.call(method, request, limit_s, self._routers.metadata)
 
     def _open_stream(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> "AsyncStream":
+        inbox = _Inbox()
         call = ResumableCall(
             request,
             routers=self._routers,
+            reader=inbox,
+            metadata=self._routers.metadata,
             timeout_s=self._timeout_s(timeout_s),
             resume_s=self._resume_s,
         )
-        return AsyncStream(
-            call,
-            num_choices=max(request.sampling.n, 1),
-            is_client_closed=lambda: self._routers.is_closed,
-        )
+        return AsyncStream(call, inbox, num_choices=max(request.sampling.n, 1))
 
     def _timeout_s(self, timeout_s: float | None) -> float:
         if timeout_s is None:
@@ -242,17 +234,11 @@ class AsyncStream:
     reader just ends; other ends before the last delta raise a PagewireError.
     """
 
-    def __init__(
-        self,
-        call: ResumableCall,
-        *,
-        num_choices: int,
-        is_client_closed: Callable[[], bool],
-    ) -> None:
+    def __init__(self, call: ResumableCall, inbox: "_Inbox", *, num_choices: int) -> None:
         self._call = call
+        self._inbox = inbox
         self._builder = CompletionBuilder(num_choices)
-        self._is_client_closed = is_client_closed
-        self._deltas = self._read()
+        self._loop = asyncio.get_running_loop()
 
     @property
     def completion(self) -> Completion:
@@ -262,12 +248,25 @@ class AsyncStream:
     def cancel(self) -> None:
         """Stop the call and end the iteration; harmless after the end."""
         self._call.cancel()
+        self._inbox.close()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        return await anext(self._deltas)
+        try:
+            message = await self._inbox.take()
+            if message is None:
+                raise StopAsyncIteration
+            delta = delta_from(message)
+            self._builder.add(delta)
+        except (IndexError, ValueError) as error:
+            self.cancel()
+            raise ServerError(f"cannot read the answer: {error}", code="INTERNAL") from error
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return delta
 
     async def __aenter__(self) -> Self:
         return self
@@ -280,25 +279,53 @@ class AsyncStream:
     ) -> None:
         self.cancel()
 
-    async def _read(self) -> AsyncIterator[Delta]:
-        try:
-            async with aclosing(self._call.messages()) as messages:
-                async for message in messages:
-                    delta = delta_from(message)
-                    self._builder.add(delta)
-                    yield delta
-        except (IndexError, ValueError) as error:
-            raise ServerError(f"cannot read the answer: {error}", code="INTERNAL") from error
-        except asyncio.CancelledError:
-            if is_own_cancellation():
-                raise
-            if self._call.is_cancelled:
-                return
-            if self._is_client_closed():
-                raise closed() from None
-            raise
-        finally:  # also of a stream that is dropped without `with`, when it is collected
-            self._call.cancel()
+    def __del__(self) -> None:
+        # Of a stream that is dropped without `with`; by whichever thread.
+        if not self._inbox.is_closed:
+            with suppress(RuntimeError):  # the loop is closed, and so all is over
+                self._loop.call_soon_threadsafe(self._call.cancel)
+
+
+class _Inbox:
+    """Messages of a call, for one reader; those that it has not taken yet wait here."""
+
+    def __init__(self) -> None:
+        self.is_closed = False  # nothing comes any more
+        self._messages: deque[inference_pb2.GenerateResponse] = deque()
+        self._error: PagewireError | None = None  # after the messages
+        self._has_news = asyncio.Event()
+
+    def received(self, message: inference_pb2.GenerateResponse) -> None:
+        """Append a message."""
+        self._messages.append(message)
+        self._has_news.set()
+
+    def ended(self, error: PagewireError | None) -> None:
+        """Note the end, which comes behind the messages."""
+        self.is_closed = True
+        self._error = error
+        self._has_news.set()
+
+    def close(self) -> None:
+        """Drop what waits; there is nothing more."""
+        self._messages.clear()
+        self.ended(None)
+
+    async def take(self) -> inference_pb2.GenerateResponse | None:
+        """Wait for a message and return it; None: there are no more.
+
+        Raises:
+            PagewireError: The call has failed; after everything that was received before, once.
+        """
+        while not self._messages and not self.is_closed:
+            self._has_news.clear()
+            await self._has_news.wait()
+        if self._messages:
+            return self._messages.popleft()
+        error, self._error = self._error, None
+        if error:
+            raise error
+        return None
 
 
 async def _collect(stream: AsyncStream) -> Completion:

@@ -18,7 +18,8 @@ from pagewire.async_client import (
 )
 from pagewire.errors import ClosedError
 from pagewire.protos.call_tasks import mark_seen
-from pagewire.routers import ChannelFactory, open_channel
+from pagewire.routers import ChannelFactory
+from pagewire.tls import Tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import Messages, Prompt, Tools
 
@@ -44,14 +45,18 @@ class Client:
         self,
         address: str | Sequence[str] = "localhost:50051",
         *,
+        token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
-        channel_factory: ChannelFactory = open_channel,
+        tls: Tls | None = None,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
         self._client = AsyncClient(
             address,
+            token=token,
             default_timeout_s=default_timeout_s,
             resume_s=resume_s,
+            tls=tls,
             channel_factory=channel_factory,
         )
         self._background = _Background()

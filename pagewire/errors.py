@@ -8,6 +8,7 @@ PagewireError
 │   └── OverloadedError         the cluster is full; try again after `retry_after_s`
 ├── TransportError              the answer did not arrive; the request itself may be fine
 │   ├── ConnectionFailedError   no router answers at the address, or the connection broke
+│   ├── TlsError                one does, but client and router do not agree on how to encrypt
 │   ├── UnavailableError        the router answers, but no worker can serve the request now
 │   ├── TimeoutError            `timeout_s` passed
 │   └── CancelledError          the call was cancelled by the other side
@@ -80,6 +81,10 @@ class TransportError(PagewireError):
 
 class ConnectionFailedError(TransportError):
     """No router answers at the address, or the connection broke."""
+
+
+class TlsError(TransportError):
+    """A router is there, but one side wants TLS, or does not believe the other's certificate."""
 
 
 class UnavailableError(TransportError):

@@ -6,23 +6,23 @@ it has come back, goes on behind what was received, and is looked for as long as
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
-import grpc
-
+from pagewire.calls import Metadata, RunningCall
 from pagewire.errors import (
+    ClosedError,
     ConnectionFailedError,
     InvalidRequestError,
     OverloadedError,
     PagewireError,
+    ServerError,
+    TlsError,
 )
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
 from pagewire.routers import Routers
-from pagewire.wire import error_from, is_router_lost
+from pagewire.wire import CallFailure, FailureWithin, timed_out
 
 BEGIN_S = 1.0  # for a call that has not begun
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each is twice as long
@@ -38,14 +38,30 @@ class _Received:
     is_finished: bool = False
 
 
+class Reader(Protocol):
+    """Gets the messages of a call, whichever routers they come from; neither method may raise."""
+
+    def received(self, message: inference_pb2.GenerateResponse) -> None:
+        """Take the next message."""
+
+    def ended(self, error: PagewireError | None) -> None:
+        """Take the end, which is the last that comes; None: the answer is whole."""
+
+
 class ResumableCall:
-    """The messages of one call, for one reader.
+    """One call, at one router after the other.
 
     Args:
         request: What to send.
         routers: Where to.
+        reader: Of what comes.
+        metadata: Of each call.
         timeout_s: Of the whole call.
         resume_s: How long another router is looked for after each loss; 0: not at all.
+        interval_s: Tokens that come within it travel together.
+
+    Raises:
+        ClosedError: The client was closed, or belongs to another event loop or process.
     """
 
     def __init__(
@@ -53,77 +69,120 @@ class ResumableCall:
         request: inference_pb2.GenerateRequest,
         *,
         routers: Routers,
+        reader: Reader,
+        metadata: Metadata,
         timeout_s: float,
         resume_s: float,
+        interval_s: float = 0.0,
     ) -> None:
-        self.is_cancelled = False
+        self._loop = asyncio.get_running_loop()
         self._request = request
         self._routers = routers
+        self._reader = reader
+        self._metadata = metadata
         self._timeout_s = timeout_s
         self._resume_s = resume_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._interval_s = interval_s
+        self._deadline = self._loop.time() + timeout_s
+        self._is_over = False
         self._token = b""
         self._received: dict[int, _Received] = {}  # choice |->
+        self._num_resumed = 0  # calls that went on, and of which something has come
+        self._explaining: asyncio.Task[None] | None = None
         self._num_losses = 0
         self._lost: PagewireError | None = None  # the error of the latest loss; None: all is well
         self._lost_at = 0.0  # loop time
         self._pause_s = FIRST_PAUSE_S
-        self._stopped = asyncio.Event()
-        self._open(timeout_s)
+        self._start(timeout_s)
+        self._timer = self._loop.call_at(self._deadline, self._time_out)
 
     def cancel(self) -> None:
-        """End the call; harmless after the end."""
-        self.is_cancelled = True
-        self._stopped.set()
-        self._call.cancel()
+        """End the call, in silence; harmless after the end."""
+        if not self._is_over:
+            self._is_over = True
+            self._timer.cancel()
+            self._call.cancel()
+            if self._explaining and self._explaining is not asyncio.current_task():
+                self._explaining.cancel()
 
-    async def messages(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yield all messages, whichever router they come from; none after `cancel`.
+    def received(self, message: inference_pb2.GenerateResponse) -> None:
+        """Hand on a message of the running call."""
+        try:
+            self._note(message)
+        except ValueError as wrong:
+            self._end(ServerError(f"cannot read the answer: {wrong}", code="INTERNAL"))
+        else:
+            self._reader.received(message)
 
-        Raises:
-            PagewireError: The call has failed.
-            ValueError: A router does not go on where the lost one was.
-        """
-        while not self.is_cancelled:
-            try:
-                async for message in self._call:
-                    if self.is_cancelled:
-                        return
-                    self._note(message)
-                    yield message
-                return
-            except grpc.aio.AioRpcError as failure:
-                if self.is_cancelled:
-                    return
-                await self._go_on(failure)
+    def ended(self, failure: FailureWithin | None) -> None:
+        """Hand on the end of the running call, or plan the next one."""
+        if not failure:
+            self._end(None)
+            return
+        told = failure(self._timeout_s)
+        if told.is_router_lost and not self._received:
+            self._explaining = self._loop.create_task(self._explain(told), name="explain-loss")
+        else:
+            self._go_on(told)
 
-    def _open(self, timeout_s: float) -> None:
+    def _start(self, timeout_s: float) -> None:
         self._address = self._routers.address
-        self._call: Any = self._routers.stub().Generate(self._request, timeout=timeout_s)
+        self._has_begun = False  # something of this call has come
+        self._call: RunningCall = self._routers.start(
+            self._request,
+            self,
+            metadata=self._metadata,
+            timeout_s=timeout_s,
+            interval_s=self._interval_s,
+        )
+
+    def _end(self, error: PagewireError | None) -> None:
+        self.cancel()
+        self._reader.ended(error)
+
+    def _time_out(self) -> None:
+        self._end(timed_out(self._address, self._timeout_s))
 
     def _note(self, message: inference_pb2.GenerateResponse) -> None:
-        self._lost, self._pause_s = None, FIRST_PAUSE_S
+        is_resumed = self._request.HasField("resume")
+        if not self._has_begun:
+            self._has_begun = True
+            self._lost, self._pause_s = None, FIRST_PAUSE_S
+            self._num_resumed += is_resumed
         self._token = message.resume_token or self._token
         choice = self._received.get(message.choice)
         if choice is None:
             choice = self._received[message.choice] = _Received()
-        num_tokens = len(choice.token_ids) // TOKEN_BYTES
-        is_resumed = self._request.HasField("resume")
-        if is_resumed and message.token_ids and message.first_index != num_tokens:
-            raise ValueError(
-                f"token {message.first_index} of choice {message.choice} came instead "
-                f"of {num_tokens}, from a router that does not resume calls"
-            )
-        choice.token_ids += message.token_ids
+        if message.token_ids:
+            num_tokens = len(choice.token_ids) // TOKEN_BYTES
+            if is_resumed and message.first_index != num_tokens:
+                raise ValueError(
+                    f"token {message.first_index} of choice {message.choice} came instead "
+                    f"of {num_tokens}, from a router that does not resume calls"
+                )
+            choice.token_ids += message.token_ids
         choice.text_chars += len(message.text)
         choice.is_finished = choice.is_finished or bool(message.finish_reason)
+        if self._num_resumed > 1 and message.HasField("usage"):
+            # Each router counts the resumption that led to it, and knows of none before.
+            message.usage.stats.resumptions += self._num_resumed - 1
 
-    async def _go_on(self, failure: grpc.aio.AioRpcError) -> None:
-        """Make the next call, or raise what the failure of this one means."""
-        now = asyncio.get_running_loop().time()
-        error = error_from(failure, self._address, self._timeout_s)
-        if not is_router_lost(failure) and not self._is_crowd(failure):
-            raise self._told(error) from failure
+    async def _explain(self, failure: CallFailure) -> None:
+        """Find out why no router could be reached, before the call goes on or ends."""
+        error = await self._routers.explain(failure.error, self._address)
+        if not self._is_over:
+            # No second attempt mends what is wrong with TLS.
+            self._go_on(CallFailure(error, not isinstance(error, TlsError)))
+
+    def _go_on(self, failure: CallFailure) -> None:
+        """Plan the next call, or end with what the failure of this one means."""
+        error = failure.error
+        # The routers that are left may have no room yet for what a lost one had.
+        is_crowd = self._lost is not None and isinstance(error, OverloadedError)
+        if not failure.is_router_lost and not is_crowd:
+            self._end(self._told(error))
+            return
+        now = self._loop.time()
         if self._lost is None:
             self._lost, self._lost_at = error, now
             self._num_losses += 1
@@ -134,18 +193,20 @@ class ResumableCall:
         if isinstance(error, OverloadedError):
             pause_s = max(pause_s, error.retry_after_s or 0.0)
         if not can_go_on or self._num_losses > MAX_LOSSES or now + pause_s >= ends_at:
-            raise self._lost from failure
+            self._end(self._lost)
+            return
         self._routers.leave(self._address)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), pause_s)
+        self._loop.call_later(pause_s, self._start_again)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        if not self.is_cancelled:
-            self._take_along()
-            self._open(self._deadline - asyncio.get_running_loop().time())
 
-    def _is_crowd(self, failure: grpc.aio.AioRpcError) -> bool:
-        """Return whether the routers that are left have no room yet for what a lost one had."""
-        return self._lost is not None and failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    def _start_again(self) -> None:
+        if self._is_over:
+            return
+        self._take_along()
+        try:
+            self._start(self._deadline - self._loop.time())
+        except ClosedError as error:
+            self._end(error)
 
     def _told(self, error: PagewireError) -> PagewireError:
         """Return what the caller is told: it knows nothing of a token that is refused."""

@@ -1,20 +1,35 @@
-"""The routers that a client knows, with a channel to each, and the one that it talks to."""
+"""The routers that a client knows, with a connection to each, and the one that it talks to."""
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import grpc
 
-from pagewire.errors import ClosedError
-from pagewire.protos import inference_pb2_grpc
-from pagewire.protos.grpc_options import MESSAGE_OPTIONS
+from pagewire.calls import ENVELOPE_BYTES, CallStream, Metadata, Receiver, RunningCall, SingleCall
+from pagewire.errors import ClosedError, ConnectionFailedError, PagewireError
+from pagewire.protos import inference_pb2, inference_pb2_grpc
+from pagewire.protos.call_tasks import is_own_cancellation
+from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES, MESSAGE_OPTIONS
+from pagewire.protos.tls_channel import TlsChannel
+from pagewire.tls import Tls, why_no_connection
+from pagewire.wire import CallFailure, error_from, is_router_lost
+
+MOST_IDLE_STREAMS = 64  # of callers that pause, at each router
 
 CHANNEL_OPTIONS = (
     *MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", 30_000),
+    # A router that hangs, or whose host is gone, leaves the connection open: only pings tell, in
+    # seven seconds at most. Routers end connections that are pinged more often than every 1.5 s.
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),  # without it a minute, whatever the other one says
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: who reads a stream sends nothing
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the longest time to connect
     # A router that has come back is found by the caller's next call, not minutes later.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -22,21 +37,73 @@ CHANNEL_OPTIONS = (
 
 Channel = Any  # grpc.aio.Channel, or what a test puts in its place
 ChannelFactory = Callable[[str], Channel]
+Explain = Callable[[PagewireError, str], Awaitable[PagewireError]]
 
 
-def open_channel(address: str) -> Channel:
-    """Open a plain-text channel to `host:port`; it connects on first use.
+class Connector:
+    """Opens channels to routers, in clear or over TLS.
+
+    Args:
+        tls: Files and names; None: in clear.
 
     Raises:
-        ClosedError: gRPC has been used by the process that this one was forked from. Its threads
-            are missing here, so calls would hang without end.
+        InvalidRequestError: A file cannot be used.
     """
-    if _grpc_pid() != os.getpid():
-        raise ClosedError(
-            "gRPC does not survive a fork: use the start method spawn, or fork before the first"
-            " call of a client"
-        )
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._pem = tls.load() if tls else None
+        self._server_name = tls.server_name if tls else ""
+
+    def __call__(self, address: str) -> Channel:
+        """Open a channel to `host:port`; it connects on first use.
+
+        Raises:
+            ClosedError: gRPC has been used by the process that this one was forked from. Its
+                threads are missing here, so calls would hang without end.
+        """
+        if _grpc_pid() != os.getpid():
+            raise ClosedError(
+                "gRPC does not survive a fork: use the start method spawn, or fork before the first"
+                " call of a client"
+            )
+        if self._pem is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return TlsChannel(address, self._pem, self._server_name, CHANNEL_OPTIONS)
+
+    async def explain(self, error: PagewireError, address: str) -> PagewireError:
+        """Return the error of a call that reached nobody; where TLS is the reason, that one."""
+        if not isinstance(error, ConnectionFailedError):
+            return error
+        pem = self._pem.current() if self._pem else None
+        return await why_no_connection(address, pem, self._server_name) or error
+
+
+@dataclass(slots=True)
+class _Connection:
+    """To one router."""
+
+    channel: Channel
+    stub: Any
+    # metadata |-> the stream that calls with it start on, last used last
+    streams: OrderedDict[Metadata, CallStream] = field(default_factory=OrderedDict)
+
+    def stream(self, metadata: Metadata, address: str) -> CallStream:
+        """Return the stream for calls with these metadata."""
+        stream = self.streams.get(metadata)
+        if stream is None or not stream.is_open:
+            self.drop_unused()
+            open_call = partial(self.stub.GenerateMany, metadata=metadata)
+            stream = self.streams[metadata] = CallStream(open_call, address)
+        self.streams.move_to_end(metadata)
+        return stream
+
+    def drop_unused(self) -> None:
+        """Forget streams that take no calls, and end those of callers that have paused longest."""
+        for key in [key for key, each in self.streams.items() if not each.is_open]:
+            del self.streams[key]
+        idle = [key for key, each in self.streams.items() if each.is_idle]
+        for key in idle[: max(0, len(idle) - MOST_IDLE_STREAMS + 1)]:
+            self.streams.pop(key).retire()
 
 
 class Routers:
@@ -45,14 +112,26 @@ class Routers:
     Args:
         addresses: One or more, `host:port`; the first one is used first.
         channel_factory: Opens a channel to one of them.
+        explain: Given the error of a call that reached nobody, and the address, finds a better one.
+        token: That says for whom a client's calls are made; empty: none.
     """
 
-    def __init__(self, addresses: Sequence[str], channel_factory: ChannelFactory) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        channel_factory: ChannelFactory,
+        explain: Explain,
+        token: str = "",
+    ) -> None:
         self.addresses = addresses
+        self.explain = explain
+        self.metadata = token_metadata(token)  # of a client's calls
         self.is_closed = False
         self._channel_factory = channel_factory
         self._current = 0
-        self._channels: dict[str, tuple[Channel, Any]] = {}  # address |-> channel, stub
+        self._connections: dict[str, _Connection] = {}  # by address
+        self._streams: set[CallStream] = set()  # with those on which only older calls run
+        self._single_calls: set[SingleCall] = set()  # that run
         self._loop: asyncio.AbstractEventLoop | None = None  # of the channels
 
     @property
@@ -60,37 +139,127 @@ class Routers:
         """The address of the one that calls go to."""
         return self.addresses[self._current]
 
-    def stub(self) -> Any:
-        """Return the service of the router that calls go to.
+    @property
+    def has_stream(self) -> bool:
+        """Whether calls have a stream to the router that they go to, so that it is likely there."""
+        connection = self._connections.get(self.address)
+        return connection is not None and any(each.is_open for each in connection.streams.values())
+
+    async def call(self, method: str, request: object, timeout_s: float, metadata: Metadata) -> Any:
+        """Make a call that changes nothing: at the next router, if one is lost.
+
+        Raises:
+            PagewireError: The call has failed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        error: PagewireError | None = None
+        for _ in self.addresses:
+            address, stub = self.address, self._connection().stub
+            try:
+                remaining_s = deadline - loop.time()
+                return await getattr(stub, method)(request, timeout=remaining_s, metadata=metadata)
+            except grpc.aio.AioRpcError as failure:
+                error = error_from(failure, address, timeout_s)
+                if not is_router_lost(failure):
+                    raise error from failure
+                error = await self.explain(error, address)
+                self.leave(address)
+            except asyncio.CancelledError:
+                if self.is_closed and not is_own_cancellation():
+                    raise closed() from None
+                raise
+        assert error is not None, "there is an address"
+        raise error
+
+    def start(
+        self,
+        request: inference_pb2.GenerateRequest,
+        receiver: Receiver,
+        *,
+        metadata: Metadata,
+        timeout_s: float,
+        interval_s: float,
+    ) -> RunningCall:
+        """Start a generate call; tokens of it that come within `interval_s` travel together.
 
         Raises:
             ClosedError: The client was closed, or belongs to another event loop or process.
         """
+        connection = self._connection()
+        if request.ByteSize() + ENVELOPE_BYTES > LARGE_REQUEST_BYTES:
+            opened = connection.stub.Generate(request, timeout=timeout_s, metadata=metadata)
+            single = SingleCall(opened, self.address, receiver)
+            self._single_calls.add(single)
+            single.task.add_done_callback(lambda _: self._single_calls.discard(single))
+            return single
+        stream = connection.stream(metadata, self.address)
+        if stream not in self._streams:
+            self._streams = {each for each in self._streams if not each.is_over} | {stream}
+        return stream.start(request, receiver, timeout_s=timeout_s, interval_s=interval_s)
+
+    def leave(self, address: str) -> None:
+        """Have calls go to the next router, unless they go to another one than this already.
+
+        Where there is no other one they go to this one anew: behind the address may be another
+        router than the one that the stream leads to.
+        """
+        if address == self.address:
+            self._current = (self._current + 1) % len(self.addresses)
+        if connection := self._connections.get(address):
+            for stream in connection.streams.values():
+                stream.retire()
+
+    def channel(self) -> Channel:
+        """Return the channel to the router that calls go to."""
+        return self._connection().channel
+
+    async def move(self, addresses: Sequence[str]) -> None:
+        """Have calls go to the routers at these addresses; others are lost."""
+        if tuple(addresses) == tuple(self.addresses):
+            return
+        current = self.address if self.addresses else ""
+        self.addresses = tuple(addresses)
+        self._current = addresses.index(current) if current in addresses else 0
+        others = self._connections.keys() - set(addresses)
+        channels = [self._connections.pop(each).channel for each in others]
+        await asyncio.gather(*(each.close() for each in channels))
+
+    async def aclose(self) -> None:
+        """End all calls and close all channels; harmless when repeated."""
+        self.is_closed = True
+        connections, self._connections = self._connections, {}
+        if connections and self._loop is asyncio.get_running_loop():
+            running: list[CallStream | SingleCall] = [*self._streams, *self._single_calls]
+            for each in running:
+                each.end(lambda _: CallFailure(closed()))
+            await asyncio.gather(*(each.channel.close() for each in connections.values()))
+
+    def _connection(self) -> _Connection:
+        """Return the connection to the router that calls go to."""
         if self.is_closed:
             raise closed()
         # A channel belongs to the event loop that is running when it is made.
         loop = asyncio.get_running_loop()
-        if self._channels and self._loop is not loop:
+        if self._connections and self._loop is not loop:
             raise ClosedError("the client belongs to another event loop; make one in each")
         address = self.address
-        if address not in self._channels:
+        if address not in self._connections:
             channel = self._channel_factory(address)
-            make_stub = inference_pb2_grpc.InferenceServiceStub
-            self._channels[address] = channel, make_stub(channel)  # type: ignore[no-untyped-call]
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            self._connections[address] = _Connection(channel, stub)
             self._loop = loop
-        return self._channels[address][1]
+        return self._connections[address]
 
-    def leave(self, address: str) -> None:
-        """Have calls go to the next router, unless they go to another one than this already."""
-        if address == self.address:
-            self._current = (self._current + 1) % len(self.addresses)
 
-    async def aclose(self) -> None:
-        """Close all channels; harmless when repeated."""
-        self.is_closed = True
-        channels, self._channels = self._channels, {}
-        if channels and self._loop is asyncio.get_running_loop():
-            await asyncio.gather(*(channel.close() for channel, _ in channels.values()))
+async def no_better(error: PagewireError, _: str) -> PagewireError:
+    """Explain nothing: where the channels are others' own."""
+    return error
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call that brings a bearer token; empty: none."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def closed() -> ClosedError:

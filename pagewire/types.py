@@ -1,8 +1,18 @@
 """What the client takes and returns: plain frozen values, no protobuf."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
+
+
+class Constraint(TypedDict, total=False):
+    """What an answer is held to: one of these."""
+
+    json_schema: Mapping[str, Any] | str  # a JSON text that follows this schema
+    json_object: bool  # True: any JSON object
+    regex: str  # a text that this expression matches as a whole
+    choice: Sequence[str]  # one of these texts, up to 1,000
+    grammar: str  # a text of this grammar, in EBNF or Lark
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -27,6 +37,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int | None  # independent choices, 1 .. 64; 1
     logprobs: int | None  # 0: of the drawn token, k <= 20: and of the k most probable; none
     skip_special_tokens: bool | None  # leave special tokens out of the text; True
+    constraint: Constraint | None  # what each choice is held to; nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,8 +238,28 @@ class HotPrefix:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TenantStatus:
+    """One tenant at one router. All but active_requests are sums since the router's start."""
+
+    name: str  # "(cluster)" is whoever started the cluster
+    active_requests: int
+    requests: int  # generations that began
+    refused_requests: int  # because of a limit, or because the cluster was full
+    prompt_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encryption:
+    """How one kind of a router's connections is protected."""
+
+    encrypted: bool  # by TLS
+    expires_at_s: int | None  # of the router's certificate, since 1970; None: it has none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
-    """What one router knows."""
+    """What one router knows, or where `is_partial` what it tells a tenant that is no operator."""
 
     workers: tuple[WorkerStatus, ...]
     active_requests: int
@@ -237,3 +268,7 @@ class ClusterStatus:
     index_pages: int  # page hashes in the router's prefix index
     is_stopping: bool = False  # it takes no requests any more, and ends
     hot_prefixes: tuple[HotPrefix, ...] = ()  # those that most prompts had lately, most first
+    front_tls: Encryption | None = None  # of its clients' connections; None: it does not say
+    cluster_tls: Encryption | None = None  # of its own to workers and controller; likewise
+    tenants: tuple[TenantStatus, ...] = ()  # none where the router tells no callers apart
+    is_partial: bool = False  # of the caller's tenant alone: there are no workers

@@ -1,8 +1,9 @@
 """Protobuf messages to the client's values and back, and gRPC failures to its exceptions."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -25,11 +26,13 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.types import (
     ClusterStatus,
     Delta,
+    Encryption,
     HotPrefix,
     Message,
     Model,
     PageCounts,
     SamplingOptions,
+    TenantStatus,
     TokenLogprob,
     Usage,
     WorkerStatus,
@@ -166,7 +169,40 @@ def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStat
             )
             for each in response.hot_prefixes
         ),
+        front_tls=_encryption(response, "front_tls"),
+        cluster_tls=_encryption(response, "cluster_tls"),
+        tenants=tuple(
+            TenantStatus(
+                name=each.name,
+                active_requests=each.active_requests,
+                requests=each.requests,
+                refused_requests=each.refused_requests,
+                prompt_tokens=each.prompt_tokens,
+                generated_tokens=each.generated_tokens,
+            )
+            for each in response.tenants
+        ),
+        is_partial=response.is_partial,
     )
+
+
+def _encryption(response: inference_pb2.GetClusterStatusResponse, name: str) -> Encryption | None:
+    if not response.HasField(name):
+        return None
+    told = getattr(response, name)
+    return Encryption(encrypted=told.encrypted, expires_at_s=told.expires_at_s or None)
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """How a generate call ended at a router, if not well."""
+
+    error: errors.PagewireError
+    is_router_lost: bool = False  # another router may do what this one did not
+
+
+# Makes a failure, given the limit of the call in seconds, which the words may name.
+FailureWithin = Callable[[float], CallFailure]
 
 
 def is_router_lost(failure: grpc.aio.AioRpcError) -> bool:
@@ -174,10 +210,40 @@ def is_router_lost(failure: grpc.aio.AioRpcError) -> bool:
     if failure.code() is not grpc.StatusCode.UNAVAILABLE or _NO_GRPC in (failure.details() or ""):
         return False
     details = _details(failure)
-    if not details.code:  # no router says nothing
-        return True
-    reason = error_details_pb2.ErrorInfo()
-    return any(each.Unpack(reason) and reason.reason == _STOPS for each in details.details)
+    return not details.code or _is_stopping(details)  # where no router is, nobody says anything
+
+
+def failure_from(failure: grpc.aio.AioRpcError, address: str, timeout_s: float) -> CallFailure:
+    """Convert the end of a gRPC call."""
+    return CallFailure(error_from(failure, address, timeout_s), is_router_lost(failure))
+
+
+def failure_from_status(serialized: bytes, address: str, timeout_s: float) -> CallFailure:
+    """Convert a google.rpc.Status with which GenerateMany ends one of its calls."""
+    try:
+        status = status_pb2.Status.FromString(serialized)
+    except DecodeError:
+        told = f"{address} ended the call with a status that cannot be read"
+        return CallFailure(errors.ServerError(told, code="UNKNOWN"))
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    message = status.message or code.name
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return CallFailure(timed_out(address, timeout_s, message))
+    is_lost = code is grpc.StatusCode.UNAVAILABLE and _is_stopping(status)
+    return CallFailure(_error_told(code, message, status), is_lost)
+
+
+def stream_ended(address: str, _timeout_s: float) -> CallFailure:
+    """Return what calls end with whose stream a router has ended in silence."""
+    told = f"the router at {address} ended the stream"
+    return CallFailure(errors.ConnectionFailedError(told, code="UNAVAILABLE"), is_router_lost=True)
+
+
+def timed_out(address: str, timeout_s: float, said: str = "") -> errors.TimeoutError:
+    """Make the error of a call that took too long; `said` is what the router knows of it."""
+    told = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
+    code = grpc.StatusCode.DEADLINE_EXCEEDED.name
+    return errors.TimeoutError(f"{told}: {said}" if said else told, code=code)
 
 
 def error_from(
@@ -197,20 +263,13 @@ def error_from(
             is_other = code is grpc.StatusCode.UNIMPLEMENTED or _NO_GRPC in message
             other = f"something answers at {address}, but it is not a Pagewire router"
             told = other if is_other else f"no connection to {address}"
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                message += " A router that is older than this client lacks methods, too."
             return errors.ConnectionFailedError(f"{told}: {message}", code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            told = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
-            if failure.trailing_metadata():  # the router was first to notice, and knows more
-                told = f"{told}: {message}"
-            return errors.TimeoutError(told, code=code.name)
+            # The router that was first to notice knows more.
+            return timed_out(address, timeout_s, message if failure.trailing_metadata() else "")
     return _error_told(code, message, _details(failure))
-
-
-def error_from_status(serialized: bytes) -> errors.PagewireError:
-    """Make the exception that fits a google.rpc.Status of the router, as GenerateMany sends it."""
-    status = status_pb2.Status.FromString(serialized)
-    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
-    return _error_told(code, status.message or code.name, status)
 
 
 def _error_told(
@@ -354,6 +413,11 @@ def _details(failure: grpc.aio.AioRpcError) -> status_pb2.Status:
     return status
 
 
+def _is_stopping(status: status_pb2.Status) -> bool:
+    reason = error_details_pb2.ErrorInfo()
+    return any(each.Unpack(reason) and reason.reason == _STOPS for each in status.details)
+
+
 def _violations(details: status_pb2.Status) -> tuple[errors.FieldViolation, ...]:
     found: list[errors.FieldViolation] = []
     for detail in details.details:
@@ -377,6 +441,6 @@ def _retry_after_s(details: status_pb2.Status) -> float | None:
 def _is_from_server(failure: grpc.aio.AioRpcError) -> bool:
     """Tell an UNAVAILABLE that a router answered from one that the channel made up.
 
-    Only an answering server sends initial or trailing metadata.
+    Only an answering server sends trailing metadata; headers a lost one may have sent before.
     """
-    return bool(failure.trailing_metadata()) or bool(failure.initial_metadata())
+    return bool(failure.trailing_metadata())

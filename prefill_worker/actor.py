@@ -30,6 +30,9 @@ class PrefillActor(WorkerActor[PrefillConfig]):
             executor=executor,
             credentials=credentials,
             transports=open_transports(
-                executor.engine.storage, self._settings.device, self._settings.host
+                executor.engine.storage,
+                self._settings.device,
+                self._settings.host,
+                self._process.links.page_tls,
             ),
         )

@@ -11,6 +11,7 @@ Its finished pages are handed to the transfer chunk by chunk, in COMPUTING and a
 import enum
 from dataclasses import dataclass
 
+from grammars.bits import TokenBits
 from kv_cache.prefix_cache import Lease, SequencePages
 from llm_engine.sampling import SampledToken, SamplingParams
 
@@ -34,6 +35,7 @@ class Prompt:
     choices: tuple[int, ...]  # whose next token to draw
     first_page: int  # pages before it are not wanted
     salt: bytes = b""
+    allowed: TokenBits | None = None  # what may be drawn under a constraint; None: anything
     is_suspect: bool = False  # a pass failed that computed for its request: it computes alone
 
     arrival: int = -1  # 0, 1, 2 ...

@@ -73,6 +73,7 @@ def _slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
             prompt_token_ids=prompt_token_ids,
             output_token_ids=output_token_ids,
             eos_token_ids=eos_token_ids,
+            allowed=prompt.allowed,
         )
         for choice in (prompt.choices if chunk.is_last else ())
     )

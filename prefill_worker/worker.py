@@ -8,6 +8,8 @@ import grpc
 
 from credentials.cluster import ClusterCredentials
 from credentials.party import Party
+from grammars.bits import TokenBits
+from grammars.errors import GrammarError
 from kv_transfer.connections import AcceptedConnections
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError, TransportRefused
@@ -20,6 +22,7 @@ from prefill_worker.errors import (
     ConnectionFailed,
     ConnectionUnknown,
     IncompatibleLayout,
+    InvalidPrompt,
     TransportUnknown,
     WrongReceiver,
 )
@@ -51,7 +54,8 @@ def make_prefill_worker(
 
     Args:
         config: Limits and deadlines.
-        run_blocking: Runs page digests; `kv_transfer.driver.run_inline` in virtual time.
+        run_blocking: Runs page digests, and grammars; in virtual time
+            `kv_transfer.driver.run_inline`.
     """
     context = WorkerContext(
         config=config,
@@ -183,6 +187,8 @@ class PrefillWorker:
             page_size=self._context.layout.page_size,
             num_waiting=self.scheduler.num_waiting,
         )
+        await self._set_mask(start.prompt)
+        self._context.check_open()  # still
         try:
             outgoing = self._accepted.get(
                 (receiver.name, receiver.incarnation), start.connection_id
@@ -207,6 +213,22 @@ class PrefillWorker:
             raise
         self._context.wake.set_by_arrival()
         return attempt
+
+    async def _set_mask(self, prompt: Prompt) -> None:
+        """Find out what may be drawn for a prompt that is held to a form."""
+        constraint = prompt.params.constraint
+        if constraint is None:
+            return
+
+        def allowed() -> TokenBits:
+            matcher = self._context.grammars.begin(constraint)
+            matcher.accept(prompt.tokens[prompt.prompt_len :])
+            return matcher.allowed()
+
+        try:
+            prompt.allowed = await self._run_blocking(allowed)
+        except GrammarError as error:
+            raise InvalidPrompt(f"sampling.constraint: {error}") from None
 
     def _fail(self, attempt: Attempt, error: WorkerError) -> None:
         attempt.fail(PrefillFailure(code=status_number(error), message=str(error)))

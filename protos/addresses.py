@@ -1,6 +1,15 @@
-"""How addresses are written: "host:port", with brackets around the colons of IPv6."""
+"""Addresses: "host:port", with brackets around the colons of IPv6, and whom they reach."""
+
+import ipaddress
 
 
 def join_address(host: str, port: int | str) -> str:
     """Return "host:port", or "[host]:port" for an IPv6 host (RFC 3986, 3.2.2)."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host reaches an address."""
+    address = ipaddress.ip_address(host.partition("%")[0])  # without its zone
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -8,7 +8,8 @@ the requests itself:
 - A call that sends no request for `request_s` ends with DEADLINE_EXCEEDED.
 - While more than `max_silent` calls are without a request, the oldest of them ends with
   RESOURCE_EXHAUSTED: a request that arrives in parts takes memory.
-- A method with `max_calls` open calls refuses more with RESOURCE_EXHAUSTED.
+- A method with `max_calls` open calls refuses more with RESOURCE_EXHAUSTED. Where callers are
+  known, one that has many of them is refused earlier, and others find some left: protos/shares.py.
 - Bytes that are no message of the method's type end the call with INVALID_ARGUMENT.
 - So does a request of more than `max_fields` fields, before it is parsed: millions of tiny fields
   would stop the event loop for a second.
@@ -26,7 +27,9 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
 from pagewire.protos.call_tasks import mark_seen
-from protos.field_count import LARGE_REQUEST_BYTES, has_more_fields
+from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
+from protos.field_count import has_more_fields
+from protos.shares import may_take
 
 MAX_SILENT = 128
 YOUNG_S = 0.5  # a burst of calls is accepted faster than its requests are read
@@ -52,6 +55,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         max_fields: Of a request with all messages in it; None for trusted clients: not counted.
         max_silent: Calls whose request has not arrived; those younger than YOUNG_S do not count.
         request_s: Longest time from the beginning of a call to the end of its request.
+        caller: Returns who makes the current call; None: callers are not told apart.
     """
 
     def __init__(
@@ -61,12 +65,15 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         max_fields: int | None = None,
         max_silent: int = MAX_SILENT,
         request_s: float = REQUEST_S,
+        caller: Callable[[], str] | None = None,
     ) -> None:
         self._max_calls = max_calls
         self._max_fields = max_fields
         self._max_silent = max_silent
         self._request_s = request_s
+        self._caller = caller
         self._num_open: Counter[str] = Counter()  # by method
+        self._num_own: Counter[tuple[str, str]] = Counter()  # by method and caller; none is 0
         self._silent: dict[_Silence, None] = {}  # oldest first
         self._trimming: asyncio.TimerHandle | None = None  # set while there are too many
         self._guarded: dict[str, Any] = {}  # method |-> handler
@@ -108,16 +115,30 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _place(self, method: str) -> Iterator[None]:
-        if self._num_open[method] >= self._max_calls:
+        num_open = self._num_open[method]
+        if num_open >= self._max_calls:
             raise CallRefused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self._max_calls} calls of {method} are open, the limit of this server",
             )
+        own = None if self._caller is None else (method, self._caller())
+        if own and not may_take(self._num_own[own], num_open, self._max_calls):
+            raise CallRefused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._num_own[own]} calls of {method} of this caller are open; what is left is "
+                "for others",
+            )
         self._num_open[method] += 1
+        if own:
+            self._num_own[own] += 1
         try:
             yield
         finally:
             self._num_open[method] -= 1
+            if own:
+                self._num_own[own] -= 1
+                if not self._num_own[own]:
+                    del self._num_own[own]
 
     async def _read(self, context: grpc.aio.ServicerContext) -> bytes:
         """Return the only request of a call."""
@@ -181,7 +202,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         request_type = descriptor_pool.Default().FindMethodByName(name).input_type
         # In a thread, which lets the event loop run in between.
         if await asyncio.to_thread(has_more_fields, raw, request_type, limit):
-            raise ValueError(f"it has more than {limit} fields")
+            raise ValueError(f"found more than {limit} fields; allowed: at most {limit}")
 
 
 class _Silence:

@@ -6,8 +6,6 @@ them, in a second during which nothing else runs.
 
 from typing import Any
 
-LARGE_REQUEST_BYTES = 64 * 2**10  # smaller ones parse within 10 ms, whatever they hold
-
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT_BYTES = 10
 

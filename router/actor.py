@@ -28,6 +28,7 @@ class RouterActor:
     async def __init__(self, settings: RouterSettings, controller_name: str) -> None:  # type: ignore[misc] # Ray awaits it
         configure_logging(settings.log_level, settings.log_format)
         self._controller_name = controller_name
+        self._ending: asyncio.Task[None] | None = None
         try:
             self._process = RouterProcess(settings, self._find_controller)
             self._address = await self._process.start()
@@ -42,17 +43,42 @@ class RouterActor:
         """Return the gRPC address."""
         return self._address
 
+    async def cluster_token(self) -> str:
+        """Return the token with which whoever may use this Ray calls; empty: none is needed."""
+        return self._process.cluster_token
+
     async def misfits(self) -> dict[str, str]:
         """Return the workers that serve another model than the others, and in what it differs."""
         return self._process.router.registry.misfits()
+
+    async def ready_workers(self) -> dict[str, int]:
+        """Return the workers that requests go to: name |-> which start."""
+        registry = self._process.router.registry
+        ready = [*registry.ready("prefill"), *registry.ready("decode")]
+        return {each.member.worker_id: each.member.incarnation for each in ready}
 
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end everything but the actor."""
         await self._process.stop(grace_s)
 
+    async def restart(self, grace_s: float) -> None:
+        """Begin to end: let what runs go on for `grace_s`; then Ray starts it anew.
+
+        Returns at once; a second call changes nothing.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._begin_anew(grace_s))
+
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()
+
+    async def _begin_anew(self, grace_s: float) -> None:
+        try:
+            await self._process.stop(grace_s)
+        except Exception:
+            log.exception("stop_failed")
+        os._exit(1)
 
     async def _find_controller(self) -> str:
         """Return where the controller is now: its port may be another one after each start."""

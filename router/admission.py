@@ -8,17 +8,22 @@ from functools import partial
 from hashlib import sha256
 from typing import TypeVar
 
+from grammars.errors import InvalidConstraint, NoVocabulary
 from kv_cache.page_hash import packed_page_hashes
 from pagewire.protos.token_ids import TOKEN_BYTES
+from protos.shares import may_take
 from router.chat_format import ToolCallFormat, begins_in_reasoning, has_reasoning, tool_call_format
 from router.config import RouterConfig
-from router.errors import NoWorker, Overloaded, RouterStops
+from router.constraint_check import ConstraintChecker
+from router.errors import InvalidRequest, NoWorker, Overloaded, RouterStops
 from router.generation import Generation
 from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
 from router.prompt import LARGE_PIECES_BYTES, Chat, Prompt, PromptEncoder
-from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.request import AskedSampling, GenerationRequest, Sampling, ServedModel
 from router.resumption import ResumeTokens, Resumption
+from router.tenants.account import Account
+from router.tenants.tenant import Tenant, TenantRules
 from router.validation import (
     MAX_REQUEST_FIELDS,
     check_model,
@@ -47,7 +52,10 @@ class Admission:
         random_id: Callable[[], str],
         resume_tokens: ResumeTokens,
         off_loop: OffLoop,
+        constraints: ConstraintChecker | None,
+        has_tenants: bool,
     ) -> None:
+        self._has_tenants = has_tenants  # more than one, so that places are divided
         self.num_active = 0
         self.num_finished = 0  # calls that succeeded, since the start
         self.is_closed = False  # takes nothing new
@@ -58,6 +66,7 @@ class Admission:
         self._random_id = random_id
         self._resume_tokens = resume_tokens
         self._off_loop = off_loop
+        self._constraints = constraints  # None: the router has no tokenizer
         self._idle = asyncio.Event()
         self._idle.set()
         template = folder.chat_template.source if folder.chat_template else ""
@@ -68,11 +77,11 @@ class Admission:
         self.max_request_fields = MAX_REQUEST_FIELDS
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
+    def slot(self, tenant: Tenant) -> Iterator[None]:
         """Hold a place among the active requests.
 
         Raises:
-            Overloaded: There is none.
+            Overloaded: There is none, or none for this tenant: none is to have them all.
             RouterStops: It takes nothing new.
         """
         if self.is_closed:
@@ -83,12 +92,23 @@ class Admission:
                 f"{limit} requests are active, the limit of this router",
                 self._config.retry_delay_s,
             )
+        tenant.check_active(self._config.retry_delay_s)
+        if self._has_tenants and not may_take(
+            tenant.num_active, self.num_active, limit, tenant.rules.weight
+        ):
+            raise Overloaded(
+                f"{tenant.num_active} calls of this tenant are active; what is left of the "
+                f"router's {limit} places is for others",
+                self._config.retry_delay_s,
+            )
         self.num_active += 1
+        tenant.num_active += 1
         self._idle.clear()
         try:
             yield
         finally:
             self.num_active -= 1
+            tenant.num_active -= 1
             if not self.num_active:
                 self._idle.set()
 
@@ -122,6 +142,7 @@ class Admission:
     async def admit(
         self,
         *,
+        account: Account,
         request_id: str,
         model_name: str,
         prompt: Prompt,
@@ -135,16 +156,19 @@ class Admission:
         Raises:
             InvalidRequest: A field is wrong.
             NoWorker: No worker has told yet which model it serves.
+            Overloaded: The tenant has used too many tokens.
         """
+        tenant = account.tenant.rules
         begun = self._resume_tokens.read(resumption.token) if resumption else None
         model = await self._model()
         check_model(model_name, model)
 
         def check_and_hash(packed: bytes) -> tuple[bytes, tuple[bytes, ...], bytes]:
             check_prompt(packed, model)
-            return packed, self._page_hashes(packed, model), sha256(packed).digest()
+            return packed, self._page_hashes(packed, model, tenant), sha256(packed).digest()
 
         text, (packed, page_hashes, digest) = await self._encode(prompt, model, check_and_hash)
+        account.use_prompt(len(packed) // TOKEN_BYTES)
         sampling = complete_sampling(
             asked,
             defaults=self._folder.defaults,
@@ -153,6 +177,7 @@ class Admission:
             has_tokenizer=self._folder.tokenizer is not None,
             draw_seed=lambda: begun.seed if begun else int(self._random_id()[:16], 16),
         )
+        await self._check_constraint(sampling, model)
         if begun:  # the router that began may have known of other workers
             sampling = replace(sampling, max_tokens=begun.max_tokens)
         timeout_s = self._config.request_timeout_s
@@ -167,8 +192,12 @@ class Admission:
             page_size=model.page_size,
             arrived_at=arrived_at,
             deadline_at=asyncio.get_running_loop().time() + timeout_s,
-            begins_in_reasoning=isinstance(prompt, Chat) and begins_in_reasoning(text),
+            # What is held to a form is the answer, from its first token on.
+            begins_in_reasoning=sampling.constraint is None
+            and isinstance(prompt, Chat)
+            and begins_in_reasoning(text),
             prompt_digest=digest,
+            tenant=tenant,
             resumed_from=begun.request_id if begun else "",
         )
         generation = Generation(request, self._folder.tokenizer)
@@ -176,7 +205,22 @@ class Admission:
             self._resume_tokens.check(resumption.token, request, asked, model.fingerprint)
             check_resumption(resumption, sampling, model)
             await self._resume(generation, resumption)
+            account.skip(generation.num_tokens)
         return generation, self._resume_tokens.issue(request, asked, model.fingerprint)
+
+    async def _check_constraint(self, sampling: Sampling, model: ServedModel) -> None:
+        constraint = sampling.constraint
+        if constraint is None or self._constraints is None:
+            return
+        field = f"sampling.constraint.{constraint.kind.value}"
+        try:
+            await self._constraints.check(constraint, model)
+        except InvalidConstraint as error:
+            raise InvalidRequest(field, error.found, error.allowed) from None
+        except NoVocabulary as error:
+            raise InvalidRequest(
+                field, "a constraint", f"none: the model's tokenizer cannot serve it: {error}"
+            ) from None
 
     async def _resume(self, generation: Generation, resumption: Resumption) -> None:
         num_bytes = sum(len(each.packed_token_ids) for each in resumption.choices)
@@ -192,13 +236,15 @@ class Admission:
         max_chars = self._config.prompt_chars_limit(model.max_context_tokens)
         return await self._encoder.encode(prompt, finish, max_chars=max_chars)
 
-    def _page_hashes(self, packed: bytes, model: ServedModel) -> tuple[bytes, ...]:
+    def _page_hashes(
+        self, packed: bytes, model: ServedModel, tenant: TenantRules
+    ) -> tuple[bytes, ...]:
         return tuple(
             packed_page_hashes(
                 packed,
                 model.page_size,
                 fingerprint=model.fingerprint,
-                salt=self._config.cache_salt,
+                salt=tenant.cache_salt,
                 key=self._config.page_hash_key,
             )
         )

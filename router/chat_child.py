@@ -1,55 +1,49 @@
 """The process in which a chat template runs: what router/chat_renderer.py starts.
 
-Standard input is a socket to the router. Each message on it is a JSON object behind its length,
-four bytes big-endian. The first one brings the template and its limits; the answer to it is {} once
-the template is compiled. Each later one brings a chat and is answered with one of
+It is told the template, and answers each chat with one of
 
     {"text": ...}      the rendering
     {"refused": ...}   the template does not accept these messages
     {"tools": ...}     the tools are none: what they are
     {"error": ...}     the template failed
-    {"exceeded": ...}  it passed a limit; the process ends
-
-A rendering that takes more processor time than it may ends the process by a signal. The process
-also ends with its router: the socket does, and what runs then has its time limit.
 """
 
-import json
-import os
-import resource
-import signal
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from router.chat_template import ChatTemplate
+from router.child_side import Answer, Work, serve
 from router.errors import ChatTemplateError, RefusedByTemplate, WrongTools
 
-LENGTH_BYTES = 4
 MAX_REASON_CHARS = 500
-NICENESS = 10  # the router's own event loop goes first
-
-Answer = dict[str, str]
 
 
 def main() -> None:
-    """Serve the socket that is standard input until it ends."""
-    router = socket.socket(fileno=0)
-    with suppress(BrokenPipeError, ConnectionResetError, EOFError):
-        settings = _receive(router)
-        template = ChatTemplate(
-            settings["source"],
-            special_tokens=settings["special_tokens"],
-            max_chars=settings["max_chars"],
-        )
-        _give_up_rights()
-        _limit_memory(settings["memory_bytes"])
-        answer = _limited(settings, _compile, template)
-        _send(router, answer)
-        while "exceeded" not in answer:
-            answer = _limited(settings, _render, template, _receive(router))
-            _send(router, answer)
+    """Serve the router."""
+    serve(_make_work)
+
+
+def _make_work(settings: Any) -> tuple[Callable[[], Answer], Work]:
+    template = ChatTemplate(
+        settings["source"],
+        special_tokens=settings["special_tokens"],
+        max_chars=settings["max_chars"],
+    )
+    return (
+        lambda: _answered(lambda: _compile(template)),
+        lambda chat: _answered(lambda: _render(template, chat)),
+    )
+
+
+def _answered(work: Callable[[], Answer]) -> Answer:
+    try:
+        return work()
+    except WrongTools as wrong:
+        return {"tools": str(wrong)[:MAX_REASON_CHARS]}
+    except RefusedByTemplate as refused:
+        return {"refused": str(refused)[:MAX_REASON_CHARS]}
+    except ChatTemplateError as error:
+        return {"error": str(error)[:MAX_REASON_CHARS]}
 
 
 def _compile(template: ChatTemplate) -> Answer:
@@ -64,58 +58,3 @@ def _render(template: ChatTemplate, chat: dict[str, Any]) -> Answer:
     except UnicodeEncodeError as error:
         raise ChatTemplateError(f"wrote what is no text: {error.reason}") from None
     return {"text": text}
-
-
-def _limited(settings: dict[str, Any], work: Callable[..., Answer], *args: Any) -> Answer:
-    # The default action of the signal is the process's end, also in the middle of one long
-    # operation, where no Python code runs.
-    signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])
-    try:
-        return work(*args)
-    except WrongTools as wrong:
-        return {"tools": str(wrong)[:MAX_REASON_CHARS]}
-    except RefusedByTemplate as refused:
-        return {"refused": str(refused)[:MAX_REASON_CHARS]}
-    except ChatTemplateError as error:
-        return {"error": str(error)[:MAX_REASON_CHARS]}
-    except MemoryError:
-        return {"exceeded": f"needed more than {settings['memory_bytes'] >> 20} MiB of memory"}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _give_up_rights() -> None:
-    os.nice(NICENESS)
-    # No core dump with prompts in it, no file written, no other process.
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))
-
-
-def _limit_memory(num_bytes: int) -> None:
-    """Let the process take so much more than it has now."""
-    with open("/proc/self/statm") as file:
-        num_pages = int(file.read().split()[0])
-    limit = num_pages * resource.getpagesize() + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _receive(router: socket.socket) -> Any:
-    length = int.from_bytes(_read(router, LENGTH_BYTES), "big")
-    return json.loads(_read(router, length))
-
-
-def _read(router: socket.socket, num_bytes: int) -> bytes:
-    parts = []
-    while num_bytes:
-        part = router.recv(min(num_bytes, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        num_bytes -= len(part)
-    return b"".join(parts)
-
-
-def _send(router: socket.socket, answer: Answer) -> None:
-    # What is no text can only be in the words of an error; JSON writes it as escapes, too.
-    encoded = json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace")
-    router.sendall(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)

@@ -15,7 +15,6 @@ class RouterConfig:
     """Limits, deadlines and policy weights. Times are seconds, lengths are as named."""
 
     router_id: str = "router-0"  # in logs and session greetings
-    cache_salt: bytes = b""  # of the prefix cache; part of every page hash
     page_hash_key: bytes = field(default=b"", repr=False)  # of the page hashes, as the workers'
     resume_key: bytes = field(default=b"", repr=False)  # of resume tokens, as all routers'
     local_prefill_max_tokens: int = 64  # as the decode workers are configured
@@ -31,6 +30,17 @@ class RouterConfig:
         "A request that would wait longer before it starts is refused at once with "
         "RESOURCE_EXHAUSTED; one that has begun never is.",
         above=0,
+    )
+    tenants_file: str = option(
+        "",
+        "File that says who may call, and how much each may take; see docs/tenants.md. Empty: "
+        "everybody may.",
+    )
+    max_backlog_s: float = option(
+        0.5,
+        "With a tenants file: while a request would wait for longer than this at the workers, it "
+        "waits in the router, where tenants take turns.",
+        at_least=0,
     )
     retry_delay_s: float = option(
         0.5, "Suggested to clients that were refused; more after a long wait.", at_least=0

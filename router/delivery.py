@@ -19,8 +19,8 @@ class Delivery(Generic[Message]):
 
     Args:
         messages: What to write, in order.
-        begin: Sends the headers, before the first message. gRPC would send them with it, and then
-            no status while the client holds it up.
+        begin: Sends the headers, before the first message; None: they were sent. gRPC would send
+            them with it, and then no status while the client holds it up.
         write: Returns when the client has room for the next message.
         timeout_s: Longest time that one write may take.
     """
@@ -29,7 +29,7 @@ class Delivery(Generic[Message]):
         self,
         messages: AsyncGenerator[Message, None],
         *,
-        begin: Callable[[], Awaitable[None]],
+        begin: Callable[[], Awaitable[None]] | None,
         write: Callable[[Message], Awaitable[None]],
         timeout_s: float,
     ) -> None:
@@ -64,13 +64,13 @@ class Delivery(Generic[Message]):
 
     async def _write_all(self) -> None:
         loop = asyncio.get_running_loop()
-        has_begun = False
+        begin = self._begin
         async with aclosing(self._messages) as messages:
             async for message in messages:
                 self._blocked_since = loop.time()
-                if not has_begun:
-                    has_begun = True
-                    await self._begin()
+                if begin:
+                    await begin()
+                    begin = None
                 await self._write(message)
                 self._blocked_since = None
                 if self._is_over:

@@ -1,6 +1,7 @@
 """Gets requests served: places them on decode workers, receives their tokens, resumes them.
 
 Life of a request here:
+0. WAITING    with a tenants file, while the workers have enough: see router/tenants/turns.py
 1. PLACED     the policy chose a decode worker; load is counted there
 2. SUBMITTED  on the one session that this router has with that worker
 3. STREAMING  each message of the session feeds the `Generation`s it names; the client's call takes
@@ -32,14 +33,15 @@ from router.errors import (
     RouterError,
     RouterStops,
 )
-from router.expected_wait import Demand, wait_to_hold_s
+from router.expected_wait import EXPECTED_NEW_TOKENS, Demand, wait_to_hold_s
 from router.generation import Generation
 from router.hot_prefixes import HotPrefixes
 from router.pacing import Pacer
 from router.placement import Placement
-from router.policy import PolicyWeights, RouteQuery, route
+from router.policy import PolicyWeights, RouteDecision, RouteQuery, route
 from router.prefix_index import PrefixIndex
 from router.session import Session, Stream
+from router.tenants.turns import Turns
 from router.worker_registry import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,12 @@ class Dispatcher:
     """All requests and sessions of one router."""
 
     def __init__(
-        self, *, config: RouterConfig, registry: WorkerRegistry, index: PrefixIndex
+        self,
+        *,
+        config: RouterConfig,
+        registry: WorkerRegistry,
+        index: PrefixIndex,
+        has_tenants: bool,
     ) -> None:
         self.num_resumed = 0  # see Generation.num_resumptions
         self.hot_prefixes = HotPrefixes(max_prefixes=_MOST_PREFIXES)
@@ -66,6 +73,7 @@ class Dispatcher:
             local_prefill_max_tokens=config.local_prefill_max_tokens,
             max_prefill_candidates=config.max_prefill_candidates,
         )
+        self._turns = Turns(self._has_room) if has_tenants else None
         self._pacer = Pacer(config.coalesce_ms / 1000)
         self._sessions: dict[Worker, Session] = {}
         self._drivers: set[asyncio.Task[None]] = set()
@@ -84,8 +92,9 @@ class Dispatcher:
             yield stream
         finally:
             self._drivers.discard(driver)
-            driver.cancel()
-            await asyncio.wait([driver], timeout=1)
+            if not driver.done():
+                driver.cancel()
+                await asyncio.wait([driver], timeout=1)
 
     def check_room(self) -> None:
         """Refuse a request that not even the smallest prompt would let start in time."""
@@ -195,19 +204,41 @@ class Dispatcher:
         while not (ready := self._registry.ready("decode")):
             if not await self._registry.wait_changed(until):
                 raise NoWorker(f"no decode worker for {wait_s:g} s; {_progress(generation)}")
-        return self._others(refused) or ready
+        return (refused and self._others(refused)) or ready
 
     async def _place(self, generation: Generation, refused: set[str]) -> Placement:
         """Choose workers and count the request's load there."""
-        decode_workers = await self._candidates(generation, refused)
+        while True:
+            decode_workers = await self._candidates(generation, refused)
+            # Those that have begun wait for nobody.
+            if self._turns is None or generation.attempt >= 0 or generation.num_resumptions:
+                return self._place_now(generation, decode_workers)
+            tenant, cost = generation.request.tenant, _cost(generation)
+            wait_s = self._turns.expected_wait_s(tenant.name, cost=cost, weight=tenant.weight)
+            self._check_wait(wait_s)
+            async with self._turns.turn(tenant.name, generation, cost=cost, weight=tenant.weight):
+                if decode_workers := self._registry.ready("decode"):
+                    return self._place_now(generation, self._others(refused) or decode_workers)
+
+    def _has_room(self, generation: Generation) -> bool:
+        """Tell whether a request would start soon; where no worker is, it waits for one."""
+        decode_workers = self._registry.ready("decode")
+        if not decode_workers:
+            return True
+        wait_s = self._decide(generation, decode_workers)[0].least_wait_s
+        return wait_s <= self._config.max_backlog_s
+
+    def _decide(
+        self, generation: Generation, decode_workers: list[Worker]
+    ) -> tuple[RouteDecision, int]:
+        """Choose workers; return also how many pages of the prompt some worker holds."""
         now = asyncio.get_running_loop().time()
         request = generation.request
         overlaps = self._index.match(request.page_hashes, now)
-        num_sequences = sum(not choice.is_finished for choice in generation.choices)
         decision = route(
             RouteQuery(
                 num_tokens=request.prompt_len,
-                num_sequences=num_sequences,
+                num_sequences=generation.num_unfinished,
                 max_new_tokens=request.sampling.max_tokens,
                 page_size=request.page_size,
                 affinity=(request.page_hashes or (request.packed_token_ids,))[0],
@@ -217,14 +248,20 @@ class Dispatcher:
             overlaps=overlaps,
             weights=self._weights,
         )
+        return decision, max(overlaps.values(), default=0)
+
+    def _place_now(self, generation: Generation, decode_workers: list[Worker]) -> Placement:
+        request = generation.request
+        decision, num_known = self._decide(generation, decode_workers)
         if generation.attempt < 0 and not generation.num_resumptions:
             self._check_wait(decision.least_wait_s)
             self.hot_prefixes.add(
+                request.tenant.name,
                 request.page_hashes,
-                num_known=max(overlaps.values(), default=0),
+                num_known=num_known,
                 page_size=request.page_size,
             )
-        expires_at = now + self._config.speculative_ttl_s
+        expires_at = asyncio.get_running_loop().time() + self._config.speculative_ttl_s
         for worker_id in dict.fromkeys((decision.decode_worker, decision.computing_worker)):
             self._index.expect(worker_id, request.page_hashes, expires_at)
         return Placement(
@@ -234,7 +271,7 @@ class Dispatcher:
             num_computed_tokens=decision.num_computed_tokens,
             prompt_len=request.prompt_len,
             num_pages=decision.num_received_pages,
-            num_sequences=num_sequences,
+            num_sequences=generation.num_unfinished,
         )
 
     def _check_wait(self, wait_s: float) -> None:
@@ -260,7 +297,6 @@ class Dispatcher:
             attempt=generation.attempt,
             choices=choices,
             prefill_candidates=[worker.member for worker in placement.prefill],
-            cache_salt=self._config.cache_salt,
             timeout_s=remaining_s,
             failed_passes=generation.failed_passes,
         )
@@ -270,6 +306,8 @@ class Dispatcher:
         finally:
             session.remove(stream)
             placement.release(asyncio.get_running_loop().time())
+            if self._turns is not None:
+                self._turns.go_on()
 
     def _session(self, worker: Worker) -> Session:
         session = self._sessions.get(worker)
@@ -295,6 +333,13 @@ class Dispatcher:
                 # Declares the worker dead, which comes back to worker_lost.
                 self._registry.report_broken(session.worker, reason)
                 self.worker_lost(session.worker, reason)
+
+
+def _cost(generation: Generation) -> int:
+    """Return the tokens that a new request is expected to take of the workers."""
+    sampling = generation.request.sampling
+    num_new = sampling.n * min(sampling.max_tokens, EXPECTED_NEW_TOKENS)
+    return generation.request.prompt_len + num_new
 
 
 def _progress(generation: Generation) -> str:

@@ -3,7 +3,8 @@
 RouterError
   InvalidRequest         a field is wrong; says which, what was found and what is allowed
     UnknownModel         the model name is not served
-  Overloaded             too many active requests; try again after `retry_delay_s`
+  NotAuthenticated       the call has no token of a tenant
+  Overloaded             the router or the tenant has enough; try again after `retry_delay_s`
   NoWorker               no decode worker became available in time
   RouterStops            the router stops; another one can go on with the call
   RequestFailed          a worker ended the request with an error of the request's own
@@ -12,6 +13,7 @@ RouterError
   SlowClient             the client did not take its messages
 
 ModelFolderError         a file of the model folder is missing or broken (at start)
+TenantsFileError         the tenants file cannot be used
 ChatTemplateError        a chat template is not valid or broke a rule of the sandbox
   TemplateLimit          it took more time or memory than it may
 PortTaken                nothing can listen on the port of the metrics (at start)
@@ -56,6 +58,10 @@ class UnknownModel(InvalidRequest):
     """The model name is not served."""
 
 
+class NotAuthenticated(RouterError):
+    """A call does not say, by a token, for whom it is made. Nobody is told which tenants exist."""
+
+
 class Overloaded(RouterError):
     """There is no room for another request."""
 
@@ -96,12 +102,20 @@ class ModelFolderError(Exception):
     """A file of the model folder cannot be used."""
 
 
+class TenantsFileError(Exception):
+    """The tenants file cannot be used; the message says why, line by line."""
+
+
 class PortTaken(Exception):
     """Nothing can listen on the port of the metrics."""
 
 
 class ChatTemplateError(Exception):
     """The model's chat template cannot be compiled or broke a rule of the sandbox."""
+
+
+class ChildLimit(Exception):
+    """Work in a child process took more time or memory than it may, or ended the process."""
 
 
 class TemplateLimit(ChatTemplateError):

@@ -1,17 +1,20 @@
 """The gRPC server that clients connect to, with the limits that no client may pass.
 
-What these limits leave open, one client may still take from the others: places among the active
-requests, until callers are known by name.
+Where a tenants file says who may call, the door comes first, and one tenant leaves room for others.
 """
+
+from functools import partial
 
 import grpc
 
 from pagewire.protos.grpc_options import LISTEN_OPTIONS, MAX_MESSAGE_BYTES, MAX_STREAM_AGE_S
 from protos.call_guard import CallGuard
 from router.config import RouterConfig
+from router.tenants.gate import TenantGate, caller_name
+from router.tenants.registry import Tenants
 from router.validation import MAX_REQUEST_FIELDS
 
-MIN_PING_INTERVAL_MS = 10_000  # the client's own is three times as long
+MIN_PING_INTERVAL_MS = 1_500  # the client's own is twice as long
 KEEPALIVE_MS = 30_000  # a client whose host is gone leaves no other sign
 PING_TIMEOUT_MS = 20_000
 IDLE_MS = 600_000  # a client's channel connects again by itself
@@ -19,17 +22,26 @@ CONNECTION_AGE_MS = 3_600_000
 MAX_INT = 2**31 - 1
 
 
-def make_server(config: RouterConfig, *, shares_port: bool = False) -> grpc.aio.Server:
+def make_server(
+    config: RouterConfig, tenants: Tenants | None = None, *, shares_port: bool = False
+) -> grpc.aio.Server:
     """Return a server without services and ports.
 
     Args:
         config: Limits.
+        tenants: Who may call; None: everybody.
         shares_port: Other processes of this user may listen on the same port: the kernel gives each
             of them a part of the connections.
     """
-    guard = CallGuard(max_calls=max_open_calls(config), max_fields=MAX_REQUEST_FIELDS)
+    tenants = tenants or Tenants()
+    guard = CallGuard(
+        max_calls=max_open_calls(config),
+        max_fields=MAX_REQUEST_FIELDS,
+        caller=None if tenants.is_open else partial(caller_name, tenants),
+    )
     options = dict(server_options(config)) | {"grpc.so_reuseport": int(shares_port)}
-    return grpc.aio.server(options=tuple(options.items()), interceptors=[guard])
+    interceptors = [TenantGate(tenants), guard]
+    return grpc.aio.server(options=tuple(options.items()), interceptors=interceptors)
 
 
 def max_open_calls(config: RouterConfig) -> int:

@@ -273,7 +273,7 @@ class Generation:
         self.last_token_at: float | None = None
         self.finished_at = 0.0  # valid when is_finished
         self.num_unfinished = len(self.choices)
-        self._past_stats = WorkerStats()  # of the attempts before the current one
+        self._past_stats: WorkerStats | None = None  # of the attempts before the current one
         self._stats = WorkerStats()  # the newest that the current attempt told
         self._running: set[int] = set()  # choices that the current worker still works on
         self._stopped: set[int] = set()  # of those, the ones that have ended here
@@ -305,12 +305,13 @@ class Generation:
     @property
     def stats(self) -> WorkerStats:
         """What all attempts cost, as far as they lived to tell."""
-        return self._past_stats.plus(self._stats)
+        return self._past_stats.plus(self._stats) if self._past_stats else self._stats
 
     def begin_attempt(self, worker_id: str) -> list[tuple[int, Sequence[int]]]:
         """Count a new attempt and return what it has to go on with: (choice, tokens so far)."""
+        if self.attempt >= 0:
+            self._past_stats, self._stats = self.stats, WorkerStats()
         self.attempt += 1
-        self._past_stats, self._stats = self.stats, WorkerStats()
         self.decode_workers.append(worker_id)
         unfinished = [choice for choice in self.choices if not choice.is_finished]
         self._running = {choice.index for choice in unfinished}

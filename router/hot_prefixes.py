@@ -10,6 +10,7 @@ from heapq import nlargest
 class HotPrefix:
     """A prefix that prompts found in a cache."""
 
+    tenant: str  # whose prompts
     page_hash: bytes  # of its last page, which stands for all before
     num_tokens: int
     num_hits: int  # prompts whose longest known prefix it was
@@ -23,12 +24,16 @@ class HotPrefixes:
 
     def __init__(self, *, max_prefixes: int) -> None:
         self._max_prefixes = max_prefixes
-        self._found: OrderedDict[bytes, HotPrefix] = OrderedDict()  # by page hash, latest last
+        # (tenant, page hash) |-> prefix, latest last
+        self._found: OrderedDict[tuple[str, bytes], HotPrefix] = OrderedDict()
 
-    def add(self, page_hashes: Sequence[bytes], *, num_known: int, page_size: int) -> None:
+    def add(
+        self, tenant: str, page_hashes: Sequence[bytes], *, num_known: int, page_size: int
+    ) -> None:
         """Count a prompt.
 
         Args:
+            tenant: Whose it is.
             page_hashes: Of its full pages.
             num_known: How many of them, from the first on, some worker holds.
             page_size: Tokens of a page.
@@ -36,8 +41,9 @@ class HotPrefixes:
         if not num_known:
             return
         page_hash = page_hashes[num_known - 1]
-        before = self._found.pop(page_hash, None)
-        self._found[page_hash] = HotPrefix(
+        before = self._found.pop((tenant, page_hash), None)
+        self._found[tenant, page_hash] = HotPrefix(
+            tenant=tenant,
             page_hash=page_hash,
             num_tokens=num_known * page_size,
             num_hits=before.num_hits + 1 if before else 1,
@@ -45,8 +51,12 @@ class HotPrefixes:
         if len(self._found) > self._max_prefixes:
             self._found.popitem(last=False)
 
-    def hottest(self, count: int) -> list[HotPrefix]:
-        """Return those with most hits, most first; of equals the longest first."""
-        return nlargest(
-            count, self._found.values(), key=lambda each: (each.num_hits, each.num_tokens)
-        )
+    def hottest(self, count: int, tenant: str | None = None) -> list[HotPrefix]:
+        """Return those with most hits, most first; of equals the longest first.
+
+        Args:
+            count: How many at most.
+            tenant: Of this one alone; None: of all.
+        """
+        found = [each for each in self._found.values() if tenant in (None, each.tenant)]
+        return nlargest(count, found, key=lambda each: (each.num_hits, each.num_tokens))

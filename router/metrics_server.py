@@ -1,7 +1,9 @@
 """Serves a router's metrics to Prometheus, over HTTP on a port of its own."""
 
 import socket
+import ssl
 import threading
+from collections.abc import Callable, Iterable
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -22,21 +24,42 @@ class MetricsServer:
     Args:
         registry: What is told. It is collected in these threads.
         host, port: Where Prometheus asks.
+        tls: Of the connections; None: they are in clear.
+        is_operator: Returns whether a request with such a header `authorization`, empty where there
+            is none, may be answered. Called in these threads.
 
     Raises:
         PortTaken: Something else listens there, or nobody may.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        is_operator: Callable[[str], bool] = lambda _: True,
+    ) -> None:
         try:
-            self._server = _Server(host, port)
+            self._server = _Server(host, port, tls)
         except OSError as error:
             reason = error.strerror or str(error)
             raise PortTaken(
                 f"router.metrics_port is {port}, on which nothing can listen at {host}: {reason}; "
                 "choose another, or 0 for no metrics"
             ) from error
-        self._server.set_app(make_wsgi_app(registry))
+        tell = make_wsgi_app(registry)
+
+        def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
+            if is_operator(environ.get("HTTP_AUTHORIZATION", "")):
+                told: Iterable[bytes] = tell(environ, start_response)
+                return told
+            headers = [("www-authenticate", "Bearer"), ("content-type", "text/plain")]
+            start_response("401 Unauthorized", headers)
+            return [b"metrics are for operators; allowed: the bearer token of one\n"]
+
+        self._server.set_app(answer)
         self.address = join_address(host, self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True
@@ -53,7 +76,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        self._tls = tls
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         self._places = threading.Semaphore(MAX_SCRAPES)
@@ -63,6 +87,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)  # that of HTTPServer asks a name server for its own name
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
+
+    def get_request(self) -> Any:
+        request, client_address = super().get_request()
+        if self._tls is not None:  # the handshake is the business of the request's own thread
+            request = self._tls.wrap_socket(
+                request, server_side=True, do_handshake_on_connect=False
+            )
+        return request, client_address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):

@@ -10,19 +10,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks, front_door
 from credentials.party import CONTROLLER_NAME, Party
 from credentials.secret import RouterKeys
 from observability.collector import settle_collector
 from observability.logs import fields
-from pagewire import ClusterStatus
-from pagewire.protos.grpc_options import WORKER_CHANNEL_OPTIONS
 from protos.addresses import join_address
 from router.config import RouterConfig
 from router.front import make_server
@@ -31,10 +31,15 @@ from router.member_feed import MemberFeed
 from router.membership import WorkerMember
 from router.metrics_server import MetricsServer
 from router.router import Router
+from router.tenants.file import digest_of, read_tenants
+from router.tenants.gate import is_operator
+from router.tenants.registry import Tenants
+from router.tenants.watch import TenantsWatch
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0  # for calls to end that were told to
+T = TypeVar("T")
 STATUS_S = 2.0  # for the event loop to say what it knows
 
 
@@ -49,6 +54,7 @@ class RouterSettings:
     shares_port: bool = False  # see router.front
     log_level: str = "info"  # see observability.logs
     log_format: str = "text"
+    tls: TlsSettings = field(default_factory=TlsSettings)
     keys: RouterKeys = field(repr=False)
 
 
@@ -58,6 +64,10 @@ class RouterProcess:
     Args:
         settings: What to start.
         find_controller: Returns the address of the cluster's controller; raises ControllerGone.
+
+    Raises:
+        PemError: A file for TLS cannot be used.
+        TenantsFileError: The tenants file cannot be used.
     """
 
     def __init__(
@@ -65,25 +75,35 @@ class RouterProcess:
     ) -> None:
         keys = settings.keys
         self._settings = settings
+        self._tenants, self._watch = _tenants_of(settings)
         config = replace(
             settings.config, page_hash_key=keys.page_hashes, resume_key=keys.resume_tokens
         )
         credentials = ClusterCredentials(keys.party, secrets.randbits(63) + 1)
+        links = ClusterLinks(settings.tls)
+        self._front = front_door(settings.tls)
         self.router = Router(
             config=config,
             model_dir=settings.model_dir,
-            connect_channel=partial(connect_worker, credentials),
+            connect_channel=partial(connect_worker, credentials, links),
             random_id=lambda: secrets.token_hex(16),
+            describe_tls=lambda: (self._front.encryption(), links.door.encryption()),
+            tenants=self._tenants,
         )
-        self._server = make_server(config, shares_port=settings.shares_port)
+        self._server = make_server(config, self._tenants, shares_port=settings.shares_port)
         self._feed = MemberFeed(
             router_id=config.router_id,
             find_controller=find_controller,
-            connect_controller=partial(connect_controller, credentials),
+            connect_controller=partial(connect_controller, credentials, links),
             take=self.router.set_workers,
         )
-        self._feeding: asyncio.Task[None] | None = None
         self._metrics: MetricsServer | None = None
+        self._followers: list[asyncio.Task[None]] = []  # of members, and of the tenants file
+
+    @property
+    def cluster_token(self) -> str:
+        """The token of whoever started the cluster; empty: nobody needs one."""
+        return "" if self._tenants.is_open else self._settings.keys.cluster_token
 
     async def start(self) -> str:
         """Serve, and find the workers; returns the address as soon as clients can connect.
@@ -91,12 +111,13 @@ class RouterProcess:
         Raises:
             ModelFolderError: The chat template cannot be used.
             RuntimeError: The port is taken.
+            OpenInClear: Other hosts could connect, and nothing would be encrypted.
             PortTaken: That of the metrics is.
         """
         settings = self._settings
         if settings.config.metrics_port:
             self._serve_metrics(settings.config.metrics_port)
-        port = self._server.add_insecure_port(join_address(settings.host, settings.port))
+        port = self._front.add_port(self._server, settings.host, settings.port)
         address = join_address(settings.host, port)
         self.router.register(self._server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -104,7 +125,10 @@ class RouterProcess:
         reflection.enable_server_reflection(names, self._server)
         await self.router.start()
         await self._server.start()
-        self._feeding = asyncio.create_task(self._feed.run(), name="member-feed")
+        self._followers = [asyncio.create_task(self._feed.run(), name="member-feed")]
+        if self._watch is not None:
+            watching = asyncio.create_task(self._watch.run(), name="tenants-watch")
+            self._followers.append(watching)
         settle_collector()
         log.info("router_ready", extra=fields(router_id=settings.config.router_id, address=address))
         return address
@@ -119,9 +143,10 @@ class RouterProcess:
         if self._settings.shares_port:
             closing.append(asyncio.create_task(self._server.stop(grace_s + CLOSE_S)))
         await self.router.stop(grace_s)
-        if self._feeding:
-            self._feeding.cancel()
-            await asyncio.wait([self._feeding], timeout=CLOSE_S)
+        for each in self._followers:
+            each.cancel()
+        if self._followers:
+            await asyncio.wait(self._followers, timeout=CLOSE_S)
         await self._server.stop(None)
         await asyncio.gather(*closing)
         if self._metrics:
@@ -130,29 +155,47 @@ class RouterProcess:
     def _serve_metrics(self, port: int) -> None:
         loop = asyncio.get_running_loop()
 
-        def ask() -> ClusterStatus:
-            asked = asyncio.run_coroutine_threadsafe(self.router.cluster_status(), loop)
-            return asked.result(STATUS_S)
+        def on_loop(work: Callable[[], T]) -> T:
+            async def run() -> T:
+                return work()
 
-        self.router.metrics.tell_cluster(ask, lambda: self.router.model_name)
-        self._metrics = MetricsServer(self.router.metrics.registry, self._settings.host, port)
+            return asyncio.run_coroutine_threadsafe(run(), loop).result(STATUS_S)
+
+        router, host = self.router, self._settings.host
+        router.metrics.tell_cluster(
+            lambda: on_loop(router.cluster_status), lambda: router.model_name
+        )
+        self._metrics = MetricsServer(
+            router.metrics.registry,
+            host,
+            port,
+            tls=self._front.ssl_context(host),
+            is_operator=lambda given: on_loop(lambda: is_operator(self._tenants, given)),
+        )
         log.info("metrics_ready", extra=fields(address=self._metrics.address))
 
 
-def connect_worker(credentials: ClusterCredentials, member: WorkerMember) -> ProvenChannel:
+def _tenants_of(settings: RouterSettings) -> tuple[Tenants, TenantsWatch | None]:
+    if not settings.config.tenants_file:
+        return Tenants(), None
+    path = Path(settings.config.tenants_file)
+    read = read_tenants(path)
+    own = digest_of(settings.keys.cluster_token.encode())
+    tenants = Tenants(read.rules, cluster_digest=own, now=asyncio.get_running_loop().time())
+    return tenants, TenantsWatch(path, tenants, read)
+
+
+def connect_worker(
+    credentials: ClusterCredentials, links: ClusterLinks, member: WorkerMember
+) -> ProvenChannel:
     """Open a channel to one start of a worker."""
     callee = Party(role=member.pool, name=member.worker_id, incarnation=member.incarnation)
-    return _connect(credentials, member.address, callee)
+    return ProvenChannel(links.connect(member.address), credentials.callee(callee))
 
 
 def connect_controller(
-    credentials: ClusterCredentials, address: str, incarnation: int
+    credentials: ClusterCredentials, links: ClusterLinks, address: str, incarnation: int
 ) -> ProvenChannel:
     """Open a channel to one start of a controller."""
     callee = Party(role="controller", name=CONTROLLER_NAME, incarnation=incarnation)
-    return _connect(credentials, address, callee)
-
-
-def _connect(credentials: ClusterCredentials, address: str, callee: Party) -> ProvenChannel:
-    channel = grpc.aio.insecure_channel(address, options=WORKER_CHANNEL_OPTIONS)
-    return ProvenChannel(channel, credentials.callee(callee))
+    return ProvenChannel(links.connect(address), credentials.callee(callee))

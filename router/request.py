@@ -1,9 +1,11 @@
 """A request in the forms it takes on its way in: as asked, and complete."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
+from grammars.constraint import Constraint
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.sampling_limits import MAX_CHOICES
+from router.tenants.tenant import TenantRules
 
 _CAPACITIES = ("max_context_tokens", "max_choices")  # in which workers may differ
 
@@ -26,10 +28,10 @@ class ServedModel:
     def differences(self, other: "ServedModel") -> str:
         """Name the fields in which two models differ, capacities aside; empty: the same."""
         return ", ".join(
-            f"{field.name} is {getattr(self, field.name)!r}, theirs {getattr(other, field.name)!r}"
-            for field in fields(self)
-            if field.name not in _CAPACITIES
-            and getattr(self, field.name) != getattr(other, field.name)
+            f"{each.name} is {getattr(self, each.name)!r}, theirs {getattr(other, each.name)!r}"
+            for each in fields(self)
+            if each.name not in _CAPACITIES
+            and getattr(self, each.name) != getattr(other, each.name)
         )
 
 
@@ -53,6 +55,7 @@ class AskedSampling:
     n: int | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +89,7 @@ class Sampling:
     n: int
     logprobs: int | None  # None: none
     skip_special_tokens: bool = True  # in the text; the router's own business, too
+    constraint: Constraint | None = None  # what each choice is held to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +106,7 @@ class GenerationRequest:
     deadline_at: float  # loop time
     prompt_digest: bytes = b""  # SHA-256 of its token ids as they are packed, for resume tokens
     begins_in_reasoning: bool = False  # see GenerateResponse in protos/inference.proto
+    tenant: TenantRules = field(default_factory=lambda: TenantRules(name=""))  # it is made for
     resumed_from: str = ""  # the request id at the router that was lost; empty: a new call
 
     @property

@@ -57,20 +57,16 @@ class Begun:
 
 
 class ResumeTokens:
-    """Makes and checks the tokens of one tenant of one cluster.
+    """Makes and checks the tokens of one cluster. Of another tenant they are of no use.
 
     Args:
         key: Of the cluster's routers; empty: no call can be resumed.
-        tenant: Whoever has another one cannot use the tokens.
         lifetime_s: Of a token.
         wall_clock: Returns seconds since 1970.
     """
 
-    def __init__(
-        self, *, key: bytes, tenant: bytes, lifetime_s: float, wall_clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, key: bytes, lifetime_s: float, wall_clock: Callable[[], float]) -> None:
         self._key = key
-        self._tenant = tenant
         self._lifetime_s = lifetime_s
         self._wall_clock = wall_clock
 
@@ -129,7 +125,7 @@ class ResumeTokens:
             self._key,
             b"resume",
             head,
-            self._tenant,
+            request.tenant.name.encode(),
             fingerprint.encode(),
             request.prompt_digest,
             # The most tokens that were asked for, too: of the request the token says how many.

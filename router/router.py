@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 
+from credentials.door import IN_CLEAR
 from observability.logs import fields
 from pagewire import ClusterStatus
 from pagewire.wire import status_from
@@ -15,6 +16,7 @@ from router.admission import Admission
 from router.chat_renderer import ChatRenderer, ChildRenderer
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.constraint_check import ChildChecker, ConstraintChecker
 from router.dispatch import Dispatcher
 from router.errors import ChatTemplateError, ModelFolderError
 from router.health import Health
@@ -26,7 +28,8 @@ from router.off_loop import OffLoop, RunBlocking
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptEncoder
 from router.resumption import ResumeTokens
-from router.server import InferenceServicer, add_to_server
+from router.server import DescribeTls, InferenceServicer, add_to_server
+from router.tenants.registry import Tenants
 from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -40,10 +43,13 @@ class Router:
         model_dir: Folder with tokenizer.json, chat template and generation_config.json; None serves
             token ids only (no text, no chat, no stop strings).
         connect_channel: Makes a grpc.aio channel to one start of a worker.
+        tenants: Who may call, as of the server; None: everybody.
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
         wall_clock: Returns seconds since 1970, by which resume tokens expire.
         make_renderer: Makes what renders chats with the model's template.
+        make_checker: Makes what tries constraints, with the tokenizer of a folder.
         run_blocking: Runs what grows with a prompt.
+        describe_tls: Tells how it is connected, for the cluster's status.
 
     Raises:
         ModelFolderError: A file of the model folder cannot be used.
@@ -56,15 +62,19 @@ class Router:
         model_dir: Path | None,
         connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         random_id: Callable[[], str],
+        tenants: Tenants | None = None,
         wall_clock: Callable[[], float] = time.time,
         make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
+        make_checker: Callable[[Path], ConstraintChecker] = ChildChecker,
         run_blocking: RunBlocking = asyncio.to_thread,
+        describe_tls: DescribeTls = lambda: (IN_CLEAR, IN_CLEAR),
     ) -> None:
         folder = ModelFolder()
         if model_dir is not None:
             folder = read_model_folder(model_dir, max_prompt_chars=config.most_prompt_chars)
         self._model_dir = model_dir
         self._renderer = make_renderer(folder.chat_template) if folder.chat_template else None
+        self._checker = make_checker(model_dir) if model_dir is not None else None
         self.index = PrefixIndex(max_pages=config.max_index_pages)
         self.registry = WorkerRegistry(
             config=config,
@@ -72,7 +82,13 @@ class Router:
             index=self.index,
             on_lost=lambda worker, reason: self.dispatcher.worker_lost(worker, reason),
         )
-        self.dispatcher = Dispatcher(config=config, registry=self.registry, index=self.index)
+        self.tenants = tenants or Tenants()
+        self.dispatcher = Dispatcher(
+            config=config,
+            registry=self.registry,
+            index=self.index,
+            has_tenants=not self.tenants.is_open,
+        )
         off_loop = OffLoop(run_blocking, retry_delay_s=config.retry_delay_s)
         self.admission = Admission(
             config=config,
@@ -82,11 +98,12 @@ class Router:
             random_id=random_id,
             resume_tokens=ResumeTokens(
                 key=config.resume_key,
-                tenant=config.cache_salt,
                 lifetime_s=config.request_timeout_s,
                 wall_clock=wall_clock,
             ),
             off_loop=off_loop,
+            constraints=self._checker,
+            has_tenants=not self.tenants.is_open,
         )
         self.metrics = RouterMetrics()
         self._servicer = InferenceServicer(
@@ -95,8 +112,10 @@ class Router:
             registry=self.registry,
             index=self.index,
             metrics=self.metrics,
+            tenants=self.tenants,
             random_id=random_id,
             slow_client_timeout_s=config.slow_client_timeout_s,
+            describe_tls=describe_tls,
         )
         self._health = Health(self.registry)
         self._introductions = Introductions(self.registry)
@@ -128,7 +147,7 @@ class Router:
         """Set the membership. Idempotent; a worker that is absent stays for as long as it lives."""
         self.registry.set_members(workers)
 
-    async def cluster_status(self) -> ClusterStatus:
+    def cluster_status(self) -> ClusterStatus:
         """Return what this router knows now, as clients get it."""
         return status_from(self._servicer.cluster_status())
 
@@ -155,3 +174,5 @@ class Router:
         await self.registry.stop()
         if self._renderer:
             await self._renderer.close()
+        if self._checker:
+            await self._checker.close()

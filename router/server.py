@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -11,15 +12,18 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from credentials.door import Encryption
 from observability.logs import fields
 from pagewire.protos import inference_pb2, inference_pb2_grpc
+from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
 from router import wire
 from router.admission import Admission
-from router.delivery import Delivery, Message
+from router.delivery import Delivery
 from router.dispatch import Dispatcher
 from router.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    NotAuthenticated,
     NoWorker,
     Overloaded,
     RequestFailed,
@@ -35,6 +39,10 @@ from router.metrics import RouterMetrics
 from router.prefix_index import PrefixIndex
 from router.prompt import PackedTokens, Prompt, Text
 from router.session import Stream
+from router.tenants.account import Account
+from router.tenants.gate import current_tenant
+from router.tenants.registry import Tenants
+from router.tenants.tenant import Tenant
 from router.validation import check_num_messages
 from router.worker_registry import WorkerRegistry
 
@@ -48,6 +56,7 @@ _LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is hel
 _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotAuthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoWorker, grpc.StatusCode.UNAVAILABLE),
     (RouterStops, grpc.StatusCode.UNAVAILABLE),
@@ -58,6 +67,9 @@ _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
 _CODES_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # Takes all messages of a call to its caller.
 _Deliver = Callable[[AsyncGenerator[inference_pb2.GenerateResponse, None]], Awaitable[None]]
+
+# Returns how clients are connected to the router, and it to the cluster.
+DescribeTls = Callable[[], tuple[Encryption, Encryption]]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -71,14 +83,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         registry: WorkerRegistry,
         index: PrefixIndex,
         metrics: RouterMetrics,
+        tenants: Tenants,
         random_id: Callable[[], str],
         slow_client_timeout_s: float,
+        describe_tls: DescribeTls,
     ) -> None:
         self._admission = admission
+        self._describe_tls = describe_tls
         self._dispatcher = dispatcher
         self._registry = registry
         self._index = index
         self._metrics = metrics
+        self._tenants = tenants
         self._random_id = random_id
         self._slow_client_timeout_s = slow_client_timeout_s
 
@@ -88,7 +104,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async def deliver(
             messages: AsyncGenerator[inference_pb2.GenerateResponse, None],
         ) -> None:
-            await self._delivery(messages, context).run()
+            await Delivery(
+                messages,
+                begin=lambda: context.send_initial_metadata(()),
+                write=context.write,
+                timeout_s=self._slow_client_timeout_s,
+            ).run()
 
         async with _answering(context):
             await self._generate(request, context.time_remaining(), deliver)
@@ -103,7 +124,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         reader = asyncio.create_task(_read_calls(requests, calls), name="many-calls")
         try:
             async with _answering(context):
-                await self._delivery(_results(calls), context).run()
+                await context.send_initial_metadata(((READS_MORE_KEY, "1"),))
+                await Delivery(
+                    _results(calls),
+                    begin=None,
+                    write=context.write,
+                    timeout_s=self._slow_client_timeout_s,
+                ).run()
         finally:
             reader.cancel()
             await calls.stop()
@@ -131,9 +158,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
+        async with _answering(context):
+            tenant = current_tenant(self._tenants)
         served = self._registry.model
         if served is None:
-            return inference_pb2.ListModelsResponse()
+            return inference_pb2.ListModelsResponse(tenant=tenant.name)
         model = wire.model(
             served,
             has_chat_template=self._admission.has_chat_template,
@@ -142,15 +171,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_request_bytes=self._admission.max_request_bytes,
             max_request_fields=self._admission.max_request_fields,
         )
-        return inference_pb2.ListModelsResponse(models=[model])
+        return inference_pb2.ListModelsResponse(models=[model], tenant=tenant.name)
 
     async def GetClusterStatus(
         self, request: inference_pb2.GetClusterStatusRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetClusterStatusResponse:
+        async with _answering(context):
+            tenant = current_tenant(self._tenants)
+        if not tenant.rules.operator:
+            return inference_pb2.GetClusterStatusResponse(
+                active_requests=tenant.num_active,
+                is_stopping=self._admission.is_closed,
+                hot_prefixes=self._hot_prefixes(tenant.name),
+                tenants=[wire.tenant_status(tenant)],
+                is_partial=True,
+            )
         return self.cluster_status()
 
     def cluster_status(self) -> inference_pb2.GetClusterStatusResponse:
-        """Return what this router knows now."""
+        """Return what this router knows now, as operators see it."""
+        front, cluster = self._describe_tls()
         return inference_pb2.GetClusterStatusResponse(
             workers=[
                 wire.worker_status(each.member, each.state, each.heartbeat, each.heartbeat_age_s)
@@ -161,11 +201,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             resumed_requests=self._dispatcher.num_resumed,
             index_pages=self._index.num_pages,
             is_stopping=self._admission.is_closed,
-            hot_prefixes=[
-                wire.hot_prefix(each, self._index.holders(each.page_hash))
-                for each in self._dispatcher.hot_prefixes.hottest(_SHOWN_PREFIXES)
-            ],
+            hot_prefixes=self._hot_prefixes(None),
+            front_tls=wire.encryption(front),
+            cluster_tls=wire.encryption(cluster),
+            tenants=[wire.tenant_status(each) for each in self._tenants.told],
         )
+
+    def _hot_prefixes(self, tenant: str | None) -> list[inference_pb2.HotPrefix]:
+        return [
+            wire.hot_prefix(each, self._index.holders(each.page_hash))
+            for each in self._dispatcher.hot_prefixes.hottest(_SHOWN_PREFIXES, tenant)
+        ]
 
     async def _play(self, start: inference_pb2.GenerateManyRequest, send: Send) -> bytes:
         """Run one call of many."""
@@ -211,33 +257,40 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         deliver: _Deliver,
         interval_s: float,
     ) -> None:
-        async with self._served(record):
-            resumption = wire.resumption(request)
-            if resumption is None:
-                self._dispatcher.check_room()
-            record.generation, resume_token = await self._admission.admit(
-                request_id=record.request_id,
-                model_name=request.model,
-                prompt=_prompt(request, "prompt"),
-                asked=wire.asked_sampling(request.sampling),
-                arrived_at=record.arrived_at,
-                time_remaining_s=time_remaining_s,
-                resumption=resumption,
-            )
-            record.generation.token_gaps = self._metrics.token_gaps
-            async with self._dispatcher.serve(record.generation, interval_s) as stream:
-                await deliver(self._responses(record, stream, resume_token))
+        async with self._served(record) as tenant:
+            with _accounted(record, tenant) as account:
+                resumption = wire.resumption(request)
+                if resumption is None:
+                    self._dispatcher.check_room()
+                record.generation, resume_token = await self._admission.admit(
+                    account=account,
+                    request_id=record.request_id,
+                    model_name=request.model,
+                    prompt=_prompt(request, "prompt"),
+                    asked=wire.asked_sampling(request.sampling),
+                    arrived_at=record.arrived_at,
+                    time_remaining_s=time_remaining_s,
+                    resumption=resumption,
+                )
+                record.generation.token_gaps = self._metrics.token_gaps
+                async with self._dispatcher.serve(record.generation, interval_s) as stream:
+                    await deliver(self._responses(record, stream, resume_token, account))
             self._admission.num_finished += 1
 
     @asynccontextmanager
-    async def _served(self, record: "_Record") -> AsyncIterator[None]:
+    async def _served(self, record: "_Record") -> AsyncIterator[Tenant]:
         """Hold a place for a request, and note how it ends: if not well, with a RouterError."""
+        tenant: Tenant | None = None
         try:
-            with self._admission.slot():
-                yield
+            tenant = current_tenant(self._tenants)
+            record.tenant = tenant.name
+            with self._admission.slot(tenant):
+                yield tenant
             record.outcome = "ok"
         except RouterError as error:
             record.outcome = _code(error).name
+            if tenant and isinstance(error, Overloaded):
+                tenant.counts.refused += 1
             raise
         except asyncio.CancelledError:
             record.outcome = "CANCELLED"
@@ -251,10 +304,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ) from None
 
     async def _responses(
-        self, record: "_Record", stream: Stream, resume_token: bytes
+        self, record: "_Record", stream: Stream, resume_token: bytes, account: Account
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         generation = stream.generation
         while outputs := await stream.next_outputs():
+            account.use_generated(generation.num_tokens)
             self._count(record, outputs)
             messages = [wire.response(generation.request, output) for output in outputs]
             messages[0].resume_token, resume_token = resume_token, b""
@@ -287,21 +341,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _record(self) -> "_Record":
         return _Record(self._random_id(), asyncio.get_running_loop().time())
 
-    def _delivery(
-        self, messages: AsyncGenerator[Message, None], context: grpc.aio.ServicerContext
-    ) -> Delivery[Message]:
-        return Delivery(
-            messages,
-            begin=lambda: context.send_initial_metadata(()),
-            write=context.write,
-            timeout_s=self._slow_client_timeout_s,
-        )
-
 
 def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
     """Serve InferenceService on a server."""
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     add(servicer, server)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _accounted(record: "_Record", tenant: Tenant) -> Iterator[Account]:
+    """Count what a generation uses; one that is refused before any work has used nothing."""
+    account = Account(tenant)
+    try:
+        yield account
+    except Overloaded:
+        if record.generation is None or not record.generation.num_tokens:
+            account.undo()
+        raise
+    finally:
+        if record.generation:  # with what its client did not take
+            account.use_generated(record.generation.num_tokens)
 
 
 class _Record:
@@ -311,6 +370,7 @@ class _Record:
         self.request_id = request_id
         self.arrived_at = arrived_at
         self.outcome = "INTERNAL"
+        self.tenant = ""
         self.generation: Generation | None = None
         self.has_begun = False  # its first token has come
 
@@ -321,7 +381,10 @@ class _Record:
             logger.info(
                 "request_refused",
                 extra=fields(
-                    request_id=self.request_id, outcome=self.outcome, total_ms=round(total_ms, 1)
+                    request_id=self.request_id,
+                    outcome=self.outcome,
+                    total_ms=round(total_ms, 1),
+                    **self._tenant(),
                 ),
             )
             return
@@ -340,8 +403,12 @@ class _Record:
                 resumptions=generation.num_resumptions,
                 decode_workers=",".join(generation.decode_workers),
                 **_resumed_from(generation),
+                **self._tenant(),
             ),
         )
+
+    def _tenant(self) -> dict[str, str]:
+        return {"tenant": self.tenant} if self.tenant else {}
 
 
 def _resumed_from(generation: Generation) -> dict[str, str]:
@@ -400,11 +467,14 @@ async def _read_calls(
 ) -> None:
     error = None
     try:
-        async for each in requests:
-            if each.HasField("start"):
-                calls.start(each.call_id, each)
-            else:
-                calls.cancel(each.call_id)
+        async for message in requests:
+            if len(message.more) > MAX_MORE:
+                raise InvalidRequest("more", f"{len(message.more)} of them", f"at most {MAX_MORE}")
+            for each in (message, *message.more):
+                if each.HasField("start"):
+                    calls.start(each.call_id, each)
+                else:
+                    calls.cancel(each.call_id)
             await calls.wait_taken()
     except Exception as found:  # whatever ends the reading ends the stream
         error = found
@@ -432,7 +502,7 @@ def _status(error: RouterError) -> status_pb2.Status:
         status.details.add().Pack(bad_request)
     if isinstance(error, Overloaded):
         delay = Duration()
-        delay.FromMilliseconds(int(1000 * error.retry_delay_s))
+        delay.FromMilliseconds(math.ceil(1000 * error.retry_delay_s))  # not sooner than it may
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
 

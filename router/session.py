@@ -6,11 +6,13 @@ breaks, the request goes on over another, as the next attempt.
 """
 
 import asyncio
+from collections import deque
 from typing import Any
 
 import grpc
 
 from pagewire.protos.call_tasks import mark_seen
+from pagewire.protos.gathering import gather
 from router import wire
 from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
 from router.generation import Delta, Failure, Generation, Output
@@ -132,13 +134,14 @@ class Session:
         self.worker = worker
         self.streams: dict[str, Stream] = {}  # request_id |-> stream
         # Holds at most two messages per request, and one per choice.
-        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._outbox.put_nowait(wire.hello(router_id, worker.member.incarnation))
+        self._outbox: deque[Any] = deque()
+        self._has_mail = asyncio.Event()
+        self._hello = wire.hello(router_id, worker.member.incarnation)
         self.task: asyncio.Task[None] | None = None
 
     def add(self, stream: Stream, message: Any) -> None:
         self.streams[stream.generation.request.request_id] = stream
-        self._outbox.put_nowait(message)
+        self._post(message)
 
     def remove(self, stream: Stream) -> None:
         """Drop a stream; what the worker still holds for it is cancelled."""
@@ -146,7 +149,7 @@ class Session:
         if self.streams.get(request_id) is stream:
             del self.streams[request_id]
             if stream.generation.is_running_at_worker:
-                self._outbox.put_nowait(wire.cancel(request_id))
+                self._post(wire.cancel(request_id))
 
     def fail(self, reason: str) -> None:
         """End the attempts of all streams; each goes on elsewhere."""
@@ -173,10 +176,18 @@ class Session:
 
     async def _write(self, call: Any) -> None:
         try:
+            await call.write(self._hello)
             while True:
-                await call.write(await self._outbox.get())
+                await self._has_mail.wait()
+                self._has_mail.clear()
+                while self._outbox:
+                    await call.write(gather(self._outbox))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader learns the same and says why
+
+    def _post(self, message: Any) -> None:
+        self._outbox.append(message)
+        self._has_mail.set()
 
     def _receive(self, message: Any) -> None:
         now = asyncio.get_running_loop().time()
@@ -185,7 +196,7 @@ class Session:
                 stream.on_delta(wire.delta(each, has_logprobs=stream.has_logprobs), now)
                 # The worker frees choices that ended here but not there.
                 if choices := stream.generation.take_stopped():
-                    self._outbox.put_nowait(wire.cancel(each.request_id, choices))
+                    self._post(wire.cancel(each.request_id, choices))
         for each in message.failures:
             if stream := self.streams.get(each.request_id):
                 stream.on_failure(wire.failure(each))

@@ -6,6 +6,7 @@ sampling parameters it names all fields that are wrong.
 
 from collections.abc import Callable
 
+from grammars.constraint import MAX_BYTES
 from pagewire.protos.token_ids import TOKEN_BYTES, largest_token_id, unpack_token_ids
 from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
 from router.errors import InvalidRequest, UnknownModel
@@ -113,7 +114,7 @@ def complete_sampling(
         defaults: What the model folder gives, checked when it was read.
         model: Limits.
         prompt_len: Of an already checked prompt, tokens.
-        has_tokenizer: Whether stop strings can be found.
+        has_tokenizer: Whether stop strings can be found, and answers held to a form.
         draw_seed: Called when no seed is given, so that a resumed stream draws the same tokens.
 
     Raises:
@@ -132,6 +133,7 @@ def complete_sampling(
         )
     top_k = integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
     _check_stop_strings(asked.stop, refusals, has_tokenizer=has_tokenizer)
+    _check_constraint(asked, model, refusals, has_tokenizer=has_tokenizer)
     _check_stop_tokens(asked, model, refusals)
     sampling = Sampling(
         temperature=number("temperature", asked.temperature, defaults.temperature),
@@ -156,6 +158,7 @@ def complete_sampling(
             else integer("logprobs", asked.logprobs, 0, 0, min(MAX_LOGPROBS, model.vocab_size))
         ),
         skip_special_tokens=asked.skip_special_tokens,
+        constraint=asked.constraint,
     )
     refusals.raise_any()
     return sampling
@@ -215,6 +218,25 @@ def _check_stop_strings(stop: tuple[str, ...], refusals: _Refusals, *, has_token
             allowed = f"1 to {MAX_STOP_CHARS} characters"
             refusals.add(f"stop[{index}]", f"{len(each)} characters", allowed)
             return
+
+
+def _check_constraint(
+    asked: AskedSampling, model: ServedModel, refusals: _Refusals, *, has_tokenizer: bool
+) -> None:
+    """Note what contradicts a constraint: it alone says where an answer ends."""
+    if asked.constraint is None:
+        return
+    kind = asked.constraint.kind.value
+    if not has_tokenizer:
+        refusals.add("constraint", kind, "none: this router has no tokenizer to try it with")
+    elif not model.eos_token_ids:
+        refusals.add("constraint", kind, "none: the model has no end token, so no answer could end")
+    elif (num_bytes := asked.constraint.num_bytes) > MAX_BYTES:
+        refusals.add(f"constraint.{kind}", f"{num_bytes} bytes", f"at most {MAX_BYTES} bytes")
+    if asked.ignore_eos:
+        refusals.add("ignore_eos", "True", f"False where constraint says {kind}")
+    if asked.min_tokens:
+        refusals.add("min_tokens", str(asked.min_tokens), f"0 where constraint says {kind}")
 
 
 def _check_stop_tokens(asked: AskedSampling, model: ServedModel, refusals: _Refusals) -> None:

@@ -5,6 +5,9 @@ from typing import Any
 
 import grpc
 
+from credentials.door import Encryption
+from grammars.errors import InvalidConstraint
+from grammars.wire import constraint_from_proto, constraint_to_proto
 from pagewire.protos import (
     common_pb2,
     controller_pb2,
@@ -16,6 +19,7 @@ from pagewire.protos import (
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
+from router.errors import InvalidRequest
 from router.generation import Delta, Failure, Finish, Output, WorkerStats
 from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
@@ -23,6 +27,7 @@ from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
 from router.request import AskedSampling, GenerationRequest, ServedModel
 from router.resumption import ReceivedChoice, Resumption
+from router.tenants.tenant import Tenant
 from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 _POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
@@ -188,7 +193,6 @@ def submit(
     attempt: int,
     choices: Sequence[tuple[int, Sequence[int]]],
     prefill_candidates: Sequence[WorkerMember],
-    cache_salt: bytes,
     timeout_s: float,
     failed_passes: int,
 ) -> worker_pb2.SessionRequest:
@@ -199,7 +203,6 @@ def submit(
         attempt: 0 at first, one more at each resumption.
         choices: (choice, token ids already received) of those that are not finished.
         prefill_candidates: Best first.
-        cache_salt: Part of the page hashes.
         timeout_s: The worker gives up after it.
         failed_passes: As the worker told that had it last.
     """
@@ -213,13 +216,14 @@ def submit(
                 **{name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING},
                 stop_token_ids=sampling.stop_token_ids,
                 ignore_eos=sampling.ignore_eos,
+                constraint=constraint_to_proto(sampling.constraint),
             ),
             choices=[
                 worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_token_ids(emitted))
                 for choice, emitted in choices
             ],
             prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
-            cache_salt=cache_salt,
+            cache_salt=request.tenant.cache_salt,
             timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
             failed_passes=failed_passes,
         )
@@ -257,7 +261,15 @@ def failure(message: worker_pb2.RequestFailure) -> Failure:
 
 
 def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
-    """Convert what a client asked for; unset fields become None."""
+    """Convert what a client asked for; unset fields become None.
+
+    Raises:
+        InvalidRequest: There is a constraint that says nothing.
+    """
+    try:
+        constraint = constraint_from_proto(params)
+    except InvalidConstraint as error:
+        raise InvalidRequest("sampling.constraint", error.found, error.allowed) from None
     return AskedSampling(
         **{name: getattr(params, name) for name in _OPTIONAL_SAMPLING if params.HasField(name)},
         stop=tuple(params.stop),
@@ -266,6 +278,7 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
         skip_special_tokens=(
             params.skip_special_tokens if params.HasField("skip_special_tokens") else True
         ),
+        constraint=constraint,
     )
 
 
@@ -375,6 +388,19 @@ def worker_status(
     return status
 
 
+def tenant_status(tenant: Tenant) -> inference_pb2.TenantStatus:
+    """Convert what one tenant does and did."""
+    counts = tenant.counts
+    return inference_pb2.TenantStatus(
+        name=tenant.name,
+        active_requests=tenant.num_active,
+        requests=counts.requests,
+        refused_requests=counts.refused,
+        prompt_tokens=counts.prompt_tokens,
+        generated_tokens=counts.generated_tokens,
+    )
+
+
 def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPrefix:
     """Convert what is shown of a prefix; `workers` hold its last page."""
     return inference_pb2.HotPrefix(
@@ -383,6 +409,11 @@ def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPr
         hits=prefix.num_hits,
         workers=workers,
     )
+
+
+def encryption(found: Encryption) -> inference_pb2.Encryption:
+    """Convert what is shown of one kind of connections."""
+    return inference_pb2.Encryption(encrypted=found.is_on, expires_at_s=int(found.expires_at))
 
 
 def _worker_service(channel: grpc.aio.Channel) -> Any:

@@ -47,11 +47,11 @@ class WorkerActor(ABC, Generic[Config]):
         self._settings = settings
         self._config = config
         self._controller = ray.get_actor(controller_name)
-        self._process = WorkerProcess(
-            settings, keys, announce=self._announce, report_loaded=self._report_loaded
-        )
         is_restart = await self._was_ready()
         try:
+            self._process = WorkerProcess(
+                settings, keys, announce=self._announce, report_loaded=self._report_loaded
+            )
             await self._process.start(self._build)
         except Exception:
             if not is_restart:
@@ -80,6 +80,15 @@ class WorkerActor(ABC, Generic[Config]):
         if self._leaving is None:
             self._watching.cancel()
             self._leaving = asyncio.create_task(self._leave(grace_s))
+
+    async def restart(self, grace_s: float) -> None:
+        """Begin to end: let running requests go on for `grace_s`; then Ray starts it anew.
+
+        Returns at once, and needs nobody from then on; a second call changes nothing.
+        """
+        if self._leaving is None:
+            self._watching.cancel()
+            self._leaving = asyncio.create_task(self._begin_anew(grace_s))
 
     async def pid(self) -> int:
         """Return the process id on its host."""
@@ -119,6 +128,16 @@ class WorkerActor(ABC, Generic[Config]):
         log.info("worker_drained", extra=fields(worker_id=worker_id))
         # Ray starts whoever exits again, but not whom somebody ends.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _begin_anew(self, grace_s: float) -> None:
+        worker_id = self._settings.worker_id
+        log.info("worker_restarts", extra=fields(worker_id=worker_id, grace_s=grace_s))
+        try:
+            async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
+                await self._process.stop(grace_s)
+        except Exception:
+            log.exception("stop_failed", extra=fields(worker_id=worker_id))
+        os._exit(1)
 
     async def _announce(self, identity: WorkerIdentity, is_leaving: bool) -> None:
         call: Any = self._controller.announce_worker.remote(

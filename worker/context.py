@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from credentials.cluster import ClusterCredentials
+from grammars.errors import NoVocabulary
+from grammars.store import Grammars
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.transport import Transport
@@ -45,6 +47,7 @@ class WorkerContext:
 
     Attributes:
         model: As the engine's pages can serve it.
+        grammars: Of the model, for answers that are held to a form.
         wake: Set it to have the scheduler look again.
         is_draining: The worker takes nothing new.
     """
@@ -73,9 +76,17 @@ class WorkerContext:
             fingerprint=self.layout.model_fingerprint,
             hash_key=config.hash_key,
         )
+        self.grammars = Grammars(self._read_vocabulary, model.eos_token_ids)
         self.tasks = BackgroundTasks()
         self.wake = Wake()
         self.is_draining = False
+
+    def _read_vocabulary(self) -> list[bytes]:
+        from grammars.vocabulary import read_vocabulary  # imports tokenizers
+
+        if self.model.text_folder is None:
+            raise NoVocabulary("this worker has none")
+        return read_vocabulary(self.model.text_folder, self.model.vocab_size)
 
     def check_incarnation(self, incarnation: int) -> None:
         """Raise StaleIncarnation if a caller means another start of this worker."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from credentials.party import Party, Role
 
@@ -28,6 +29,7 @@ class ModelInfo:
     vocab_size: int  # token ids are below it
     max_context_tokens: int  # longest prompt plus output; see `within`
     eos_token_ids: tuple[int, ...]
+    text_folder: Path | None = None  # with its tokenizer.json; None: nothing is held to a form
 
     def within(self, num_slots: int) -> "ModelInfo":
         """Return the model as a pool of `num_slots` token slots can serve it.

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -16,11 +16,13 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from credentials.cluster import ClusterCredentials
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
 from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
-from pagewire.protos.grpc_options import WORKER_CHANNEL_OPTIONS, WORKER_SERVER_OPTIONS
+from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
 from worker.executor import EngineExecutor, ThreadExecutor
@@ -54,19 +56,19 @@ class WorkerSettings:
     host: str  # address that the worker binds and is reached at; empty: the actor's own host
     log_level: str
     log_format: str  # "text" or "json"
+    tls: TlsSettings = field(default_factory=TlsSettings)
 
 
 BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor, ClusterCredentials], WorkerHost]
 Announce = Callable[[WorkerIdentity, bool], Awaitable[None]]  # told whether it leaves the cluster
 
 
-def connect_channel(address: str) -> grpc.aio.Channel:
-    """Open a channel to another worker."""
-    return grpc.aio.insecure_channel(address, options=WORKER_CHANNEL_OPTIONS)
-
-
 class WorkerProcess:
-    """Owns the executor, the server and the worker. Lives in the event loop that called start."""
+    """Owns the executor, the server and the worker. Lives in the event loop that called start.
+
+    Raises:
+        PemError: A file for TLS cannot be used.
+    """
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class WorkerProcess:
         self._keys = keys
         self._announce = announce
         self._report_loaded = report_loaded  # called in a thread
+        self.links = ClusterLinks(settings.tls)
         self._executor: ThreadExecutor | None = None
         self._server: grpc.aio.Server | None = None
         self._worker: WorkerHost | None = None
@@ -92,8 +95,12 @@ class WorkerProcess:
 
         Args:
             build: Makes the worker around the loaded engine.
+
+        Raises:
+            OpenInClear: Other hosts could connect, and nothing would be encrypted.
         """
         settings = self._settings
+        self.links.door.check(settings.host)  # the engine takes long to load
         executor, model = await asyncio.to_thread(_load, settings, self._report_loaded)
         incarnation = secrets.randbits(63) + 1  # 0 means none
         credentials = ClusterCredentials(self._keys, incarnation)
@@ -101,7 +108,7 @@ class WorkerProcess:
             interceptors=[ServerGate(credentials), CallGuard(max_calls=MAX_OPEN_CALLS)],
             options=WORKER_SERVER_OPTIONS,
         )
-        port = server.add_insecure_port(join_address(settings.host, 0))
+        port = self.links.door.add_port(server, settings.host, 0)
         identity = WorkerIdentity(
             worker_id=settings.worker_id,
             incarnation=incarnation,
@@ -177,6 +184,7 @@ def _load(
 
     from llm_engine.load_engine import load_engine
     from llm_engine.memory_plan import MemoryPlan
+    from llm_engine.model_files import text_folder
 
     if settings.device == "cpu":
         torch.set_num_threads(settings.cpu_threads)
@@ -201,5 +209,6 @@ def _load(
         vocab_size=engine.config.vocab_size,
         max_context_tokens=engine.config.max_context_tokens,
         eos_token_ids=engine.config.eos_token_ids,
+        text_folder=text_folder(settings.model_dir),
     )
     return ThreadExecutor(engine), model

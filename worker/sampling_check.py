@@ -36,6 +36,13 @@ def check_sampling(params: SamplingParams, model: ModelInfo) -> None:
             f"allowed are at most {MAX_STOP_TOKENS}"
         )
     model.check_tokens("sampling.stop_token_ids", params.stop_token_ids)
+    if params.constraint is not None:
+        if params.ignore_eos or not model.eos_token_ids:
+            raise ValueError("sampling.constraint is set, allowed is none where no end token ends")
+        if params.min_tokens:
+            raise ValueError(
+                f"sampling.min_tokens is {params.min_tokens}, allowed is 0 with a constraint"
+            )
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
     if params.min_tokens and len(ends) >= model.vocab_size:
         raise ValueError(

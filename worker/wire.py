@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from grammars.wire import constraint_from_proto, constraint_to_proto
 from kv_cache.page_pool import PageCounts
 from llm_engine.sampling import SampledToken, SamplingParams
 from pagewire.protos import common_pb2, inference_pb2
@@ -11,7 +12,11 @@ from worker.load import WorkerLoad, WorkerTotals
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Read complete parameters; the router has set every field that has a default."""
+    """Read complete parameters; the router has set every field that has a default.
+
+    Raises:
+        InvalidConstraint: There is a constraint that says nothing.
+    """
     return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p,
@@ -26,6 +31,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        constraint=constraint_from_proto(message),
     )
 
 
@@ -45,6 +51,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        constraint=constraint_to_proto(params.constraint),
     )
 
 

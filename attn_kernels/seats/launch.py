@@ -6,6 +6,10 @@ the drawn tokens back, from where the next step reads them. So a step can be lau
 tokens of the one before have reached the host. All of it may be captured in a CUDA graph.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
@@ -19,10 +23,12 @@ from attn_kernels.seats.bodies import (
     read_seats_kernel,
     write_seats_kernel,
 )
+from attn_kernels.tiles import to_device
 
 ROW_BLOCK = 128
 EDIT_BLOCK = 4096
 NUM_PARAMS = 6  # of a draw
+ALL_BITS = -1  # a word of a mask that allows all its tokens
 MIN_MARKS_ROWS = 32  # sequences that edit logits before `marks` must grow
 
 
@@ -46,6 +52,8 @@ class DeviceSeats:
         marks: What the histories of some sequences say of each token, [any, vocab_size], int32;
             see bodies.py for the bits. Replaced to grow; what is captured holds the old one.
         row_seats: The seat of each row, [max_rows], int32; -1 fills up.
+        masks: Bitmaps of the tokens that each row may draw, [max_rows, cdiv(vocab_size, 32)],
+            int32, as `TokenSampler.sample` takes them; see `set_masks`.
         token_ids, positions, append_page, append_offset: What `read` gathers, [max_rows], int64.
     """
 
@@ -77,6 +85,7 @@ class DeviceSeats:
         self.page_table = zeros(num_seats, pages_per_seat, dtype=torch.int32)
         self.marks = zeros(min(MIN_MARKS_ROWS, num_seats), vocab_size, dtype=torch.int32)
         self.row_seats = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+        self.masks = zeros(max_rows, triton.cdiv(vocab_size, 32), dtype=torch.int32)
         self.token_ids = zeros(max_rows)
         self.positions = zeros(max_rows)
         self.append_page = zeros(max_rows)
@@ -160,6 +169,20 @@ class DeviceSeats:
             enable_fp_fusion=False,
         )
         return out
+
+    def set_masks(self, num_rows: int, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
+        """Let some of the first `num_rows` rows draw what their bitmaps allow, the others anything.
+
+        Args:
+            num_rows: Of the step.
+            rows: Those with a bitmap, at least one.
+            bits: Their bitmaps, [len(rows), cdiv(vocab_size, 32)].
+        """
+        self._check_rows(num_rows)
+        device = self.masks.device
+        self.masks[:num_rows].fill_(ALL_BITS)
+        index = to_device(np.array(rows, dtype=np.int64), device)
+        self.masks.index_copy_(0, index, to_device(bits, device))
 
     def write(self, tokens: Tensor) -> None:
         """Make drawn tokens the last ones of their rows' sequences, each a token longer now.

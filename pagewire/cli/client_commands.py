@@ -25,11 +25,13 @@ from pagewire import (
     PagewireError,
     SamplingOptions,
     Stream,
+    Tls,
     TransportError,
 )
 from pagewire.arguments import check_sampling, check_timeout_s, refused
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 from pagewire.cli.strict_command import StrictCommand, told_by_flags
+from pagewire.cli.token import TokenFileFlag, token_of
 from pagewire.cli.units import invalid_byte
 
 DEFAULT_ADDRESS = "localhost:50051"
@@ -42,6 +44,23 @@ INTERRUPTED = 128 + signal.SIGINT  # an exit code, as shells know it
 Connect = Callable[[], AbstractContextManager[Client]]
 
 AddressFlag = Annotated[str, typer.Option("--address", help="Where the router is, host:port.")]
+TlsFlag = Annotated[
+    bool, typer.Option("--tls", help="Connect over TLS; the flags below do so, too.")
+]
+AuthorityFlag = Annotated[
+    str,
+    typer.Option("--authority-file", help="Authority of routers, PEM; empty: public authorities."),
+]
+CertificateFlag = Annotated[
+    str, typer.Option("--certificate-file", help="Certificate to show to routers, PEM.")
+]
+KeyFlag = Annotated[str, typer.Option("--key-file", help="Its private key, PEM.")]
+ServerNameFlag = Annotated[
+    str,
+    typer.Option(
+        "--server-name", help="Name of the routers' certificate; empty: the address's host."
+    ),
+]
 ModelFlag = Annotated[str, typer.Option("--model", help="Served model name; empty: the only one.")]
 TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Longest time for an answer.")]
 TemperatureFlag = Annotated[
@@ -92,10 +111,34 @@ def add_client_commands(
 
 
 @contextmanager
-def named_router(address: AddressFlag = DEFAULT_ADDRESS) -> Iterator[Client]:
+def named_router(
+    address: AddressFlag = DEFAULT_ADDRESS,
+    tls: TlsFlag = False,
+    authority_file: AuthorityFlag = "",
+    certificate_file: CertificateFlag = "",
+    key_file: KeyFlag = "",
+    server_name: ServerNameFlag = "",
+    token_file: TokenFileFlag = None,
+) -> Iterator[Client]:
     """Open a client of the router at an address, whose calls need not last long."""
-    with Client(address, default_timeout_s=ANSWER_TIMEOUT_S) as client:
+    files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
+    token = token_of(token_file)
+    with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S, tls=files) as client:
         yield client
+
+
+def tls_of(
+    is_asked: bool, authority_file: str, certificate_file: str, key_file: str, server_name: str
+) -> Tls | None:
+    """Return what flags say of TLS; any of them asks for it."""
+    if not (is_asked or authority_file or certificate_file or key_file or server_name):
+        return None
+    return Tls(
+        authority_file=authority_file,
+        certificate_file=certificate_file,
+        key_file=key_file,
+        server_name=server_name,
+    )
 
 
 def generate(

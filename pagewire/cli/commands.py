@@ -20,8 +20,8 @@ EXIT_CODES = (
     "router; 129, 130, 143 SIGHUP, SIGINT or SIGTERM came before the end."
 )
 SERVER_COMMANDS = (
-    *("demo", "doctor", "down", "drain", "gateway", "router", "router-keys", "scale", "serve"),
-    "up",
+    *("demo", "doctor", "down", "drain", "gateway", "restart", "router", "router-keys", "scale"),
+    *("serve", "tokens", "up"),
 )
 INSTALL_SERVER = "pip install 'pagewire[server]'"
 

@@ -1,7 +1,8 @@
 """The tables of `pagewire status`: workers, pages and hit rates."""
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,11 +11,13 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pagewire import ClusterStatus, WorkerStatus
+from pagewire import ClusterStatus, Encryption, TenantStatus, WorkerStatus
 from pagewire.cli.rates import Rates
 from pagewire.cli.units import format_bytes, format_count, format_rate
+from pagewire.protos.pem import utc
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
+SOON_S = 7 * 86_400  # that a certificate is still valid, and should have been renewed
 STOPPING = "the cluster is being stopped; run `pagewire down` again"
 
 
@@ -41,12 +44,47 @@ def status_table(
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
-    lines = [Text(summary)]
-    if rates:
-        lines.append(Text(rates_line(rates)))
+    # Of workers and the index a tenant that is no operator is told nothing.
+    parts: list[RenderableType] = [] if status.is_partial else [table, Text(summary)]
+    if rates and not status.is_partial:
+        parts.append(Text(rates_line(rates)))
+    if status.front_tls and status.cluster_tls:
+        parts.append(_connections(status.front_tls, status.cluster_tls))
+    if status.tenants:
+        parts.append(_tenants_table(status.tenants))
     if status.is_stopping:
-        lines.append(Text(STOPPING, "yellow"))
-    return Group(table, *lines)
+        parts.append(Text(STOPPING, "yellow"))
+    return Group(*parts)
+
+
+def _connections(front: Encryption, cluster: Encryption) -> Text:
+    """Tell how connections are protected, and until when."""
+    told = Text()
+    for name, each in (("clients", front), ("within the cluster", cluster)):
+        told.append(f"{' · ' if told else ''}{name}: ")
+        if not each.encrypted:
+            told.append("in clear")
+            continue
+        told.append("TLS")
+        if each.expires_at_s is not None:
+            left_s = each.expires_at_s - time.time()
+            style = "red" if left_s <= 0 else "yellow" if left_s < SOON_S else ""
+            verb = "expired" if left_s <= 0 else "until"
+            told.append(f", certificate {verb} {utc(each.expires_at_s)}", style)
+    return told
+
+
+def _tenants_table(tenants: Sequence[TenantStatus]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name, justify in _OF_TENANTS.items():
+        table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
+    for each in tenants:
+        counts = (
+            *(each.active_requests, each.requests, each.refused_requests),
+            *(each.prompt_tokens, each.generated_tokens),
+        )
+        table.add_row(Text(each.name), *map(format_count, counts))
+    return table
 
 
 def router_silence(seconds: float) -> str:
@@ -120,6 +158,14 @@ _WIDE: _Columns = {
     "tokens\ngenerated": lambda w: str(w.generated_tokens),
     "pages\nmoved": lambda w: str(w.pages_moved),
     "moved": lambda w: format_bytes(w.bytes_moved),
+}
+_OF_TENANTS: dict[str, JustifyMethod] = {
+    "tenant": "left",
+    "active": "right",
+    "requests": "right",
+    "refused": "right",
+    "tokens\nof prompts": "right",
+    "tokens\ngenerated": "right",
 }
 # What no heartbeat tells: columns, and fields of WorkerStatus.
 _IDENTITY = {"worker", "state", "address", "incarnation"}

@@ -71,7 +71,7 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     """
     spellings = {each.name: each.opts[0] for each in parameters}
     return re.sub(
-        r"^(?:sampling\.)?(\w+)(?:\.text|\[\d+\])?(?=:)",
+        r"^(?:sampling\.|tls\.)?(\w+)(?:\.text|\[\d+\])?(?=:)",
         lambda field: spellings.get(field[1], field[0]),
         str(error),
         flags=re.MULTILINE,

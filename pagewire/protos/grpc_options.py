@@ -12,7 +12,12 @@ LISTEN_OPTIONS = (
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.server_handshake_timeout_ms", 10_000),  # of TLS; its default is two minutes
 )
+
+# A message up to this size parses within 10 ms, whatever it holds; of a larger one a server counts
+# the fields first.
+LARGE_REQUEST_BYTES = 64 * 2**10
 
 # Of a GenerateMany stream: its caller starts calls on another one then, because routers end
 # connections that are old, and a stream stays on the connection that it began on.

@@ -129,16 +129,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stopped_by: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., begins_in_reasoning: _Optional[bool] = ..., resume_token: _Optional[bytes] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
-    __slots__ = ("call_id", "start", "timeout_ms", "interval_ms")
+    __slots__ = ("call_id", "start", "timeout_ms", "interval_ms", "more")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     start: GenerateRequest
     timeout_ms: int
     interval_ms: int
-    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., interval_ms: _Optional[int] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[GenerateManyRequest]
+    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., interval_ms: _Optional[int] = ..., more: _Optional[_Iterable[_Union[GenerateManyRequest, _Mapping]]] = ...) -> None: ...
 
 class GenerateManyResponse(_message.Message):
     __slots__ = ("results",)
@@ -217,10 +219,12 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models",)
+    __slots__ = ("models", "tenant")
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Model]
-    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "max_context_tokens", "vocab_size", "page_size", "has_chat_template", "max_choices", "tool_call_format", "has_reasoning", "max_request_bytes", "max_request_fields")
@@ -251,7 +255,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages", "is_stopping", "hot_prefixes")
+    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages", "is_stopping", "hot_prefixes", "front_tls", "cluster_tls", "tenants", "is_partial")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +263,10 @@ class GetClusterStatusResponse(_message.Message):
     INDEX_PAGES_FIELD_NUMBER: _ClassVar[int]
     IS_STOPPING_FIELD_NUMBER: _ClassVar[int]
     HOT_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    FRONT_TLS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_TLS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     active_requests: int
     finished_requests: int
@@ -266,7 +274,35 @@ class GetClusterStatusResponse(_message.Message):
     index_pages: int
     is_stopping: bool
     hot_prefixes: _containers.RepeatedCompositeFieldContainer[HotPrefix]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ..., is_stopping: _Optional[bool] = ..., hot_prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ...) -> None: ...
+    front_tls: Encryption
+    cluster_tls: Encryption
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
+    is_partial: bool
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ..., is_stopping: _Optional[bool] = ..., hot_prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ..., front_tls: _Optional[_Union[Encryption, _Mapping]] = ..., cluster_tls: _Optional[_Union[Encryption, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., is_partial: _Optional[bool] = ...) -> None: ...
+
+class Encryption(_message.Message):
+    __slots__ = ("encrypted", "expires_at_s")
+    ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_S_FIELD_NUMBER: _ClassVar[int]
+    encrypted: bool
+    expires_at_s: int
+    def __init__(self, encrypted: _Optional[bool] = ..., expires_at_s: _Optional[int] = ...) -> None: ...
+
+class TenantStatus(_message.Message):
+    __slots__ = ("name", "active_requests", "requests", "refused_requests", "prompt_tokens", "generated_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    active_requests: int
+    requests: int
+    refused_requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    def __init__(self, name: _Optional[str] = ..., active_requests: _Optional[int] = ..., requests: _Optional[int] = ..., refused_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class HotPrefix(_message.Message):
     __slots__ = ("id", "tokens", "hits", "workers")

@@ -1,5 +1,6 @@
 """What a step reads of the seats, how logits are edited, and where drawn tokens go."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +108,17 @@ def test_a_mark_counts_each_occurrence(device: str):
 
     assert seats.marks[0, 6] == 3 * bodies.ONE_DRAWN.value + bodies.IS_SEEN.value
     assert seats.marks.count_nonzero() == 1
+
+
+def test_rows_without_a_bitmap_may_draw_all_tokens_whatever_they_had_before(device: str):
+    seats = random_seats(device)
+    first = np.array([[5, 6]], dtype=np.int32)
+    seats.set_masks(4, [2], first)
+
+    seats.set_masks(4, [3, 0], np.array([[1, 2], [3, 4]], dtype=np.int32))
+
+    assert seats.masks[:4].tolist() == [[3, 4], [-1, -1], [-1, -1], [1, 2]]
+    assert seats.masks[4:].count_nonzero() == 0
 
 
 def test_too_many_rows_and_foreign_tensors_are_refused(launches: list[object]):

@@ -16,43 +16,51 @@ from tests.support.command_line import run_main
 
 SERVE_FLAGS = """
     --config --controller-port --cpu-pages-mib --cpu-threads --decode --deterministic --device
-    --dtype --gpu-memory-fraction --help --host --http-port --log-format --log-level --model
-    --num-pages --page-size --pool-resources --port --prefill --ray-address --secret-file
-    --served-model-name --start-timeout-s --stop-grace-s --workers-per-gpu
+    --dtype --gpu-memory-fraction --help --host --http-port --insecure --log-format --log-level
+    --model --num-pages --page-size --pool-resources --port --prefill --ray-address
+    --secret-file --served-model-name --start-timeout-s --stop-grace-s --workers-per-gpu
 """
 FLAGS = {
-    "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p
-        --min-tokens --model --presence-penalty --ray-address --repetition-penalty --seed --stop
-        --temperature --timeout-s --top-k --top-p""",
-    "chat": """--address --help --max-tokens --model --ray-address --seed --system --temperature
-        --timeout-s --top-k --top-p""",
-    "status": "--address --help --json --once --ray-address --wide",
-    "top": "--address --help --interval --once --ray-address",
+    "generate": """--address --authority-file --certificate-file --frequency-penalty --help
+        --ignore-eos --json --key-file --max-tokens --min-p --min-tokens --model --presence-penalty
+        --ray-address --repetition-penalty --seed --server-name --stop --temperature --timeout-s
+        --tls --token-file --top-k --top-p""",
+    "chat": """--address --authority-file --certificate-file --help --key-file --max-tokens --model
+        --ray-address --seed --server-name --system --temperature --timeout-s --tls --token-file
+        --top-k --top-p""",
+    "status": """--address --authority-file --certificate-file --help --json --key-file --once
+        --ray-address --server-name --tls --token-file --wide""",
+    "top": """--address --authority-file --certificate-file --help --interval --key-file --once
+        --ray-address --server-name --tls --token-file""",
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --prefill --ray-address",
     "drain": "--config --grace-s --help --ray-address",
+    "restart": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",
-    "gateway": """--config --help --host --http-gateway-allow-origins
-        --http-gateway-body-timeout-s --http-gateway-comment-period-s
-        --http-gateway-head-timeout-s --http-gateway-idle-timeout-s
-        --http-gateway-max-body-mib --http-gateway-max-connections
-        --http-gateway-max-head-bytes --http-gateway-max-prompts
-        --http-gateway-request-timeout-s --http-gateway-slow-client-timeout-s
-        --http-gateway-stream-interval-s --log-format --log-level --port --router
-        --stop-grace-s""",
+    "gateway": """--config --front-tls-certificate-file --front-tls-client-authority-file
+        --front-tls-key-file --help --host --http-gateway-allow-origins
+        --http-gateway-body-timeout-s --http-gateway-comment-period-s --http-gateway-head-timeout-s
+        --http-gateway-idle-timeout-s --http-gateway-max-body-mib --http-gateway-max-connections
+        --http-gateway-max-head-bytes --http-gateway-max-prompts --http-gateway-request-timeout-s
+        --http-gateway-resume-s --http-gateway-slow-client-timeout-s
+        --http-gateway-stream-interval-s --insecure
+        --log-format --log-level --port --router --router-authority-file --router-certificate-file
+        --router-key-file --router-server-name --router-tls --stop-grace-s""",
     "router": """--config --controller --decode-worker-local-prefill-max-tokens
-        --decode-worker-max-running-sequences --help --host --keys --log-format
-        --log-level --model --port --router-coalesce-ms --router-connect-timeout-s
+        --decode-worker-max-running-sequences --front-tls-certificate-file
+        --front-tls-client-authority-file --front-tls-key-file --help --host --insecure --keys
+        --log-format --log-level --model --port --router-coalesce-ms --router-connect-timeout-s
         --router-dead-after-s --router-decode-load-s --router-forget-dead-after-s
-        --router-max-active-requests --router-max-connections
-        --router-max-expected-wait-s --router-max-index-pages
-        --router-max-prefill-candidates --router-max-prompt-chars --router-metrics-port
-        --router-max-resumptions --router-nccl-bytes-per-s --router-new-work-weight
-        --router-page-pressure-s --router-prefill-tokens-per-s
+        --router-max-active-requests --router-max-backlog-s --router-max-connections
+        --router-max-expected-wait-s --router-max-index-pages --router-max-prefill-candidates
+        --router-max-prompt-chars --router-max-resumptions --router-metrics-port
+        --router-nccl-bytes-per-s --router-new-work-weight --router-page-pressure-s
+        --router-prefill-tokens-per-s
         --router-reconnect-delay-s --router-request-timeout-s --router-resume-wait-s
         --router-retry-delay-s --router-slow-client-timeout-s --router-speculative-ttl-s
-        --router-stuck-after-s --router-tcp-bytes-per-s --router-worker-wait-s
-        --share-port --stop-grace-s""",
+        --router-stuck-after-s --router-tcp-bytes-per-s --router-tenants-file
+        --router-worker-wait-s --share-port --stop-grace-s --tls-allow-plain-nccl
+        --tls-authority-file --tls-certificate-file --tls-key-file --tls-server-name""",
     "router-keys": "--config --help --ray-address --secret-file",
     "version": "--help",
 }
@@ -74,7 +82,7 @@ def test_commands_are_a_decision():
     group = get_command(commands.app)
     names = group.list_commands(group.make_context("pagewire", ["version"]))
 
-    assert sorted(names) == sorted([*FLAGS, "demo", "serve", "up"])
+    assert sorted(names) == sorted([*FLAGS, "demo", "serve", "tokens", "up"])
 
 
 @pytest.mark.parametrize("command", sorted(FLAGS))
@@ -85,6 +93,8 @@ def test_flags_are_a_decision(command):
 @pytest.mark.parametrize("command", ["serve", "up", "demo"])
 def test_every_option_is_a_flag(command):
     sections = (
+        "--tls-",
+        "--front-tls-",
         "--http-gateway-",
         "--router-",
         "--prefill-worker-",

@@ -152,7 +152,7 @@ def test_a_refused_prompt_is_told_as_it_is_and_not_as_a_group_of_errors(tmp_path
 
     async def scenario():
         async with one_plus_one(tmp_path) as client:
-            await run_demo(client.address, Console(file=io.StringIO()))
+            await run_demo(client.address, None, Console(file=io.StringIO()))
 
     with pytest.raises(InvalidRequestError, match=r"prompt\.text: .* no tokenizer"):
         asyncio.run(scenario())

@@ -8,10 +8,12 @@ import pytest
 
 from cli import find_router as module
 from cluster import attach, environment
+from cluster.config import ClusterConfig
 from cluster.errors import NotRunning
 from cluster.local_head import LocalHead
 from tests.cli.test_client_commands import COMMANDS, answer
 from tests.pagewire.scripted_service import serving_in_thread
+from tests.pagewire.test_tokens import tell
 from tests.support.command_line import run_main
 
 HEAD = LocalHead(pid=1, ray_address="127.0.0.1:1", token_path="/nowhere")
@@ -20,7 +22,14 @@ HEAD = LocalHead(pid=1, ray_address="127.0.0.1:1", token_path="/nowhere")
 @pytest.fixture
 def host(monkeypatch):
     """A host where `up` has started a cluster; to be changed."""
-    host = SimpleNamespace(head=HEAD, router_address="", is_stopping=False, attached_to=[])
+    host = SimpleNamespace(
+        head=HEAD,
+        router_address="",
+        token="",
+        is_stopping=False,
+        attached_to=[],
+        config=ClusterConfig(),
+    )
 
     @contextmanager
     def attached(ray_address, head):
@@ -33,6 +42,7 @@ def host(monkeypatch):
     monkeypatch.setattr(environment, "prepare_ray", lambda *, is_local: None)
     monkeypatch.setattr(attach, "attached", attached)
     monkeypatch.setattr(attach, "router_address", lambda: host.router_address)
+    monkeypatch.setattr(attach, "router_token", lambda: host.token)
     monkeypatch.setattr(attach, "ask", lambda call, timeout_s: call)
     return host
 
@@ -85,3 +95,15 @@ def test_without_a_cluster_of_up_the_address_of_serve_is_tried(host):
     host.head = None
 
     assert module.find_router(None, "") == module.FoundRouter(address="localhost:50051")
+
+
+def test_commands_call_with_the_token_of_the_cluster_unless_they_are_given_one(host, monkeypatch):
+    host.token = "the-clusters-own"
+    monkeypatch.delenv("PAGEWIRE_TOKEN", raising=False)
+    with serving_in_thread(tell) as (host.router_address, _):
+        assert run_main("generate", "x").stdout == "Bearer the-clusters-own\n"
+        monkeypatch.setenv("PAGEWIRE_TOKEN", "another")
+        assert run_main("generate", "x").stdout == "Bearer another\n"
+        monkeypatch.delenv("PAGEWIRE_TOKEN")
+        named = run_main("generate", "x", "--address", host.router_address)
+        assert named.stdout == "nobody\n", "an address that is given may be anybody's"

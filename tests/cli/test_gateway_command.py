@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -12,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cli import commands
+from credentials.door import front_door
 from tests.pagewire.scripted_service import response, serving_in_thread, usage
+from tests.support.certificates import Authority
 from tests.support.command_line import run_main
 
 STOP = 1  # FINISH_REASON_STOP
@@ -26,17 +29,17 @@ def start(*arguments):
     command = [sys.executable, "-m", "cli", "gateway", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stdout.readline()
-    found = re.fullmatch(r"ready: HTTP on (http://\S+)/v1 for the router at (\S+)\n", line)
+    found = re.fullmatch(r"ready: HTTP on (https?://\S+)/v1 for the router at (\S+)\n", line)
     assert found, line + process.communicate(timeout=10)[1]
     return process, found[1]
 
 
-def ask(url, **body):
+def ask(url, context=None, **body):
     data = json.dumps({"prompt": "x", **body}).encode()
     request = urllib.request.Request(
         f"{url}/v1/completions", data, {"content-type": "application/json"}
     )
-    return json.load(urllib.request.urlopen(request, timeout=10))
+    return json.load(urllib.request.urlopen(request, timeout=10, context=context))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -106,3 +109,42 @@ def test_its_port_is_not_that_of_a_router_in_the_help():
     words = " ".join(CliRunner().invoke(commands.app, ["gateway", "--help"]).output.split())
 
     assert "Where clients connect; 0: a free port. [default: 8000" in words
+
+
+def test_it_connects_and_serves_over_tls(tmp_path):
+    authority = Authority(tmp_path)
+    door = front_door(authority.settings())
+    certificate, key = authority.pair("127.0.0.1")
+    flags = (
+        *("--front-tls-certificate-file", certificate, "--front-tls-key-file", key),
+        *("--router-authority-file", authority.file, "--port", "0"),
+    )
+    with serving_in_thread(hello, door) as (router, _):
+        process, url = start("--router", router, *flags)
+        try:
+            context = ssl.create_default_context(cafile=authority.file)
+            answer = ask(url, context)
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=20)
+
+    assert url.startswith("https://")
+    assert answer["choices"][0]["text"] == "Hello"
+    assert "PRIVATE KEY" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], "error: front_tls.certificate_file is not set, and a server would"),
+        (["--front-tls-key-file", "k"], "error: front_tls.certificate_file must be set, too, with"),
+        (["--router-key-file", "k"], "error: --router-certificate-file: found none; allowed: a f"),
+        (["--router-authority-file", "/nowhere"], "--router-authority-file: /nowhere cannot be re"),
+    ],
+)
+def test_what_is_wrong_with_tls_ends_it_with_one_line(arguments, words):
+    result = run_main("gateway", "--port", "0", *arguments)
+
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

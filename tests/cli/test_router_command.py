@@ -1,15 +1,18 @@
 """pagewire router as processes of their own: without Ray and torch, killed with SIGKILL."""
 
 import asyncio
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -115,6 +118,54 @@ def routers(count: int, controller: str, keys: Path, model: Path, *arguments: st
             each.communicate(timeout=10)
 
 
+@contextmanager
+def gateway(*routers: str) -> Iterator[str]:
+    """A process that serves HTTP before routers; yields its address."""
+    flags = [each for router in routers for each in ("--router", router)]
+    command = [sys.executable, "-m", "cli", "gateway", *flags, "--port", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            match = re.fullmatch(r"ready: HTTP on http://(\S+)/v1 for the routers at .*\n", line)
+            assert match, line
+            yield match[1]
+        finally:
+            process.kill()
+
+
+class HttpStream:
+    """The events of one completion; `read` takes them to the end, in a thread of its own."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        body = {"prompt": PROMPT, "stream": True, **options}
+        body["stream_options"] = {"include_usage": True}
+        self.texts: dict[int, str] = {}  # choice |->
+        self.finish_reasons: dict[int, str] = {}
+        self.usage: dict[str, Any] = {}
+        self._request = urllib.request.Request(
+            f"http://{address}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+
+    def read(self) -> None:
+        with urllib.request.urlopen(self._request, timeout=30) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    self._take(json.loads(line[6:]))
+        assert line == b"\n", "the last event is whole"
+
+    def _take(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        self.usage = event["usage"] or self.usage
+        for choice in event["choices"]:
+            index = choice["index"]
+            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            if choice["finish_reason"]:
+                self.finish_reasons[index] = choice["finish_reason"]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -190,6 +241,46 @@ def test_a_router_that_is_killed_costs_its_streams_nothing(keys_path, model_dir)
     assert [each.usage.resumptions for each in interrupted] == [1, 1, 1]
 
 
+def test_a_router_that_is_killed_costs_http_streams_nothing(keys_path, model_dir) -> None:
+    def streams(address: str) -> list[HttpStream]:
+        return [
+            HttpStream(address, max_tokens=len(SAID), temperature=0.0),
+            HttpStream(address, max_tokens=len(SAID), n=2),
+            HttpStream(address, max_tokens=len(SAID), stop=[STOP]),
+        ]
+
+    async def main() -> tuple[list[HttpStream], list[HttpStream], int]:
+        async with controller_and_worker() as (controller, worker):
+            with routers(2, controller, keys_path, model_dir, "--port", "0") as found:
+                (first, killed), (second, _) = found
+                for address in (first, second):
+                    await wait_served(address)
+                with gateway(first, second) as http:
+                    calm = streams(http)
+                    await asyncio.gather(*(asyncio.to_thread(each.read) for each in calm))
+                    assert resumed(worker) == 0
+                    cut = streams(http)
+                    running = [asyncio.create_task(asyncio.to_thread(each.read)) for each in cut]
+                    async with asyncio.timeout(30):
+                        while not all(each.texts for each in cut):
+                            await asyncio.sleep(0.01)
+                    killed.send_signal(signal.SIGKILL)
+                    await asyncio.gather(*running)
+                    return calm, cut, resumed(worker)
+
+    calm, interrupted, num_resumed = asyncio.run(main())
+
+    assert num_resumed == 3
+    for before, after in zip(calm, interrupted, strict=True):
+        assert after.texts == before.texts
+        assert after.finish_reasons == before.finish_reasons
+        assert after.usage == before.usage
+    assert calm[0].texts == {0: TOKENIZER.decode(SAID)}
+    assert calm[0].usage["completion_tokens"] == len(SAID)
+    assert calm[1].usage["completion_tokens"] == 2 * len(SAID)
+    assert calm[2].finish_reasons == {0: "stop"}
+
+
 def test_many_routers_share_a_port_and_one_that_stops_hands_over(keys_path, model_dir) -> None:
     async def main() -> tuple[list[Completion], int, int]:
         port = str(free_port())
@@ -243,6 +334,7 @@ def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None
     good = {"--controller": "localhost:1", "--keys": keys_path, "--model": model_dir, "--port": 0}
     for name, value, words in (
         ("--controller", "nowhere", "error: --controller: found 'nowhere'; allowed: host:port"),
+        ("--router-tenants-file", tmp_path / "none", "none: cannot be read: No such file"),
         ("--keys", tmp_path / "none", "none cannot be read: No such file"),
         ("--keys", secret, "holds no keys of a router; `pagewire router-keys` writes them"),
         ("--model", folder, "tokenizer.json is missing"),

@@ -1,13 +1,15 @@
 import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from pagewire import ClusterStatus, PageCounts, WorkerStatus
+from pagewire import ClusterStatus, Encryption, PageCounts, TenantStatus, WorkerStatus
 from pagewire.cli.client_commands import WIDE_COLUMNS
 from pagewire.cli.status import status_json, status_table
+from pagewire.protos.pem import utc
 
 PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, quarantine=0)
 
@@ -56,6 +58,42 @@ BUSY = worker(
     pages_moved=1_234_567,
     bytes_moved=2**30 - 1,
 )
+
+
+def connections(front, cluster):
+    """The line that tells how connections are protected, with its styles."""
+    told = replace(status(worker()), front_tls=front, cluster_tls=cluster)
+    *_, line = status_table(told).renderables
+    return line.plain, {str(each.style) for each in line.spans}
+
+
+def test_it_tells_what_is_encrypted_and_until_when():
+    in_a_month = int(time.time()) + 30 * 86_400
+    fine = Encryption(encrypted=True, expires_at_s=in_a_month)
+    in_clear = Encryption(encrypted=False, expires_at_s=None)
+
+    line, styles = connections(fine, in_clear)
+
+    assert (
+        line == f"clients: TLS, certificate until {utc(in_a_month)} · within the cluster: in clear"
+    )
+    assert styles <= {""}
+
+
+@pytest.mark.parametrize(
+    ("days", "word", "style"), [(3, "until", "yellow"), (-1, "expired", "red")]
+)
+def test_a_certificate_that_nothing_renews_is_seen(days, word, style):
+    late = Encryption(encrypted=True, expires_at_s=int(time.time()) + days * 86_400)
+
+    line, styles = connections(late, late)
+
+    assert line.count(f"certificate {word} 20") == 2
+    assert style in styles
+
+
+def test_a_router_that_does_not_tell_how_it_is_connected_has_no_such_line():
+    assert "TLS" not in "".join(rows(worker(), columns=120))
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -127,3 +165,28 @@ def test_a_cluster_that_is_being_stopped_is_told_as_such():
     assert console.file.getvalue().splitlines()[-1].strip() == last
     assert json.loads(status_json(stopping))["is_stopping"]
     assert not json.loads(status_json(status(worker())))["is_stopping"]
+
+
+def test_tenants_have_a_table_and_whoever_is_no_operator_sees_it_alone():
+    acme = TenantStatus(
+        name="acme",
+        active_requests=3,
+        requests=1200,
+        refused_requests=4,
+        prompt_tokens=56_000_000,
+        generated_tokens=7,
+    )
+    told = replace(status(BUSY), tenants=(acme,))
+
+    def lines(told):
+        console = Console(width=80, color_system=None, file=io.StringIO())
+        console.print(status_table(told))
+        return console.file.getvalue().splitlines()
+
+    row = ["acme", "3", "1.2k", "4", "56M", "7"]
+    assert lines(told)[-1].split() == row
+    assert "prefill-10" in "".join(lines(told))
+    own = lines(replace(told, workers=(), is_partial=True))
+    assert own[-1].split() == row
+    assert "requests:" not in "".join(own)
+    assert json.loads(status_json(told))["tenants"][0]["refused_requests"] == 4

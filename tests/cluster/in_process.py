@@ -9,10 +9,13 @@ from pathlib import Path
 
 import grpc
 
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import make_decode_worker
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.tcp import TcpTransport
+from kv_transfer.transport import open_transports
+from llm_engine.model_files import text_folder
 from pagewire import AsyncClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
@@ -21,7 +24,7 @@ from router.membership import WorkerMember
 from router.process import connect_worker
 from router.router import Router
 from tests.support.cluster_keys import SECRET, credentials_of
-from worker.process import WorkerProcess, WorkerSettings, connect_channel
+from worker.process import WorkerProcess, WorkerSettings
 
 HOST = "127.0.0.1"
 LONG_DEADLINES = TransferDeadlines(
@@ -29,6 +32,7 @@ LONG_DEADLINES = TransferDeadlines(
 )
 
 DEFAULT_PREFILL = PrefillConfig(chunk_pages=2)
+IN_CLEAR = TlsSettings()
 DEFAULT_DECODE = DecodeConfig(local_prefill_max_tokens=0)
 
 
@@ -49,8 +53,10 @@ async def in_process_cluster(
     num_pages: int = 200,
     chunk_pages: int = 2,
     is_large: bool = False,
+    has_text: bool = False,
+    tls: TlsSettings = IN_CLEAR,
 ) -> AsyncIterator[AsyncClient]:
-    """Serve a checkpoint; yields a client. Token ids only.
+    """Serve a checkpoint; yields a client.
 
     Args:
         model: Folder or GGUF file.
@@ -60,6 +66,8 @@ async def in_process_cluster(
         chunk_pages: That are handed to the transfer at a time.
         is_large: Of a model whose passes take seconds, while others may want the cores: steps are
             short, and no deadline passes that is there to find the dead.
+        has_text: Whether the router reads the model's tokenizer; else it takes token ids only.
+        tls: Of the workers, and of the router's calls to them.
     """
     transfer = LONG_DEADLINES if is_large else TransferDeadlines()
     limits = {"dead_after_s": 60, "stuck_after_s": 600} if is_large else {}
@@ -83,12 +91,15 @@ async def in_process_cluster(
                 num_pages=num_pages,
                 prefill=prefill,
                 decode=decode,
+                tls=tls,
             )
             stack.push_async_callback(process.stop, 0.0)
         router = Router(
             config=RouterConfig(**limits),
-            model_dir=None,
-            connect_channel=partial(connect_worker, credentials_of("router", "router-0")),
+            model_dir=text_folder(model) if has_text else None,
+            connect_channel=partial(
+                connect_worker, credentials_of("router", "router-0"), ClusterLinks(tls)
+            ),
             random_id=lambda: secrets.token_hex(16),
         )
         server = grpc.aio.server()
@@ -127,6 +138,7 @@ async def start_worker(
     num_pages=200,
     prefill=DEFAULT_PREFILL,
     decode=DEFAULT_DECODE,
+    tls=IN_CLEAR,
 ):
     pool, _, _ = worker_id.partition("-")
     settings = WorkerSettings(
@@ -146,6 +158,7 @@ async def start_worker(
         host=HOST,
         log_level="warning",
         log_format="text",
+        tls=tls,
     )
     announced = {}
 
@@ -158,13 +171,15 @@ async def start_worker(
             "model": model,
             "executor": executor,
             "credentials": credentials,
-            "transports": [TcpTransport(executor.engine.storage, host=HOST)],
+            "transports": open_transports(
+                executor.engine.storage, "cpu", HOST, process.links.page_tls
+            ),
         }
         if pool == "prefill":
             return make_prefill_worker(config=prefill, **common)
         return make_decode_worker(
             config=decode,
-            connect_channel=connect_channel,
+            connect_channel=process.links.connect,
             random_id=lambda: secrets.token_bytes(16),
             **common,
         )

@@ -9,9 +9,10 @@ import ray
 
 from cluster import controller as module
 from cluster.config_file import load_config
-from cluster.controller import HEARD_S, ControllerActor
+from cluster.controller import ControllerActor
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, PlacementError, Stopping
+from cluster.membership import HEARD_S
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
 
@@ -37,7 +38,7 @@ class World:
             config=load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2}),
             device=device,
             secret=ClusterSecret.generate(),
-            router_node_id="00" * 28,
+            home_resource="node:h",
             environment={},
             visible_gpus=None,
         )
@@ -66,9 +67,13 @@ class World:
         def drain(grace_s):
             self.told.append(("drain", name, grace_s))
 
+        def restart(grace_s):
+            self.told.append(("restart", name, grace_s))
+
         return SimpleNamespace(
             name=name,
             drain=SimpleNamespace(remote=drain),
+            restart=SimpleNamespace(remote=restart),
         )
 
 
@@ -111,6 +116,50 @@ def test_routers_hear_of_a_drain_before_the_worker_does(world):
 
         await world.controller.worker_left("decode-1", 1)
         assert world.told == [("router-0", worker_names(without="decode-1"), [])]
+
+    asyncio.run(main())
+
+
+def test_routers_hear_of_a_restart_before_the_worker_does_and_the_new_start_is_not_told_to_leave(
+    world,
+):
+    async def main():
+        await world.start()
+        await world.controller.restart("decode-1", 7.0)
+        assert world.told == [
+            ("router-0", worker_names(), ["decode-1"]),
+            ("applied",),
+            ("restart", "decode-1", 7.0),
+        ]
+        world.told.clear()
+
+        await world.announce("decode-1")
+        assert world.told == [], "it still ends"
+        await world.announce("decode-1", incarnation=2)
+        assert world.told == [("router-0", worker_names(), [])]
+        assert (await world.controller.facts()).workers.counts == {"prefill": 2, "decode": 2}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("decode-7", "it must be one of prefill-0, prefill-1, decode-1"),
+        ("decode-0", "which is to leave"),
+        ("prefill-1", "which has not been heard of lately"),
+    ],
+)
+def test_what_cannot_be_restarted_is_refused_and_nothing_has_changed(world, name, found):
+    async def main():
+        await world.start()
+        await world.controller.drain("decode-0", 1.0)
+        world.now += HEARD_S + 1
+        await world.announce("decode-1")
+        world.told.clear()
+        with pytest.raises(ConfigError, match=found):
+            await world.controller.restart(name, 7.0)
+        assert world.told == []
 
     asyncio.run(main())
 

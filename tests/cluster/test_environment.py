@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cli.reference import ENVIRONMENT
-from cluster.environment import prepare_ray
+from cluster.environment import forwarded_environment, prepare_ray
 from tests.support.distributions import PACKAGES
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +26,13 @@ def test_every_variable_that_is_read_is_documented():
     read = {name for path in files for name in reads.findall(path.read_text(encoding="utf-8"))}
 
     assert read - {"PYTHONPATH"} == set(ENVIRONMENT)  # that one is Python's
+
+
+def test_a_clients_token_is_not_among_what_ray_starts_actors_with(monkeypatch):
+    given = {"PAGEWIRE_TOKEN": "secret", "PAGEWIRE_OTHER": "1", "HOME": "/"}
+    monkeypatch.setattr(os, "environ", given)
+
+    assert forwarded_environment() == {"PAGEWIRE_OTHER": "1"}
 
 
 @pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled"}], ids=["unset", "disabled"])

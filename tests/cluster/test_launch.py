@@ -19,6 +19,7 @@ from cluster.placement import CONTROLLER_NAME, GATEWAY_NAME, ROUTER_NAME, _resou
 from cluster.private_folder import private_folder
 from cluster.readiness import _refuse_misfits
 from cluster.scaling import worker_ids
+from credentials.config import TlsSettings
 from credentials.secret import ClusterSecret, PartyKeys
 from decode_worker.actor import DecodeActor
 from prefill_worker.actor import PrefillActor
@@ -32,7 +33,7 @@ def deployment(options, device="cpu"):
         config=load_config(None, {"model": "/models/tiny", **options}),
         device=device,
         secret=ClusterSecret.generate(),
-        router_node_id="00" * 28,
+        home_resource="node:h",
         environment={"GRPC_VERBOSITY": "ERROR"},
         visible_gpus=None,
     )
@@ -137,11 +138,11 @@ def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
     deploy(deployment({**options, "http_port": 0}))
     assert GATEWAY_NAME not in placed
     deploy(deployment({**options, "http_port": 8123}))
-    config, host, port, *_, router_name = placed[GATEWAY_NAME][1]
+    config, host, port, _, _, router_name, tls, router_tls = placed[GATEWAY_NAME][1]
     assert (config.max_prompts, host, port) == (3, "0.0.0.0", 8123)
-    assert router_name == ROUTER_NAME
-    nodes = {placed[n][0]["scheduling_strategy"].node_id for n in (GATEWAY_NAME, ROUTER_NAME)}
-    assert nodes == {"00" * 28}, "on the host of whoever started it"
+    assert (router_name, tls, router_tls) == (ROUTER_NAME, TlsSettings(), None)
+    for name in (GATEWAY_NAME, ROUTER_NAME):
+        assert list(placed[name][0]["resources"]) == ["node:h"], "at the host of who started it"
 
 
 def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed, caplog):
@@ -377,13 +378,15 @@ def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatc
     async def never(request, context):
         yield
 
-    router = SimpleNamespace(misfits=SimpleNamespace(remote=dict))
-    monkeypatch.setattr(ray, "get", lambda misfits, timeout: misfits)
+    router = SimpleNamespace(
+        misfits=SimpleNamespace(remote=dict), cluster_token=SimpleNamespace(remote=str)
+    )
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     with serving_in_thread(never) as (address, service):
         deadline = time.monotonic() + 1.0
         with pytest.raises(StartError) as caught:
             readiness.wait_until_served(
-                address, router, ["prefill-0", "decode-0"], deadline, lambda: None
+                address, None, router, ["prefill-0", "decode-0"], deadline, lambda: None
             )
 
     assert service.num_statuses > 1

@@ -28,6 +28,22 @@ def test_a_restart_replaces_the_old_start():
     )
 
 
+def test_a_start_that_another_one_has_replaced_counts_only_when_that_one_is_silent():
+    # Ray has given up a host that cannot be reached, and started its worker elsewhere; then the
+    # host is back, and for a moment both announce themselves.
+    membership = Membership()
+    membership.announce(member(incarnation=1), 0.0)
+    membership.announce(member(incarnation=2), 10.0)
+
+    assert not membership.announce(member(incarnation=1), 11.0)
+    assert not membership.announce(member(incarnation=2), 12.0)
+    assert not membership.announce(member(incarnation=1), 17.9)
+    assert [each.incarnation for each in membership.members] == [2]
+    assert membership.announce(member(incarnation=1), 18.0), "the new one has ended unseen"
+    assert not membership.announce(member(incarnation=2), 19.0), "it is the replaced one now"
+    assert [each.incarnation for each in membership.members] == [1]
+
+
 def test_who_has_announced_itself_is_known():
     membership = Membership()
     membership.announce(member(), 0.0)

@@ -184,3 +184,24 @@ def test_a_port_in_use_is_refused_without_slow_imports(command, flag):
 
     assert line.startswith(f"error: port {port} on 127.0.0.1 is in use; choose another with {flag}")
     assert slow == set()
+
+
+def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_started(
+    monkeypatch, tmp_path
+):
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    file = tmp_path / "tenants.yaml"
+    file.write_text("acme: {token_hashes: [x]}")
+    for path, told in (
+        (file, r"tenants.yaml, line 1: acme.token_hashes\[0\] has 1 characters; it must be sha256"),
+        (tmp_path / "none", r"none: cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            check_on_a_host_with(monkeypatch, memory, **{"router.tenants_file": str(path)})
+
+
+def test_the_tenants_file_is_found_from_any_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, {"router.tenants_file": "tenants.yaml"})
+
+    assert config.router.tenants_file == str(tmp_path / "tenants.yaml")

@@ -4,7 +4,8 @@ import sys
 import psutil
 import pytest
 
-from cluster.ray_listeners import find_listeners, is_loopback
+from cluster.ray_listeners import find_listeners
+from protos.addresses import is_loopback
 
 LISTEN = """
 import socket, sys

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +12,8 @@ import pytest
 
 from cluster.server import MemberServer
 from credentials.cluster import ClusterCredentials
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import ClusterSecret
 from pagewire.protos import controller_pb2, controller_pb2_grpc
@@ -18,10 +21,12 @@ from router import member_feed, process
 from router.errors import ControllerGone
 from router.member_feed import MemberFeed
 from router.membership import WorkerMember
+from tests.support.certificates import Authority
 from tests.support.cluster_keys import SECRET
 from tests.support.wall_clock import assert_within
 
 WAIT_S = 10.0
+IN_CLEAR = TlsSettings()
 
 
 def member(name: str, incarnation: int = 1, *, is_draining: bool = False) -> WorkerMember:
@@ -37,7 +42,13 @@ def member(name: str, incarnation: int = 1, *, is_draining: bool = False) -> Wor
 class Listener:
     """A router's feed, and what it was told."""
 
-    def __init__(self, name: str, address: str, secret: ClusterSecret = SECRET) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        secret: ClusterSecret = SECRET,
+        tls: TlsSettings = IN_CLEAR,
+    ) -> None:
         self.address = address
         self.told: list[list[tuple[str, int, bool]]] = []
         self.news = asyncio.Event()
@@ -46,7 +57,7 @@ class Listener:
         self.feed = MemberFeed(
             router_id=name,
             find_controller=self.find,
-            connect_controller=partial(process.connect_controller, credentials),
+            connect_controller=partial(process.connect_controller, credentials, ClusterLinks(tls)),
             take=self.take,
         )
         self.task = asyncio.create_task(self.feed.run())
@@ -74,8 +85,11 @@ class Listener:
 
 
 @asynccontextmanager
-async def serving(port: int = 0) -> AsyncIterator[tuple[MemberServer, str]]:
-    server = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", port)
+async def serving(
+    port: int = 0, tls: TlsSettings = IN_CLEAR
+) -> AsyncIterator[tuple[MemberServer, str]]:
+    door = ClusterLinks(tls).door
+    server = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", port, door)
     address = await server.start()
     try:
         yield server, address
@@ -218,3 +232,28 @@ class Liar(controller_pb2_grpc.ControllerServiceServicer):
     async def WatchMembers(self, requests: Any, context: Any) -> Any:  # noqa: N802
         yield controller_pb2.WatchMembersResponse(version=5)
         await asyncio.sleep(60)
+
+
+def test_over_tls_a_router_needs_the_clusters_certificate_and_its_keys(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    inside = TlsSettings(inside=authority.inside())
+
+    async def main() -> None:
+        async with serving(tls=inside) as (server, address):
+            server.publish([member("decode-0")])
+            router = Listener("router-0", address, tls=inside)
+            strangers = [
+                Listener("router-1", address),
+                Listener("router-2", address, tls=TlsSettings(inside=other.inside())),
+                Listener("router-3", address, ClusterSecret(b"o" * 32), tls=inside),
+            ]
+
+            await router.wait_told(("decode-0", 1, False))
+            server.publish([member("decode-0", is_draining=True)])
+            await router.wait_told(("decode-0", 1, True))
+
+            assert [each.told for each in strangers] == [[], [], []]
+            for each in (router, *strangers):
+                await each.stop()
+
+    asyncio.run(main())

@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from cluster.launch import END_TIMEOUT_S, STOP_MARGIN_S
 from cluster.placement import _resources
 from credentials.secret import ClusterSecret
 from deploy.docker.healthcheck import SERVICE
+from deploy.docker.healthcheck import arguments as health_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = Path(__file__).with_name("crds")
@@ -46,7 +47,7 @@ built_in.schema_contents = cache(built_in.schema_contents)  # it reads a megabyt
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod template of the RayCluster, or of a Deployment."""
+    """A pod template of the RayCluster, of a Deployment or of a StatefulSet."""
 
     where: str  # "head", or the name of the group or Deployment
     replicas: int
@@ -120,8 +121,19 @@ class Overlay:
         ]
 
     @property
+    def stores(self) -> list[Pod]:
+        """Those that keep Ray's state."""
+        sets = self.of("StatefulSet").items()
+        return [Pod(name, each["spec"]["replicas"], each["spec"]) for name, each in sets]
+
+    @property
     def pods(self) -> list[Pod]:
+        """Those of Pagewire itself."""
         return [*self.ray_pods, *self.routers]
+
+    @property
+    def all_pods(self) -> list[Pod]:
+        return [*self.pods, *self.stores]
 
     @property
     def config_text(self) -> str:
@@ -136,7 +148,7 @@ class Overlay:
     def selected(self, selector: dict[str, Any]) -> list[Pod]:
         """Return the pods that labels select."""
         wanted = selector.get("matchLabels", selector).items()
-        return [each for each in self.pods if wanted <= each.labels.items()]
+        return [each for each in self.all_pods if wanted <= each.labels.items()]
 
 
 def config_of(overlay: Overlay, folder: Path) -> ClusterConfig:
@@ -277,7 +289,7 @@ def volumes(overlay: Overlay, folder: Path) -> Iterator[str]:
 
 
 def names(overlay: Overlay, _: Path) -> Iterator[str]:
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         if pod.spec["serviceAccountName"] not in overlay.of("ServiceAccount"):
             yield f"{pod.where}: there is no ServiceAccount {pod.spec['serviceAccountName']}"
         if pod.spec["priorityClassName"] not in overlay.of("PriorityClass"):
@@ -336,7 +348,7 @@ def versions(overlay: Overlay, _: Path) -> Iterator[str]:
     )
     if overlay.cluster["spec"]["rayVersion"] != pinned["ray"]:
         yield f"rayVersion is {overlay.cluster['spec']['rayVersion']}, installed is {pinned['ray']}"
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         for one in pod.containers:
             for name, version in re.findall(r"([\w-]+)==([\w.]+)", " ".join(one.get("args", []))):
                 if pinned[name] != version:
@@ -378,7 +390,7 @@ def _asked_for(config: ClusterConfig, pool: str) -> dict[str, Any]:
         config=config,
         device=config.device,
         secret=ClusterSecret.generate(),
-        router_node_id="",
+        home_resource="node:h",
         environment={},
         visible_gpus=None,
     )
@@ -397,7 +409,7 @@ def security(overlay: Overlay, _: Path) -> Iterator[str]:
             yield f"ServiceAccount {name}: its token is mounted"
     image = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
     users = set(map(int, re.findall(r"(?m)^USER (\d+)$", image)))
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         context = pod.spec["securityContext"]
         if context.get("runAsNonRoot") is not True or {context.get("runAsUser")} != users:
             yield f"{pod.where}: must run as the image's user {users}, not {context}"
@@ -414,11 +426,25 @@ def security(overlay: Overlay, _: Path) -> Iterator[str]:
 
 
 def limits(overlay: Overlay, _: Path) -> Iterator[str]:
-    for pod in overlay.pods:
+    for pod in overlay.all_pods:
         for one in pod.containers:
             for kind in ("requests", "limits"):
                 if missing := {"cpu", "memory"} - one["resources"].get(kind, {}).keys():
                     yield f"{pod.where}, {one['name']}: {kind} lack {sorted(missing)}"
+
+
+def asked(probe: dict[str, Any]) -> tuple[int, str, bool]:
+    """Return the port and the service that a probe asks for, and whether it speaks TLS."""
+    if found := probe.get("grpc"):
+        return found["port"], found.get("service", ""), False
+    command = probe.get("exec", {}).get("command", [])
+    if command[:2] != ["python", "/opt/pagewire/healthcheck.py"]:
+        return 0, "", False
+    try:
+        words = health_arguments(command[2:])
+    except SystemExit:
+        return 0, "", False
+    return int(words.address.rpartition(":")[2]), words.service, words.authority_file is not None
 
 
 def probes(overlay: Overlay, folder: Path) -> Iterator[str]:
@@ -428,10 +454,16 @@ def probes(overlay: Overlay, folder: Path) -> Iterator[str]:
         allowed = {GCS_PORT, raylet, config.port} if pod.where == "head" else {raylet}
         for one in pod.spec["containers"]:
             for kind in ("readinessProbe", "livenessProbe"):
-                if one.get(kind, {}).get("grpc", {}).get("port") not in allowed:
+                if asked(one.get(kind, {}))[0] not in allowed:
                     yield f"{pod.where}, {one['name']}: {kind} must ask one of {sorted(allowed)}"
+    for pod in overlay.pods:
+        for one in pod.spec["containers"]:
+            for kind in ("readinessProbe", "startupProbe", "livenessProbe"):
+                port, _, is_tls = asked(one.get(kind, {}))
+                if port == config.port and is_tls != config.front_tls.is_on:
+                    yield f"{pod.where}, {one['name']}: {kind} must ask as clients do"
     up = overlay.container("up")
-    if up["readinessProbe"]["grpc"].get("service") != SERVICE:
+    if asked(up["readinessProbe"])[1] != SERVICE:
         yield f"up is ready when {SERVICE} is"
     patience = up["startupProbe"]["failureThreshold"] * up["startupProbe"]["periodSeconds"]
     if patience <= config.start_timeout_s:
@@ -462,15 +494,17 @@ def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
         yield f"up reads {config.secret_file}; its secrets are in {sorted(map(str, secrets))}"
     if bool(config.secret_file) != bool(overlay.routers):
         yield "routers outside Ray need a secret that lasts, and nobody else does"
+    yield from _without_tenants(config, overlay.head, overlay.head.spec["containers"])
     for pod in overlay.routers:
         (one,) = pod.containers
+        yield from _without_tenants(config, pod, [one])
         program, name, *words = one["command"]
         try:
-            asked = group.get_command(parent, name).make_context(name, words, parent=parent).params
+            given = group.get_command(parent, name).make_context(name, words, parent=parent).params
         except Exception as error:  # of click, whatever it is
             yield f"{program} {name}: {error}"
             continue
-        host, _, port = asked["controller"].partition(":")
+        host, _, port = given["controller"].partition(":")
         service = overlay.of("Service").get(host, {"spec": {"selector": {}, "ports": []}})["spec"]
         if overlay.head not in overlay.selected(service["selector"]) or not service["selector"]:
             yield f"{pod.where}: no Service {host} leads to the head"
@@ -478,13 +512,13 @@ def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
             yield f"{pod.where}: the controller is at {config.controller_port}, not at {port}"
         elif not service.get("publishNotReadyAddresses"):
             yield f"{pod.where}: a head that takes no requests must be found, too"
-        if asked["keys"].parent not in _secret_folders(pod, one):
-            yield f"{pod.where}: {asked['keys']} is in no secret"
+        if given["keys"].parent not in _secret_folders(pod, one):
+            yield f"{pod.where}: {given['keys']} is in no secret"
         mounts = [each["mountPath"] for each in one["volumeMounts"]]
-        if str(asked["config"].parent) not in mounts or asked["config"].name != "cluster.yaml":
-            yield f"{pod.where}: {asked['config']} is not mounted"
-        ready, live = one["readinessProbe"]["grpc"], one["livenessProbe"]["grpc"]
-        if ready != {"port": config.port, "service": SERVICE} or live != {"port": config.port}:
+        if str(given["config"].parent) not in mounts or given["config"].name != "cluster.yaml":
+            yield f"{pod.where}: {given['config']} is not mounted"
+        ready, live = asked(one["readinessProbe"]), asked(one["livenessProbe"])
+        if (*ready[:2], *live[:2]) != (config.port, SERVICE, config.port, ""):
             yield f"{pod.where}: is ready when {SERVICE} is, and alive when the process is"
         waits = float(one["lifecycle"]["preStop"]["exec"]["command"][-1])
         needed = waits + config.stop_grace_s + STOP_SPARE_S
@@ -503,11 +537,121 @@ def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
             yield f"HorizontalPodAutoscaler {name}: there is no {target['kind']} {target['name']}"
 
 
+def _without_tenants(
+    config: ClusterConfig, pod: Pod, containers: list[dict[str, Any]]
+) -> Iterator[str]:
+    """Say which containers that read the tenants file do not find it in a secret."""
+    file = config.router.tenants_file
+    for one in containers:
+        folders = _secret_folders(pod, one)
+        if file and Path(file).parent not in folders:
+            yield f"{pod.where}: {one['name']} finds {file} in none of its secrets"
+
+
 def _secret_folders(pod: Pod, container: dict[str, Any]) -> set[Path]:
     """Return where a container finds secrets."""
-    secrets = {each["name"] for each in pod.spec["volumes"] if "secret" in each}
-    mounts = container["volumeMounts"]
-    return {Path(each["mountPath"]) for each in mounts if each["name"] in secrets}
+    return {path for path, _ in _secrets_of(pod, container)}
+
+
+def _secrets_of(pod: Pod, container: dict[str, Any]) -> list[tuple[Path, str]]:
+    """Return where a container finds which secret."""
+    volumes = [each for each in pod.spec["volumes"] if "secret" in each]
+    secrets = {each["name"]: each["secret"]["secretName"] for each in volumes}
+    return [
+        (Path(each["mountPath"]), secrets[each["name"]])
+        for each in container["volumeMounts"]
+        if each["name"] in secrets
+    ]
+
+
+def tls(overlay: Overlay, folder: Path) -> Iterator[str]:
+    """Whoever reads a certificate has it, from an issuer that there is, for the names in use."""
+    config = config_of(overlay, folder)
+    if config.insecure == config.tls.is_on or config.tls.is_on != config.front_tls.is_on:
+        yield "all must be encrypted, or the configuration must say that nothing is"
+    certificates = overlay.of("Certificate")
+    issued = {each["spec"]["secretName"]: each["spec"] for each in certificates.values()}
+    inside, front = (_folders(each) for each in (config.tls, config.front_tls))
+    readers = [(overlay.head, each) for each in overlay.head.spec["containers"]]
+    readers += [(pod, pod.spec["containers"][0]) for pod in (*overlay.groups, *overlay.routers)]
+    for pod, one in readers:
+        needed = inside if pod in overlay.groups else inside | front
+        found = {path: secret for path, secret in _secrets_of(pod, one) if secret in issued}
+        if needed != found.keys():
+            yield f"{pod.where}, {one['name']}: finds certificates in {found}, needs {needed}"
+        for path, secret in found.items():
+            names, usages = issued[secret]["dnsNames"], set(issued[secret]["usages"])
+            if path in inside and config.tls.server_name not in names:
+                yield f"Certificate {secret}: is not for {config.tls.server_name}"
+            if not usages >= {"server auth", *(["client auth"] if path in inside else [])}:
+                yield f"Certificate {secret}: its usages are {sorted(usages)}"
+            if path in front and (missing := {"localhost", *_front_names(overlay)} - set(names)):
+                yield f"Certificate {secret}: is not for {sorted(missing)}"
+    authorities = {name for name, each in issued.items() if each.get("isCA")}
+    for name, each in overlay.of("Issuer").items():
+        if each["spec"].get("ca", {}).get("secretName", name) not in {*authorities, "self-signed"}:
+            yield f"Issuer {name}: nothing makes the secret {each['spec']['ca']['secretName']}"
+    for name, each in certificates.items():
+        if each["spec"]["issuerRef"]["name"] not in overlay.of("Issuer"):
+            yield f"Certificate {name}: there is no Issuer {each['spec']['issuerRef']['name']}"
+    policies = overlay.of("BackendTLSPolicy")
+    behind = {each["name"] for p in policies.values() for each in p["spec"]["targetRefs"]}
+    routed = {
+        backend["name"]
+        for kind in ("GRPCRoute", "HTTPRoute")
+        for route in overlay.of(kind).values()
+        for rule in route["spec"]["rules"]
+        for backend in rule["backendRefs"]
+    }
+    if behind != (routed if config.front_tls.is_on else set()):
+        yield f"the Gateway connects to {sorted(behind)} over TLS, and routes to {sorted(routed)}"
+    for name, each in policies.items():
+        if each["spec"]["validation"]["hostname"] not in _front_names(overlay):
+            yield f"BackendTLSPolicy {name}: expects {each['spec']['validation']['hostname']}"
+    for name, each in overlay.of("PodMonitor").items():
+        for endpoint in each["spec"]["podMetricsEndpoints"]:
+            is_tls = endpoint.get("scheme") == "https" and "tlsConfig" in endpoint
+            if is_tls != config.front_tls.is_on:
+                yield f"PodMonitor {name}: must ask as clients do"
+
+
+def _folders(section: Any) -> set[Path]:
+    """Return where the files of a section are."""
+    names = [each.name for each in fields(section) if each.name.endswith("_file")]
+    return {Path(path).parent for name in names if (path := getattr(section, name))}
+
+
+def _front_names(overlay: Overlay) -> set[str]:
+    """Return the names by which clients within Kubernetes know routers and gateway."""
+    inside = {"pagewire-controller", *(each.where for each in overlay.stores)}
+    return overlay.of("Service").keys() - inside
+
+
+def stores(overlay: Overlay, _: Path) -> Iterator[str]:
+    """Ray's state lies where the head looks for it, behind a password, and outlives its pod."""
+    options = overlay.cluster["spec"].get("gcsFaultToleranceOptions")
+    if options is None:
+        yield from (f"{each.where}: no head uses it" for each in overlay.stores)
+        return
+    name, _, port = options["redisAddress"].partition(":")
+    service = overlay.of("Service").get(name)
+    if service is None or int(port) not in [each["port"] for each in service["spec"]["ports"]]:
+        yield f"the head keeps its state at {options['redisAddress']}, where no Service is"
+        return
+    secret = options.get("redisPassword", {}).get("valueFrom", {}).get("secretKeyRef")
+    for pod in overlay.selected(service["spec"]["selector"]):
+        (container,) = pod.containers
+        given = [each.get("valueFrom", {}).get("secretKeyRef") for each in container["env"]]
+        if secret is None or secret not in given or "--requirepass" not in container["command"]:
+            yield f"{pod.where}: its password is not the head's, {secret}"
+        claims = {
+            each["metadata"]["name"]
+            for each in overlay.of("StatefulSet")[pod.where]["spec"]["volumeClaimTemplates"]
+        }
+        folder = container["command"][container["command"].index("--dir") + 1]
+        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        if mounts.get(folder) not in claims:
+            yield f"{pod.where}: {folder} is on no claim"
 
 
 def disruptions(overlay: Overlay, _: Path) -> Iterator[str]:
@@ -594,6 +738,13 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
             "namespace kubernetes.io/metadata.name=gateway-system",
             "TCP:grpc",
         ),
+        (
+            "redis",
+            "ingress",
+            "pod app.kubernetes.io/component=head and " + own,
+            "TCP:redis",
+        ),
+        ("head-to-redis", "egress", "pod app.kubernetes.io/name=pagewire-redis", "TCP:redis"),
         ("fetch-model", "egress", "0.0.0.0/0", "TCP:443"),
     }
     return flows | {each for each in optional if each[0] in policies}
@@ -613,6 +764,8 @@ CHECKS = (
     probes,
     stopping,
     routers,
+    tls,
+    stores,
     disruptions,
     networks,
 )

@@ -12,12 +12,12 @@ import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from typer.main import get_command
 
-from cli import commands as cli
 from cluster.config import ClusterConfig
 from deploy.docker.healthcheck import SERVICE, main
+from tests.support.certificates import Authority
 from tests.support.distributions import PACKAGES, SERVER
+from tests.support.typed_commands import check_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -35,14 +35,6 @@ def instructions(stage):
         elif current in ("base", stage):
             found.append((name, rest.strip()))
     return found
-
-
-def check_command(words):
-    """Parse the words of a pagewire command as the command line would, without running it."""
-    assert Path(words[0]).name == "pagewire"
-    group = get_command(cli.app)
-    parent = group.make_context("pagewire", ["version"])
-    group.get_command(parent, words[1]).make_context(words[1], words[2:], parent=parent)
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
@@ -93,13 +85,31 @@ def health_server():
 def test_health_is_told_by_the_exit_code(health_server):
     servicer, address = health_server
 
-    assert main(address) == 1, "the service is unknown"
+    assert main([address]) == 1, "the service is unknown"
     servicer.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert main(address) == 1
+    assert main([address]) == 1
     servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     script = DEPLOY / "docker" / "healthcheck.py"
     assert subprocess.run([sys.executable, script, address], timeout=30).returncode == 0
-    assert main("127.0.0.1:1") == 1, "nobody listens"
+    assert main(["127.0.0.1:1"]) == 1, "nobody listens"
+
+
+def test_health_is_asked_over_tls_where_an_authority_is_given(tmp_path):
+    authority = Authority(tmp_path)
+    certificate, key = (Path(each).read_bytes() for each in authority.pair("localhost"))
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    credentials = grpc.ssl_server_credentials([(key, certificate)])
+    port = server.add_secure_port("localhost:0", credentials)
+    server.start()
+    address = f"localhost:{port}"
+
+    alive = main([address, "--service=", "--authority-file", authority.file])
+    in_clear = main([address, "--service="])
+    unread = main([address, "--service=", "--authority-file", str(tmp_path / "none.pem")])
+    server.stop(None)
+
+    assert (alive, in_clear, unread) == (0, 1, 1)
 
 
 def shell_commands():

@@ -47,10 +47,18 @@ DIFFERENCES = {
         r"Service/(pagewire-controller/.*|pagewire-grpc/spec/selector/.*component)",
         r"NetworkPolicy/router-clients/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/ports/3/.*",
-        rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/4/.*",
-        rf"{CLUSTER}/headGroupSpec/template/spec/volumes/4/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/volumeMounts/[3-5]/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/[4-7]/.*",
+        rf"{CLUSTER}/headGroupSpec/template/spec/volumes/[4-7]/.*",
         r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|PrometheusRule|GRPCRoute|HTTPRoute)/.*",
-        r"NetworkPolicy/(prometheus|gateway)/.*",
+        r"NetworkPolicy/(prometheus|gateway|redis|head-to-redis)/.*",
+        r"(StatefulSet|Service)/pagewire-redis/.*",
+        r"RayCluster/pagewire/spec/gcsFaultToleranceOptions/.*",
+        r"(Certificate|Issuer|BackendTLSPolicy)/.*",
+        r"Service/pagewire-(grpc|http)/spec/ports/0/appProtocol",
+        rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/(readiness|startup|liveness)Probe/.*",
+        rf"{CLUSTER}/workerGroupSpecs/\d/template/spec/containers/0/volumeMounts/3/.*",
+        rf"{CLUSTER}/workerGroupSpecs/\d/template/spec/volumes/3/.*",
         rf"{CLUSTER}/.*/template/spec/affinity/.*",
         rf"{CLUSTER}/workerGroupSpecs/\d/(replicas|maxReplicas)",
     ),
@@ -187,6 +195,18 @@ def router(overlay):
     return overlay.routers[0].containers[0]
 
 
+def redis(overlay):
+    return overlay.stores[0].containers[0]
+
+
+def state(overlay):
+    return overlay.cluster["spec"]["gcsFaultToleranceOptions"]
+
+
+def certificate(overlay):
+    return spec(overlay, "Certificate", "pagewire-tls")
+
+
 def clients(overlay):
     return spec(overlay, "NetworkPolicy", "clients")
 
@@ -290,15 +310,49 @@ FAULTS = [
     ("limits", take(up, "resources", "requests"), "up: requests lack ['cpu', 'memory']"),
     ("probes", take(worker, "livenessProbe"), "ray-worker: livenessProbe must ask"),
     ("probes", put(worker, 6381, "readinessProbe", "grpc", "port"), "readinessProbe must ask"),
-    ("probes", put(up, "pagewire.v1.Router", "readinessProbe", "grpc", "service"), "is ready when"),
+    (
+        "probes",
+        put(up, "--service=pagewire.v1.Router", "readinessProbe", "exec", "command", 3),
+        "is ready when",
+    ),
     ("probes", put(up, 3, "startupProbe", "failureThreshold"), "before start_timeout_s"),
     ("stopping", configured("stop_grace_s: 30", "stop_grace_s: 60"), "head: is killed after 120 s"),
     ("stopping", take(worker, "lifecycle"), "prefill: Ray does not wait"),
+    ("tls", configured("log_format: json", "insecure: true"), "or the configuration must say"),
+    ("tls", take(worker, "volumeMounts", 3), "ray-worker: finds certificates in {}, needs"),
+    ("tls", take(router, "volumeMounts", 5), "router: finds certificates in"),
+    ("tls", drop("Certificate", "pagewire-tls"), "finds certificates in"),
+    ("tls", put(certificate, ["workers"], "dnsNames"), "pagewire-tls: is not for pagewire"),
+    ("tls", put(certificate, ["client auth"], "usages"), "pagewire-tls: its usages are"),
+    (
+        "tls",
+        take(lambda o: spec(o, "Certificate", "pagewire-front-tls"), "dnsNames", 0),
+        "is not for ['pagewire-grpc']",
+    ),
+    ("tls", put(certificate, "cluster", "issuerRef", "name"), "there is no Issuer cluster"),
+    ("tls", drop("Certificate", "pagewire-cluster-authority"), "nothing makes the secret"),
+    ("tls", drop("BackendTLSPolicy", "pagewire-grpc"), "the Gateway connects to ['pagewire-ht"),
+    (
+        "tls",
+        put(
+            lambda o: spec(o, "BackendTLSPolicy", "pagewire-http"), "a.b", "validation", "hostname"
+        ),
+        "pagewire-http: expects a.b",
+    ),
+    (
+        "tls",
+        take(lambda o: spec(o, "PodMonitor", "pagewire"), "podMetricsEndpoints", 0, "scheme"),
+        "PodMonitor pagewire: must ask as clients do",
+    ),
     (
         "disruptions",
         put(lambda o: spec(o, "PodDisruptionBudget", "pagewire-decode"), "50%", "minAvailable"),
         "only a number",
     ),
+    ("stores", put(state, "redis:6379", "redisAddress"), "where no Service is"),
+    ("stores", put(state, "ray", "redisPassword", "valueFrom", "secretKeyRef", "name"), "password"),
+    ("stores", put(redis, "/tmp", "command", 6), "/tmp is on no claim"),
+    ("stores", take(lambda o: o.cluster["spec"], "gcsFaultToleranceOptions"), "no head uses it"),
     (
         "disruptions",
         put(lambda o: spec(o, "PodDisruptionBudget", "pagewire-decode"), 5, "minAvailable"),
@@ -317,7 +371,17 @@ FAULTS = [
     ("routers", put(router, "--config=/etc/cluster.yaml", "command", 2), "is not mounted"),
     ("routers", configured("pagewire-secret/secret", "pagewire/secret"), "its secrets are in ["),
     ("routers", configured("secret_file: ", "# "), "need a secret that lasts"),
-    ("routers", take(router, "readinessProbe", "grpc", "service"), "and alive when the process is"),
+    (
+        "routers",
+        put(router, "--service=", "readinessProbe", "exec", "command", 3),
+        "and alive when",
+    ),
+    ("probes", take(router, "livenessProbe", "exec", "command", 4), "must ask as clients do"),
+    (
+        "routers",
+        configured("log_format: json", "router: {tenants_file: /etc/pagewire/tenants.yaml}"),
+        "finds /etc/pagewire/tenants.yaml in none of its secrets",
+    ),
     ("routers", configured("stop_grace_s: 30", "stop_grace_s: 60"), "to stop takes up to 75 s"),
     ("routers", drop("PodDisruptionBudget", "pagewire-router"), "has no PodDisruptionBudget"),
     (

@@ -11,12 +11,15 @@ from typing import Any
 
 import grpc
 
+from credentials.door import Door
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
+from pagewire import Tls
 from pagewire.protos import inference_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.front import make_server
 from router.router import Router
+from router.tenants.registry import Tenants
 from tests.pagewire import scripted_service
 from tests.pagewire.scripted_service import ScriptedService
 from tests.router.scripted_worker import ScriptedWorker
@@ -57,17 +60,21 @@ class Gateway:
 
 @asynccontextmanager
 async def scripted(
-    script: scripted_service.Script, **model: Any
+    script: scripted_service.Script, door: Door | None = None, **model: Any
 ) -> AsyncIterator[tuple[str, ScriptedService]]:
     """A router's service that plays a script."""
-    async with scripted_service.serving(script) as (address, service):
+    async with scripted_service.serving(script, door) as (address, service):
         service.model = inference_pb2.Model(**{**MODEL, **model})
         yield address, service
 
 
 @asynccontextmanager
 async def real_router(
-    worker: ScriptedWorker, model_dir: Path | None, **config: Any
+    worker: ScriptedWorker,
+    model_dir: Path | None,
+    *,
+    tenants: Tenants | None = None,
+    **config: Any,
 ) -> AsyncIterator[tuple[str, Router]]:
     """A router with one scripted worker, on real sockets."""
     worker_server = grpc.aio.server()
@@ -81,8 +88,9 @@ async def real_router(
         model_dir=model_dir,
         connect_channel=lambda _: grpc.aio.insecure_channel(f"127.0.0.1:{worker_port}"),
         random_id=lambda: f"{next(numbers):032x}",
+        tenants=tenants,
     )
-    server = make_server(RouterConfig(**config))
+    server = make_server(RouterConfig(**config), tenants)
     port = server.add_insecure_port("127.0.0.1:0")
     router.register(server)
     await router.start()
@@ -100,7 +108,13 @@ async def real_router(
 
 
 @contextmanager
-def gateway(backend: Callable[[], Backend], **config: Any) -> Iterator[Gateway]:
+def gateway(
+    backend: Callable[[], Backend],
+    *,
+    door: Door | None = None,
+    router_tls: Tls | None = None,
+    **config: Any,
+) -> Iterator[Gateway]:
     """Serve HTTP before a backend; nobody may log an error meanwhile."""
     started: list[Gateway] = []
     failures: list[BaseException] = []
@@ -110,11 +124,16 @@ def gateway(backend: Callable[[], Backend], **config: Any) -> Iterator[Gateway]:
         stop = asyncio.Event()
         async with backend() as (router_address, behind):
 
-            async def find_router() -> str:
-                return router_address
+            async def find_routers() -> list[str]:
+                return [router_address]
 
             server = GatewayServer(
-                find_router, config=GatewayConfig(**config), host="127.0.0.1", port=0
+                find_routers,
+                config=GatewayConfig(**config),
+                host="127.0.0.1",
+                port=0,
+                door=door,
+                router_tls=router_tls,
             )
             address = await server.start()
             stops.append(stop)

@@ -10,9 +10,9 @@ import grpc
 import openai
 import pytest
 
-from http_gateway import answers, wire
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
+from pagewire import calls
 from pagewire.protos import common_pb2
 from router import front
 from tests.http_gateway.canaries import singing
@@ -66,14 +66,14 @@ async def floods(call, context):
 
 def test_calls_outlive_the_connections_that_a_router_ends_for_their_age(monkeypatch, tmp_path):
     monkeypatch.setattr(front, "CONNECTION_AGE_MS", 200)
-    for module in (front, wire):
+    for module in (front, calls):
         monkeypatch.setattr(module, "MAX_STREAM_AGE_S", 0.2)
     folder = write_folder(tmp_path)
     router = real_router(parrot(folder), folder, request_timeout_s=3.0)
     with gateway(lambda: router) as served, singing(served):
         time.sleep(4.5)  # the first connection ends after 3.6 s
         link = served.server._link
-        assert len(link._streams) <= 3, "of those that are over none is kept"
+        assert len(link._routers._streams) <= 3, "of those that are over none is kept"
 
 
 # Clients that leave
@@ -189,7 +189,7 @@ def test_an_error_before_the_first_token_has_its_status(failing, number):
 
         assert (answer.status, answer.error["code"]) == (status, code)
         words = "top_p: bad" if status == 400 else "told why"
-        assert answer.error["message"] == words
+        assert answer.error["message"].endswith(words)
         assert answer.headers.get("retry-after") == ("2" if details and status == 429 else None)
         if details and status == 429:
             assert answer.headers["retry-after-ms"] == "1200"
@@ -279,8 +279,7 @@ def test_an_error_behind_a_comment_is_an_event():
             assert sign in answer.body
 
 
-def test_a_router_that_hangs_is_given_up_when_its_time_is_over(monkeypatch):
-    monkeypatch.setattr(answers, "MARGIN_S", 0.1)
+def test_a_router_that_hangs_is_given_up_when_its_time_is_over():
     with gateway(lambda: scripted(never_begins), request_timeout_s=0.1) as served:
         answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
 
@@ -310,10 +309,10 @@ def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
             port = probe.getsockname()[1]
         where = [f"127.0.0.1:{port}"]
 
-        async def find_router():
-            return where[0]
+        async def find_routers():
+            return where
 
-        server = GatewayServer(find_router, config=GatewayConfig(), host="127.0.0.1", port=0)
+        server = GatewayServer(find_routers, config=GatewayConfig(), host="127.0.0.1", port=0)
         host, _, http_port = (await server.start()).rpartition(":")
         address = (host, int(http_port))
 
@@ -345,10 +344,10 @@ def test_calls_that_lose_their_router_fail_and_say_why():
     async def scenario():
         async with serving(never_ends) as (router, service):
 
-            async def find_router():
-                return router
+            async def find_routers():
+                return [router]
 
-            server = GatewayServer(find_router, config=GatewayConfig(), host="127.0.0.1", port=0)
+            server = GatewayServer(find_routers, config=GatewayConfig(), host="127.0.0.1", port=0)
             host, _, port = (await server.start()).rpartition(":")
             address = (host, int(port))
             calls = [

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from http_gateway.config import GatewayConfig
 from observability.cluster_metrics import expose_cluster
 from observability.logs import ATTRIBUTE
+from pagewire import Encryption
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
@@ -180,7 +181,7 @@ def test_of_a_worker_that_does_not_live_only_the_state_is_told():
 def test_ready_says_whether_a_worker_takes_requests(served):
     ready = exchange(served.host_and_port, request("/ready", method="GET"))
 
-    assert json.loads(ready.body) == {"status": "ready", "model": "tiny"}
+    assert json.loads(ready.body) == {"status": "ready"}
     with gateway(lambda: scripted(two_words)) as starting:
         starting.backend.is_away = True
         answer = exchange(starting.host_and_port, request("/ready", method="GET"))
@@ -246,3 +247,14 @@ def test_wrong_limits_are_refused_by_name(options, words):
     with pytest.raises(ValueError, match="must be") as refused:
         GatewayConfig(**options)
     assert words in str(refused.value)
+
+
+def test_certificates_are_told_by_what_they_are_for_and_nothing_where_there_is_none():
+    front = Encryption(encrypted=True, expires_at_s=1_800_000_000)
+    in_clear = Encryption(encrypted=False, expires_at_s=None)
+    told = expose_cluster(replace(ONE_OF_EACH, front_tls=front, cluster_tls=in_clear)).decode()
+
+    name = "pagewire_router_certificate_expiry_timestamp_seconds"
+    assert [line for line in told.splitlines() if line.startswith(name)] == [
+        f'{name}{{connections="front"}} 1.8e+09'
+    ]

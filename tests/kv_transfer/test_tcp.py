@@ -6,8 +6,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +20,14 @@ from kv_transfer.tcp import (
     MAX_GREETINGS,
     MAX_ID_BYTES,
     PROOF_BYTES,
-    TcpConnection,
-    TcpTransport,
 )
-from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
+from tests.kv_transfer.pair import KEY, Attempt, Workers, shuffled
+from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.support.ipv6 import needs_ipv6
 from tests.support.loopback import LoopbackNetwork
 from tests.support.wall_clock import assert_within
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
-def soon(seconds: float = 5.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
-
-
-class Pair:
-    def __init__(self, host: str) -> None:
-        self.source, self.target = make_storage(64, 1), make_storage(64, 2)
-        self.sender = TcpTransport(self.source, host=host)
-        self.receiver = TcpTransport(self.target, host=host)
-
-    async def connect(self, connection_id: str = "c0") -> tuple[TcpConnection, TcpConnection]:
-        offer = self.receiver.offer(connection_id, KEY)
-        receiving, sending = await asyncio.gather(
-            self.receiver.accept(connection_id, soon()),
-            self.sender.connect(connection_id, offer, KEY, soon()),
-        )
-        return receiving, sending
-
-
-@asynccontextmanager
-async def a_pair(host: str = "127.0.0.1") -> AsyncIterator[Pair]:
-    pair = Pair(host)
-    try:
-        yield pair
-    finally:
-        await pair.sender.close()
-        await pair.receiver.close()
 
 
 def test_a_failed_accept_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,29 +123,6 @@ def test_a_wrong_key_or_id_is_refused_and_the_right_one_still_works() -> None:
             assert (pair.source.export_pages([1]) == pair.target.export_pages([2])).all()
 
     run(scenario)
-
-
-async def wire_tap(port: int) -> tuple[asyncio.Server, int, list[bytes]]:
-    """Relay connections to a port; returns the relay, its port, and what senders sent."""
-    sent: list[bytes] = []
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
-
-        async def copy_back() -> None:
-            while some := await up_reader.read(4096):
-                writer.write(some)
-            writer.close()
-
-        copying = asyncio.create_task(copy_back())
-        while some := await reader.read(4096):
-            sent.append(some)
-            up_writer.write(some)
-        up_writer.close()
-        await copying
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    return server, server.sockets[0].getsockname()[1], sent
 
 
 def test_what_an_observer_saw_of_a_handshake_opens_nothing() -> None:
@@ -446,6 +387,7 @@ def test_sides_that_disagree_about_the_number_of_pages_break() -> None:
 KILLED_SENDER = """
 import asyncio, sys
 from kv_transfer.tcp import TcpTransport
+from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.kv_transfer.pair import make_storage
 
 async def main():

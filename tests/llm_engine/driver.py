@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from grammars.bits import TokenBits
+from grammars.matcher import Grammar
 from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
 from llm_engine.engine_api import EngineLike
@@ -25,6 +27,20 @@ class DrivenSequence:
     tokens: list[int] = field(default_factory=list)
     drawn: list[SampledToken] = field(default_factory=list)
     num_computed: int = 0
+    grammar: Grammar | None = None  # what its text is held to
+    end_token_ids: tuple[int, ...] = ()  # that end such a text
+
+    @property
+    def is_ended(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in self.end_token_ids
+
+    def allowed(self) -> TokenBits | None:
+        """Return what may come next: the whole text is matched anew, as after a resumption."""
+        if self.grammar is None:
+            return None
+        matcher = self.grammar.begin()
+        matcher.accept(self.tokens)
+        return matcher.allowed()
 
     def next_slice(self, chunk_size: int) -> SequenceSlice:
         known = self.prompt + self.tokens
@@ -38,6 +54,7 @@ class DrivenSequence:
             position=len(known),
             prompt_token_ids=self.prompt,
             output_token_ids=list(self.tokens),
+            allowed=self.allowed() if is_last else None,
         )
         return SequenceSlice(
             token_ids=chunk,
@@ -89,16 +106,26 @@ def run(
         each.is_prefilled = is_prefilled
     launched: deque[tuple[list[_Run], list[_Run]]] = deque()
     while True:
-        decoding = [each for each in runs if each.may_decode]
+        unread = [each for decoded, _ in launched for each in decoded]
+        decoding = [
+            each
+            for each in runs
+            if each.may_decode and not (each.sequence.grammar and each in unread)
+        ]
         chunked = [each for each in runs if each.has_chunk]
         if decoding or chunked:
             started = tuple(each.start() for each in decoding if not each.is_seated)
             extended = [more for each in decoding for more in each.next_token(engine)]
             slices = tuple(each.next_chunk(chunk_size) for each in chunked)
             decodes = tuple(each.seat for each in decoding)
+            held = [each for each in decoding if each.sequence.grammar]
             engine.launch(
                 EngineStep(
-                    started=started, extended=tuple(extended), decodes=decodes, slices=slices
+                    started=started,
+                    extended=tuple(extended),
+                    decodes=decodes,
+                    allowed={each.seat: some(each.sequence.allowed()) for each in held},
+                    slices=slices,
                 )
             )
             launched.append((decoding, chunked))
@@ -110,13 +137,22 @@ def run(
             for each, token in zip(decoded, result.decodes, strict=True):
                 assert token is not None
                 each.sequence.take((token,))
+                if each.sequence.is_ended:
+                    each.num_left = 0
             for each, drawn in zip(sliced, result.slices, strict=True):
                 assert drawn is not None
                 each.sequence.take(drawn)
                 each.num_left -= len(drawn)
                 each.is_prefilled = bool(drawn)
+                if each.sequence.is_ended:
+                    each.num_left = 0
     engine.launch(EngineStep(ended=tuple(each.seat for each in runs if each.is_seated)))
     engine.read()
+
+
+def some(bits: TokenBits | None) -> TokenBits:
+    assert bits is not None
+    return bits
 
 
 class _Run:

@@ -379,6 +379,7 @@ def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
                 shares_prefixes=has_cascade and num_shared_pages > 0,
                 edits_logits=num_rows > 3,  # the fourth has a penalty
                 has_logprobs=False,
+                has_masks=False,
             )
             assert decode._recordings._repeats[kind] is not None
     finally:

@@ -9,28 +9,38 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from credentials.config import TlsSettings
+from credentials.door import Door, front_door
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
+from pagewire.protos.gathering import READS_MORE_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.wire import STATUS_DETAILS_KEY
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
 
 
-class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate plays `script`, and so does each call of GenerateMany.
+class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_grpc.HealthServicer):
+    """Generate plays `script`, and so does each call of GenerateMany; usage ends it at the latest.
 
     `requests` keeps what came, `intervals_ms` the least times between messages that calls of
-    GenerateMany asked for, `cancelled` is set by a lost client. `num_statuses` counts the calls
-    of GetClusterStatus that it answers: not while it `is_away`. `model` is what it serves,
-    `cluster` what it knows of workers.
+    GenerateMany asked for, `num_streams` counts its streams, `message_sizes` keeps how many starts
+    and cancels came in each message: one, unless it `reads_more`. `cancelled`: a client was lost.
+    `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
+    `model` is what it serves, `cluster` what it knows of workers, `callers` who asked for the
+    models, by the names in their certificates.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[Any] = []
         self.intervals_ms: list[int] = []
+        self.num_streams = 0
+        self.message_sizes: list[int] = []
+        self.reads_more = True
+        self.callers: list[bytes] = []
         self.num_statuses = 0
         self.is_away = False
         self.cluster = one_worker
@@ -54,9 +64,11 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             raise
 
     async def GenerateMany(self, requests, context):  # noqa: N802
+        self.num_streams += 1
         results = asyncio.Queue()
         calls = {}
-        reader = asyncio.create_task(self._read(requests, calls, results))
+        reader = asyncio.create_task(self._read(requests, context, calls, results))
+        await context.send_initial_metadata(((READS_MORE_KEY, "1"),) * self.reads_more)
         try:
             while True:
                 yield inference_pb2.GenerateManyResponse(results=[await results.get()])
@@ -64,23 +76,34 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             for each in (reader, *calls.values()):
                 each.cancel()
 
-    async def _read(self, requests, calls, results):
-        async for each in requests:
-            if each.HasField("start"):
-                self.intervals_ms.append(each.interval_ms)
-                calls[each.call_id] = asyncio.create_task(
-                    self._play(each.call_id, each.start, results)
-                )
-            else:
-                calls.pop(each.call_id).cancel()
+    async def _read(self, requests, context, calls, results):
+        async for message in requests:
+            self.message_sizes.append(1 + len(message.more))
+            for each in (message, *message.more):
+                if each.HasField("start"):
+                    self.intervals_ms.append(each.interval_ms)
+                    calls[each.call_id] = asyncio.create_task(
+                        self._play(each.call_id, each.start, context, results)
+                    )
+                else:
+                    calls.pop(each.call_id).cancel()
 
-    async def _play(self, call_id, request, results):
+    async def _play(self, call_id, request, context, results):
+        def tell(**result):
+            results.put_nowait(inference_pb2.CallResult(call_id=call_id, **result))
+
+        each = inference_pb2.GenerateResponse()
         try:
-            async for response in self.Generate(request, _CallContext()):
-                await results.put(inference_pb2.CallResult(call_id=call_id, response=response))
+            async for each in self.Generate(request, _CallContext(context)):
+                tell(response=each)
         except _Aborted as aborted:
-            status = aborted.status.SerializeToString()
-            await results.put(inference_pb2.CallResult(call_id=call_id, error_status=status))
+            tell(error_status=aborted.status)
+        except Exception as crash:
+            status = status_pb2.Status(code=grpc.StatusCode.UNKNOWN.value[0], message=str(crash))
+            tell(error_status=status.SerializeToString())
+        else:
+            if not each.HasField("usage"):
+                tell(response=inference_pb2.GenerateResponse(usage=inference_pb2.Usage()))
 
     async def Detokenize(self, request, context):  # noqa: N802
         self.requests.append(request)
@@ -96,7 +119,13 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.TokenizeResponse(token_ids=token_ids, text=text)
 
     async def ListModels(self, request, context):  # noqa: N802
+        self.callers += context.auth_context().get("x509_subject_alternative_name", [])
         return inference_pb2.ListModelsResponse(models=[self.model])
+
+    async def Check(self, request, context):  # noqa: N802
+        if self.is_away:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "away")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     async def GetClusterStatus(self, request, context):  # noqa: N802
         if self.is_away:
@@ -113,9 +142,11 @@ class _Aborted(Exception):
 class _CallContext:
     """The context of one call of many."""
 
+    def __init__(self, context):
+        self.invocation_metadata = context.invocation_metadata
+
     async def abort(self, code, details, trailing_metadata):
-        serialized = dict(trailing_metadata)[STATUS_DETAILS_KEY]
-        raise _Aborted(status_pb2.Status.FromString(serialized))
+        raise _Aborted(dict(trailing_metadata)[STATUS_DETAILS_KEY])
 
 
 def response(text="", token_ids=(), *, choice=0, first_index=0, **fields):
@@ -181,12 +212,16 @@ def retry_after(seconds):
 
 
 @asynccontextmanager
-async def serving(script: Script) -> AsyncIterator[tuple[str, ScriptedService]]:
-    """Serve on a free port of this loop."""
+async def serving(
+    script: Script, door: Door | None = None
+) -> AsyncIterator[tuple[str, ScriptedService]]:
+    """Serve on a free port of this loop, in clear or behind a door."""
+    door = door or front_door(TlsSettings())
     service = ScriptedService(script)
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    health_pb2_grpc.add_HealthServicer_to_server(service, server)
+    port = door.add_port(server, "127.0.0.1", 0)
     await server.start()
     try:
         yield f"127.0.0.1:{port}", service
@@ -195,14 +230,16 @@ async def serving(script: Script) -> AsyncIterator[tuple[str, ScriptedService]]:
 
 
 @contextmanager
-def serving_in_thread(script: Script) -> Iterator[tuple[str, ScriptedService]]:
+def serving_in_thread(
+    script: Script, door: Door | None = None
+) -> Iterator[tuple[str, ScriptedService]]:
     """Serve from a thread of its own, for callers without an event loop."""
     started: list[Any] = []
     is_up = threading.Event()
 
     async def run() -> None:
         stop = asyncio.Event()
-        async with serving(script) as served:
+        async with serving(script, door) as served:
             started.extend([served, asyncio.get_running_loop(), stop])
             is_up.set()
             await stop.wait()

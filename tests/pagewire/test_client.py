@@ -11,6 +11,7 @@ import pytest
 import pagewire
 from pagewire import AsyncClient, Client, Message, ToolCall
 from pagewire.protos import common_pb2
+from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 from tests.pagewire.scripted_service import (
     abort,
     response,
@@ -20,6 +21,8 @@ from tests.pagewire.scripted_service import (
     usage,
     violation,
 )
+
+LARGE_PROMPT = "x" * LARGE_REQUEST_BYTES  # which does not share a stream
 
 
 async def two_deltas(request, context):
@@ -53,9 +56,9 @@ def run(script, work):
     return asyncio.run(scenario())
 
 
-def error_of(script, **options):
+def error_of(script, prompt="x", **options):
     async def work(client, service):
-        await client.generate("x", **options)
+        await client.generate(prompt, **options)
 
     with pytest.raises(pagewire.PagewireError) as caught:
         run(script, work)
@@ -335,10 +338,11 @@ def test_details_that_cannot_be_read_do_not_hide_the_error():
             grpc.StatusCode.ABORTED, "lost", (("grpc-status-details-bin", b"\xff\xff"),)
         )
 
-    error = error_of(script)
+    large = error_of(script, prompt=LARGE_PROMPT)
 
-    assert isinstance(error, pagewire.UnavailableError)
-    assert error.message == "lost"
+    assert isinstance(large, pagewire.UnavailableError)
+    assert large.message == "lost"
+    assert isinstance(error_of(script), pagewire.ServerError)
 
 
 def test_a_request_beyond_the_limit_of_the_server_is_not_called_an_overload():

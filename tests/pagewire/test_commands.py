@@ -13,13 +13,17 @@ from pagewire.cli.__main__ import SERVER
 from tests.pagewire.scripted_service import serving_in_thread
 
 OWN = {
-    "chat": """--address --help --max-tokens --model --seed --system --temperature --timeout-s
-        --top-k --top-p""",
-    "generate": """--address --frequency-penalty --help --ignore-eos --json --max-tokens --min-p
-        --min-tokens --model --presence-penalty --repetition-penalty --seed --stop --temperature
-        --timeout-s --top-k --top-p""",
-    "status": "--address --help --json --once --wide",
-    "top": "--address --help --interval --once",
+    "chat": """--address --authority-file --certificate-file --help --key-file --max-tokens --model
+        --seed --server-name --system --temperature --timeout-s --tls --token-file --top-k
+        --top-p""",
+    "generate": """--address --authority-file --certificate-file --frequency-penalty --help
+        --ignore-eos --json --key-file --max-tokens --min-p --min-tokens --model --presence-penalty
+        --repetition-penalty --seed --server-name --stop --temperature --timeout-s --tls
+        --token-file --top-k --top-p""",
+    "status": """--address --authority-file --certificate-file --help --json --key-file --once
+        --server-name --tls --token-file --wide""",
+    "top": """--address --authority-file --certificate-file --help --interval --key-file --once
+        --server-name --tls --token-file""",
     "version": "--help",
 }
 
@@ -66,7 +70,7 @@ def test_a_slip_is_not_taken_for_the_server():
 def test_the_help_tells_of_the_server_and_of_exit_codes():
     shown = " ".join(CliRunner().invoke(commands.app, ["--help"]).output.split())
 
-    assert "serve, up need the server: pip install 'pagewire[server]'." in shown
+    assert "serve, tokens, up need the server: pip install 'pagewire[server]'." in shown
     assert commands.EXIT_CODES in shown
 
 

@@ -151,12 +151,30 @@ def test_a_client_of_another_event_loop_says_so():
 
 class _Channel:
     def unary_unary(self, *arguments, **options):
-        return lambda request, timeout: asyncio.sleep(0)
+        return lambda request, **options: asyncio.sleep(0)
 
     def unary_stream(self, *arguments, **options):
-        return lambda request, timeout: None
+        return lambda request, **options: None
 
-    stream_stream = unary_stream
+    def stream_stream(self, *arguments, **options):
+        return _SilentCall
+
+
+class _SilentCall:
+    def __init__(self, **options):
+        pass
+
+    async def initial_metadata(self):
+        return ()
+
+    async def read(self):
+        await asyncio.sleep(60)
+
+    async def write(self, message):
+        pass
+
+    def cancel(self):
+        pass
 
 
 async def _open(client):
@@ -319,6 +337,30 @@ def test_a_forked_process_is_told_instead_of_hanging():
         )
 
     assert result.stdout == "parent\nTrue\nTrue\nparent again\n"
+
+
+FORK_WHILE_IT_STREAMS = """
+import os, sys, time
+from pagewire import Client
+client = Client(sys.argv[1])
+with client.stream("x") as stream:
+    next(stream)
+    children = []
+    for _ in range(8):
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.3)
+            os._exit(0)
+        children.append(child)
+    print([os.waitpid(child, 0)[1] for child in children])
+client.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_processes_that_are_forked_beside_an_open_stream_live():
+    with serving_in_thread(never_ends) as (address, _):
+        assert run_program(FORK_WHILE_IT_STREAMS, address) == f"{[0] * 8}\n"
 
 
 def test_a_process_may_fork_before_its_first_call():

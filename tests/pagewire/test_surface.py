@@ -7,12 +7,12 @@ import pagewire
 from pagewire import errors
 
 EXPORTED = """
-    Client Stream AsyncClient AsyncStream
-    SamplingOptions Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens Model
-    ClusterStatus WorkerStatus PageCounts HotPrefix
+    Client Stream AsyncClient AsyncStream Tls
+    SamplingOptions Constraint Message ToolCall Completion Choice Delta TokenLogprob Usage Tokens
+    Model ClusterStatus WorkerStatus PageCounts HotPrefix Encryption TenantStatus
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError
-    AuthenticationError OverloadedError TransportError ConnectionFailedError UnavailableError
-    TimeoutError CancelledError ServerError ClosedError
+    AuthenticationError OverloadedError TransportError ConnectionFailedError TlsError
+    UnavailableError TimeoutError CancelledError ServerError ClosedError
 """
 
 

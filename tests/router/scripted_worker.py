@@ -18,10 +18,13 @@ from pagewire.protos import (
     worker_pb2_grpc,
 )
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.routers import token_metadata
 from router.config import RouterConfig
 from router.membership import PoolName, WorkerMember
 from router.off_loop import RunBlocking
 from router.router import Router
+from router.tenants.gate import TenantGate
+from router.tenants.registry import Tenants
 from tests.support.inline_renderer import InlineRenderer
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import seeded, wait_until
@@ -213,20 +216,21 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     async def _read(
         self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> None:
-        async for message in requests:
-            if message.HasField("cancel") and message.cancel.choices:
-                self.choice_cancels += [
-                    (message.cancel.request_id, choice) for choice in message.cancel.choices
-                ]
-            elif message.HasField("cancel"):
-                self.cancels.append(message.cancel.request_id)
-                session.cancelled.add(message.cancel.request_id)
-            else:
-                self.submits.append(message.submit)
-                session.cancelled.discard(message.submit.request_id)
-                session.tasks.append(
-                    asyncio.ensure_future(self.serve(session, message.submit))  # type: ignore[arg-type]
-                )
+        async for first in requests:
+            for message in (first, *first.more):
+                if message.HasField("cancel") and message.cancel.choices:
+                    self.choice_cancels += [
+                        (message.cancel.request_id, choice) for choice in message.cancel.choices
+                    ]
+                elif message.HasField("cancel"):
+                    self.cancels.append(message.cancel.request_id)
+                    session.cancelled.add(message.cancel.request_id)
+                else:
+                    self.submits.append(message.submit)
+                    session.cancelled.discard(message.submit.request_id)
+                    session.tasks.append(
+                        asyncio.ensure_future(self.serve(session, message.submit))  # type: ignore[arg-type]
+                    )
 
 
 @dataclass(slots=True)
@@ -264,6 +268,7 @@ class RouterUnderTest:
         *,
         window_bytes: int = 65536,
         run_blocking: RunBlocking = run_inline,
+        tenants: Tenants | None = None,
     ) -> None:
         self.network = MemoryNetwork(window_bytes=window_bytes, ping_s=3.0)
         rng = seeded(0, "router")
@@ -274,9 +279,11 @@ class RouterUnderTest:
             random_id=lambda: rng.randbytes(16).hex(),
             make_renderer=InlineRenderer,
             run_blocking=run_blocking,
+            tenants=tenants,
         )
         self.workers: dict[str, ScriptedWorker] = {}
-        self.server = self.network.server("router:1")
+        gates = [TenantGate(tenants)] if tenants else []
+        self.server = self.network.server("router:1", gates)
         self.stub = inference_pb2_grpc.InferenceServiceStub(self.network.channel("router:1"))
 
     async def add(self, *workers: ScriptedWorker) -> None:
@@ -307,6 +314,7 @@ class RouterUnderTest:
         timeout_s: float | None = 60.0,
         read_s: float = 0.0,
         request: inference_pb2.GenerateRequest | None = None,
+        token: str = "",
         **sampling: Any,
     ) -> Answer:
         """Make one call and read it to its end."""
@@ -316,7 +324,9 @@ class RouterUnderTest:
         )
         answer = Answer()
         try:
-            async for message in self.stub.Generate(request, timeout=timeout_s):
+            metadata = token_metadata(token)
+            call = self.stub.Generate(request, timeout=timeout_s, metadata=metadata)
+            async for message in call:
                 answer.messages.append(message)
                 answer.times.append(asyncio.get_running_loop().time())
                 if read_s:
@@ -340,11 +350,16 @@ async def running_router(
     model_dir: Path | None = None,
     window_bytes: int = 65536,
     run_blocking: RunBlocking = run_inline,
+    tenants: Tenants | None = None,
     **config: Any,
 ) -> AsyncIterator[RouterUnderTest]:
     """A started router; at the end it must be idle, and it stops."""
     tested = RouterUnderTest(
-        RouterConfig(**config), model_dir, window_bytes=window_bytes, run_blocking=run_blocking
+        RouterConfig(**config),
+        model_dir,
+        window_bytes=window_bytes,
+        run_blocking=run_blocking,
+        tenants=tenants,
     )
     tested.router.register(tested.server)
     await tested.router.start()

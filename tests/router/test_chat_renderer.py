@@ -17,9 +17,10 @@ import grpc
 import psutil
 import pytest
 
-from router import chat_renderer
-from router.chat_renderer import ChildRenderer, RenderLimits, check_template
+from router import child_pool
+from router.chat_renderer import ChildRenderer, check_template
 from router.chat_template import ChatTemplate
+from router.child_pool import ChildLimits
 from router.config import RouterConfig
 from router.errors import (
     ChatTemplateError,
@@ -35,7 +36,7 @@ from tests.router.tokenizers_for_tests import byte_level
 from tests.support.wall_clock import assert_within
 
 ROOT = Path(__file__).parents[2]
-SMALL = RenderLimits(cpu_s=0.2, wall_s=30, memory_bytes=64 << 20)
+SMALL = ChildLimits(cpu_s=0.2, wall_s=30, memory_bytes=64 << 20)
 # What a template can do in spite of the sandbox. A chat says what to do, as `attack`: what depends
 # on no chat Jinja computes when it compiles.
 ATTACKS = {
@@ -228,7 +229,7 @@ def test_a_caller_that_leaves_and_a_child_that_is_killed_cost_nobody_an_answer()
 
 
 def test_more_chats_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_renderer, "MAX_WAITING", 2)
+    monkeypatch.setattr(child_pool, "MAX_WAITING", 2)
 
     async def scenario() -> None:
         async with started(num_children=1) as renderer:
@@ -264,13 +265,14 @@ def test_a_child_inherits_no_secret_and_no_connection(monkeypatch: pytest.Monkey
 
 PARENT = """
 import asyncio, sys
-from router.chat_renderer import ChildRenderer, RenderLimits
+from router.chat_renderer import ChildRenderer
+from router.child_pool import ChildLimits
 from router.chat_template import ChatTemplate
 
 async def main():
     source = "{% if messages[0].content == 'x' %}" + sys.argv[1] + "{% endif %}"
     template = ChatTemplate(source, special_tokens={}, max_chars=9)
-    renderer = ChildRenderer(template, limits=RenderLimits(cpu_s=0.2))
+    renderer = ChildRenderer(template, limits=ChildLimits(cpu_s=0.2))
     await renderer.start()
     busy = asyncio.create_task(renderer.render([{"role": "user", "content": "x"}]))
     print("ready", flush=True)

@@ -16,7 +16,7 @@ def hottest(prefixes: HotPrefixes, count: int = 10) -> list[tuple[bytes, int, in
 def test_the_longest_known_prefix_of_each_prompt_is_counted() -> None:
     prefixes = HotPrefixes(max_prefixes=10)
     for num_known in (3, 0, 5, 3, 3, 5, 1):
-        prefixes.add(PAGES, num_known=num_known, page_size=16)
+        prefixes.add("", PAGES, num_known=num_known, page_size=16)
 
     assert hottest(prefixes) == [(PAGES[2], 48, 3), (PAGES[4], 80, 2), (PAGES[0], 16, 1)]
     assert hottest(prefixes, 1) == [(PAGES[2], 48, 3)]
@@ -25,14 +25,14 @@ def test_the_longest_known_prefix_of_each_prompt_is_counted() -> None:
 def test_those_that_no_prompt_had_for_longest_are_forgotten() -> None:
     prefixes = HotPrefixes(max_prefixes=2)
     for num_known in (1, 2, 1, 3):
-        prefixes.add(PAGES, num_known=num_known, page_size=16)
+        prefixes.add("", PAGES, num_known=num_known, page_size=16)
 
     assert hottest(prefixes) == [(PAGES[0], 16, 2), (PAGES[2], 48, 1)]
 
 
 def test_what_is_shown_is_too_little_of_the_hash_to_find_its_pages_with() -> None:
     prefixes = HotPrefixes(max_prefixes=2)
-    prefixes.add(PAGES, num_known=2, page_size=16)
+    prefixes.add("", PAGES, num_known=2, page_size=16)
     [hot] = prefixes.hottest(1)
     shown = hot_prefix(hot, ["decode-0"])
 

@@ -11,6 +11,7 @@ import pytest
 from google.rpc import status_pb2
 
 from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     RouterUnderTest,
@@ -185,6 +186,43 @@ def test_a_call_cancelled_before_it_began_ends_too() -> None:
             await caller.read_until_ended(1)
 
             assert caller.ends == {1: "CANCELLED"}
+
+    run_virtual(scenario())
+
+
+def test_one_message_may_start_and_cancel_many_calls() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker) as tested, calling(tested) as caller:
+            assert dict(await caller.call.initial_metadata()) == {READS_MORE_KEY: "1"}
+            many = [inference_pb2.GenerateManyRequest(call_id=i, start=asking()) for i in range(5)]
+            many[1].start.sampling.max_tokens = 400
+            many[0].more.extend(many[1:])
+            await caller.call.write(many[0])
+            await caller.read_until_ended(0, 2, 3, 4)
+            cancel = inference_pb2.GenerateManyRequest(call_id=7)
+            cancel.more.add(call_id=1)
+            cancel.more.add(call_id=8, start=asking(model="another"))
+            await caller.call.write(cancel)
+            await caller.read_until_ended(1, 8)
+
+            assert caller.ends.pop(1) == "CANCELLED"
+            assert caller.ends.pop(8) == "NOT_FOUND"
+            assert {*caller.ends.values()} == {"OK"}
+            assert [caller.token_ids(each) for each in (0, 2, 3, 4)] == [tokens(0, 5)] * 4
+
+    run_virtual(scenario())
+
+
+def test_a_message_of_too_many_calls_ends_the_stream() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            message = inference_pb2.GenerateManyRequest(call_id=1)
+            message.more.extend([inference_pb2.GenerateManyRequest()] * (MAX_MORE + 1))
+            await caller.call.write(message)
+            with pytest.raises(grpc.aio.AioRpcError, match="more: found 256 of them") as caught:
+                await caller.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run_virtual(scenario())
 

@@ -34,7 +34,7 @@ def test_a_router_counts_calls_and_times_by_names_that_users_of_vllm_know() -> N
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0", token_s=0.1)) as tested:
             router = tested.router
-            status = await router.cluster_status()
+            status = router.cluster_status()
             router.metrics.tell_cluster(lambda: status, lambda: router.model_name)
             model = router.model_name
             running = asyncio.create_task(tested.generate(max_tokens=5))
@@ -123,6 +123,35 @@ def test_a_port_of_its_own_tells_what_the_registry_holds_until_it_is_closed() ->
         assert samples(read(server.address))["pagewire_things_total",] == 3
     with pytest.raises(urllib.error.URLError, match="refused"):
         read(server.address)
+
+
+def test_metrics_are_for_operators() -> None:
+    def ask(**headers: str) -> str:
+        request = urllib.request.Request(f"http://{server.address}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    registry = CollectorRegistry()
+    Counter("pagewire_things", "Things.", registry=registry)
+    tenants = Tenants(
+        [
+            TenantRules(name="ops", token_digests=frozenset({digest_of(b"one")}), operator=True),
+            TenantRules(name="guest", token_digests=frozenset({digest_of(b"two")})),
+        ]
+    )
+    with serving(registry, is_operator=lambda given: is_operator(tenants, given)) as server:
+        assert "pagewire_things_total" in ask(authorization="Bearer one")
+        for headers in ({}, {"authorization": "Bearer two"}, {"authorization": "Basic x"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                ask(**headers)
+
+
+def test_metrics_travel_encrypted_where_the_router_does(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    with serving(CollectorRegistry(), tls=server_side(files)) as server:
+        assert read(server.address, scheme="https", context=client_side(files)) == ""
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            read(server.address)
 
 
 def test_a_port_that_is_taken_is_named() -> None:

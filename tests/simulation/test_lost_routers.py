@@ -1,14 +1,19 @@
-"""Routers die in mid-stream; the client's library goes on at another one, and loses no token."""
+"""Routers die in mid-stream; a client and a gateway go on at another one, and lose no token."""
 
 import asyncio
 import random
 
 import pytest
 
+from http_gateway.wire import RouterLink
 from llm_engine.sampling import SamplingParams
-from pagewire import AsyncClient, Completion, ConnectionFailedError
+from pagewire import AsyncClient, Completion, ConnectionFailedError, PagewireError, UnavailableError
+from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.routers import Connector
 from tests.simulation.test_scenarios import GREEDY, SEEDED, tokens
 from tests.support.fake_cluster import MODEL, FakeCluster
+from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.oracle import RequestSpec, expected_choices
 from tests.support.scenario import MAX_CONTEXT_TOKENS, ClusterShape
 from tests.support.simulator import in_cluster
@@ -208,5 +213,156 @@ def test_routers_and_workers_that_die_again_and_again_change_no_token(seed: int)
             assert_right(spec, completion)
         for client in clients:
             await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+# The HTTP gateway
+
+
+def link_of(cluster: FakeCluster, *names: str, resume_s: float = 30.0, most: int = 3) -> RouterLink:
+    """A gateway's link to routers, which it asks for; it is told so many of those that live."""
+
+    async def find_routers() -> list[str]:
+        living = [each for each in names if cluster.routers[each].process.state != "dead"][:most]
+        if not living:
+            raise UnavailableError("the router starts", code="UNAVAILABLE")
+        return [f"{each}:1" for each in living]
+
+    return RouterLink(
+        find_routers,
+        request_timeout_s=600.0,
+        resume_s=resume_s,
+        tick_s=15.0,
+        connector=MemoryConnector(cluster.network),
+    )
+
+
+class MemoryConnector(Connector):
+    """Opens channels of a network in memory."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        super().__init__()
+        self._network = network
+
+    def __call__(self, address: str) -> MemoryChannel:
+        return self._network.channel(address)
+
+    async def explain(self, error: PagewireError, address: str) -> PagewireError:
+        return error
+
+
+def generate_request(spec: RequestSpec) -> inference_pb2.GenerateRequest:
+    params = spec.params
+    sampling = common_pb2.SamplingParams(
+        temperature=params.temperature,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        n=spec.n,
+    )
+    return inference_pb2.GenerateRequest(token_ids=pack_token_ids(spec.prompt), sampling=sampling)
+
+
+async def answers_right(link: RouterLink, specs: list[RequestSpec]) -> list[inference_pb2.Usage]:
+    """Make the calls of one HTTP request; check their tokens and return what they cost."""
+    answers = await link.start("", [generate_request(each) for each in specs], 0.0)
+    received: dict[tuple[int, int], list[int]] = {}
+    usages: dict[int, inference_pb2.Usage] = {}
+    try:
+        while not answers.is_over:
+            for call, response in await answers.next():
+                token_ids = received.setdefault((call, response.choice), [])
+                assert response.first_index == len(token_ids) or not response.token_ids
+                token_ids += unpack_token_ids(response.token_ids)
+                if response.HasField("usage"):
+                    usages[call] = response.usage
+    finally:
+        answers.close()
+    for call, spec in enumerate(specs):
+        expected = expected_choices(spec, model=MODEL, max_context_tokens=MAX_CONTEXT_TOKENS)
+        assert [tuple(received[call, i]) for i in range(spec.n)] == [e.tokens for e in expected]
+        assert usages[call].completion_tokens == sum(len(each.tokens) for each in expected)
+    return [usages[call] for call in range(len(specs))]
+
+
+def specs_of(count: int, *, max_tokens: int = 60) -> list[RequestSpec]:
+    return [
+        RequestSpec(
+            name=f"r{index}",
+            prompt=tokens(10 + index, seed=index),
+            params=SamplingParams(
+                temperature=0.9, seed=index, max_tokens=max_tokens, ignore_eos=True
+            ),
+            n=1 + index % 2,
+        )
+        for index in range(count)
+    ]
+
+
+def test_an_http_answer_goes_on_at_each_router_that_is_left() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        link = link_of(cluster, "router-0", "router-1", "router-2")
+        running = asyncio.create_task(answers_right(link, specs_of(6)))
+        for name in ("router-0", "router-1"):
+            await asyncio.sleep(0.8)
+            cluster.kill(name)
+
+        usages = await running
+
+        assert [each.stats.resumptions for each in usages] == [2] * 6
+        await link.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+def test_an_http_answer_goes_on_where_a_router_is_found_after_the_loss() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        link = link_of(cluster, "router-0", "router-1", most=1)
+        running = asyncio.create_task(answers_right(link, specs_of(4)))
+        await asyncio.sleep(0.8)
+
+        cluster.kill("router-0")
+
+        assert [each.stats.resumptions for each in await running] == [1] * 4
+        assert link._routers.addresses == ("router-1:1",)
+        await link.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+def test_an_http_answer_waits_for_its_only_router() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        link = link_of(cluster, "router-0")
+        running = asyncio.create_task(answers_right(link, specs_of(4)))
+        router = cluster.routers["router-0"].router
+        await wait_until(lambda: num_emitted(router) >= 5)
+
+        cluster.kill("router-0")
+        await asyncio.sleep(12.0)
+        await cluster.start_router("router-0")
+
+        await running
+        await link.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+@pytest.mark.parametrize("resume_s", [0.0, 5.0])
+def test_an_http_answer_fails_in_time_when_no_router_comes_back(resume_s: float) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        link = link_of(cluster, "router-0", resume_s=resume_s)
+        running = asyncio.create_task(answers_right(link, specs_of(2)))
+        router = cluster.routers["router-0"].router
+        await wait_until(lambda: num_emitted(router) >= 5)
+        cluster.kill("router-0")
+        loop = asyncio.get_running_loop()
+        killed_at = loop.time()
+
+        with pytest.raises(PagewireError, match="no connection to router-0:1"):
+            await running
+
+        assert resume_s - 2.1 <= loop.time() - killed_at <= resume_s + 0.1
+        await link.aclose()
 
     in_cluster(FakeCluster(shape=SHAPE), body)

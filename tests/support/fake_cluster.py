@@ -8,6 +8,7 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import grpc
 
@@ -16,6 +17,7 @@ from credentials.cluster import ClusterCredentials
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import make_decode_worker
+from grammars.wire import constraint_to_proto
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import run_inline
@@ -29,9 +31,12 @@ from protos.call_guard import CallGuard
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
+from router.tenants.gate import TenantGate
+from router.tenants.registry import Tenants
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
 from tests.support.history import Delta, RequestHistory
+from tests.support.inline_checker import InlineChecker
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.memory_server import MemoryServer
@@ -105,6 +110,7 @@ class FakeCluster:
 
     shape: ClusterShape = field(default_factory=ClusterShape)
     seed: int = 0
+    tenants: Tenants | None = None  # of all routers
     workers: dict[str, FakeWorker] = field(default_factory=dict)  # worker_id |-> newest start
     routers: dict[str, FakeRouter] = field(default_factory=dict)
     network: MemoryNetwork = field(init=False)
@@ -121,6 +127,7 @@ class FakeCluster:
     toxin: int | None = None  # see VirtualExecutor
     is_deadly: bool = False
     leaving: set[str] = field(default_factory=set)  # workers that drain
+    text_folder: Path | None = None  # of the model's tokenizer; None: token ids only
     supervisors: set["asyncio.Task[None]"] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -206,7 +213,8 @@ class FakeCluster:
         credentials = credentials_of("router", name, self.num_router_starts)
         process = Process(name)
         with process.entered():
-            server = self.network.server(f"{name}:1", [CallGuard(max_calls=1000)])
+            gates = [TenantGate(self.tenants)] if self.tenants else []
+            server = self.network.server(f"{name}:1", [*gates, CallGuard(max_calls=1000)])
             rng = seeded(self.seed, name, self.num_starts)
             router = Router(
                 config=RouterConfig(
@@ -218,9 +226,11 @@ class FakeCluster:
                     local_prefill_max_tokens=self.shape.local_prefill_max_tokens,
                     max_running_sequences=self.shape.max_running_sequences,
                 ),
-                model_dir=None,
+                model_dir=self.text_folder,
+                make_checker=InlineChecker,
                 connect_channel=partial(self._connect_worker, credentials),
                 random_id=lambda: rng.randbytes(16).hex(),
+                tenants=self.tenants,
                 run_blocking=run_inline,
             )
             router.register(server)
@@ -421,7 +431,7 @@ class FakeCluster:
         return make_prefill_worker(
             config=config,
             identity=identity,
-            model=model_info(),
+            model=model_info(self.text_folder),
             executor=executor,
             credentials=credentials,
             transports=[transport],
@@ -445,7 +455,7 @@ class FakeCluster:
         return make_decode_worker(
             config=config,
             identity=identity,
-            model=model_info(),
+            model=model_info(self.text_folder),
             executor=executor,
             credentials=credentials,
             transports=[transport],
@@ -459,13 +469,14 @@ def page_bytes(shape: ClusterShape) -> int:
     return shape.page_size * SLOT_BYTES
 
 
-def model_info() -> ModelInfo:
+def model_info(text_folder: Path | None = None) -> ModelInfo:
     return ModelInfo(
         name=MODEL.name,
         fingerprint=MODEL.fingerprint,
         vocab_size=MODEL.vocab_size,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         eos_token_ids=MODEL.eos_token_ids,
+        text_folder=text_folder,
     )
 
 
@@ -484,6 +495,7 @@ def generate_request(spec: RequestSpec) -> inference_pb2.GenerateRequest:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         n=spec.n,
+        constraint=constraint_to_proto(params.constraint),
     )
     if params.logprobs is not None:
         sampling.logprobs = params.logprobs

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from grammars.bits import token_ids
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.page_storage import PageBytes
 from llm_engine.engine_step import EngineStep, StepResult
@@ -71,13 +72,16 @@ class FakeModel:
         if params.has_penalties:
             state.update(repr((list(draw.prompt_token_ids), list(draw.output_token_ids))).encode())
         ranked: list[int] = []  # distinct drawable tokens, the drawn one first
-        num_drawable = self.vocab_size - len(set(draw.banned_token_ids))
+        banned = set(draw.banned_token_ids)
+        if draw.allowed is not None:
+            banned |= set(range(self.vocab_size)) - set(token_ids(draw.allowed))
+        num_drawable = self.vocab_size - len(banned)
         assert num_drawable > 0, "every token is banned"
         num_wanted = min(max(1, params.logprobs or 0), num_drawable)
         while len(ranked) < num_wanted:
             state.update(b"next")
             token_id = int.from_bytes(state.digest(), "little") % self.vocab_size
-            if token_id not in draw.banned_token_ids and token_id not in ranked:
+            if token_id not in banned and token_id not in ranked:
                 ranked.append(token_id)
         if params.logprobs is None:
             return SampledToken(token_id=ranked[0])
@@ -212,7 +216,7 @@ class FakeEngine:
         self._seats.change(step)
         self.prompts |= {each.seat: tuple(each.prompt_token_ids) for each in step.started}
         num_decodes = len(step.decodes)
-        drawn = self.forward([*self._seats.slices(step.decodes), *step.slices])
+        drawn = self.forward([*self._seats.slices(step.decodes, step.allowed), *step.slices])
         decodes = [tokens[0] if tokens else None for tokens in drawn[:num_decodes]]
         self._seats.take(step.decodes, decodes)
         return StepResult(decodes=decodes, slices=drawn[num_decodes:])

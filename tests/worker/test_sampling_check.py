@@ -8,6 +8,7 @@ import pytest
 
 from llm_engine.sampling import SamplingParams
 from protos.sampling_limits import RANGES
+from tests.support.grammar_cases import JSON_OBJECT
 from worker.identity import ModelInfo
 from worker.sampling_check import check_sampling
 
@@ -37,6 +38,8 @@ def test_numbers_that_are_not_finite_or_out_of_range_are_refused(name: str, valu
         ({"stop_token_ids": (2, 50)}, "stop_token_ids has id 50, ids are below 50"),
         ({"stop_token_ids": (2,) * 257}, "stop_token_ids has 257 ids, allowed are at most 256"),
         ({"stop_token_ids": tuple(range(2, 50))}, "min_tokens is 8, allowed is 0 where every"),
+        ({"constraint": JSON_OBJECT}, "min_tokens is 8, allowed is 0 with a constraint"),
+        ({"constraint": JSON_OBJECT, "ignore_eos": True}, "constraint is set, allowed is none"),
     ],
 )
 def test_each_field_is_checked_and_named(changes: dict[str, object], words: str) -> None:
@@ -51,6 +54,7 @@ def test_each_field_is_checked_and_named(changes: dict[str, object], words: str)
         SamplingParams(),
         SamplingParams(temperature=0.0, logprobs=None, seed=2**64 - 1),
         SamplingParams(stop_token_ids=tuple(range(50)), min_tokens=0),
+        SamplingParams(constraint=JSON_OBJECT),
         SamplingParams(stop_token_ids=tuple(range(2, 50)), min_tokens=4, ignore_eos=True),
     ],
 )

@@ -2,9 +2,11 @@
 
 import pytest
 
+from grammars.constraint import Constraint
 from llm_engine.sampling import SampledToken, SamplingParams
 from pagewire.protos import common_pb2
 from pagewire.protos.token_ids import pack_token_ids
+from tests.support.grammar_cases import JSON_OBJECT, choice, grammar, json_schema, regex
 from worker.identity import WorkerIdentity
 from worker.wire import (
     logprobs_to_proto,
@@ -35,6 +37,23 @@ def test_sampling_parameters_survive(logprobs: int | None) -> None:
     )
     message = common_pb2.SamplingParams.FromString(sampling_to_proto(params).SerializeToString())
     assert sampling_from_proto(message) == params
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [JSON_OBJECT, json_schema({"type": "null"}), regex("é"), choice("a", "b"), grammar("x")],
+)
+def test_constraints_survive(constraint: Constraint) -> None:
+    params = SamplingParams(constraint=constraint)
+    message = common_pb2.SamplingParams.FromString(sampling_to_proto(params).SerializeToString())
+    assert sampling_from_proto(message).constraint == constraint
+
+
+@pytest.mark.parametrize("said", [{}, {"json_object": False}])
+def test_a_constraint_that_says_nothing_is_refused(said: dict[str, bool]) -> None:
+    message = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**said))
+    with pytest.raises(ValueError, match="nothing; allowed: one of json_schema"):
+        sampling_from_proto(message)
 
 
 def test_drawn_tokens_survive_with_and_without_log_probabilities() -> None:

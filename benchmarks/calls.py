@@ -1,0 +1,117 @@
+"""What a generate call costs each process, and how soon calls that start at once get their tokens.
+
+    python -m benchmarks.calls --out benchmarks/results/calls-cpu.json
+
+Rounds of calls that start at once go through `pagewire.AsyncClient` to a router and from there to a
+worker without a model, which answers each with one token. What a call costs is the CPU time of a
+process, all threads together, divided by the calls. How soon is the time from the start of a round
+until the last of its calls has its first token.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from benchmarks.stream_processes import HOST, Steps, cpu_s, run_router, run_worker, started
+from pagewire import AsyncClient
+
+STEP_S = 0.001  # of the worker
+
+
+async def first_token_s(client: AsyncClient) -> float:
+    """Make one call; return the time until its first token."""
+    began_at = time.monotonic()
+    async with client.stream("The page was", max_tokens=1, ignore_eos=True) as stream:
+        await anext(stream)
+        arrived_at = time.monotonic()
+        async for _ in stream:
+            pass
+    return arrived_at - began_at
+
+
+async def play_round(client: AsyncClient, num_calls: int) -> float:
+    """Make so many calls at once; return the time until all have their first tokens."""
+    return max(await asyncio.gather(*(first_token_s(client) for _ in range(num_calls))))
+
+
+async def measure(at_once: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Make the calls; return microseconds of CPU per call, by process, and the times."""
+    rounds = max(options.calls // at_once, 10)
+    with ExitStack() as stack:
+        worker, worker_port = stack.enter_context(started(run_worker, Steps(step_s=STEP_S)))
+        router, router_port = stack.enter_context(
+            started(run_router, worker_port, options.model_dir)
+        )
+
+        def used_s() -> dict[str, float]:
+            return {"router": cpu_s(router), "worker": cpu_s(worker), "client": time.process_time()}
+
+        async with AsyncClient(f"{HOST}:{router_port}") as client:
+            for _ in range(3):  # warm
+                await play_round(client, at_once)
+            before = used_s()
+            seconds = [await play_round(client, at_once) for _ in range(rounds)]
+            cpu = {name: used - before[name] for name, used in used_s().items()}
+    return {
+        "at_once": at_once,
+        "rounds": rounds,
+        "us_per_call": {
+            name: round(1e6 * used / (rounds * at_once), 1) for name, used in cpu.items()
+        },
+        "last_first_token_ms": {
+            "p50": round(1000 * statistics.median(seconds), 2),
+            "worst": round(1000 * max(seconds), 2),
+        },
+    }
+
+
+async def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and show each case."""
+    cases = []
+    for at_once in options.at_once:
+        runs = [await measure(at_once, options) for _ in range(options.repetitions)]
+        # Neighbours on the host only add: the least is nearest to what it costs.
+        case = min(runs, key=lambda run: sum(run["us_per_call"].values()))
+        cases.append(case)
+        costs = "  ".join(f"{name} {cost:6.1f}" for name, cost in case["us_per_call"].items())
+        soon = case["last_first_token_ms"]["p50"]
+        print(f"{at_once:4} at once  us of CPU per call: {costs}  last token after {soon} ms")
+    return cases
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--calls", type=int, default=4096, help="of each case; 10 rounds or more")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    from cluster.demo_model import demo_model_dir
+
+    options.model_dir = demo_model_dir()
+    cases = asyncio.run(measure_all(options))  # gRPC wants one event loop in a process
+    result = {
+        "command": " ".join(["python -m benchmarks.calls", *sys.argv[1:]]),
+        "hardware": f"{platform.machine()}, {psutil.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "grpcio": grpc.__version__},
+        "step_s": STEP_S,
+        "repetitions": options.repetitions,
+        "cases": cases,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

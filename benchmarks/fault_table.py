@@ -1,0 +1,90 @@
+"""Writes docs/faults.md from what benchmarks.faults has measured.
+
+python -m benchmarks.fault_table benchmarks/results/faults-cpu.json
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import FAULTS, LATE_STREAMS, OUTPUT_TOKENS, STREAMS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
+INTRODUCTION = """\
+# What faults cost
+
+`python -m benchmarks.fault_table` writes this page from
+[{name}](../benchmarks/results/{name}); a test compares the two.
+
+The cluster runs on four hosts that fail by themselves: namespaces of one machine, with network,
+processes and files of their own. One has Ray's head, the controller and a router; two have a
+prefill and a decode worker each; one is outside Ray and has a second router and the clients. Ray
+keeps its state in a Redis on the last one.
+
+{streams} streams of {tokens} tokens run, every second one sampled with a seed. One second after
+they begin something fails, and {late} more requests come during the next seconds. Afterwards the
+same requests are read once more without a fault. Each token that differs counts as wrong, and so
+does each that is missing or comes twice.
+
+| Fault | Runs | Requests | Failed | Wrong tokens | Pause, p50 and p99 | First token, p99 | Whole |
+|---|--:|--:|--:|--:|--:|--:|--:|
+"""
+END = """
+- *Pause*: the longest time that any stream of a run waited for a token. A run without a fault shows
+  what the machine adds.
+- *First token*: the longest time to one among the requests that came after the fault.
+- *Whole*: the median time until both routers see all workers ready, the fault itself included.
+
+No decode worker computed a token of a prompt ({decode_prompt_tokens} in all runs), and
+{pages_moved:,} pages moved between hosts. Measured at commit {commit} on {cores} cores of a
+{machine} CPU, which all hosts share, with a tiny model, by {command}. The pauses are those of that
+machine; the zeros are the point.
+"""
+
+
+def page(result: dict[str, Any], name: str) -> str:
+    """Return the page for a result; `name` is that of its file."""
+    rows = {row["case"]: row for row in result["cases"] if "error" not in row}
+    text = INTRODUCTION.format(
+        name=name,
+        streams=STREAMS,
+        tokens=OUTPUT_TOKENS,
+        late=LATE_STREAMS,
+    )
+    text += "".join(_lines(rows))
+    return text + END.format(
+        decode_prompt_tokens=sum(row["decode_prompt_tokens"] for row in rows.values()),
+        pages_moved=sum(row["pages_moved"] for row in rows.values()),
+        commit=result["commit"],
+        cores=result["hardware"]["cores"],
+        machine=result["hardware"]["machine"],
+        command=f"`{result['command']}`",
+    )
+
+
+def _lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for case, fault in FAULTS.items():
+        if row := rows.get(case):
+            pause = f"{_seconds(row['pause_ms_p50'])}, {_seconds(row['pause_ms_p99'])}"
+            cells = (
+                *(fault.what, row["times"], row["requests"], row["failed_requests"]),
+                *(row["wrong_tokens"], pause, _seconds(row["late_ms_p99"])),
+                f"{row['whole_s_p50']:.0f} s",
+            )
+            yield f"| {' | '.join(map(str, cells))} |\n"
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+
+
+def main() -> None:
+    """Run from the command line."""
+    path = Path(sys.argv[1])
+    PAGE.write_text(page(json.loads(path.read_text(encoding="utf-8")), path.name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A cluster on several hosts of one machine (hosts.py), with a part on each that fails by itself.
+
+    head    Ray's head, the controller and router-0
+    worker hosts    a prefill and a decode worker each, in Ray
+    edge    clients and a second router, without Ray; and the Redis that Ray keeps its state in
+
+Something starts Ray again on each host when it has ended, as a service manager would.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hosts import Host, hosts
+
+RAY = str(Path(sys.executable).with_name("ray"))
+CLI = (sys.executable, "-m", "cli")
+RAY_PORT, REDIS_PORT, ROUTER_PORT, CONTROLLER_PORT = 6379, 6380, 50051, 50052
+NUM_HOSTS = 4
+OBJECT_STORE_BYTES = 80_000_000  # about Ray's least: nothing is in it
+START_TIMEOUT_S = 180.0
+PERIOD_S = 0.25  # between two looks
+OPTIONS: Mapping[str, Any] = {
+    "device": "cpu",
+    "page_size": 16,
+    "num_pages": 2048,
+    "port": ROUTER_PORT,
+    "http_port": 0,
+    "controller_port": CONTROLLER_PORT,
+    "pool_resources": True,  # so that workers come back on hosts of their own
+    "log_level": "info",
+    "insecure": True,
+    "decode_worker": {"local_prefill_max_tokens": 0},
+}
+
+
+class CommandFailed(Exception):
+    """A command of the product or of Ray did not do what it should."""
+
+
+class HostedCluster:
+    """Owns nothing but the commands; `hosted_cluster` makes one."""
+
+    def __init__(self, machines: Sequence[Host], folder: Path, *, has_redis: bool) -> None:
+        self.head, *self.worker_hosts, self.edge = machines
+        self.addresses = [f"{each.address}:{ROUTER_PORT}" for each in (self.head, self.edge)]
+        self.vocab_size = 0  # of the model that is served
+        self._folder = folder
+        self._has_redis = has_redis
+        self._config = folder / "cluster.yaml"
+        self._keys = folder / "router.keys"
+        self._environment = {
+            # What this process sets for a Ray of its own is not for these.
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            # As on a network of others: Ray takes callers with this token alone.
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            # How long hosts of workers wait for a head that is gone.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+        }
+        self._running: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, model: Path, options: Mapping[str, Any] = {}) -> None:
+        """Start Ray everywhere, and the cluster; returns when it serves."""
+        self.vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+        count = len(self.worker_hosts)
+        config = {
+            **OPTIONS,
+            "model": str(model),
+            "host": self.head.address,
+            "ray_address": f"{self.head.address}:{RAY_PORT}",
+            "prefill": count,
+            "decode": count,
+            **options,
+        }
+        self._config.write_text(json.dumps(config))
+        if self._has_redis:
+            listen = ["--bind", self.edge.address, "--port", str(REDIS_PORT)]
+            redis = ["redis-server", *listen, "--save", "", "--protected-mode", "no"]
+            self._keep(self.edge, "redis", redis)
+        for host in (self.head, *self.worker_hosts):
+            self.start_ray(host)
+        self.command(self.head, "up", "--config", str(self._config))
+        address = ("--ray-address", f"{self.head.address}:{RAY_PORT}")
+        self.command(self.head, "router-keys", str(self._keys), *address)
+        self.start_router()
+        self.until_whole()
+
+    def start_ray(self, host: Host) -> None:
+        """Have Ray run on a host from now on, and begin anew whenever it ends."""
+        arguments = [
+            f"--node-ip-address={host.address}",
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            "--num-cpus=2",
+            "--block",
+        ]
+        if host is self.head:
+            arguments += ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+        else:
+            resources = json.dumps({"pagewire-prefill": 1, "pagewire-decode": 1})
+            arguments += [f"--address={self.head.address}:{RAY_PORT}", f"--resources={resources}"]
+        keeps_state = host is self.head and self._has_redis
+        redis = f"{self.edge.address}:{REDIS_PORT}"
+        environment = {"RAY_REDIS_ADDRESS": redis} if keeps_state else {}
+        self._keep(host, f"ray-{host.name}", [RAY, "start", *arguments], environment)
+        if host is self.head:
+            until(lambda: self._is_ray_up(), START_TIMEOUT_S, "Ray's head")
+
+    def start_router(self) -> None:
+        """Have the second router run from now on, and begin anew whenever it ends."""
+        self._keep(
+            self.edge,
+            "router",
+            [
+                *CLI,
+                "router",
+                f"--config={self._config}",
+                f"--controller={self.head.address}:{CONTROLLER_PORT}",
+                f"--keys={self._keys}",
+                f"--host={self.edge.address}",
+                f"--port={ROUTER_PORT}",
+            ],
+        )
+
+    def command(self, host: Host, *arguments: str) -> str:
+        """Run a command of the product on a host; returns its output."""
+        code, output, errors = host.run(
+            *CLI, *arguments, timeout_s=START_TIMEOUT_S, environment=self._environment
+        )
+        if code:
+            raise CommandFailed(f"pagewire {' '.join(arguments)}: {code}: {output}{errors}")
+        return output
+
+    def workers(self, router: int = 1) -> list[dict[str, Any]]:
+        """Return what a router, by default the second, says of the workers."""
+        try:
+            told = self.command(self.edge, "status", "--json", "--address", self.addresses[router])
+        except CommandFailed:  # it does not run
+            return []
+        found: list[dict[str, Any]] = json.loads(told)["workers"]
+        return found
+
+    def is_whole(self) -> bool:
+        """Tell whether both routers run and see all workers ready."""
+        count = 2 * len(self.worker_hosts)
+        return all(
+            sum(each["state"] == "ready" for each in self.workers(router)) == count
+            for router in (0, 1)
+        )
+
+    def until_whole(self, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Wait for that; returns how many seconds it took."""
+        return until(self.is_whole, timeout_s, "all workers ready at both routers")
+
+    def _keep(
+        self,
+        host: Host,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        log = (self._folder / f"{name}.log").open("a")
+        script = 'while :; do "$@"; sleep 1; done'
+        with log:
+            self._running[name] = host.start(
+                *("sh", "-c", script, "sh"),
+                *command,
+                environment={**self._environment, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _is_ray_up(self) -> bool:
+        address = f"--address={self.head.address}:{RAY_PORT}"
+        return self.head.run(RAY, "status", address, environment=self._environment)[0] == 0
+
+
+@contextmanager
+def hosted_cluster(
+    model: Path, folder: Path, *, has_redis: bool, options: Mapping[str, Any] = {}
+) -> Iterator[HostedCluster]:
+    """Yield a cluster that serves.
+
+    Args:
+        model: Folder of its model.
+        folder: Takes its configuration and logs.
+        has_redis: Without it the cluster ends with the host of Ray's head.
+        options: Of its configuration, beside OPTIONS.
+    """
+    with hosts(NUM_HOSTS) as machines:
+        cluster = HostedCluster(machines, folder, has_redis=has_redis)
+        cluster.start(model, options)
+        yield cluster
+
+
+def until(is_true: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Wait until something holds; returns how many seconds it took. TimeoutError: not in time."""
+    began = time.monotonic()
+    while not is_true():
+        if time.monotonic() > began + timeout_s:
+            raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(PERIOD_S)
+    return time.monotonic() - began

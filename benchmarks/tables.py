@@ -1,0 +1,276 @@
+"""Writes the tables of measured figures into the documentation (make docs).
+
+A page marks where a table stands, and the table between its marks is written anew from
+benchmarks/results/:
+
+    <!-- table: serving -->
+    <!-- end of table -->
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
+from benchmarks.serving_figures import VLLM
+from benchmarks.stream_statistics import Row
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
+REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
+
+
+def serving_rows() -> dict[str, Row]:
+    """Return the cases of a cluster without prefill workers: name |-> what was measured."""
+    content = json.loads((RESULTS / "serving-matrix-h200.json").read_text(encoding="utf-8"))
+    prefix = "aggregated/"
+    return {
+        row["case"].removeprefix(prefix): row
+        for row in content["cases"]
+        if row["case"].startswith(prefix)
+    }
+
+
+def vllm_tokens_per_s(case: str, row: Row) -> float:
+    """Return vLLM's tokens per second: of a step of all streams, or of the whole mix."""
+    tokens = row["tokens"] if case.startswith("mixed/") else row["streams"]
+    return float(tokens / VLLM[case] * 1000)
+
+
+def headline() -> str:
+    """Tokens per second of the cases that both have measured."""
+    rows = serving_rows()
+    shown = {
+        "decode/1@1024": "1 stream, 1,024 tokens of context",
+        "decode/64@1024": "64 streams, 1,024 tokens each",
+        "decode/256@1024": "256 streams, 1,024 tokens each",
+        "shared/64,8192,256": "64 streams that share 8,192 tokens",
+        "shared/256,8192,128": "256 streams that share 8,192 tokens",
+        "shared/64,32768,256": "64 streams that share 32,768 tokens",
+        "mixed/512": "512 requests of mixed lengths, prompts included",
+    }
+    return table(
+        ("Tokens per second", "Pagewire", "vLLM 0.24.0", "ratio"),
+        (
+            (title, f"{row['tokens_per_s']:,.0f}", f"{theirs:,.0f}", _ratio(row, theirs))
+            for case, title in shown.items()
+            for row in [rows[case]]
+            for theirs in [vllm_tokens_per_s(case, row)]
+        ),
+    )
+
+
+def _ratio(row: Row, theirs: float) -> str:
+    return f"{row['tokens_per_s'] / theirs:.2f}"
+
+
+def serving() -> str:
+    """Every case of a cluster without prefill workers."""
+    return table(
+        ("case", "Pagewire, ms", "least", "most", "vLLM 0.24.0, ms", "Pagewire, tokens/s"),
+        (
+            (
+                f"`{case}`",
+                _ms(row["ms"]),
+                _ms(row["min_ms"]) if "min_ms" in row else "",
+                _ms(row["max_ms"]) if "max_ms" in row else "",
+                _ms(VLLM[case]) if case in VLLM else "",
+                f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "",
+            )
+            for case, row in serving_rows().items()
+        ),
+    )
+
+
+def engine_step() -> str:
+    """Steps of the engine alone, one by one and ahead."""
+    path = RESULTS / "engine-step-llama-3-8b-h200.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    return table(
+        ("case", "one by one, ms", "ahead, ms"),
+        ((f"`{row['case']}`", _ms(row["one_by_one_ms"]), _ms(row["ms"])) for row in rows),
+    )
+
+
+def pools() -> str:
+    """Pools of prefill and decode workers."""
+    names = ("llama-3-8b-1p1d", "demo-1p1d", "demo-2p2d", "demo-3p1d")
+    rows = []
+    for name in names:
+        content = json.loads((RESULTS / f"serving-{name}-h200.json").read_text(encoding="utf-8"))
+        model, _, workers = name.rpartition("-")
+        for case in content["cases"]:
+            rows.append(
+                (
+                    f"{model}, {workers[0]} + {workers[2]}",
+                    {"cold": "first wave", "again": "the same again"}[case["case"]],
+                    f"{case['output_tokens_per_s']:,.0f}",
+                    f"{case['ttft_ms_median']:.0f}",
+                    f"{case['tpot_ms_median']:.1f}",
+                    str(case["pages_moved"]),
+                    f"{case['bytes_moved'] / 2**20:.0f}",
+                    str(case["decode_computed_tokens"]),
+                )
+            )
+    return table(
+        (
+            "model, prefill + decode",
+            "requests",
+            "tokens/s",
+            "TTFT p50, ms",
+            "TPOT p50, ms",
+            "pages moved",
+            "MiB moved",
+            "prompt tokens computed by decode workers",
+        ),
+        rows,
+        num_text=2,
+    )
+
+
+def decode_attention() -> str:
+    """Flat decode attention of one layer."""
+    us = read_times(RESULTS / "kernels-h200.json")
+    return table(
+        ("batch x tokens", "Pagewire, us", "read alone, us", "FlashInfer 0.6.12, us"),
+        (
+            (f"`{case}`", _us(us[f"decode/{case}"]), _us(us[f"read/{case}"]), _us(theirs))
+            for case, theirs in FLASHINFER_DECODE.items()
+        ),
+    )
+
+
+def cascade_attention() -> str:
+    """Attention of one layer over a shared prefix."""
+    us = read_times(RESULTS / "kernels-h200.json")
+    return table(
+        (
+            "batch, shared, own",
+            "Pagewire cascade, us",
+            "flat, us",
+            "FlashInfer cascade, us",
+            "flat, us",
+        ),
+        (
+            (
+                f"`{case}`",
+                _us(us[f"cascade/{case}"]),
+                _us(us[f"cascade/{case}@flat"]),
+                *map(_us, theirs),
+            )
+            for case, theirs in FLASHINFER_CASCADE.items()
+        ),
+    )
+
+
+def relay() -> str:
+    """What the router's event loop takes, with and without gathering."""
+    rows = json.loads((RESULTS / "relay-cpu.json").read_text(encoding="utf-8"))["cases"]
+    return table(
+        (
+            "streams",
+            "tokens/s offered",
+            "`coalesce_ms`",
+            "tokens/s delivered",
+            "router CPU, us per token",
+            "late p50, ms",
+            "late p99, ms",
+        ),
+        (
+            (
+                str(row["streams"]),
+                f"{row['offered_tokens_per_s']:,}",
+                f"{row['coalesce_ms']:g}",
+                f"{row['delivered_tokens_per_s']:,}",
+                f"{row['us_per_token']['router']:.0f}",
+                f"{row['late_ms']['p50']:,.1f}",
+                f"{row['late_ms']['p99']:,.1f}",
+            )
+            for row in rows
+        ),
+        num_text=0,
+    )
+
+
+def gateway() -> str:
+    """What a token costs over gRPC and over HTTP."""
+    rows = json.loads((RESULTS / "gateway-cpu.json").read_text(encoding="utf-8"))["cases"]
+    return table(
+        ("way", "streams", "router CPU, us per token", "gateway CPU, us per token"),
+        (
+            (
+                row["way"],
+                str(row["streams"]),
+                f"{row['us_per_token']['router']:.0f}",
+                f"{row['us_per_token']['gateway']:.0f}" if "gateway" in row["us_per_token"] else "",
+            )
+            for row in rows
+        ),
+    )
+
+
+def runs() -> str:
+    """Which command made which file, on what."""
+    rows = []
+    for path in sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            continue
+        where = content["hardware"]
+        if isinstance(where, dict):
+            where = where.get("gpus") or f"{where['machine']}, {where['cores']} cores"
+        if isinstance(where, list):
+            where = f"{len(where)} x {where[0]}"
+        link = f"[{path.name}](../{path.relative_to(ROOT)})"
+        commit = content.get("commit", "")
+        rows.append((link, where, f"`{commit}`" if commit else "", f"`{content['command']}`"))
+    return table(("file", "hardware", "commit", "command"), rows, num_text=4)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "serving": serving,
+    "engine-step": engine_step,
+    "pools": pools,
+    "decode-attention": decode_attention,
+    "cascade-attention": cascade_attention,
+    "relay": relay,
+    "gateway": gateway,
+    "runs": runs,
+}
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, num_text: int = 1) -> str:
+    """Return a Markdown table; the columns after the first `num_text` hold numbers."""
+    rules = ["---"] * num_text + ["--:"] * (len(heads) - num_text)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rules, *rows))
+
+
+def with_tables(page: str) -> str:
+    """Return a page with its tables written anew.
+
+    Raises:
+        KeyError: If it names a table that does not exist.
+    """
+    return REGION.sub(lambda region: f"{region[1]}\n{TABLES[region[2]]()}\n{region[3]}", page)
+
+
+def main() -> None:
+    """Write the tables of all pages."""
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def _us(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The certificates of a cluster: what is wrong with them, and how its own processes are clients."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.errors import ConfigError
+from credentials.door import front_door, is_loopback_host
+from credentials.errors import OpenInClear
+from pagewire import Tls
+from pagewire.protos.pem import PemError, is_for, read_pem
+
+ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+
+
+def check_certificates(config: ClusterConfig) -> str:
+    """Refuse files that cannot be used, and ports that would be open in clear.
+
+    Returns:
+        What clients may find wrong; empty: nothing that can be known here.
+
+    Raises:
+        ConfigError: Names the option and the file.
+    """
+    front = check_front(config)
+    if config.front_tls.client_authority_file and not config.tls.is_on:
+        raise ConfigError(
+            "tls.certificate_file is not set; it must be, with front_tls.client_authority_file: "
+            "the cluster's own processes are clients of its router, too"
+        )
+    try:
+        if config.tls.is_on:
+            read_pem(config.tls.files)
+    except PemError as error:
+        raise ConfigError(str(error)) from error
+    return front
+
+
+def check_front(config: ClusterConfig) -> str:
+    """Do what check_certificates does for the side of clients alone."""
+    try:
+        front_door(config.tls_settings).check(config.host)
+        front = read_pem(config.front_tls.files(config.tls)) if config.front_tls.is_on else None
+    except (PemError, OpenInClear) as error:
+        raise ConfigError(str(error)) from error
+    if front is None or config.host in ANY_HOST or is_for(front, config.host):
+        return ""
+    return (
+        f"front_tls.certificate_file: {config.front_tls.certificate_file} is for "
+        f"{', '.join(front.names) or 'no name'}, not for host, which is {config.host}; clients "
+        "must expect another name"
+    )
+
+
+def check_links(config: ClusterConfig, device: str, hosts: Iterable[str]) -> None:
+    """Refuse connections between hosts in clear that nobody has said are meant.
+
+    Args:
+        config, device: Of the cluster.
+        hosts: Addresses of the Ray cluster's hosts; those of a Ray of our own do not matter.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    if not config.ray_address:
+        return
+    exposed = [each for each in hosts if not is_loopback_host(each)]
+    if exposed and not config.tls.is_on and not config.insecure:
+        raise ConfigError(str(OpenInClear("tls.certificate_file", exposed[0])))
+    moves_by_nccl = device == "cuda" and config.prefill > 0
+    if exposed and config.tls.is_on and moves_by_nccl and not config.tls.allow_plain_nccl:
+        raise ConfigError(
+            "tls.allow_plain_nccl is False; NCCL, which moves pages between GPUs, encrypts "
+            "nothing: it must be True where the network between the hosts may be trusted with "
+            "that, or encrypts by itself"
+        )
+
+
+def own_client(config: ClusterConfig) -> Tls | None:
+    """Return how the cluster's own processes connect to its routers; None: in clear.
+
+    They have the routers' certificate as a file, and believe it alone.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    front, inside = config.front_tls, config.tls
+    if not front.is_on:
+        return None
+    try:
+        names = read_pem(front.files(inside)).names
+    except PemError as error:
+        raise ConfigError(str(error)) from error
+    tls = Tls(
+        authority_file=front.certificate_file,
+        server_name=names[0].replace("*", "any") if names else "",
+    )
+    if not front.client_authority_file:
+        return tls
+    return replace(tls, certificate_file=inside.certificate_file, key_file=inside.key_file)
+
+
+def http_scheme(config: ClusterConfig) -> str:
+    """Return how URLs of an HTTP gateway begin."""
+    return "https" if config.front_tls.is_on else "http"
+
+
+def with_absolute_files(config: ClusterConfig) -> ClusterConfig:
+    """Return a configuration for processes that run in other folders than this one.
+
+    Links stay: what renews a certificate may lead them elsewhere.
+    """
+
+    def absolute(section: Any) -> Any:
+        names = [name for name in section.__slots__ if name.endswith("_file")]
+        given = {name: path for name in names if (path := getattr(section, name))}
+        return replace(
+            section, **{name: str(Path(path).absolute()) for name, path in given.items()}
+        )
+
+    return replace(config, tls=absolute(config.tls), front_tls=absolute(config.front_tls))

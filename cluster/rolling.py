@@ -1,0 +1,96 @@
+"""Starts the processes of a running cluster anew, one after another, while it serves."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from cluster.attach import ask, named_actors
+from cluster.controller import ClusterFacts
+from cluster.errors import ClusterError, ConfigError, StartError
+from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
+from cluster.placement import CONTROL_GROUP, GATEWAY_NAME, ROUTER_NAME
+from cluster.scaling import check_restart, is_worker
+
+LOOK_PERIOD_S = 0.2
+ANSWER_TIMEOUT_S = 10.0
+
+Say = Callable[[str], None]
+
+
+def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None, say: Say) -> None:
+    """Start processes anew, one after another; each serves before the next one ends.
+
+    Args:
+        controller: Handle of the cluster's.
+        names: Of workers, router and HTTP gateway, in this order; empty: all of them.
+        grace_s: For what runs on each; None: the cluster's stop_grace_s.
+        say: Told what happens.
+
+    Raises:
+        ClusterError: What was wrong and what to do; what was not reached goes on as it is.
+        Interrupted: By Ctrl-C; the one that ends begins anew by itself.
+    """
+    with told_at_interrupt(NOTHING_CHANGED):
+        facts: ClusterFacts = ask(controller.facts.remote())
+    workers = facts.workers
+    fronts = [name for name in (ROUTER_NAME, GATEWAY_NAME) if name in named_actors()]
+    names = names or [*workers.of("prefill"), *workers.of("decode"), *fronts]
+    for name in names:
+        if is_worker(name):
+            check_restart(workers, name)
+        elif name not in fronts:
+            allowed = ", ".join([*workers.of("prefill"), *workers.of("decode"), *fronts])
+            raise ConfigError(f"NAME is {name!r}; it must be one of {allowed}")
+    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
+    for number, name in enumerate(names, 1):
+        with told_at_interrupt(f"{name} begins anew by itself; the others are as they were"):
+            began = time.monotonic()
+            say(f"{name} takes nothing new; what runs there has {grace_s:g} s")
+            deadline = began + grace_s + facts.config.start_timeout_s
+            restart = _restart_worker if is_worker(name) else _restart_front
+            restart(controller, name, grace_s, deadline)
+            seconds = time.monotonic() - began
+            say(f"{name} serves anew after {seconds:.0f} s, {number} of {len(names)}")
+
+
+def _restart_worker(controller: Any, name: str, grace_s: float, deadline: float) -> None:
+    before = _start_of(name)
+    ask(controller.restart.remote(name, grace_s))
+    _wait(name, deadline, lambda: _start_of(name) not in (None, before))
+
+
+def _restart_front(controller: Any, name: str, grace_s: float, deadline: float) -> None:
+    actor = ray.get_actor(name)
+    before = _pid(actor)
+    ask(actor.restart.remote(grace_s))
+    _wait(name, deadline, lambda: _pid(actor) not in (None, before))
+
+
+def _wait(name: str, deadline: float, is_back: Callable[[], bool]) -> None:
+    while not is_back():
+        if time.monotonic() >= deadline:
+            raise StartError(
+                f"{name} has not come back in time; Ray goes on to start it, and the others are as "
+                "they were; see `pagewire status` and its log"
+            )
+        time.sleep(LOOK_PERIOD_S)
+
+
+def _start_of(name: str) -> int | None:
+    """Return the start of a worker that the router sees ready; None: there is none."""
+    try:
+        ready: dict[str, int] = ask(ray.get_actor(ROUTER_NAME).ready_workers.remote())
+    except (ClusterError, ValueError):
+        return None
+    return ready.get(name)
+
+
+def _pid(actor: Any) -> int | None:
+    """Return the process of an actor that serves; None: it does not, or does not answer."""
+    try:
+        ask(actor.wait_ready.remote(), ANSWER_TIMEOUT_S)
+        return int(ask(actor.pid.options(concurrency_group=CONTROL_GROUP).remote()))
+    except ClusterError:
+        return None

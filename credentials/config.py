@@ -1,0 +1,137 @@
+"""Options of TLS: certificates within the cluster, and those that clients see."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from options.option import OptionName, WrongOption, WrongOptions, check_options, option
+from pagewire.protos.pem import PemFile, PemFiles
+
+SERVER_NAME = "pagewire"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(re.fullmatch(rf"{_LABEL}(?:\.{_LABEL})*", name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TlsConfig:
+    """Within the cluster: all of these files or none, at the same places on each host."""
+
+    certificate_file: str = option(
+        "",
+        "Certificate of the processes of this host, in PEM, with what leads to its authority. With "
+        "it each connection between routers, workers and controller is encrypted, and both of its "
+        "sides have one. Empty: they are in clear.",
+    )
+    key_file: str = option("", "Private key of that certificate, in PEM, without a passphrase.")
+    authority_file: str = option(
+        "",
+        "Authority of all certificates of the cluster, in PEM; two while it is replaced. Best one "
+        "that certifies nothing else.",
+    )
+    server_name: str = option(
+        SERVER_NAME,
+        "Name for which all certificates of the cluster are, whatever the host.",
+        accepts=_is_name,
+        accepted="a name as hosts have it, such as pagewire",
+    )
+    allow_plain_nccl: bool = option(
+        False,
+        "NCCL encrypts nothing: say that pages may move between GPUs of several hosts in clear.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        _check_whole(self, "certificate_file", "key_file", "authority_file")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether connections within the cluster are encrypted."""
+        return bool(self.certificate_file)
+
+    @property
+    def files(self) -> PemFiles:
+        """The files, both of servers and of clients; only if it is on."""
+        return PemFiles(
+            certificate=_file("tls", self, "certificate_file"),
+            key=_file("tls", self, "key_file"),
+            authorities=(_file("tls", self, "authority_file"),),
+            sides=("server", "client"),
+            is_mutual=True,
+            name=_file("tls", self, "server_name"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrontTlsConfig:
+    """Between clients and routers, and browsers and HTTP gateways."""
+
+    certificate_file: str = option(
+        "",
+        "Certificate that routers and HTTP gateways show to clients, in PEM, with what leads to "
+        "its authority. Empty: clients are connected in clear.",
+    )
+    key_file: str = option("", "Private key of that certificate, in PEM, without a passphrase.")
+    client_authority_file: str = option(
+        "",
+        "Authority, in PEM, from which each client must have a certificate. Empty: they need none.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        _check_whole(self, "certificate_file", "key_file")
+        if self.client_authority_file and not self.certificate_file:
+            raise WrongOptions([_incomplete(["certificate_file"], ["client_authority_file"])])
+
+    @property
+    def is_on(self) -> bool:
+        """Whether clients are connected over TLS."""
+        return bool(self.certificate_file)
+
+    def files(self, inside: TlsConfig) -> PemFiles:
+        """Return the files of a server; only if it is on.
+
+        Args:
+            inside: Of the cluster, whose processes are clients, too.
+        """
+        authorities = []
+        if self.client_authority_file:
+            authorities.append(_file("front_tls", self, "client_authority_file"))
+            if inside.is_on:
+                authorities.append(_file("tls", inside, "authority_file"))
+        return PemFiles(
+            certificate=_file("front_tls", self, "certificate_file"),
+            key=_file("front_tls", self, "key_file"),
+            authorities=tuple(authorities),
+            sides=("server",),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TlsSettings:
+    """What the processes of a cluster are started with."""
+
+    inside: TlsConfig = field(default_factory=TlsConfig)
+    front: FrontTlsConfig = field(default_factory=FrontTlsConfig)
+    insecure: bool = False  # whether they may listen in clear for other hosts
+
+
+def _file(section: str, config: object, name: str) -> PemFile:
+    return PemFile(option=f"{section}.{name}", path=getattr(config, name))
+
+
+def _check_whole(config: object, *names: str) -> None:
+    """Refuse some of the files without the others."""
+    given = [name for name in names if getattr(config, name)]
+    missing = [name for name in names if name not in given]
+    if given and missing:
+        raise WrongOptions([_incomplete(missing, given)])
+
+
+def _incomplete(missing: Sequence[str], given: Sequence[str]) -> WrongOption:
+    places = (" and ".join("{}" for _ in names) for names in (missing, given))
+    template = "{} must be set, too, with {}".format(*places)
+    return WrongOption(template, *map(OptionName, (*missing, *given)))

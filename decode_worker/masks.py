@@ -1,0 +1,108 @@
+"""Finds out beside the steps which tokens may come next in choices that are held to a form.
+
+A choice whose last token is known, but not what may follow it, takes part in no step meanwhile; the
+others do. Where a text is in its grammar follows from its tokens alone: a choice that goes on here
+after it began elsewhere, or after a preemption, gets the same masks.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from decode_worker.errors import InvalidRequest
+from decode_worker.request import Choice, Request
+from grammars.bits import TokenBits
+from grammars.errors import GrammarError
+from grammars.store import Grammars
+from kv_transfer.driver import RunBlocking
+from worker.background import BackgroundTasks
+from worker.errors import InternalError, WorkerError
+from worker.wake import Wake
+
+logger = logging.getLogger(__name__)
+
+
+class TokenMasks:
+    """Owns the masks of all choices, and who works on them.
+
+    Args:
+        grammars: Of the model.
+        run_blocking: Runs what takes some 0.1 ms, and at worst a tenth of a second.
+        tasks: Hold the work.
+        wake: Set when a choice can go on.
+        on_failure: Ends a request whose text can be followed no further.
+    """
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        *,
+        run_blocking: RunBlocking,
+        tasks: BackgroundTasks,
+        wake: Wake,
+        on_failure: Callable[[Request, WorkerError], None],
+    ) -> None:
+        self._grammars = grammars
+        self._run_blocking = run_blocking
+        self._tasks = tasks
+        self._wake = wake
+        self._on_failure = on_failure
+        self._busy: set[Choice] = set()
+
+    def follow(self, choices: Sequence[Choice]) -> None:
+        """Begin to make the masks of choices that are new, or have new tokens."""
+        due = [choice for choice in choices if choice not in self._busy]
+        if due:
+            self._busy.update(due)
+            self._tasks.start(self._follow(due), name="masks")
+
+    async def _follow(self, choices: Sequence[Choice]) -> None:
+        try:
+            while choices:  # again for those that got a token meanwhile, as from a prefill worker
+                texts = [_Text(choice) for choice in choices]
+                await self._run_blocking(partial(self._match_all, texts))
+                choices = [text.choice for text in texts if not self._settle(text)]
+        except Exception:
+            # A bug, after which nobody knows what may follow these texts: they end here.
+            logger.exception("masks_crashed")
+            for choice in choices:
+                self._on_failure(choice.request, InternalError())
+        finally:
+            self._busy.difference_update(choices)
+            self._wake.set()
+
+    def _match_all(self, texts: "Sequence[_Text]") -> None:
+        for text in texts:
+            try:
+                matcher = text.matcher or self._grammars.begin(text.constraint)
+                matcher.accept(text.output[matcher.num_tokens :])
+                text.matcher, text.allowed = matcher, matcher.allowed()
+            except GrammarError as error:
+                text.error = error
+
+    def _settle(self, text: "_Text") -> bool:
+        """Take over what was found out; return whether nothing more is to be done."""
+        choice = text.choice
+        choice.matcher = text.matcher
+        if not choice.is_ended and text.error is not None:
+            error = InvalidRequest(f"sampling.constraint: {text.error}")
+            self._on_failure(choice.request, error)
+        elif not choice.is_ended and len(text.output) < len(choice.output):
+            return False
+        self._busy.discard(choice)
+        choice.allowed = text.allowed
+        return True
+
+
+class _Text:
+    """A choice as far as it has come, for a thread."""
+
+    def __init__(self, choice: Choice) -> None:
+        constraint = choice.request.params.constraint
+        assert constraint is not None, "only choices with one are followed"
+        self.choice = choice
+        self.constraint = constraint
+        self.output = tuple(choice.output)
+        self.matcher = choice.matcher
+        self.allowed: TokenBits | None = None
+        self.error: GrammarError | None = None

@@ -1,0 +1,147 @@
+"""Compiled grammars, and where a text is in one: which tokens may come next.
+
+What a grammar may take is bounded by counts, not by time: it is refused, or its text ends with an
+error, at the same place on every host. The library lets other threads run while it works.
+"""
+
+import re
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+
+from grammars.bits import TokenBits
+from grammars.constraint import Constraint, lark_grammar
+from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
+
+# One mask then takes at most some 100 ms, mostly 0.01 to 0.2.
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=500,
+    initial_lexer_fuel=300_000,
+    step_lexer_fuel=100_000,
+    step_max_items=5_000,
+    max_lexer_states=20_000,  # of 1 to 2 kB
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+MAX_REASON_CHARS = 500
+_ECHO = re.compile(r"^\s*\d+ \| |^\s*\^\s*$|<non-verbose")  # lines that repeat the grammar
+
+
+class Vocabulary:
+    """The tokens of a model, ready for its grammars.
+
+    Args:
+        tokens: Bytes of each token; of one without bytes, b"". It is never drawn.
+        end_token_ids: Of the model, at least one: they end a text where its grammar lets it end.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], end_token_ids: Sequence[int]) -> None:
+        self.size = len(tokens)
+        special = [token_id for token_id, each in enumerate(tokens) if not each]
+        wrapper = llguidance.TokenizerWrapper(_Tokens(tokens, special, end_token_ids[0]))
+        self.tokenizer = llguidance.LLTokenizer(
+            wrapper, n_vocab=self.size, eos_token=list(end_token_ids)
+        )
+        drawable = np.ones(32 * -(-self.size // 32), dtype=np.bool_)
+        drawable[self.size :] = False
+        drawable[special] = False
+        drawable[list(end_token_ids)] = True
+        self.drawable: TokenBits = np.packbits(drawable, bitorder="little").view(np.int32)
+
+
+class Grammar:
+    """A constraint that was compiled. Threads may share it.
+
+    Raises:
+        InvalidConstraint: It is wrong, passes a limit, or no text follows it.
+    """
+
+    def __init__(self, constraint: Constraint, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._start = llguidance.LLMatcher(
+            vocabulary.tokenizer, lark_grammar(constraint), log_level=0, limits=LIMITS
+        )
+        self._raise_error()
+        try:
+            Matcher(self._start.deep_copy(), vocabulary).allowed()
+        except GrammarTooComplex as error:
+            raise InvalidConstraint(str(error), "what some text can follow, and simpler") from None
+
+    def begin(self) -> "Matcher":
+        """Return where an empty text is in it."""
+        return Matcher(self._start.deep_copy(), self._vocabulary)
+
+    def _raise_error(self) -> None:
+        if self._start.is_error():
+            raise InvalidConstraint(_reason(self._start), "what docs/structured_output.md lists")
+
+
+class Matcher:
+    """Where a text is in a grammar. Used by one thread at a time.
+
+    Attributes:
+        num_tokens: Of the text.
+    """
+
+    def __init__(self, state: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+        self._state = state
+        self._vocabulary = vocabulary
+        self.num_tokens = 0
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the text.
+
+        Raises:
+            NotInGrammar: They do not follow the grammar.
+            GrammarTooComplex: It passed a limit.
+        """
+        for token_id in token_ids:
+            if not self._state.consume_token(token_id):
+                reason = _reason(self._state)
+                kind = NotInGrammar if "doesn't satisfy" in reason else GrammarTooComplex
+                raise kind(f"token {self.num_tokens} of the answer: {reason}")
+            self.num_tokens += 1
+
+    def allowed(self) -> TokenBits:
+        """Return which tokens may come next, newly allocated; at least one.
+
+        Raises:
+            GrammarTooComplex: It passed a limit, or no token of the vocabulary can follow.
+        """
+        bits = np.zeros_like(self._vocabulary.drawable)
+        self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._state.is_error():
+            raise GrammarTooComplex(f"after token {self.num_tokens}: {_reason(self._state)}")
+        bits &= self._vocabulary.drawable
+        if not bits.any():
+            raise GrammarTooComplex(f"after token {self.num_tokens}: no token can follow")
+        return bits
+
+
+class _Tokens:
+    """What llguidance asks a tokenizer for."""
+
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_id: int
+    ) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("no grammar here forces how a text is split")
+
+
+def _reason(state: llguidance.LLMatcher) -> str:
+    """Return what the library says, without the lines that repeat the grammar."""
+    if "NoExtension" in state.get_error():
+        return "no token can follow"
+    lines = [
+        each
+        for each in state.get_error().partition("<backtrace>")[0].splitlines()
+        if not _ECHO.search(each)
+    ]
+    return " ".join(lines)[:MAX_REASON_CHARS]

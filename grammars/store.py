@@ -1,0 +1,78 @@
+"""The grammars of a model that requests ask for, compiled once for all who ask."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from grammars.constraint import Constraint
+
+if TYPE_CHECKING:  # loaded with the first constraint
+    from grammars.matcher import Grammar, Matcher, Vocabulary
+
+MAX_KEPT_BYTES = 1 << 20  # of constraints, as clients wrote them
+MAX_KEPT = 64  # each may take 40 MB at worst, mostly far below one
+
+
+class Grammars:
+    """Compiles grammars, and keeps those asked for last. Calls may block: make them in threads.
+
+    Args:
+        read_vocabulary: Returns the bytes of each token id; called with the first constraint.
+        end_token_ids: Of the model; empty: nothing can be held to a form.
+    """
+
+    def __init__(
+        self, read_vocabulary: Callable[[], Sequence[bytes]], end_token_ids: Sequence[int]
+    ) -> None:
+        self._read_vocabulary = read_vocabulary
+        self._end_token_ids = end_token_ids
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._kept: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
+        self._num_bytes = 0
+
+    def begin(self, constraint: Constraint) -> "Matcher":
+        """Return where an empty text is in the grammar of a constraint.
+
+        Raises:
+            InvalidConstraint: It cannot be compiled.
+            NoVocabulary: The model's tokenizer cannot be used.
+        """
+        with self._lock:
+            found = self._kept.get(constraint)
+            if found is None:
+                mine: Future[Grammar] = Future()
+                self._keep(constraint, mine)
+            else:
+                self._kept.move_to_end(constraint)
+        if found is not None:
+            return found.result().begin()
+        try:
+            mine.set_result(self._compile(constraint))
+        except BaseException as error:
+            mine.set_exception(error)
+            with self._lock:
+                self._drop(constraint, mine)
+        return mine.result().begin()
+
+    def _compile(self, constraint: Constraint) -> "Grammar":
+        from grammars.matcher import Grammar, Vocabulary
+
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._read_vocabulary(), self._end_token_ids)
+        return Grammar(constraint, self._vocabulary)
+
+    def _keep(self, constraint: Constraint, grammar: "Future[Grammar]") -> None:
+        self._kept[constraint] = grammar
+        self._num_bytes += constraint.num_bytes
+        while len(self._kept) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
+            oldest, _ = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def _drop(self, constraint: Constraint, grammar: "Future[Grammar]") -> None:
+        if self._kept.get(constraint) is grammar:
+            del self._kept[constraint]
+            self._num_bytes -= constraint.num_bytes

@@ -1,0 +1,61 @@
+"""Reads YAML that people write: what it holds, and on which line each key stands."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+Lines = list[tuple[str, int]]  # (path of a key, its line), repeated keys too
+
+
+class YamlError(Exception):
+    """A text is no plain YAML. The message goes behind a file's name: it begins with the place."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e9 as a number, as YAML 1.2 does, not as a text; and keys as they are written."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)  # first: it knows the keys << by their tag
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                key.tag = self.DEFAULT_SCALAR_TAG  # of a text, which true, on and 1 are not
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str) -> tuple[Any, Lines]:
+    """Return what a text holds (None: nothing), and of each key in its mappings path and line.
+
+    Raises:
+        YamlError: It is no plain YAML, or nested without end.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise YamlError(f"{place}: is not plain YAML: {error.problem}") from error
+    except yaml.YAMLError as error:  # a character that no YAML has
+        raise YamlError(f": is not plain YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise YamlError(": is nested too deeply; an option is at most two deep") from None
+    try:
+        return content, list(_keys(node))
+    except RecursionError as error:
+        raise YamlError(": has a mapping that holds itself, by an anchor") from error
+
+
+def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        path = f"{prefix}{key.value}"
+        yield path, key.start_mark.line + 1
+        yield from _keys(value, f"{path}.")

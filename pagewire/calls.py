@@ -1,0 +1,223 @@
+"""Generate calls on their way to one router: most over one stream, a large one by itself.
+
+A message on the stream costs both sides much more than a call in it. So calls that start or end
+within one turn of the event loop travel in one message, and so does what the router has for all of
+them. What comes is handed on at once: a caller that reads slowly holds up no other one.
+"""
+
+import asyncio
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+
+from pagewire.protos import inference_pb2
+from pagewire.protos.call_tasks import is_own_cancellation
+from pagewire.protos.gathering import READS_MORE_KEY, gather
+from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
+from pagewire.wire import FailureWithin, failure_from, failure_from_status, stream_ended
+
+ENVELOPE_BYTES = 64  # at most, of a GenerateManyRequest around what it starts
+MAX_MS = 2**32 - 1
+_BROKEN_WRITE = "Internal error from Core"  # as grpc.aio says it
+
+Metadata = tuple[tuple[str, str], ...]  # of a call
+
+
+class Receiver(Protocol):
+    """Gets what comes of a call; neither method may raise."""
+
+    def received(self, message: inference_pb2.GenerateResponse) -> None:
+        """Take the next message."""
+
+    def ended(self, failure: FailureWithin | None) -> None:
+        """Take the end, which is the last that comes; None: the answer is whole."""
+
+
+class RunningCall:
+    """One call at one router.
+
+    Args:
+        receiver: Of what comes.
+        cancel: Tells the router that nothing more is wanted.
+    """
+
+    def __init__(self, receiver: Receiver, cancel: Callable[[], None]) -> None:
+        self.is_over = False
+        self._receiver = receiver
+        self._cancel = cancel
+
+    def cancel(self) -> None:
+        """End it, in silence; harmless after the end."""
+        if not self.is_over:
+            self.is_over = True
+            self._cancel()
+
+    def take(self, message: inference_pb2.GenerateResponse) -> None:
+        """Hand on a message."""
+        if not self.is_over:
+            self._receiver.received(message)
+
+    def end(self, failure: FailureWithin | None) -> None:
+        """Hand on the end; the first one counts."""
+        if not self.is_over:
+            self.is_over = True
+            self._receiver.ended(failure)
+
+
+class CallStream:
+    """One GenerateMany stream, in the event loop that makes it.
+
+    Args:
+        open_call: Opens it at the router.
+        address: Of the router, for words.
+    """
+
+    def __init__(self, open_call: Callable[[], Any], address: str) -> None:
+        self.is_open = True  # to calls that start
+        self.is_over = False
+        self._call = open_call()
+        self._address = address
+        self._calls: dict[int, RunningCall] = {}  # call id |-> those that run
+        self._ids = itertools.count(1)
+        self._outbox: deque[inference_pb2.GenerateManyRequest] = deque()
+        self._has_mail = asyncio.Event()
+        self._reads_more = False  # the router has said so
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._read(), name="calls-reader"),
+            loop.create_task(self._write(), name="calls-writer"),
+        ]
+        # Routers end connections that are old, and nobody else ends a stream that is idle.
+        self._age_limit = loop.call_later(MAX_STREAM_AGE_S, self.retire)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call runs on it."""
+        return not self._calls
+
+    def start(
+        self,
+        request: inference_pb2.GenerateRequest,
+        receiver: Receiver,
+        *,
+        timeout_s: float,
+        interval_s: float,
+    ) -> RunningCall:
+        """Start a call; its router gives it up after `timeout_s`."""
+        call_id = next(self._ids)
+        call = RunningCall(receiver, lambda: self._cancel(call_id))
+        self._calls[call_id] = call
+        self._post(
+            inference_pb2.GenerateManyRequest(
+                call_id=call_id,
+                start=request,
+                timeout_ms=max(1, min(math.ceil(1000 * timeout_s), MAX_MS)),
+                interval_ms=min(math.ceil(1000 * interval_s), MAX_MS),
+            )
+        )
+        return call
+
+    def retire(self) -> None:
+        """Start no more calls; the stream ends with the last of those that run."""
+        self.is_open = False
+        if not self._calls:
+            self.end(None)
+
+    def end(self, failure: FailureWithin | None) -> None:
+        """End the stream, and what runs on it with the failure."""
+        self.is_open, self.is_over = False, True
+        self._age_limit.cancel()
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.end(failure)
+
+    def _post(self, message: inference_pb2.GenerateManyRequest) -> None:
+        self._outbox.append(message)
+        self._has_mail.set()
+
+    def _cancel(self, call_id: int) -> None:
+        if self._calls.pop(call_id, None):
+            self._post(inference_pb2.GenerateManyRequest(call_id=call_id))
+            self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if not self.is_open and not self._calls:
+            self.end(None)
+
+    async def _write(self) -> None:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns why
+            while await self._has_mail.wait():
+                self._has_mail.clear()
+                while self._outbox:
+                    message = gather(self._outbox) if self._reads_more else self._outbox.popleft()
+                    await self._call.write(message)
+
+    async def _read(self) -> None:
+        failure: FailureWithin = partial(stream_ended, self._address)
+        try:
+            headers = await self._call.initial_metadata()
+            self._reads_more = any(key == READS_MORE_KEY for key, _ in headers or ())
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                for result in message.results:
+                    self._take(result)
+        except grpc.aio.AioRpcError as error:
+            # A write to a stream that has just ended hides how, so that is for the next one to say.
+            if error.details() != _BROKEN_WRITE:
+                failure = partial(failure_from, error, self._address)
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+        except Exception:
+            self.end(failure)
+            raise
+        self.end(failure)
+
+    def _take(self, result: inference_pb2.CallResult) -> None:
+        call = self._calls.get(result.call_id)
+        if call is None:  # it was cancelled meanwhile
+            return
+        if status := result.error_status:
+            del self._calls[result.call_id]
+            call.end(partial(failure_from_status, status, self._address))
+        else:
+            call.take(result.response)
+            if result.response.HasField("usage"):
+                self._calls.pop(result.call_id, None)
+                call.end(None)
+        self._end_if_idle()
+
+
+class SingleCall(RunningCall):
+    """A Generate call by itself; a message too large for the router ends no other call with it.
+
+    Args:
+        call: The open one.
+        address: Of the router, for words.
+        receiver: Of what comes.
+    """
+
+    def __init__(self, call: Any, address: str, receiver: Receiver) -> None:
+        super().__init__(receiver, call.cancel)
+        self.task = asyncio.create_task(self._read(call, address), name="call-reader")
+
+    async def _read(self, call: Any, address: str) -> None:
+        failure: FailureWithin | None = None
+        try:
+            async for message in call:
+                self.take(message)
+        except grpc.aio.AioRpcError as error:
+            failure = partial(failure_from, error, address)
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            failure = partial(stream_ended, address)
+        self.end(failure)

@@ -1,0 +1,355 @@
+"""Certificates, keys and authorities from PEM files, checked, and read again when they change.
+
+Both ends of a connection share it, so it needs nothing but Python's own `ssl`: a certificate is
+checked by a handshake in memory, which finds whatever a peer would find.
+"""
+
+import logging
+import os
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 1 << 20
+_NO_CHECK_TIME = 0x20_0000  # X509_V_FLAG_NO_CHECK_TIME, which `ssl` has no name for
+_HOSTNAME_MISMATCH = 62  # X509_V_ERR_HOSTNAME_MISMATCH
+_IP_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH
+_ROUNDS = 4  # more than a handshake has, in any version
+
+Side = Literal["server", "client"]
+
+
+class PemError(Exception):
+    """A file cannot be used for TLS.
+
+    Args:
+        option: That names the file.
+        told: The file, and what is wrong with it. No key is in it.
+    """
+
+    def __init__(self, option: str, told: str) -> None:
+        super().__init__(f"{option}: {told}")
+        self.option = option
+        self.told = told
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PemFile:
+    """A file, and how whoever gave it knows it."""
+
+    option: str  # "tls.key_file"
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PemFiles:
+    """The files of one side of a connection."""
+
+    certificate: PemFile | None = None  # with what leads to its authority; with it goes the key
+    key: PemFile | None = None
+    authorities: tuple[PemFile, ...] = ()  # who the other side's certificate must be from
+    sides: tuple[Side, ...] = ("client",)  # that the certificate is shown as
+    # Whether the other side has the same authorities: then they must know this certificate, too.
+    is_mutual: bool = False
+    name: PemFile | None = None  # for which the certificate must be; as `path`, with its option
+
+    @property
+    def all(self) -> tuple[PemFile, ...]:
+        """The files that there are."""
+        return tuple(each for each in (self.certificate, self.key, *self.authorities) if each)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pem:
+    """What the files held, and it fits together."""
+
+    certificate: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    authority: bytes = b""
+    names: tuple[str, ...] = ()  # of hosts, for which the certificate is
+    expires_at: float = 0.0  # Unix time; 0: there is no certificate
+
+
+class LivePem:
+    """Files whose renewal is noticed; one that is not whole, or wrong, changes nothing.
+
+    Any thread may ask.
+
+    Args:
+        files: Where to look.
+        refused: Told, once for each, of a renewal that is not used.
+
+    Raises:
+        PemError: The files cannot be used as they are.
+    """
+
+    def __init__(self, files: PemFiles, refused: Callable[[PemError], None] | None = None) -> None:
+        self._files = files
+        self._refused = refused or _warn
+        self._lock = threading.Lock()
+        self._stamp = _stamp(files)
+        self._pem = read_pem(files)
+
+    def current(self) -> Pem:
+        """Return what holds now: the same object until the files change."""
+        with self._lock:
+            # Before the files are read: what changes meanwhile is looked at next time.
+            stamp = _stamp(self._files)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._pem = read_pem(self._files)
+                except PemError as error:
+                    self._refused(error)
+            return self._pem
+
+
+def read_pem(files: PemFiles) -> Pem:
+    """Read files and check all that can be known of them.
+
+    Raises:
+        PemError: One cannot be read, is not PEM, or does not fit the others; or a certificate is
+            not valid now, or for another use or name.
+    """
+    certificate, key = (_read(each) if each else b"" for each in (files.certificate, files.key))
+    parts = []
+    for each in files.authorities:
+        parts.append(_read(each))
+        _check_certificates(each, parts[-1])
+    authority = b"\n".join(parts)
+    if not files.certificate or not files.key:
+        return Pem(authority=authority)
+    _check_certificates(files.certificate, certificate)
+    _check_pair(files.certificate, files.key, certificate, key)
+    shown = _shown_alone(files, certificate, key)
+    not_before, expires_at = (
+        ssl.cert_time_to_seconds(shown[each]) for each in ("notBefore", "notAfter")
+    )
+    path, now = files.certificate.path, time.time()
+    if now >= expires_at:
+        raise PemError(files.certificate.option, f"{path} has expired, on {utc(expires_at)}")
+    if now < not_before:
+        told = f"{path} is not valid yet, only from {utc(not_before)}"
+        raise PemError(files.certificate.option, told)
+    pem = Pem(
+        certificate=certificate,
+        key=key,
+        authority=authority,
+        names=tuple(name for _, name in shown.get("subjectAltName", ())),
+        expires_at=expires_at,
+    )
+    if files.is_mutual:
+        _check_mutual(files, pem)
+    if files.name and not is_for(pem, files.name.path):
+        names = ", ".join(pem.names) or "no name"
+        told = f"{path} is for {names}, not for {files.name.path} ({files.name.option})"
+        raise PemError(files.certificate.option, told)
+    return pem
+
+
+def is_for(pem: Pem, host: str) -> bool:
+    """Return whether a certificate is for a host, by name or address."""
+    try:
+        _show(pem, "server", trusted=pem.certificate, is_timeless=True, host=host)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in (_HOSTNAME_MISMATCH, _IP_MISMATCH):
+            return False
+        raise
+    except ValueError:  # no name that a host can have
+        return False
+    return True
+
+
+def server_context(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a server; with an authority, clients must have a certificate of it."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, pem.certificate, pem.key)
+    if pem.authority:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=pem.authority.decode())
+    return context
+
+
+def client_context(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a client; without an authority it believes those of the system."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, pem.certificate, pem.key)
+    if pem.authority:
+        context.load_verify_locations(cadata=pem.authority.decode())
+    else:
+        context.load_default_certs()
+    return context
+
+
+def utc(at: float) -> str:
+    """Return a Unix time as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+
+
+def _warn(error: PemError) -> None:
+    log.warning("a renewed file is not used, the one before is: %s", error)
+
+
+def _stamp(files: PemFiles) -> tuple[tuple[int, ...], ...]:
+    """Return what differs when a file has changed."""
+    return tuple(_file_stamp(each.path) for each in files.all)
+
+
+def _file_stamp(path: str) -> tuple[int, ...]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _read(file: PemFile) -> bytes:
+    try:
+        with Path(file.path).open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # the latter for a path that none can be
+        reason = getattr(error, "strerror", None) or error
+        raise PemError(file.option, f"{file.path} cannot be read: {reason}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise PemError(file.option, f"{file.path} has more than {MAX_FILE_BYTES} bytes")
+    return content
+
+
+def _check_certificates(file: PemFile, content: bytes) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode())
+    except ValueError as error:  # SSLError is none, UnicodeDecodeError is one
+        raise PemError(file.option, f"{file.path} holds no certificate in PEM") from error
+    except ssl.SSLError as error:
+        raise PemError(file.option, f"{file.path} holds no certificate in PEM") from error
+
+
+def _check_pair(certificate: PemFile, key: PemFile, shown: bytes, secret: bytes) -> None:
+    try:
+        _context(ssl.PROTOCOL_TLS_SERVER, shown, secret)
+    except _EncryptedKey:
+        told = f"{key.path} is encrypted; it must be a key without a passphrase"
+        raise PemError(key.option, told) from None
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            told = f"{key.path} is not the key of {certificate.path} ({certificate.option})"
+            raise PemError(key.option, told) from error
+        if error.reason:  # too weak a signature, as a rule
+            told = f"{certificate.path} cannot be used: {_words(error.reason)}"
+            raise PemError(certificate.option, told) from error
+        raise PemError(key.option, f"{key.path} holds no private key in PEM") from error
+
+
+def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, Any]:
+    """Return what a certificate says, to a peer that believes it as it is."""
+    assert files.certificate
+    pem = Pem(certificate=certificate, key=key)
+    shown: dict[str, Any] = {}
+    for side in files.sides:
+        try:
+            shown = _show(pem, side, trusted=certificate, is_timeless=True)
+        except ssl.SSLError as error:
+            told = f"{files.certificate.path} is not for a {side}: {_reason(error)}"
+            raise PemError(files.certificate.option, told) from error
+    return shown
+
+
+def _check_mutual(files: PemFiles, pem: Pem) -> None:
+    assert files.certificate
+    for side in files.sides:
+        try:
+            _show(pem, side, trusted=pem.authority)
+        except ssl.SSLError as error:
+            paths = " or ".join(each.path for each in files.authorities)
+            options = ", ".join(each.option for each in files.authorities)
+            told = f"{files.certificate.path} is not from {paths} ({options}): {_reason(error)}"
+            raise PemError(files.certificate.option, told) from error
+
+
+def _show(
+    pem: Pem, side: Side, *, trusted: bytes, is_timeless: bool = False, host: str = ""
+) -> dict[str, Any]:
+    """Show a certificate to a peer, and return what it reads there.
+
+    Args:
+        pem: What to show.
+        side: That shows it.
+        trusted: What the peer believes, in PEM: an authority, or the certificate itself.
+        is_timeless: Whether it is valid at any time.
+        host: That a client asks for; empty: any.
+
+    Raises:
+        SSLError: The peer does not believe it.
+    """
+    server = _context(ssl.PROTOCOL_TLS_SERVER, pem.certificate, pem.key)
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, pem.certificate, pem.key)
+    client.check_hostname = bool(host)
+    client.verify_mode = ssl.CERT_NONE if side == "client" else ssl.CERT_REQUIRED
+    peer = client if side == "server" else server
+    peer.verify_mode = ssl.CERT_REQUIRED
+    peer.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | (_NO_CHECK_TIME if is_timeless else 0)
+    peer.load_verify_locations(cadata=trusted.decode())
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = {
+        "client": client.wrap_bio(to_client, to_server, server_hostname=host or None),
+        "server": server.wrap_bio(to_server, to_client, server_side=True),
+    }
+    for _ in range(_ROUNDS):
+        for end in ends.values():
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    return ends["client" if side == "server" else "server"].getpeercert() or {}
+
+
+def _context(protocol: int, certificate: bytes, key: bytes) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    if certificate:
+        with _file_of(certificate) as certificate_path, _file_of(key) as key_path:
+            context.load_cert_chain(certificate_path, key_path, password=_refuse_passphrase)
+    return context
+
+
+class _EncryptedKey(Exception):
+    """A key that nobody can read."""
+
+
+def _refuse_passphrase() -> str:
+    raise _EncryptedKey  # otherwise OpenSSL asks the terminal
+
+
+@contextmanager
+def _file_of(content: bytes) -> Iterator[str]:
+    """Yield the path of a file with what was read and checked: `ssl` reads pairs from files only.
+
+    On Linux it is in memory alone.
+    """
+    if not hasattr(os, "memfd_create"):
+        with tempfile.NamedTemporaryFile() as file:  # its owner's alone
+            file.write(content)
+            file.flush()
+            yield file.name
+        return
+    descriptor = os.memfd_create("pem", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """Return what OpenSSL says, in words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error.verify_message)
+    return _words(error.reason or str(error))
+
+
+def _words(reason: str) -> str:
+    return reason.replace("_", " ").lower()

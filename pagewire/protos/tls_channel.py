@@ -1,0 +1,118 @@
+"""A channel over TLS that goes by renewed files: from the next call on, over a new connection."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from pagewire.protos.pem import LivePem
+
+Options = Sequence[tuple[str, Any]]
+
+
+class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
+    """gRPC's own channels keep what they were made with, so this one makes another.
+
+    Calls that run stay on their connection, which is closed with the last of them.
+
+    Args:
+        address: To connect to.
+        pem: What to prove itself with and whom to believe; without an authority, gRPC's own list
+            of public ones.
+        server_name: That the server's certificate must have; empty: the host of the address.
+        options: Of gRPC.
+    """
+
+    def __init__(self, address: str, pem: LivePem, server_name: str, options: Options) -> None:
+        named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+        self._address = address
+        self._options = (*options, *named)
+        self._live = pem
+        self._pem = pem.current()
+        self._link = self._open()
+        self._older: set[_Link] = set()  # of files that were renewed, with calls that run
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def unary_unary(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
+        return self._calling(lambda link: link.channel.unary_unary(method, *codec, **options))
+
+    def unary_stream(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
+        return self._calling(lambda link: link.channel.unary_stream(method, *codec, **options))
+
+    def stream_unary(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
+        return self._calling(lambda link: link.channel.stream_unary(method, *codec, **options))
+
+    def stream_stream(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
+        return self._calling(lambda link: link.channel.stream_stream(method, *codec, **options))
+
+    async def close(self, grace: float | None = None) -> None:
+        links = (self._link, *self._older)
+        self._older.clear()
+        await asyncio.gather(*(each.channel.close(grace) for each in links), *self._closing)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._link.channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._link.channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._link.channel.channel_ready()
+
+    async def __aenter__(self) -> "TlsChannel":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def _calling(self, make: "Callable[[_Link], Callable[..., Any]]") -> Callable[..., Any]:
+        of, method = self._link, make(self._link)
+
+        def call(*request: Any, **options: Any) -> Any:
+            nonlocal of, method
+            self._renew()
+            if of is not self._link:
+                of, method = self._link, make(self._link)
+            made, link = method(*request, **options), of
+            link.num_calls += 1
+            made.add_done_callback(lambda _: self._end_call(link))
+            return made
+
+        return call
+
+    def _renew(self) -> None:
+        pem = self._live.current()
+        if pem is self._pem:
+            return
+        older, self._pem = self._link, pem
+        self._link = self._open()
+        self._older.add(older)
+        self._close_if_idle(older)
+
+    def _open(self) -> "_Link":
+        pem = self._pem
+        credentials = grpc.ssl_channel_credentials(
+            pem.authority or None, pem.key or None, pem.certificate or None
+        )
+        return _Link(grpc.aio.secure_channel(self._address, credentials, options=self._options))
+
+    def _end_call(self, link: "_Link") -> None:
+        link.num_calls -= 1
+        self._close_if_idle(link)
+
+    def _close_if_idle(self, link: "_Link") -> None:
+        if link.num_calls or link not in self._older:
+            return
+        self._older.discard(link)
+        closing = asyncio.get_running_loop().create_task(link.channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+class _Link:
+    """One of gRPC's channels, with the calls that run on it."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.num_calls = 0

@@ -1,0 +1,265 @@
+"""Work in child processes, where it can harm nothing but the process it is in.
+
+Life of a child (router/child_side.py):
+    STARTING  gets ready
+    IDLE      waits for a question, warm
+    BUSY      answers one
+    GONE      it passed a limit of time or memory; another one is started in its place
+
+Children inherit no environment, no open files and no connections, and end with the router.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from observability.logs import fields
+from pagewire.protos.call_tasks import mark_seen
+from router.child_side import LENGTH_BYTES
+from router.errors import ChildLimit, Overloaded
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 64  # questions that wait for a child; they take milliseconds each
+RESPAWN_PAUSE_S = 1.0  # after a start that failed
+END_S = 5.0  # from a SIGKILL to the end of the process
+READ_BYTES = 1 << 20  # taken from the socket at a time
+# Of the router's environment: where a time zone and shared libraries are looked for.
+KEPT_VARIABLES = ("TZ", "TZDIR", "LD_LIBRARY_PATH")
+BOOT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from {module} import main
+main()
+"""
+
+T = TypeVar("T")
+Answer = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildLimits:
+    """What one answer may take."""
+
+    cpu_s: float = 2.0  # processor time
+    wall_s: float = 10.0  # on a host that has others to serve
+    memory_bytes: int = 256 << 20  # beyond what the idle process has
+    start_s: float = 30.0  # of a child: the interpreter, imports, getting ready
+
+
+class ChildPool:
+    """A few children that are kept, all of one kind.
+
+    Args:
+        module: Has the `main` that children run.
+        settings: What they are told first; read when one starts.
+        check_ready: Takes the answer to the settings, and raises what is wrong with it.
+        num_children: That are kept.
+        limits: Of each answer.
+        max_answer_bytes: Longer ones pass a limit.
+        busy: What the error says when too many wait: "chats wait to be rendered".
+    """
+
+    def __init__(
+        self,
+        module: str,
+        settings: Callable[[], Mapping[str, object]],
+        *,
+        check_ready: Callable[[Answer], None],
+        num_children: int,
+        limits: ChildLimits,
+        max_answer_bytes: int,
+        busy: str,
+    ) -> None:
+        self._module = module
+        self._settings = settings
+        self._check_ready = check_ready
+        self._num_children = num_children
+        self._limits = limits
+        self._max_answer_bytes = max_answer_bytes
+        self._busy = busy
+        self._children: set[_Child] = set()
+        self._idle: asyncio.Queue[_Child] = asyncio.Queue()
+        self._num_waiting = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Start the children; raise what `check_ready` raises, or ChildLimit, when all ended."""
+        spawning = (self._spawn() for _ in range(self._num_children))
+        # All of them end before the first failure is told: no process outlives it.
+        for child in await asyncio.gather(*spawning, return_exceptions=True):
+            if isinstance(child, BaseException):
+                raise child
+            self._idle.put_nowait(child)
+
+    async def ask(self, question: Mapping[str, object]) -> Answer:
+        """Return the answer of some child.
+
+        Raises:
+            ChildLimit: To answer takes more than it may.
+            Overloaded: Too many questions wait.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} {self._busy}", self._limits.cpu_s)
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._limits.wall_s):
+                while (child := await self._idle.get()).is_gone:  # killed by somebody, while idle
+                    self._hold(self._replace(child))
+        except TimeoutError:
+            raise Overloaded(f"too many {self._busy}", self._limits.cpu_s) from None
+        finally:
+            self._num_waiting -= 1
+        # A caller that leaves must not leave a child with half an answer.
+        return await asyncio.shield(self._hold(self._ask(child, question)))
+
+    async def close(self) -> None:
+        """End all children; no question may be under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=END_S)
+        await asyncio.gather(*(self._end(child) for child in list(self._children)))
+
+    async def _ask(self, child: "_Child", question: Mapping[str, object]) -> Answer:
+        try:
+            answer = await child.ask(question, self._limits.wall_s)
+        except ChildLimit:
+            self._hold(self._replace(child))
+            raise
+        self._idle.put_nowait(child)
+        return answer
+
+    async def _replace(self, child: "_Child") -> None:
+        await self._end(child)
+        while True:
+            try:
+                self._idle.put_nowait(await self._spawn())
+            except Exception as error:  # also of check_ready
+                logger.warning("child_failed", extra=fields(kind=self._module, error=str(error)))
+                await asyncio.sleep(RESPAWN_PAUSE_S)
+            else:
+                return
+
+    async def _spawn(self) -> "_Child":
+        child = await _Child.start(self._module, self._limits, self._max_answer_bytes)
+        self._children.add(child)
+        settings = {
+            **self._settings(),
+            "cpu_s": self._limits.cpu_s,
+            "memory_bytes": self._limits.memory_bytes,
+        }
+        try:
+            self._check_ready(await child.ask(settings, self._limits.start_s))
+        except BaseException:
+            await self._end(child)
+            raise
+        return child
+
+    async def _end(self, child: "_Child") -> None:
+        self._children.discard(child)
+        await child.end()
+
+    def _hold(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(mark_seen)  # of an answer whose caller left
+        return task
+
+
+class _Child:
+    """One process, and the router's end of the socket that is its standard input."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        limits: ChildLimits,
+        max_answer_bytes: int,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._limits = limits
+        self._max_answer_bytes = max_answer_bytes
+
+    @property
+    def is_gone(self) -> bool:
+        return self._process.poll() is not None
+
+    @classmethod
+    async def start(cls, module: str, limits: ChildLimits, max_answer_bytes: int) -> "_Child":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = [str(Path(each).resolve()) for each in sys.path]  # "" is the current folder
+            process = subprocess.Popen(  # noqa: S603 - fixed arguments
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-X",
+                    "utf8",
+                    "-c",
+                    BOOT.format(module=module),
+                    json.dumps(path),
+                ],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
+                start_new_session=True,  # Ctrl-C is the router's business
+            )
+        reader, writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
+        return cls(process, reader, writer, limits, max_answer_bytes)
+
+    async def ask(self, question: Mapping[str, object], wall_s: float) -> dict[str, str]:
+        """Return the answer to a message; ChildLimit means that the child is of no more use."""
+        encoded = json.dumps(question, ensure_ascii=False).encode()
+        try:
+            async with asyncio.timeout(wall_s):
+                self._writer.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
+                await self._writer.drain()
+                length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+                if length > self._max_answer_bytes:
+                    raise ChildLimit(f"wrote {length} bytes")
+                answer: dict[str, str] = json.loads(await self._reader.readexactly(length))
+        except TimeoutError:
+            raise ChildLimit(f"took longer than {wall_s:g} s") from None
+        except (EOFError, ConnectionError):
+            raise ChildLimit(await self._cause_of_death()) from None
+        except (ValueError, RecursionError):
+            raise ChildLimit("wrote what is no answer") from None
+        if "exceeded" in answer:
+            raise ChildLimit(answer["exceeded"])
+        return answer
+
+    async def end(self) -> None:
+        """Kill the process and wait until it is gone."""
+        self._process.kill()
+        self._writer.close()
+        await self._wait()
+
+    async def _cause_of_death(self) -> str:
+        code = await self._wait()
+        if code == -signal.SIGPROF:
+            return f"took more than {self._limits.cpu_s:g} s of processor time"
+        return f"ended its process, with code {code}"
+
+    async def _wait(self) -> int | None:
+        try:
+            return await asyncio.to_thread(self._process.wait, END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("chat_child_stuck", extra=fields(pid=self._process.pid))
+            return None

@@ -1,0 +1,139 @@
+"""Tries constraints before a worker gets them, in child processes, which alone they can end.
+
+A constraint that a child compiles within its limits, a worker compiles as well: what is counted is
+the same there, and there is more room. See docs/decisions/0032-answers-held-to-a-form.md.
+"""
+
+import asyncio
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+
+from grammars.constraint import Constraint
+from grammars.errors import InvalidConstraint, NoVocabulary
+from pagewire.protos.call_tasks import mark_seen
+from router.child_pool import Answer, ChildLimits, ChildPool
+from router.errors import ChildLimit
+from router.request import ServedModel
+
+MAX_ANSWER_BYTES = 1 << 16
+MAX_KNOWN = 1000  # constraints that were tried
+MAX_KNOWN_BYTES = 4 << 20  # of them all
+
+
+class ConstraintChecker(Protocol):
+    """Tells whether constraints can be served."""
+
+    async def check(self, constraint: Constraint, model: ServedModel) -> None:
+        """Return if a worker can compile a constraint.
+
+        Raises:
+            InvalidConstraint: It is wrong, or passes a limit.
+            NoVocabulary: The model's tokenizer cannot be used.
+            Overloaded: Too many wait to be tried.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End; nothing may be under way."""
+        ...
+
+
+class ChildChecker:
+    """Implements ConstraintChecker; its children start with the first constraint.
+
+    Args:
+        folder: With the model's tokenizer.json.
+    """
+
+    def __init__(
+        self, folder: Path, *, num_children: int = 2, limits: ChildLimits | None = None
+    ) -> None:
+        self._folder = folder
+        self._num_children = num_children
+        self._limits = limits or ChildLimits(cpu_s=1.0)
+        self._starting: asyncio.Task[ChildPool] | None = None
+        self._known: OrderedDict[Constraint, asyncio.Task[None]] = OrderedDict()  # tried, or about
+        self._num_bytes = 0
+
+    async def check(self, constraint: Constraint, model: ServedModel) -> None:
+        known = self._known.get(constraint)
+        if known is None:
+            known = asyncio.create_task(self._try(constraint, model), name="constraint-check")
+            known.add_done_callback(mark_seen)  # of a constraint whose callers left
+            self._keep(constraint, known)
+        else:
+            self._known.move_to_end(constraint)
+        try:
+            await asyncio.shield(known)
+        finally:
+            if known.done() and (known.cancelled() or known.exception()):
+                self._drop(constraint, known)
+
+    async def close(self) -> None:
+        for each in self._known.values():
+            each.cancel()
+        if self._starting:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+            if not self._starting.cancelled() and not self._starting.exception():
+                await self._starting.result().close()
+
+    async def _try(self, constraint: Constraint, model: ServedModel) -> None:
+        pool = await self._pool(model)
+        question = {
+            "kind": constraint.kind.value,
+            "text": constraint.text,
+            "choices": constraint.choices,
+        }
+        try:
+            answer = await pool.ask(question)
+        except ChildLimit as limit:
+            raise InvalidConstraint(f"one that, compiled, {limit}", "a simpler one") from None
+        if "found" in answer:
+            raise InvalidConstraint(answer["found"], answer["allowed"])
+
+    async def _pool(self, model: ServedModel) -> ChildPool:
+        """Return the children, started."""
+        if self._starting is None or (self._starting.done() and self._starting.exception()):
+            self._starting = asyncio.create_task(self._start(model), name="grammar-children")
+            self._starting.add_done_callback(mark_seen)
+        return await asyncio.shield(self._starting)
+
+    async def _start(self, model: ServedModel) -> ChildPool:
+        settings = {
+            "folder": str(self._folder),
+            "vocab_size": model.vocab_size,
+            "end_token_ids": model.eos_token_ids,
+        }
+        pool = ChildPool(
+            "router.grammar_child",
+            lambda: settings,
+            check_ready=_check_ready,
+            num_children=self._num_children,
+            limits=self._limits,
+            max_answer_bytes=MAX_ANSWER_BYTES,
+            busy="constraints wait to be compiled",
+        )
+        try:
+            await pool.start()
+        except ChildLimit as limit:
+            raise NoVocabulary(f"the process that reads it {limit}") from None
+        return pool
+
+    def _keep(self, constraint: Constraint, known: "asyncio.Task[None]") -> None:
+        self._known[constraint] = known
+        self._num_bytes += constraint.num_bytes
+        while len(self._known) > MAX_KNOWN or self._num_bytes > MAX_KNOWN_BYTES:
+            oldest, _ = self._known.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def _drop(self, constraint: Constraint, known: "asyncio.Task[None]") -> None:
+        if self._known.get(constraint) is known:
+            del self._known[constraint]
+            self._num_bytes -= constraint.num_bytes
+
+
+def _check_ready(answer: Answer) -> None:
+    if "error" in answer:
+        raise NoVocabulary(answer["error"])

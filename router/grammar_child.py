@@ -1,0 +1,49 @@
+"""The process in which constraints are tried: what router/constraint_check.py starts.
+
+It is told the model's tokenizer, and answers each constraint with {} if it can be compiled, else
+with what is wrong: {"found": ..., "allowed": ...}.
+"""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grammars.constraint import Constraint, ConstraintKind
+from grammars.errors import InvalidConstraint, NoVocabulary
+from router.child_side import Answer, Work, serve
+
+# Less than a worker's thread has: what ends this process by its depth does not get there.
+STACK_BYTES = 2 << 20
+
+
+def main() -> None:
+    """Serve the router."""
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    serve(_make_work)
+
+
+def _make_work(settings: Any) -> tuple[Callable[[], Answer], Work]:
+    from grammars.matcher import Grammar, Vocabulary
+    from grammars.vocabulary import read_vocabulary
+
+    try:
+        tokens = read_vocabulary(Path(settings["folder"]), settings["vocab_size"])
+    except NoVocabulary as error:
+        answer = {"error": str(error)}
+        return lambda: answer, lambda _: answer
+    vocabulary = Vocabulary(tokens, settings["end_token_ids"])
+
+    def check(question: Any) -> Answer:
+        constraint = Constraint(
+            kind=ConstraintKind(question["kind"]),
+            text=question["text"],
+            choices=tuple(question["choices"]),
+        )
+        try:
+            Grammar(constraint, vocabulary)
+        except InvalidConstraint as error:
+            return {"found": error.found, "allowed": error.allowed}
+        return {}
+
+    return dict, check

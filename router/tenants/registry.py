@@ -1,0 +1,73 @@
+"""All tenants of a router, by name and by token."""
+
+import hmac
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from router.tenants.tenant import Tenant, TenantRules
+
+CLUSTER_NAME = "(cluster)"  # no name that a file can give
+
+
+class Tenants:
+    """Who calls, by what a token's hash says. Lives in the router's event loop.
+
+    Where `is_open`, tokens count for nothing and everybody is one tenant without limits.
+
+    Args:
+        rules: Of the tenants file; None: there is no file.
+        cluster_digest: SHA-256 of the cluster's own token, with which whoever started it sees it
+            all; empty: none.
+        now: Of the loop's clock.
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[TenantRules] | None = None,
+        *,
+        cluster_digest: bytes = b"",
+        now: float = 0.0,
+    ) -> None:
+        self.is_open = rules is None
+        own = TenantRules(
+            name="" if self.is_open else CLUSTER_NAME,
+            token_digests=frozenset({cluster_digest} if cluster_digest else ()),
+            operator=True,
+        )
+        self.own = Tenant(own, now)
+        self._by_name: dict[str, Tenant] = {}
+        self._by_digest: dict[bytes, tuple[bytes, Tenant]] = {}  # |-> the same digest, its tenant
+        self.change(rules or (), now)
+
+    @property
+    def told(self) -> Sequence[Tenant]:
+        """All of them for people to see, by name; none where callers are not told apart."""
+        if self.is_open:
+            return ()
+        return sorted([self.own, *self._by_name.values()], key=lambda each: each.name)
+
+    def change(self, rules: Iterable[TenantRules], now: float) -> None:
+        """Go by other rules from now on. Calls that run go on; who is missing starts no more."""
+        tenants = {}
+        for each in rules:
+            tenant = self._by_name.get(each.name)
+            if tenant is None:
+                tenant = Tenant(each, now)
+            else:
+                tenant.change(each, now)
+            tenants[each.name] = tenant
+        self._by_name = tenants
+        self._by_digest = {
+            digest: (digest, tenant)
+            for tenant in chain(tenants.values(), [self.own])
+            for digest in tenant.rules.token_digests
+        }
+
+    def of(self, digest: bytes) -> Tenant | None:
+        """Return whose token has this SHA-256; None: nobody's.
+
+        The time it takes tells nothing of the digests that exist: a caller knows no token by which
+        to steer the hash of one, and the last comparison takes the same time whatever is equal.
+        """
+        expected, tenant = self._by_digest.get(digest, (bytes(len(digest)), None))
+        return tenant if hmac.compare_digest(expected, digest) else None

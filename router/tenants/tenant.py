@@ -1,0 +1,187 @@
+"""One tenant: what it may do, and what it does now and has done. Pure: times are arguments."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from options.option import check_options, option
+from router.errors import Overloaded
+from router.tenants.bucket import Bucket
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
+NAME_ALLOWED = "1 to 64 letters, digits, - and _, the first a letter or digit"
+
+
+def _is_name_or_empty(value: Any) -> bool:
+    return isinstance(value, str) and (not value or NAME.fullmatch(value) is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TenantRules:
+    """What is configured for a tenant. The options are those of the tenants file."""
+
+    name: str  # empty: of the only one, where there is no file
+    token_digests: frozenset[bytes] = field(default=frozenset(), repr=False)  # SHA-256 of each
+
+    requests_per_s: float = option(
+        0.0,
+        "Generations that may begin each second, on average; 0: any number.",
+        at_least=0,
+        at_most=1_000_000,
+    )
+    burst: int = option(
+        0,
+        "Generations that may begin at once after a pause; 0: those of one second, at least one.",
+        at_least=0,
+        at_most=1_000_000,
+    )
+    tokens_per_minute: int = option(
+        0,
+        "Tokens of prompts and answers each minute, on average; 0: any number. Up to those of a "
+        "minute are saved up. A generation begins unless more were used, and then goes on.",
+        at_least=0,
+        at_most=1_000_000_000_000,
+    )
+    max_active_requests: int = option(
+        0, "Calls at a time; 0: as many as router.max_active_requests leaves.", at_least=0
+    )
+    weight: float = option(
+        1.0,
+        "While the workers are busy a tenant gets its weight's share of them among those that want "
+        "some.",
+        above=0,
+        at_most=1000,
+    )
+    cache: str = option(
+        "",
+        "Tenants that name the same cache share cached pages, and can find out by the time of an "
+        "answer which prompts the others use; empty: a cache of its own.",
+        accepts=_is_name_or_empty,
+        accepted=f"empty, or {NAME_ALLOWED}",
+    )
+    operator: bool = option(
+        False, "May see the whole cluster and all tenants: status, /cluster and /metrics."
+    )
+
+    @property
+    def burst_requests(self) -> float:
+        """Generations that may begin at once."""
+        return self.burst or max(1.0, self.requests_per_s)
+
+    @property
+    def cache_salt(self) -> bytes:
+        """Part of the identity of all its pages; of no one else's, unless both name one cache."""
+        if self.cache:
+            return b"cache " + self.cache.encode()
+        return b"tenant " + self.name.encode() if self.name else b""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class TenantCounts:
+    """Sums since the router's start."""
+
+    requests: int = 0  # generations that began
+    refused: int = 0  # calls, because of a limit or because the cluster is full
+    prompt_tokens: int = 0  # of those that began
+    generated_tokens: int = 0
+
+
+class Tenant:
+    """A tenant as one router sees it; lives in the router's event loop.
+
+    It outlives a change of its rules: what it has used stays used.
+    """
+
+    def __init__(self, rules: TenantRules, now: float) -> None:
+        self.rules = rules
+        self.counts = TenantCounts()
+        self.num_active = 0  # calls that hold a place among the router's active requests
+        self._requests = Bucket(**_request_rate(rules), now=now)
+        self._tokens = Bucket(**_token_rate(rules), now=now)
+
+    @property
+    def name(self) -> str:
+        return self.rules.name
+
+    def change(self, rules: TenantRules, now: float) -> None:
+        """Go on with other rules."""
+        self._requests.change(**_request_rate(rules), now=now)
+        self._tokens.change(**_token_rate(rules), now=now)
+        self.rules = rules
+
+    def check_active(self, retry_delay_s: float) -> None:
+        """Refuse one more call at a time than is allowed.
+
+        Raises:
+            Overloaded: With the delay, which is a guess: nobody knows when a call ends.
+        """
+        limit = self.rules.max_active_requests
+        if limit and self.num_active >= limit:
+            raise Overloaded(
+                f"{self.num_active} calls of this tenant are active; allowed: {limit}",
+                retry_delay_s,
+            )
+
+    def begin(self, now: float) -> None:
+        """Count a generation that is to begin.
+
+        Raises:
+            Overloaded: It may not yet; a generation that comes after the delay may, if it is the
+                next.
+        """
+        self.check_tokens(now)
+        if wait_s := self._requests.wait_s(now):
+            rate, burst = self.rules.requests_per_s, self.rules.burst_requests
+            raise Overloaded(
+                f"this tenant has begun more requests than it may; allowed: {rate:g} each second, "
+                f"{burst:g} at once",
+                wait_s,
+            )
+        self._requests.take(1, now)
+        self.counts.requests += 1
+
+    def check_tokens(self, now: float) -> None:
+        """Refuse what would use more tokens while too many were used.
+
+        Raises:
+            Overloaded: With the delay after which none are owed, if no more are used until then.
+        """
+        if wait_s := self._tokens.wait_s(now):
+            raise Overloaded(
+                "this tenant has used more tokens than it may; allowed: "
+                f"{self.rules.tokens_per_minute} each minute",
+                wait_s,
+            )
+
+    def use_prompt(self, num_tokens: int, now: float) -> None:
+        """Count a prompt.
+
+        Raises:
+            Overloaded: As check_tokens does: other prompts came first. It is not counted.
+        """
+        self.check_tokens(now)
+        self._tokens.take(num_tokens, now)
+        self.counts.prompt_tokens += num_tokens
+
+    def use_generated(self, num_tokens: int, now: float) -> None:
+        """Count tokens that were generated."""
+        self._tokens.take(num_tokens, now)
+        self.counts.generated_tokens += num_tokens
+
+    def give_back(self, num_prompt_tokens: int, now: float) -> None:
+        """Undo `begin` and `use_prompt` of a generation that was refused before any work."""
+        self._requests.take(-1, now)
+        self._tokens.take(-num_prompt_tokens, now)
+        self.counts.requests -= 1
+        self.counts.prompt_tokens -= num_prompt_tokens
+
+
+def _request_rate(rules: TenantRules) -> dict[str, float]:
+    return {"rate_per_s": rules.requests_per_s, "capacity": rules.burst_requests}
+
+
+def _token_rate(rules: TenantRules) -> dict[str, float]:
+    return {"rate_per_s": rules.tokens_per_minute / 60, "capacity": rules.tokens_per_minute}

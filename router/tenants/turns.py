@@ -1,0 +1,187 @@
+"""Who is next while the workers are busy: tenants take turns, by what their requests cost.
+
+Workers serve what they have in the order in which it came, so the router gives them little more
+than they can start soon, and keeps the rest here. Of the tenants that wait, the one is next that
+has had the least since it began to wait, for its weight: its flow of requests is served as if it
+had that share of the workers to itself (weighted fair queueing). Who wants less than its share
+waits for hardly anybody; what nobody wants goes to the others.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from router.expected_wait import TokenRate
+
+LOOK_PERIOD_S = 0.05  # while requests wait: load also changes by what other routers do
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Waiting(Generic[T]):
+    """One that waits."""
+
+    item: T
+    cost: float
+
+
+class _Flow(Generic[T]):
+    """Those of one name that wait, oldest first."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Waiting[T]] = deque()
+        self.cost = 0.0  # of all of them
+        self.weight = 1.0  # of the newest
+        self.had = 0.0  # cost that was served, over weight, counted from where the others were
+
+
+class FairQueue(Generic[T]):
+    """Orders what several flows bring. Pure.
+
+    Invariant: a flow that waits has `had >= served`, the least that any had when it was served; so
+    a flow that comes back has no claim on what it did not want before.
+    """
+
+    def __init__(self) -> None:
+        self.cost = 0.0  # of all that wait
+        self._flows: dict[str, _Flow[T]] = {}
+        self._served = 0.0
+
+    def __bool__(self) -> bool:
+        return any(flow.waiting for flow in self._flows.values())
+
+    def push(self, name: str, item: T, *, cost: float, weight: float) -> Waiting[T]:
+        """Add something behind what its flow has; returns what `remove` is given."""
+        flow = self._flows.setdefault(name, _Flow())
+        if not flow.waiting:
+            flow.had = max(flow.had, self._served)
+        flow.weight = weight
+        waiting = Waiting(item=item, cost=cost)
+        flow.waiting.append(waiting)
+        flow.cost += cost
+        self.cost += cost
+        return waiting
+
+    def peek(self) -> T:
+        """Return what is next; there is something."""
+        return self._next().waiting[0].item
+
+    def pop(self) -> T:
+        """Take what is next."""
+        flow = self._next()
+        waiting = flow.waiting.popleft()
+        self._served = flow.had
+        flow.had += waiting.cost / flow.weight
+        self._leave(flow, waiting)
+        # Others have had as much by then: whoever is forgotten loses nothing and owes nothing.
+        self._flows = {
+            name: each
+            for name, each in self._flows.items()
+            if each.waiting or each.had > self._served
+        }
+        return waiting.item
+
+    def remove(self, name: str, waiting: Waiting[T]) -> None:
+        """Take something that does not wait any more; no effect if it was popped."""
+        flow = self._flows.get(name)
+        if flow is not None and waiting in flow.waiting:
+            flow.waiting.remove(waiting)
+            self._leave(flow, waiting)
+
+    def cost_before(self, name: str, cost: float, weight: float) -> float:
+        """Return about how much is served until something new of a flow has been."""
+        flow = self._flows.get(name) or _Flow()
+        others = [each for each in self._flows.values() if each.waiting and each is not flow]
+        share = weight / (weight + sum(each.weight for each in others))
+        return min((flow.cost + cost) / share, self.cost + cost)
+
+    def _next(self) -> _Flow[T]:
+        return min(
+            (flow for flow in self._flows.values() if flow.waiting), key=lambda each: each.had
+        )
+
+    def _leave(self, flow: _Flow[T], waiting: Waiting[T]) -> None:
+        flow.cost -= waiting.cost
+        self.cost -= waiting.cost
+        if not flow.waiting:
+            flow.cost = 0.0  # rounding errors do not add up
+
+
+class Turns(Generic[T]):
+    """Lets requests go on one by one, as there is room for them at the workers.
+
+    Args:
+        has_room: Tells whether a request may go on now.
+    """
+
+    def __init__(self, has_room: Callable[[T], bool]) -> None:
+        self._has_room = has_room
+        self._queue: FairQueue[tuple[T, asyncio.Event]] = FairQueue()
+        self._is_taken = False  # somebody has been let go on, and is not counted yet
+        self._rate = TokenRate()
+        self._cost_served = 0
+        self._look: asyncio.TimerHandle | None = None  # set while requests wait
+
+    @asynccontextmanager
+    async def turn(self, name: str, request: T, *, cost: int, weight: float) -> AsyncIterator[None]:
+        """Wait for the turn of a request. Within, have it counted at its worker, and do not wait.
+
+        Args:
+            name: Of its tenant.
+            request: For `has_room`.
+            cost: Tokens that it may take.
+            weight: Of its tenant.
+        """
+        if self._queue or self._is_taken or not self._has_room(request):
+            await self._wait(name, request, cost, weight)
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._is_taken = False
+            self.go_on()
+
+    def expected_wait_s(self, name: str, *, cost: int, weight: float) -> float:
+        """Return how long a new request would wait for its turn, as far as that is known."""
+        if not self._queue:
+            return 0.0
+        return self._rate.seconds(int(self._queue.cost_before(name, cost, weight)))
+
+    def go_on(self) -> None:
+        """Let the next request go on, if there is room for it: call it when there may be more."""
+        if self._queue and not self._is_taken and self._has_room(self._queue.peek()[0]):
+            self._is_taken = True
+            self._queue.pop()[1].set()
+        if self._queue and self._look is None:
+            loop = asyncio.get_running_loop()
+            self._look = loop.call_later(LOOK_PERIOD_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self.go_on()
+
+    async def _wait(self, name: str, request: T, cost: int, weight: float) -> None:
+        is_next = asyncio.Event()
+        waiting = self._queue.push(name, (request, is_next), cost=cost, weight=weight)
+        self._note()
+        self.go_on()
+        try:
+            await is_next.wait()
+        except BaseException:
+            if is_next.is_set():  # let the next one go on instead
+                self._is_taken = False
+            self._queue.remove(name, waiting)
+            self.go_on()
+            raise
+        self._cost_served += cost
+        self._note()
+
+    def _note(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._rate.observe(
+            num_computed=self._cost_served, num_queued=int(self._queue.cost), now=now
+        )

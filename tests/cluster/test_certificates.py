@@ -1,0 +1,192 @@
+"""What is refused before a cluster starts, and how its own processes get to its router."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.certificates import (
+    check_certificates,
+    check_links,
+    own_client,
+    with_absolute_files,
+)
+from cluster.config import ClusterConfig
+from cluster.config_file import load_config
+from cluster.demo_model import demo_model_dir
+from cluster.doctor import check_tls
+from cluster.errors import ConfigError
+from credentials.door import front_door
+from pagewire import Client
+from pagewire.protos.pem import utc
+from tests.pagewire.scripted_service import response, serving_in_thread
+from tests.support.certificates import Authority
+from tests.support.command_line import run_main
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def config_of(authority: Authority, *, asks_clients: bool = False, **options: Any) -> ClusterConfig:
+    settings = authority.settings(asks_clients=asks_clients)
+    return ClusterConfig(tls=settings.inside, front_tls=settings.front, **options)
+
+
+def test_certificates_that_fit_are_taken(authority: Authority) -> None:
+    assert check_certificates(config_of(authority, host="127.0.0.1")) == ""
+    assert check_certificates(config_of(authority, host="0.0.0.0")) == ""
+    assert check_certificates(ClusterConfig()) == ""
+
+
+def test_a_host_that_the_certificate_is_not_for_is_told(authority: Authority) -> None:
+    config = config_of(authority, host="127.0.0.2")
+
+    assert check_certificates(config) == (
+        f"front_tls.certificate_file: {config.front_tls.certificate_file} is for localhost, "
+        "127.0.0.1, not for host, which is 127.0.0.2; clients must expect another name"
+    )
+    (clients, inside) = check_tls(config)
+    assert (clients.level, inside.level) == ("warn", "ok")
+
+
+def test_a_front_that_other_hosts_reach_is_refused_in_clear() -> None:
+    config = ClusterConfig(host="0.0.0.0")
+
+    with pytest.raises(ConfigError, match=r"^front_tls.certificate_file is not set, and a server"):
+        check_certificates(config)
+    assert check_certificates(replace(config, insecure=True)) == ""
+
+
+def test_certificates_of_clients_are_wanted_only_where_the_cluster_has_some(
+    authority: Authority,
+) -> None:
+    config = replace(config_of(authority, asks_clients=True), tls=ClusterConfig().tls)
+
+    with pytest.raises(ConfigError, match=r"tls.certificate_file is not set; it must be, with fro"):
+        check_certificates(config)
+
+
+FAR, NEAR = ["10.0.0.10", "10.0.0.11"], ["127.0.0.1"]
+
+
+def test_workers_that_other_hosts_reach_are_refused_in_clear() -> None:
+    config = ClusterConfig(ray_address="auto")
+
+    with pytest.raises(ConfigError, match=r"^tls.certificate_file is not set, .* on 10.0.0.10"):
+        check_links(config, "cpu", FAR)
+    check_links(config, "cpu", NEAR)
+    check_links(replace(config, insecure=True), "cuda", FAR)
+    check_links(ClusterConfig(), "cuda", FAR)  # a Ray of our own is on the loopback address
+
+
+def test_nccl_between_hosts_is_refused_until_somebody_says_that_it_is_meant(
+    authority: Authority,
+) -> None:
+    config = config_of(authority, ray_address="auto")
+
+    with pytest.raises(ConfigError, match=r"^tls.allow_plain_nccl is False; NCCL"):
+        check_links(config, "cuda", FAR)
+    check_links(config, "cpu", FAR)
+    check_links(config, "cuda", NEAR)
+    check_links(replace(config, prefill=0), "cuda", FAR)
+    check_links(replace(config, tls=replace(config.tls, allow_plain_nccl=True)), "cuda", FAR)
+
+
+@pytest.mark.parametrize("asks_clients", [False, True])
+@pytest.mark.parametrize("name", ["grpc.example.org", "*.example.org", "10.1.2.3"])
+def test_processes_of_the_cluster_get_to_its_router_whatever_its_name(
+    authority: Authority, name: str, asks_clients: bool
+) -> None:
+    async def never(request: Any, context: Any) -> Any:
+        yield response()
+
+    config = config_of(authority, asks_clients=asks_clients)
+    front = replace(config.front_tls, **authority.pair(name)._asdict())
+    config = replace(config, front_tls=front)
+    with (
+        serving_in_thread(never, front_door(config.tls_settings)) as (address, _),
+        Client(address, tls=own_client(config)) as client,
+    ):
+        assert client.list_models()
+
+
+def test_in_clear_they_need_nothing() -> None:
+    assert own_client(ClusterConfig()) is None
+
+
+def test_files_are_found_from_other_folders_and_links_stay(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What renews a mounted Secret leads the link elsewhere.
+    pair = authority.pair("localhost")
+    for path, link in zip(pair, ("front.crt", "front.key"), strict=True):
+        (tmp_path / link).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    overrides = {
+        "front_tls.certificate_file": "front.crt",
+        "front_tls.key_file": "front.key",
+    }
+
+    config = with_absolute_files(load_config(None, overrides))
+
+    assert config.front_tls.certificate_file == str(tmp_path / "front.crt")
+    assert config.front_tls.key_file == str(tmp_path / "front.key")
+    assert config.front_tls.client_authority_file == config.tls.key_file == ""
+
+
+def test_serve_ends_with_one_line_that_names_option_and_file(
+    authority: Authority, tmp_path: Path
+) -> None:
+    tls = authority.inside()
+    flags = (
+        *("--tls-certificate-file", tls.certificate_file),
+        *("--tls-authority-file", Authority(tmp_path, "other").file),
+        *("--model", str(demo_model_dir())),
+    )
+
+    half = run_main("serve", *flags)
+    foreign = run_main("serve", *flags, "--tls-key-file", tls.key_file)
+    open_in_clear = run_main("serve", "--model", str(demo_model_dir()), "--host", "0.0.0.0")
+
+    assert half.returncode == foreign.returncode == open_in_clear.returncode == 2
+    assert half.stderr == (
+        "error: tls.key_file must be set, too, with --tls-certificate-file and "
+        "--tls-authority-file\n"
+    )
+    assert foreign.stderr.startswith(
+        f"error: tls.certificate_file: {tls.certificate_file} is not from "
+    )
+    assert foreign.stderr.count("\n") == open_in_clear.stderr.count("\n") == 1
+    assert "where other hosts connect, in clear" in open_in_clear.stderr
+
+
+def test_doctor_tells_what_is_encrypted_and_until_when(authority: Authority) -> None:
+    config = config_of(authority)
+
+    found = check_tls(config)
+
+    assert [each.check for each in found] == ["tls, clients", "tls, cluster"]
+    assert [each.level for each in found] == ["ok", "ok"]
+    assert found[0].found.startswith(f"encrypted; {config.front_tls.certificate_file} is valid")
+    assert f"until {utc(time.time() + 30 * 86_400)[:10]}" in found[1].found
+    assert [each.found for each in check_tls(ClusterConfig())] == [
+        "in clear, on this host alone"
+    ] * 2
+
+
+def test_doctor_warns_before_a_certificate_expires_and_fails_after(authority: Authority) -> None:
+    def found(days: tuple[float, float]) -> tuple[str, str]:
+        inside = authority.inside(authority.pair("pagewire", days=days))
+        finding = check_tls(ClusterConfig(tls=inside))[-1]
+        return finding.level, f"{finding.found} {finding.remedy}"
+
+    level, told = found((-1, 3))
+    assert (level, "running processes take the new one" in told) == ("warn", True)
+    level, told = found((-9, -1))
+    assert level == "fail"
+    assert "has expired" in told
+    assert "docs/security.md" in told

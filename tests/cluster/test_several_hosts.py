@@ -1,0 +1,122 @@
+"""A cluster on three hosts of a Ray and one without: namespaces of this machine, real processes.
+
+Hosts have addresses, processes and files of their own, and fail by themselves (benchmarks.hosts).
+"""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.client_processes import ClientProcesses
+from benchmarks.faults import FAULTS, run_once
+from benchmarks.hosted_cluster import RAY_PORT, hosted_cluster
+from benchmarks.hosts import why_no_hosts
+from benchmarks.prompts import Seeds, token_ids, wave
+from cluster.demo_model import demo_model_dir
+from tests.cluster.oracle import GreedyOracle
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts: {why_no_hosts()}"),
+]
+
+TIMEOUT_S = 120.0
+RATE, LOAD_S = 20, 20  # requests a second, and for how long
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosts")
+    with hosted_cluster(demo_model_dir(), folder, has_redis=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def clients(cluster):
+    with cluster.edge.network():
+        clients = ClientProcesses(2)
+    with clients:
+        yield clients
+
+
+@pytest.fixture(scope="module")
+def seeds():
+    return Seeds(1)
+
+
+def test_pages_move_between_hosts_and_the_tokens_are_those_of_one_process(cluster, clients, seeds):
+    specs = [replace(each, keeps_tokens=True) for each in wave(seeds, 8, unique=100, max_tokens=12)]
+    hosts_of = {each["worker_id"]: each["address"].rpartition(":")[0] for each in cluster.workers()}
+
+    records = clients.run(cluster.addresses, cluster.vocab_size, specs, TIMEOUT_S)
+
+    for host in cluster.worker_hosts:
+        there = {name.partition("-")[0] for name, at in hosts_of.items() if at == host.address}
+        assert there == {"prefill", "decode"}
+    oracle = GreedyOracle(demo_model_dir())
+    for spec, record in zip(specs, records, strict=True):
+        prompt = token_ids(spec.prompt, cluster.vocab_size)
+        assert list(record.token_ids) == oracle.tokens(prompt, spec.max_tokens), record.error
+        assert record.usage.pages_moved == 7
+        assert record.usage.decode_computed_tokens == 0
+
+
+@pytest.mark.parametrize("fault", ["loss/workers", "kill/router"])
+def test_what_a_fault_takes_costs_no_token_and_comes_back(cluster, clients, seeds, fault):
+    row = run_once(FAULTS[fault], cluster, clients, seeds)
+
+    assert row["errors"] == []
+    assert row["wrong_tokens"] == 0
+    assert row["resumed"] > 0
+    assert row["pages_moved"] > 0
+    assert row["decode_prompt_tokens"] == 0
+
+
+def under_load(cluster, clients, seeds, work):
+    """Run something while requests come; returns their records, and what it returned."""
+    specs = [
+        replace(each, offset_s=index / RATE)
+        for index, each in enumerate(wave(seeds, RATE * LOAD_S, unique=24, shared=32, max_tokens=8))
+    ]
+    clients.begin(cluster.addresses, cluster.vocab_size, specs, TIMEOUT_S)
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(work)
+        records = clients.finish()
+        return records, done.result(timeout=TIMEOUT_S)
+
+
+def on_head(cluster, *arguments):
+    address = ("--ray-address", f"{cluster.head.address}:{RAY_PORT}")
+    return cluster.command(cluster.head, *arguments, *address)
+
+
+def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds):
+    def work():
+        before = {each["incarnation"] for each in cluster.workers()}
+        told = [
+            on_head(cluster, "drain", "decode-1"),
+            on_head(cluster, "scale", "--decode", "2"),
+            on_head(cluster, "restart", "prefill-0", "decode-0", "router-0"),
+        ]
+        return before, told
+
+    records, (before, told) = under_load(cluster, clients, seeds, work)
+
+    assert [each.error for each in records if each.error] == []
+    assert sum(each.usage.pages_moved for each in records) > 0
+    assert sum(each.usage.decode_computed_tokens for each in records) == 0
+    assert told[0].splitlines()[-1] == "decode-1 has left"
+    assert told[1].splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
+    last = told[2].splitlines()[-1]
+    assert re.fullmatch(r"router-0 serves anew after \d+ s, 3 of 3", last), last
+    cluster.until_whole()
+    after = {
+        each["worker_id"]: each["incarnation"]
+        for each in cluster.workers()
+        if each["state"] == "ready"
+    }
+    assert {name for name, start in after.items() if start in before} == {"prefill-1"}

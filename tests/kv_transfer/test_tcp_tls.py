@@ -1,0 +1,196 @@
+"""Pages over TLS on real sockets: nothing of them is on the wire, and strangers stay outside."""
+
+import asyncio
+import json
+import ssl
+from pathlib import Path
+
+import pytest
+
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
+from kv_transfer.errors import ConnectionBroken
+from kv_transfer.page_socket import PIECE_BYTES, PageTls
+from tests.kv_transfer.pair import KEY, shuffled
+from tests.kv_transfer.tcp_pair import Pair, a_pair, run, soon, wire_tap
+from tests.support.certificates import Authority
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def page_tls(authority: Authority) -> PageTls:
+    tls = ClusterLinks(TlsSettings(inside=authority.inside())).page_tls
+    assert tls
+    return tls
+
+
+async def tapped(pair: Pair) -> list[bytes]:
+    """Move pages past an observer; return what the sender sent."""
+    port = json.loads(pair.receiver.offer("c0", KEY))["port"]
+    tap, tapped_port, sent = await wire_tap(port)
+    offer = json.dumps({"host": "127.0.0.1", "port": tapped_port}).encode()
+    receiving, sending = await asyncio.gather(
+        pair.receiver.accept("c0", soon()), pair.sender.connect("c0", offer, KEY, soon())
+    )
+    await asyncio.gather(sending.send([1, 2], soon()), receiving.receive([3, 4], soon()))
+    assert (pair.source.export_pages([1, 2]) == pair.target.export_pages([3, 4])).all()
+    tap.close()
+    return sent
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+def test_an_observer_sees_no_page_and_no_word_of_the_handshake(
+    authority: Authority, is_encrypted: bool
+) -> None:
+    async def scenario() -> None:
+        tls = page_tls(authority) if is_encrypted else None
+        async with a_pair("127.0.0.1", tls, tls) as pair:
+            sent = b"".join(await tapped(pair))
+
+            page = pair.source.export_pages([1]).tobytes()
+            assert len(page) > 32
+            for secret in (page, page[:16], page[-16:], b"PWHELLO2", b"PWFRAME1"):
+                assert (secret in sent) is not is_encrypted
+
+    run(scenario)
+
+
+def test_pages_arrive_in_order_in_pieces_of_any_size(authority: Authority) -> None:
+    async def scenario() -> None:
+        tls = page_tls(authority)
+        async with a_pair("127.0.0.1", tls, tls) as pair:
+            receiving, sending = await pair.connect()
+            for seed in range(3):
+                from_pages, to_pages = shuffled(10, seed), shuffled(10, seed + 50)
+                await asyncio.gather(
+                    sending.send(from_pages, soon()), receiving.receive(to_pages, soon())
+                )
+                sent = pair.source.export_pages(from_pages)
+                assert (sent == pair.target.export_pages(to_pages)).all()
+
+            # More than any buffer between them holds.
+            large = bytes(range(256)) * (3 * PIECE_BYTES // 256 * 4 + 1)
+            _, got = await asyncio.gather(
+                sending._wire.send(large), receiving._wire.receive(len(large))
+            )
+            assert got == large
+
+    run(scenario)
+
+
+def test_both_sides_use_version_1_3(authority: Authority) -> None:
+    async def scenario() -> None:
+        tls = page_tls(authority)
+        async with a_pair("127.0.0.1", tls, tls) as pair:
+            for each in await pair.connect():
+                assert each._wire._tls.version() == "TLSv1.3"  # type: ignore[attr-defined]
+
+            port = pair.receiver._listener.getsockname()[1]  # type: ignore[union-attr]
+            older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            older.check_hostname, older.verify_mode = False, ssl.CERT_NONE
+            older.maximum_version = ssl.TLSVersion.TLSv1_2
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.open_connection("127.0.0.1", port, ssl=older)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("who", ["in clear", "of another authority", "without a certificate"])
+def test_a_sender_that_is_no_worker_is_not_let_in_though_it_knows_the_key(
+    authority: Authority, tmp_path: Path, who: str
+) -> None:
+    async def scenario() -> None:
+        receiver_tls = page_tls(authority)
+        stranger: PageTls | None = None
+        if who == "of another authority":
+            stranger = page_tls(Authority(tmp_path, "other"))
+        if who == "without a certificate":
+            stranger = Nameless(authority)
+        async with a_pair("127.0.0.1", stranger, receiver_tls) as pair:
+            offer = pair.receiver.offer("c0", KEY)
+            accepting = asyncio.create_task(pair.receiver.accept("c0", soon(0.5)))
+
+            with pytest.raises(ConnectionBroken):
+                await pair.sender.connect("c0", offer, KEY, soon())
+            with pytest.raises(ConnectionBroken, match="in time"):
+                await accepting
+
+    run(scenario)
+
+
+def test_a_receiver_that_is_no_worker_is_told_nothing(authority: Authority, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        impostor = page_tls(Authority(tmp_path, "other"))
+        async with a_pair("127.0.0.1", page_tls(authority), impostor) as pair:
+            offer = pair.receiver.offer("c0", KEY)
+
+            with pytest.raises(ConnectionBroken, match="certificate verify failed"):
+                await pair.sender.connect("c0", offer, KEY, soon())
+
+    run(scenario)
+
+
+def test_the_proof_of_the_key_is_wanted_within_tls_too(authority: Authority) -> None:
+    async def scenario() -> None:
+        tls = page_tls(authority)
+        async with a_pair("127.0.0.1", tls, tls) as pair:
+            offer = pair.receiver.offer("c0", KEY)
+
+            with pytest.raises(ConnectionBroken, match="not genuine"):
+                await pair.sender.connect("c0", offer, bytes(32), soon())
+
+    run(scenario)
+
+
+def test_a_connection_goes_by_the_files_as_they_are_then(authority: Authority) -> None:
+    async def scenario() -> None:
+        pair_files = authority.pair("pagewire")
+        tls = ClusterLinks(TlsSettings(inside=authority.inside(pair_files))).page_tls
+        async with a_pair("127.0.0.1", tls, tls) as pair:
+            old = await pair.connect("c0")
+            authority.pair("pagewire", "renewed", replaces=pair_files)
+            new = await pair.connect("c1")
+
+            names = [
+                [name for _, name in each._wire._tls.getpeercert()["subjectAltName"]]  # type: ignore[attr-defined]
+                for each in (*old, *new)
+            ]
+            assert names == [["pagewire"]] * 2 + [["pagewire", "renewed"]] * 2
+            for receiving, sending in (old, new):
+                await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+
+    run(scenario)
+
+
+def test_to_abort_ends_what_waits(authority: Authority) -> None:
+    async def scenario() -> None:
+        tls = page_tls(authority)
+        async with a_pair("127.0.0.1", tls, tls) as pair:
+            receiving, sending = await pair.connect()
+            waiting = asyncio.create_task(receiving.receive([1], soon(30)))
+            await asyncio.sleep(0)
+
+            await sending.abort()
+
+            with pytest.raises(ConnectionBroken, match="closed"):
+                await waiting
+
+    run(scenario)
+
+
+class Nameless:
+    """One who believes the authority and has no certificate of it."""
+
+    def __init__(self, authority: Authority) -> None:
+        self._authority = authority
+
+    def server(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:
+        raise NotImplementedError
+
+    def client(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(self._authority.file)
+        return context.wrap_bio(incoming, outgoing, server_hostname="pagewire")

@@ -1,0 +1,179 @@
+"""The client over TLS: against real servers, what it needs, and what it says when it lacks it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from credentials.config import TlsSettings
+from credentials.door import front_door
+from pagewire import AsyncClient, Client, InvalidRequestError, Tls, TlsError
+from tests.pagewire.scripted_service import response, serving, serving_in_thread, usage
+from tests.support.certificates import Authority
+from tests.support.command_line import run_main
+
+STOP = 1  # FINISH_REASON_STOP
+SOON_S = 8.0  # a client that waits for its deadline takes longer
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+async def hello(request: Any, context: Any) -> AsyncIterator[Any]:
+    yield response("Hello", [1], finish_reason=STOP, usage=usage())
+
+
+def test_a_client_that_trusts_the_authority_is_answered(authority: Authority) -> None:
+    door = front_door(replace(authority.settings()))
+    with (
+        serving_in_thread(hello, door) as (address, _),
+        Client(address, tls=Tls(authority_file=authority.file)) as client,
+    ):
+        assert client.generate("x").text == "Hello"
+        assert client.list_models()
+
+
+def test_a_name_is_expected_where_the_address_is_another(authority: Authority) -> None:
+    front = replace(authority.settings().front, **authority.pair("grpc.example.org")._asdict())
+    with serving_in_thread(hello, front_door(TlsSettings(front=front))) as (address, _):
+        tls = Tls(authority_file=authority.file)
+        with Client(address, tls=tls) as client, pytest.raises(TlsError) as caught:
+            client.generate("x")
+        with Client(address, tls=replace(tls, server_name="grpc.example.org")) as client:
+            assert client.generate("x").text == "Hello"
+
+    assert "a certificate that is not believed: IP address mismatch" in str(caught.value)
+
+
+def test_a_client_with_a_certificate_is_let_in_where_one_is_wanted(authority: Authority) -> None:
+    with serving_in_thread(hello, front_door(authority.settings(asks_clients=True))) as served:
+        tls = Tls(authority_file=authority.file, **authority.pair("somebody")._asdict())
+        with Client(served[0], tls=tls) as client:
+            assert client.generate("x").text == "Hello"
+
+
+WANTS = "wants a certificate of an authority that it knows from each client; see tls.certificate"
+FAULTS = {
+    "in clear": "takes connections over TLS only, and this one is in clear; see tls, or --tls",
+    "in clear where certificates are wanted": "takes connections over TLS only, and this one is in",
+    "over TLS to a server in clear": "does not speak TLS, and this client does; connect without",
+    "who believes another authority": "a certificate that is not believed: unable to get local",
+    "who believes public authorities": "shows a certificate that is not believed: ",
+    "without a certificate": WANTS,
+    "with one of another authority": WANTS,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("method", ["generate", "status"])
+def test_what_is_wrong_between_client_and_router_is_told_soon(
+    authority: Authority, tmp_path: Path, fault: str, method: str
+) -> None:
+    other = Authority(tmp_path, "other")
+    tls: Tls | None = Tls(authority_file=authority.file)
+    asks = fault in ("in clear where certificates are wanted", "without a certificate")
+    settings = authority.settings(asks_clients=asks)
+    match fault:
+        case "in clear" | "in clear where certificates are wanted":
+            tls = None
+        case "over TLS to a server in clear":
+            settings = TlsSettings()
+        case "who believes another authority":
+            tls = Tls(authority_file=other.file)
+        case "who believes public authorities":
+            tls = Tls()
+        case "with one of another authority":
+            settings = authority.settings(asks_clients=True)
+            tls = Tls(authority_file=authority.file, **other.pair("somebody")._asdict())
+
+    async def ask() -> None:
+        async with serving(hello, front_door(settings)) as (address, service):
+            client = AsyncClient(address, default_timeout_s=60, tls=tls)
+            async with client:
+                began = time.monotonic()
+                with pytest.raises(TlsError) as caught:
+                    await (client.generate("x") if method == "generate" else client.status())
+            assert time.monotonic() - began < SOON_S
+            assert str(caught.value).startswith(f"the router at {address} ")
+            assert FAULTS[fault] in str(caught.value)
+            assert "\n" not in str(caught.value)
+            assert not service.requests
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"authority_file": "/nowhere"}, "tls.authority_file: /nowhere cannot be read: No such"),
+        ({"certificate_file": "c"}, "tls.key_file: found none; allowed: a file, as tls.certif"),
+        ({"key_file": "k"}, "tls.certificate_file: found none; allowed: a file, as tls.key_file"),
+        ({"server_name": "a b"}, "tls.server_name: found 'a b'; allowed: a name of a host, or an"),
+        ({"authority_file": __file__}, f"tls.authority_file: {__file__} holds no certificate in"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_before_anything_is_sent(
+    given: dict[str, str], told: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Client("localhost:1", tls=Tls(**given))
+
+    assert str(caught.value).startswith(told)
+    assert caught.value.violations[0].field == told.partition(":")[0]
+
+
+def test_tls_is_no_flag() -> None:
+    with pytest.raises(InvalidRequestError, match=r"tls: found True; allowed: pagewire.Tls"):
+        AsyncClient("localhost:1", tls=True)  # type: ignore[arg-type]
+
+
+def test_a_client_goes_by_renewed_files_while_its_stream_goes_on(authority: Authority) -> None:
+    async def slow(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield response("Hel", [1])
+        await may_end.wait()
+        yield response("lo", [2], first_index=1, finish_reason=STOP, usage=usage())
+
+    async def scenario() -> None:
+        settings = authority.settings(asks_clients=True)
+        pair = authority.pair("first")
+        tls = Tls(authority_file=authority.file, **pair._asdict())
+        async with (
+            serving(slow, front_door(settings)) as (address, service),
+            AsyncClient(address, tls=tls) as client,
+            client.stream("x") as stream,
+        ):
+            deltas = [await anext(stream)]
+            authority.pair("second", replaces=pair)
+            await client.list_models()
+            may_end.set()
+            deltas += [delta async for delta in stream]
+        assert "".join(each.text for each in deltas) == "Hello"
+        assert service.callers == [b"second"]
+
+    may_end = asyncio.Event()
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authority) -> None:
+    with serving_in_thread(hello, front_door(authority.settings())) as (address, _):
+        asked = ("generate", "x", "--address", address)
+        answered = run_main(*asked, "--authority-file", authority.file)
+        in_clear = run_main(*asked)
+        public = run_main(*asked, "--tls")
+        half = run_main(*asked, "--key-file", authority.file)
+
+    assert (answered.returncode, answered.stdout) == (0, "Hello\n")
+    assert in_clear.returncode == public.returncode == 1
+    assert in_clear.stderr == (
+        f"error: the router at {address} takes connections over TLS only, and this one is in "
+        "clear; see tls, or --tls\n"
+    )
+    assert "shows a certificate that is not believed" in public.stderr
+    assert half.returncode == 2
+    assert half.stderr.startswith("error: --certificate-file: found none; allowed: a file, as")

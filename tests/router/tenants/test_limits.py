@@ -1,0 +1,234 @@
+"""What one tenant may take, and what that leaves for others."""
+
+import asyncio
+import random
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+from pagewire.protos import inference_pb2, worker_pb2
+from pagewire.routers import token_metadata
+from protos.shares import may_take
+from router.tenants.tenant import TenantCounts
+from tests.router.scripted_worker import (
+    Answer,
+    RouterUnderTest,
+    ScriptedWorker,
+    Session,
+    honest,
+    running_router,
+)
+from tests.router.tenants.known import CLUSTER_TOKEN, rules, tenants
+from tests.router.test_server import details
+from tests.support.virtual_time import run_virtual, wait_until
+
+
+def delay_s(answer: Answer) -> float:
+    """The time to come again that a refused call was told."""
+    assert answer.error is not None, "it was served"
+    assert answer.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, answer.error
+    delay = details(answer.error, error_details_pb2.RetryInfo).retry_delay
+    return float(delay.seconds + delay.nanos / 1e9)
+
+
+def counts_of(tested: RouterUnderTest, name: str) -> TenantCounts:
+    [counts] = [each.counts for each in tested.router.tenants.told if each.name == name]
+    return counts
+
+
+def test_a_request_beyond_the_rate_passes_after_the_delay_and_not_before() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", requests_per_s=0.7, burst=3), rules("globex"))
+        async with running_router(ScriptedWorker("decode-0"), tenants=known) as tested:
+            for _ in range(3):
+                assert (await tested.generate(token="acme", max_tokens=1)).error is None
+            refused = await tested.generate(token="acme")
+            again_s = delay_s(refused)
+            assert 1.3 < again_s <= 1 / 0.7
+            assert refused.error is not None
+            assert "allowed: 0.7 each second, 3 at once" in (refused.error.details() or "")
+            assert (await tested.generate(token="globex")).error is None, "others go on"
+
+            await asyncio.sleep(again_s - 0.2)
+            again_s = delay_s(await tested.generate(token="acme"))
+            await asyncio.sleep(again_s)
+            assert (await tested.generate(token="acme")).error is None
+            assert counts_of(tested, "acme").requests == 4
+            assert counts_of(tested, "acme").refused == 2
+
+    run_virtual(main())
+
+
+def test_prompts_and_answers_count_as_tokens_and_what_runs_goes_on() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", tokens_per_minute=60))
+        async with running_router(ScriptedWorker("decode-0"), tenants=known) as tested:
+            answer = await tested.generate(token="acme", prompt=range(5, 45), max_tokens=100)
+            assert answer.error is None
+            assert len(answer.token_ids()) == 100, "it goes on beyond the limit"
+            counts = counts_of(tested, "acme")
+            assert (counts.prompt_tokens, counts.generated_tokens) == (40, 100)
+
+            again_s = delay_s(await tested.generate(token="acme"))
+            assert again_s == pytest.approx(81, abs=3), "140 tokens at one a second, 60 saved"
+            await asyncio.sleep(again_s)
+            assert (await tested.generate(token="acme", max_tokens=1)).error is None
+
+    run_virtual(main())
+
+
+def test_of_prompts_that_come_at_once_only_the_first_overdraws() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", tokens_per_minute=60))
+        async with running_router(ScriptedWorker("decode-0"), tenants=known) as tested:
+            calls = [
+                tested.generate(token="acme", prompt=range(5, 105), max_tokens=1) for _ in range(10)
+            ]
+            answers = await asyncio.gather(*calls)
+
+            assert sum(answer.error is None for answer in answers) == 1
+            assert counts_of(tested, "acme").prompt_tokens == 100
+
+    run_virtual(main())
+
+
+def test_tokens_of_a_call_that_its_client_left_count() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme"))
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker, tenants=known, window_bytes=1) as tested:
+            # It takes one message, and so the router no more from what was generated.
+            await tested.generate(token="acme", max_tokens=100, timeout_s=2.0, read_s=60)
+            await wait_until(lambda: tested.router.admission.num_active == 0, timeout_s=5)
+            assert 15 <= counts_of(tested, "acme").generated_tokens <= 20
+
+    run_virtual(main())
+
+
+def test_a_tenant_has_so_many_calls_at_a_time() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", max_active_requests=2), rules("globex"))
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker, tenants=known) as tested:
+            running = [asyncio.create_task(tested.generate(token="acme")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            refused = await tested.generate(token="acme")
+            assert delay_s(refused) > 0
+            assert refused.error is not None
+            assert "2 calls of this tenant are active; allowed: 2" in (
+                refused.error.details() or ""
+            )
+            assert (await tested.generate(token="globex")).error is None
+            await asyncio.gather(*running)
+            assert (await tested.generate(token="acme")).error is None
+
+    run_virtual(main())
+
+
+def test_calls_that_the_cluster_refuses_use_nothing_of_the_limits() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", requests_per_s=0.001, tokens_per_minute=10))
+        full = {"pages": inference_pb2.PageCounts(total=10, live=10), "running": 1}
+        worker = ScriptedWorker("decode-0", heartbeat=full)
+        async with running_router(
+            worker, tenants=known, max_expected_wait_s=3.0, max_backlog_s=60.0
+        ) as tested:
+            for _ in range(3):
+                assert delay_s(await tested.generate(token="acme")) == 2.0, "the cluster's"
+            counts = counts_of(tested, "acme")
+            assert (counts.requests, counts.refused, counts.prompt_tokens) == (0, 3, 0)
+
+    run_virtual(main())
+
+
+def test_one_tenant_never_takes_the_last_places() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0", token_s=0.5)
+        async with running_router(worker, tenants=tenants(), max_active_requests=18) as tested:
+            flood = [asyncio.create_task(tested.generate(token="acme")) for _ in range(100)]
+            await asyncio.sleep(0.2)
+            assert tested.router.admission.num_active == 16, "8 of 9 places"
+            assert (await tested.generate(token="globex", max_tokens=1)).error is None
+            answers = await asyncio.gather(*flood)
+            refused = [answer for answer in answers if answer.error]
+            assert len(refused) == 84
+            assert "what is left of the router's 18 places is for others" in (
+                refused[0].error.details() or ""  # type: ignore[union-attr]
+            )
+
+    run_virtual(main())
+
+
+def test_places_are_divided_by_weight_among_those_that_want_them() -> None:
+    rng = random.Random(0)
+    weights = {"a": 1.0, "b": 1.0, "c": 2.0}
+    taken = {"a": 0, "b": 0, "c": 0}
+    for _ in range(10_000):
+        for name, weight in weights.items():
+            taken[name] += may_take(taken[name], sum(taken.values()), 1000, weight)
+        leaves = rng.choices(list(taken), list(taken.values()))[0]
+        taken[leaves] -= 1
+
+    assert sum(taken.values()) > 960
+    assert taken["a"] == pytest.approx(taken["b"], rel=0.05)
+    assert taken["c"] == pytest.approx(2 * taken["a"], rel=0.05)
+
+
+def test_a_flood_of_one_tenant_does_not_delay_another_beyond_its_share() -> None:
+    """A worker with 4 places: the flood would have 40 s of work before the other's requests."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        places = asyncio.Semaphore(4)  # a fair one: first come, first served
+
+        async def serve(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+            async with places:
+                await honest(session, submit)
+
+        worker = ScriptedWorker("decode-0", serve=serve, token_s=0.1)
+        async with running_router(worker, tenants=tenants(), max_running_sequences=4) as tested:
+            flood = [
+                asyncio.create_task(tested.generate(token="acme", timeout_s=600))
+                for _ in range(160)
+            ]
+            await asyncio.sleep(3.0)
+            waits = []
+            for _ in range(5):
+                started_at = loop.time()
+                answer = await tested.generate(token="globex")
+                assert answer.error is None
+                waits.append(answer.times[0] - started_at)
+            assert max(waits) < 3.0, waits
+            answers = await asyncio.gather(*flood)
+            assert all(answer.error is None for answer in answers)
+            assert loop.time() < 50, "the worker was always busy: 165 requests of 1 s, 4 at a time"
+
+    run_virtual(main())
+
+
+def test_status_tells_operators_all_and_others_of_themselves() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme"), rules("globex"), rules("ops", operator=True))
+        async with running_router(ScriptedWorker("decode-0"), tenants=known) as tested:
+            for token in ("acme", "acme", "globex"):
+                for last in (50, 60):
+                    await tested.generate(token=token, prompt=[*range(10, 40), last])
+            request = inference_pb2.GetClusterStatusRequest()
+
+            async def status(token: str) -> inference_pb2.GetClusterStatusResponse:
+                return await tested.stub.GetClusterStatus(request, metadata=token_metadata(token))
+
+            acme, ops, own = [await status(each) for each in ("acme", "ops", CLUSTER_TOKEN)]
+            assert acme.is_partial
+            assert not acme.workers
+            assert (acme.index_pages, acme.finished_requests) == (0, 0)
+            assert [(each.name, each.requests) for each in acme.tenants] == [("acme", 4)]
+            assert [each.hits for each in acme.hot_prefixes] == [3]
+            assert not ops.is_partial
+            assert ops == own
+            assert [each.worker.worker_id for each in ops.workers] == ["decode-0"]
+            assert [each.name for each in ops.tenants] == ["(cluster)", "acme", "globex", "ops"]
+            assert [each.hits for each in ops.hot_prefixes] == [3, 1]
+
+    run_virtual(main())

@@ -1,0 +1,70 @@
+"""Authorities of the tests, and certificates from them as files."""
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import trustme
+
+from credentials.config import SERVER_NAME, FrontTlsConfig, TlsConfig, TlsSettings
+
+
+class Pair(NamedTuple):
+    """Paths of a certificate and its key."""
+
+    certificate_file: str
+    key_file: str
+
+
+class Authority:
+    """One that certifies; its own certificate is `file`."""
+
+    def __init__(
+        self, folder: Path, name: str = "authority", root: "Authority | None" = None
+    ) -> None:
+        self._folder = folder
+        self._name = name
+        self._ca = root._ca.create_child_ca() if root else trustme.CA()
+        self._num_pairs = 0
+        self.file = str(folder / f"{name}.pem")
+        self._ca.cert_pem.write_to_path(self.file)
+
+    def pair(
+        self, *names: str, days: tuple[float, float] = (-1, 30), replaces: Pair | None = None
+    ) -> Pair:
+        """Issue a certificate for hosts.
+
+        Args:
+            names: Of the hosts.
+            days: From when and until when it is valid, from now on.
+            replaces: Whose files to write; both change at once, as a renewal's should.
+        """
+        now = datetime.now(UTC)
+        issued = self._ca.issue_cert(
+            *names,
+            not_before=now + timedelta(days=days[0]),
+            not_after=now + timedelta(days=days[1]),
+        )
+        self._num_pairs += 1
+        stem = self._folder / f"{self._name}-{self._num_pairs}"
+        pair = replaces or Pair(f"{stem}.crt", f"{stem}.key")
+        certificate = b"".join(each.bytes() for each in issued.cert_chain_pems)
+        for path, content in zip(pair, (certificate, issued.private_key_pem.bytes()), strict=True):
+            scratch = Path(f"{path}.new")
+            scratch.write_bytes(content)
+            os.replace(scratch, path)
+        return pair
+
+    def inside(self, pair: Pair | None = None) -> TlsConfig:
+        """Return what a process of a cluster with this authority is configured with."""
+        pair = pair or self.pair(SERVER_NAME)
+        return TlsConfig(authority_file=self.file, **pair._asdict())
+
+    def settings(self, *, asks_clients: bool = False) -> TlsSettings:
+        """Return TLS everywhere, for clients that expect localhost or 127.0.0.1."""
+        front = FrontTlsConfig(
+            **self.pair("localhost", "127.0.0.1")._asdict(),
+            client_authority_file=self.file if asks_clients else "",
+        )
+        return TlsSettings(inside=self.inside(), front=front)
