@@ -38,6 +38,9 @@ def top_lines(
             the end.
         lines: That all of it may take; None: any number. Workers that do not fit are counted.
     """
+    if status.is_partial:
+        own = f"requests: {status.active_requests} active"
+        return [line[:columns] for line in (own, "the rest is for operators")]
     head = [*_cluster_lines(status, rates), ""]
     workers = sorted(status.workers, key=lambda each: (each.pool, each.worker_id))
     table = _table(workers, rates, columns)

@@ -281,6 +281,36 @@ def test_a_router_that_is_killed_costs_http_streams_nothing(keys_path, model_dir
     assert calm[2].finish_reasons == {0: "stop"}
 
 
+def test_a_router_tells_prometheus_and_refuses_a_port_that_is_taken(keys_path, model_dir) -> None:
+    def scrape(port: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            return answer.read().decode()
+
+    async def main() -> tuple[str, str]:
+        port = str(free_port())
+        flags = ("--port", "0", "--router-metrics-port", port)
+        async with controller_and_worker(token_s=0.001) as (controller, _):
+            with routers(1, controller, keys_path, model_dir, *flags) as [(address, _)]:
+                await wait_served(address)
+                async with AsyncClient(address) as client:
+                    await client.generate(PROMPT, max_tokens=3)
+                told = await asyncio.to_thread(scrape, port)
+                return told, refuse(controller, *flags)
+
+    def refuse(controller: str, *flags: str) -> str:
+        arguments = ["--controller", controller, "--keys", keys_path, "--model", model_dir, *flags]
+        refused = run_main("router", *map(str, arguments))
+        return f"{refused.returncode} {refused.stderr}"
+
+    told, refused = asyncio.run(main())
+
+    assert 'pagewire_worker_state{pool="decode",state="ready",worker_id="decode-0"} 1.0' in told
+    assert 'pagewire_router_requests_total{outcome="ok"} 1.0' in told
+    assert "pagewire_inter_token_latency_seconds_bucket" in told
+    assert re.match(r"1 error: port \d+ on 127.0.0.1 is in use; choose another with", refused)
+    assert "let --router-metrics-port 0 do without metrics" in refused
+
+
 def test_many_routers_share_a_port_and_one_that_stops_hands_over(keys_path, model_dir) -> None:
     async def main() -> tuple[list[Completion], int, int]:
         port = str(free_port())

@@ -91,6 +91,15 @@ def test_what_the_window_cannot_hold_is_counted():
     assert len(top_lines(cluster, None, columns=80)) == 35
 
 
+def test_a_tenant_that_is_no_operator_sees_its_own() -> None:
+    cluster = replace(status(), is_partial=True)
+
+    assert top_lines(cluster, None, columns=80) == [
+        "requests: 2 active",
+        "the rest is for operators",
+    ]
+
+
 def test_once_prints_rates_for_scripts():
     with serving_in_thread(answer) as (address, service):
         result = run_main("top", "--once", "--interval", "0.1", "--address", address)

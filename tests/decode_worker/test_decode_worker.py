@@ -246,8 +246,25 @@ def test_a_second_request_moves_only_the_pages_that_are_missing() -> None:
             beats.cancel()
             assert totals.looked_up_tokens == 40 + 50, "what arrives was looked up, too"
             assert totals.cached_tokens == 40
+            needed_pages = 10 + 13 if worker is cluster.decode else 0
+            assert totals.needed_bytes == needed_pages * cluster.decode.engine.storage.page_bytes
 
     run(scenario)
+
+
+def test_the_account_tells_how_long_a_request_waited_to_begin() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        began_at = asyncio.get_running_loop().time()
+        first = await router.submit(prompt_of(30))
+        second = await router.submit(prompt_of(30, seed=1))
+        await router.finish(first)
+        first_s = asyncio.get_running_loop().time() - began_at
+        await router.finish(second)
+
+        assert first.stats.queue_ms == 0
+        assert second.stats.queue_ms == pytest.approx(1000 * first_s, rel=0.1), "there was no room"
+
+    run(scenario, WorkerCluster(decode_pages=12))
 
 
 def test_generated_pages_are_found_by_the_next_turn() -> None:

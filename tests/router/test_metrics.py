@@ -2,10 +2,13 @@
 
 import asyncio
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -13,11 +16,17 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from credentials.door import front_door
 from observability.token_gaps import BOUNDS_S, TokenGaps
 from router.config import RouterConfig
 from router.errors import PortTaken
 from router.metrics_server import MAX_SCRAPES, MetricsServer
+from router.tenants.file import digest_of
+from router.tenants.gate import is_operator
+from router.tenants.registry import Tenants
+from router.tenants.tenant import TenantRules
 from tests.router.scripted_worker import ScriptedWorker, running_router
+from tests.support.certificates import Authority
 from tests.support.virtual_time import run_virtual
 
 
@@ -102,16 +111,16 @@ def test_gaps_are_counted_by_length_and_tokens_that_come_together_share_theirs()
 
 
 @contextmanager
-def serving(registry: CollectorRegistry) -> Iterator[MetricsServer]:
-    server = MetricsServer(registry, "127.0.0.1", 0)
+def serving(registry: CollectorRegistry, **options: Any) -> Iterator[MetricsServer]:
+    server = MetricsServer(registry, "127.0.0.1", 0, **options)
     try:
         yield server
     finally:
         server.close()
 
 
-def read(address: str, path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+def read(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
 
 
@@ -147,9 +156,13 @@ def test_metrics_are_for_operators() -> None:
 
 
 def test_metrics_travel_encrypted_where_the_router_does(tmp_path: Path) -> None:
-    files = make_certificates(tmp_path)
-    with serving(CollectorRegistry(), tls=server_side(files)) as server:
-        assert read(server.address, scheme="https", context=client_side(files)) == ""
+    authority = Authority(tmp_path)
+    tls = front_door(authority.settings()).ssl_context("127.0.0.1")
+    trusting = ssl.create_default_context(cafile=authority.file)
+    with serving(CollectorRegistry(), tls=tls) as server:
+        url = f"https://{server.address}/metrics"
+        with urllib.request.urlopen(url, timeout=10, context=trusting) as answer:
+            assert answer.status == 200
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             read(server.address)
 
