@@ -136,10 +136,17 @@ class Overlay:
         return [*self.pods, *self.stores]
 
     @property
+    def config_map(self) -> dict[str, Any]:
+        """What holds the cluster's configuration."""
+        maps = self.of("ConfigMap").values()
+        (config,) = [each for each in maps if "cluster.yaml" in each["data"]]
+        return config
+
+    @property
     def config_text(self) -> str:
         """The file that `pagewire up` reads."""
-        (config,) = self.of("ConfigMap").values()
-        return config["data"]["cluster.yaml"]
+        text: str = self.config_map["data"]["cluster.yaml"]
+        return text
 
     def container(self, name: str) -> dict[str, Any]:
         """Return a container of the head."""
@@ -724,6 +731,7 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     }
     optional = {
         ("prometheus", "ingress", prometheus, "TCP:http"),
+        ("prometheus-routers", "ingress", prometheus, "TCP:metrics"),
         (
             "gateway",
             "ingress",

@@ -21,7 +21,9 @@ UNITS = {
 
 def listed():
     """name |-> cells of its row: type, labels, unit, from, meaning."""
-    rows = [each.groups() for each in map(ROW.fullmatch, REFERENCE.read_text().splitlines()) if each]
+    rows = [
+        each.groups() for each in map(ROW.fullmatch, REFERENCE.read_text().splitlines()) if each
+    ]
     assert len({name for name, *_ in rows}) == len(rows), "a metric is listed twice"
     return {name: cells for name, *cells in rows}
 

@@ -1,4 +1,4 @@
-"""Every metric that any /metrics can have, as Prometheus reads it: what documents are checked with."""
+"""Every metric that any /metrics can have, as Prometheus reads it."""
 
 from dataclasses import dataclass, replace
 

@@ -7,10 +7,10 @@ from tests.support.all_metrics import Exported
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^()]*)\)")
-_SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(\{[^{}]*\})?(?!\s*[(\w])")
+_SELECTOR = re.compile(r"\b([a-zA-Z_:][\w:]*)\b(?!\s*\()\s*(\{[^{}]*\})?")
 _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
-_WORDS = frozenset({"and", "or", "unless", "bool", "offset", "Inf", "NaN", "e"})
-_DURATION = re.compile(r"\[[^\[\]]*\]")
+_WORDS = frozenset({"and", "or", "unless", "bool", "Inf", "NaN"})
+_TIMES = re.compile(r"\[[^\[\]]*\]|\boffset\s+-?\w+")
 # Which Prometheus itself gives to what it reads from a pod.
 OF_TARGETS = frozenset({"job", "instance", "namespace", "pod"})
 
@@ -25,7 +25,7 @@ class Named:
 
 def named(query: str) -> Named:
     """Read a query that is otherwise right."""
-    text = _DURATION.sub("", _STRING.sub('""', query))
+    text = _TIMES.sub("", _STRING.sub('""', query))
     grouping = {
         label.strip() for each in _GROUPING.findall(text) for label in each.split(",") if label
     }
