@@ -4,6 +4,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -14,7 +15,7 @@ from protos.addresses import join_address
 from router.errors import PortTaken
 
 MAX_SCRAPES = 8  # at a time; further connections are closed
-TIMEOUT_S = 5.0  # for a request to come, and for each part of the answer to be taken
+DEADLINE_S = 10.0  # for a whole request, from its connection to the last byte of the answer
 POLL_S = 0.1  # how often the server looks whether it is to stop
 
 
@@ -26,7 +27,8 @@ class MetricsServer:
         host, port: Where Prometheus asks.
         tls: Of the connections; None: they are in clear.
         is_operator: Returns whether a request with such a header `authorization`, empty where there
-            is none, may be answered. Called in these threads.
+            is none, may be answered. Called in these threads; it and the registry's collectors may
+            raise TimeoutError.
 
     Raises:
         PortTaken: Something else listens there, or nobody may.
@@ -52,11 +54,15 @@ class MetricsServer:
         tell = make_wsgi_app(registry)
 
         def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
-            if is_operator(environ.get("HTTP_AUTHORIZATION", "")):
-                told: Iterable[bytes] = tell(environ, start_response)
-                return told
-            headers = [("www-authenticate", "Bearer"), ("content-type", "text/plain")]
-            start_response("401 Unauthorized", headers)
+            plain = ("content-type", "text/plain")
+            try:
+                if is_operator(environ.get("HTTP_AUTHORIZATION", "")):
+                    told: Iterable[bytes] = tell(environ, start_response)
+                    return told
+            except TimeoutError:
+                start_response("503 Service Unavailable", [plain])
+                return [b"the router does not answer in time\n"]
+            start_response("401 Unauthorized", [plain, ("www-authenticate", "Bearer")])
             return [b"metrics are for operators; allowed: the bearer token of one\n"]
 
         self._server.set_app(answer)
@@ -97,23 +103,34 @@ class _Server(ThreadingMixIn, WSGIServer):
         return request, client_address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # there is no thread that would
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        deadline = threading.Timer(DEADLINE_S, _cut_off, [request])
+        deadline.daemon = True
+        deadline.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            deadline.cancel()
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a client that leaves, or sends nonsense, is none of the router's errors."""
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = TIMEOUT_S
+def _cut_off(connection: socket.socket) -> None:
+    with suppress(OSError):  # it is over
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not TLS's, which belongs to a thread
 
+
+class _Handler(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Say nothing: scrapes come all the time."""

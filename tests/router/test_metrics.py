@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from credentials.door import front_door
 from observability.token_gaps import BOUNDS_S, TokenGaps
+from router import metrics_server
 from router.config import RouterConfig
 from router.errors import PortTaken
 from router.metrics_server import MAX_SCRAPES, MetricsServer
@@ -194,6 +195,21 @@ def test_strangers_who_say_nothing_take_few_places_and_give_them_back() -> None:
     assert answer == ""
 
 
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_stranger_who_says_little_is_cut_off(
+    has_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "DEADLINE_S", 0.05)
+    settings = Authority(tmp_path).settings()
+    tls = front_door(settings).ssl_context("127.0.0.1") if has_tls else None
+    with serving(CollectorRegistry(), tls=tls) as server:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            stranger.send(b"\x16" if has_tls else b"G")
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+
+
 def test_a_collector_that_fails_costs_one_scrape() -> None:
     class Failing(Collector):
         is_broken = True
@@ -207,7 +223,7 @@ def test_a_collector_that_fails_costs_one_scrape() -> None:
     registry = CollectorRegistry()
     registry.register(failing)
     with serving(registry) as server:
-        with pytest.raises(urllib.error.HTTPError, match="500"):
+        with pytest.raises(urllib.error.HTTPError, match="503"):
             read(server.address)
         failing.is_broken = False
         assert read(server.address) == ""
