@@ -53,11 +53,11 @@ class MetricsServer:
             ) from error
         tell = make_wsgi_app(registry)
 
-        def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
+        def answer(request: Any, start_response: Any) -> Iterable[bytes]:
             plain = ("content-type", "text/plain")
             try:
-                if is_operator(environ.get("HTTP_AUTHORIZATION", "")):
-                    told: Iterable[bytes] = tell(environ, start_response)
+                if is_operator(request.get("HTTP_AUTHORIZATION", "")):
+                    told: Iterable[bytes] = tell(request, start_response)
                     return told
             except TimeoutError:
                 start_response("503 Service Unavailable", [plain])
