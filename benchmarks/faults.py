@@ -8,7 +8,7 @@ When all have ended and the cluster is whole again, the same requests are read o
 tokens are what the interrupted streams must have had.
 
     kill/PROCESS        SIGKILL; Ray or a service manager starts it again
-    hang/PROCESS        SIGSTOP, and SIGCONT ten seconds later
+    hang/PROCESS        SIGSTOP, and SIGCONT ten seconds later; of the router twenty
     partition/workers   the host of a prefill and a decode worker loses its network for ten seconds
     partition/long      for as long as it takes Ray to declare it dead, and a while longer
     loss/workers        that host loses its power, and comes back with nothing on it
@@ -51,10 +51,12 @@ TIMEOUT_S = 300.0  # of a stream
 HANG_S = 10.0
 MINUTE_S = 60.0
 LONG_S = 90.0
-FILE_OF_LOGS = "/tmp/ray/filler"  # noqa: S108 - on a file system of the host's own
+FILLER = "/tmp/ray/filler"  # noqa: S108 - on a file system of the host's own
 CLIENTS = 2
 
 Heal = Callable[[], None]
+Begin = Callable[[HostedCluster], Heal]
+Find = Callable[[HostedCluster], tuple[Host, str]]  # where a process is, and a part of its command
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +64,12 @@ class Fault:
     """Something that fails."""
 
     what: str
-    begin: Callable[[HostedCluster], Heal]  # returns what ends it
+    begin: Begin  # returns what ends it
     lasts_s: float = 0.0
     uses_second_router: bool = False  # clients begin at the one outside Ray
 
 
-def kill(find: Callable[[HostedCluster], tuple[Host, str]]) -> Callable[[HostedCluster], Heal]:
+def kill(find: Find) -> Begin:
     """Return what kills processes."""
 
     def begin(cluster: HostedCluster) -> Heal:
@@ -77,7 +79,7 @@ def kill(find: Callable[[HostedCluster], tuple[Host, str]]) -> Callable[[HostedC
     return begin
 
 
-def hang(find: Callable[[HostedCluster], tuple[Host, str]]) -> Callable[[HostedCluster], Heal]:
+def hang(find: Find) -> Begin:
     """Return what stops processes without ending them."""
 
     def begin(cluster: HostedCluster) -> Heal:
@@ -100,13 +102,11 @@ def partition(cluster: HostedCluster) -> Heal:
     return host.plug_in
 
 
-def lose_power(
-    find: Callable[[HostedCluster], tuple[Host, str]],
-) -> Callable[[HostedCluster], Heal]:
+def lose_power(host_of: Callable[[HostedCluster], Host]) -> Begin:
     """Return what ends a host with all that runs on it."""
 
     def begin(cluster: HostedCluster) -> Heal:
-        host, _ = find(cluster)
+        host = host_of(cluster)
         host.power_off()
 
         def heal() -> None:
@@ -121,15 +121,15 @@ def lose_power(
 def fill_disk(cluster: HostedCluster) -> Heal:
     """Leave no room on the file system that Ray and all its processes write to."""
     host = cluster.worker_hosts[0]
-    host.run("sh", "-c", f"cat /dev/zero > {FILE_OF_LOGS}")
-    return lambda: host.run("rm", FILE_OF_LOGS) and None
+    host.run("sh", "-c", f"cat /dev/zero > {FILLER}")
+    return lambda: host.run("rm", FILLER) and None
 
 
-def _of_workers(name: str) -> Callable[[HostedCluster], tuple[Host, str]]:
+def _of_workers(name: str) -> Find:
     return lambda cluster: (cluster.worker_hosts[0], f"ray::{name}")
 
 
-def _of_head(name: str) -> Callable[[HostedCluster], tuple[Host, str]]:
+def _of_head(name: str) -> Find:
     return lambda cluster: (cluster.head, f"ray::{name}")
 
 
@@ -139,7 +139,7 @@ def _outside(cluster: HostedCluster) -> tuple[Host, str]:
 
 def _signal(
     cluster: HostedCluster,
-    find: Callable[[HostedCluster], tuple[Host, str]],
+    find: Find,
     number: signal.Signals,
 ) -> list[psutil.Process]:
     host, text = find(cluster)
@@ -198,12 +198,12 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "loss/workers": Fault(
         what="a host of workers without power for 10 s",
-        begin=lose_power(_of_workers("")),
+        begin=lose_power(lambda cluster: cluster.worker_hosts[0]),
         lasts_s=HANG_S,
     ),
     "loss/head": Fault(
         what="the host of Ray's head, the controller and a router without power for a minute",
-        begin=lose_power(_of_head("")),
+        begin=lose_power(lambda cluster: cluster.head),
         lasts_s=MINUTE_S,
     ),
     "disk/full": Fault(

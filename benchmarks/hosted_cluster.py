@@ -111,7 +111,7 @@ class HostedCluster:
         environment = {"RAY_REDIS_ADDRESS": redis} if keeps_state else {}
         self._keep(host, f"ray-{host.name}", [RAY, "start", *arguments], environment)
         if host is self.head:
-            until(lambda: self._is_ray_up(), START_TIMEOUT_S, "Ray's head")
+            until(self._is_ray_up, START_TIMEOUT_S, "Ray's head")
 
     def start_router(self) -> None:
         """Have the second router run from now on, and begin anew whenever it ends."""
