@@ -1,5 +1,6 @@
 """The command line of a client: what it has, and what it says of the rest."""
 
+import os
 import subprocess
 import sys
 
@@ -128,3 +129,21 @@ def test_the_client_alone_answers():
 
     assert result.exit_code == 0
     assert "decode-0" in result.output
+
+
+@pytest.mark.parametrize("own", [{}, {"GRPC_VERBOSITY": "DEBUG"}])
+def test_grpc_is_told_to_be_quiet_before_it_is_imported(own):
+    code = """import os, sys
+import pagewire.cli.__main__
+print(os.environ["GRPC_VERBOSITY"], "grpc" in sys.modules)"""
+    environment = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
+
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | own,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert result.stdout.split() == [own.get("GRPC_VERBOSITY", "ERROR"), "False"]
