@@ -1,22 +1,26 @@
 """Mean negative log-likelihood of a fixed text: what a number format costs a trained model.
 
-    python -m benchmarks.nll --model MODEL [--device cuda] [--dtype bfloat16] [--out FILE.json]
+    python -m benchmarks.nll --model MODEL [--device cuda] [--dtype bfloat16 ...] [--out FILE.json]
 
-The text is given, and the engine computes its tokens twice: as a prompt, in chunks, and one by one,
-as it computes what it has drawn; on GPUs the two take different kernels. `exp` of the mean is the
+For each number format the engine computes the tokens of the text twice: as a prompt, in chunks, and
+one by one, as it computes what it has drawn; on GPUs the two take different kernels. transformers
+computes them in float32, which is what the others are compared with. `exp` of the mean is the
 perplexity.
 """
 
 import argparse
-import json
-import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.result_file import ResultFile
+from benchmarks.stream_statistics import Row
 from cli.demo_text import DOCUMENT
 from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
@@ -78,41 +82,89 @@ def text_tokens(model: Path, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=True)
 
 
-def main() -> None:
-    """Print both numbers and write them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="Folder or GGUF file.")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--text", type=Path, help="Default: the demo's document.")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    text = options.text.read_text(encoding="utf-8") if options.text else DOCUMENT
-    token_ids = text_tokens(options.model, text)
+def reference_nll(model: Path, token_ids: Sequence[int]) -> float:
+    """Return what transformers finds in float32, on the CPU."""
+    reference = _read_gguf(model) if model.is_file() else _read_folder(model)
+    tokens = torch.tensor([token_ids])
+    with torch.inference_mode():
+        logits = reference(tokens).logits[0].float()
+    return float(torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:]))
+
+
+def _read_folder(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _read_gguf(file: Path) -> Any:
+    """Return a model without `from_pretrained`, which would need the package accelerate here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    make: Any = AutoModelForCausalLM.from_config
+    read: Any = load_gguf_checkpoint
+    model = make(config, dtype=torch.float32)
+    weights = read(file, return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(weights, strict=not config.tie_word_embeddings)
+    return model.eval()
+
+
+def measure(options: argparse.Namespace, dtype: str, token_ids: Sequence[int]) -> Row:
+    """Return the means of one number format."""
     engine = load_engine(
         options.model,
         page_size=PAGE_SIZE,
         num_pages=num_pages_for(len(token_ids), PAGE_SIZE),
         device=options.device,
-        dtype=options.dtype,
+        dtype=dtype,
     )
     num_drawn = min(DRAWN_TOKENS, len(token_ids) - 1)
-    result = {
-        "command": " ".join(sys.argv),
-        "model": model_name(options.model),
-        "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
-        "dtype": engine.layout.dtype,
-        "num_tokens": len(token_ids),
+    return {
+        "case": f"nll/{engine.layout.dtype}",
         "as_prompt": mean_nll(engine, token_ids, num_prompt_tokens=len(token_ids)),
         f"last_{num_drawn}_as_drawn": mean_nll(
             engine, token_ids, num_prompt_tokens=len(token_ids) - num_drawn
         ),
     }
-    for name, value in result.items():
-        perplexity = f" nats, perplexity {math.exp(value):.4f}" if isinstance(value, float) else ""
-        print(f"{name:>20}  {value}{perplexity}")
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def main() -> None:
+    """Print all means and write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="Folder or GGUF file.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--dtype", default=["auto"], nargs="+", help="One number format or several."
+    )
+    parser.add_argument("--text", type=Path, help="Default: the demo's document.")
+    parser.add_argument("--commit", default=commit(), help="Where this is no repository.")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    text = options.text.read_text(encoding="utf-8") if options.text else DOCUMENT
+    token_ids = text_tokens(options.model, text)
+    arguments = [Path(argument).name for argument in sys.argv[1:]]  # folders are the host's own
+    head = {
+        "command": " ".join(["python -m benchmarks.nll", *arguments]),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": options.commit,
+        "configuration": {
+            "model": model_name(options.model),
+            "device": options.device,
+            "num_tokens": len(token_ids),
+        },
+    }
+    result = ResultFile(options.out, head, derive=lambda rows: [], resumes=False)
+    expected = reference_nll(options.model, token_ids)
+    result.add({"case": "nll/transformers-float32", "as_prompt": expected})
+    for dtype in options.dtype:
+        found = measure(options, dtype, token_ids)
+        means = [value for key, value in found.items() if key != "case"]
+        found["largest_difference_percent"] = max(abs(mean / expected - 1) * 100 for mean in means)
+        result.add(found)
 
 
 if __name__ == "__main__":
