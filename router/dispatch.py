@@ -36,7 +36,7 @@ from router.errors import (
 from router.expected_wait import EXPECTED_NEW_TOKENS, Demand, wait_to_hold_s
 from router.generation import Generation
 from router.hot_prefixes import HotPrefixes
-from router.pacing import Pacer
+from router.pacing import Pace, Pacer
 from router.placement import Placement
 from router.policy import PolicyWeights, RouteDecision, RouteQuery, route
 from router.prefix_index import PrefixIndex
@@ -79,12 +79,9 @@ class Dispatcher:
         self._drivers: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def serve(self, generation: Generation, interval_s: float = 0.0) -> AsyncIterator[Stream]:
-        """Drive a request while the body runs; leaving it cancels what is not finished.
-
-        `interval_s` is how long tokens gather at least after each message, but for the last ones.
-        """
-        stream = Stream(generation, self._pacer, interval_s)
+    async def serve(self, generation: Generation, pace: Pace) -> AsyncIterator[Stream]:
+        """Drive a request while the body runs; leaving it cancels what is not finished."""
+        stream = Stream(generation, self._pacer, pace)
         request_id = generation.request.request_id
         driver = asyncio.create_task(self._drive(stream), name=f"request-{request_id}")
         self._drivers.add(driver)

@@ -36,6 +36,7 @@ from router.errors import (
 from router.generation import Generation, Output
 from router.many_calls import ManyCalls, Send
 from router.metrics import RouterMetrics
+from router.pacing import OWN_CALL_US, SHARED_CALL_US, Pace
 from router.prefix_index import PrefixIndex
 from router.prompt import PackedTokens, Prompt, Text
 from router.session import Stream
@@ -111,8 +112,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 timeout_s=self._slow_client_timeout_s,
             ).run()
 
+        pace = Pace(message_us=OWN_CALL_US)
         async with _answering(context):
-            await self._generate(request, context.time_remaining(), deliver)
+            await self._generate(request, context.time_remaining(), deliver, pace)
 
     async def GenerateMany(
         self,
@@ -223,9 +225,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 async for message in messages:
                     await send(message)
 
-        interval_s = min(start.interval_ms / 1000, _LONGEST_INTERVAL_S)
+        least_s = min(start.interval_ms / 1000, _LONGEST_INTERVAL_S)
+        pace = Pace(message_us=SHARED_CALL_US, least_s=least_s)
         try:
-            await self._generate(start.start, start.timeout_ms / 1000 or None, deliver, interval_s)
+            await self._generate(start.start, start.timeout_ms / 1000 or None, deliver, pace)
         except RouterError as error:
             status: bytes = _status(error).SerializeToString()
             return status
@@ -236,13 +239,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateRequest,
         time_remaining_s: float | None,
         deliver: _Deliver,
-        interval_s: float = 0.0,
+        pace: Pace,
     ) -> None:
         record = self._record()
         self._metrics.waiting(1)
         try:
             with self._metrics.running():
-                await self._serve(record, request, time_remaining_s, deliver, interval_s)
+                await self._serve(record, request, time_remaining_s, deliver, pace)
         finally:
             if not record.has_begun:
                 self._metrics.waiting(-1)
@@ -255,7 +258,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateRequest,
         time_remaining_s: float | None,
         deliver: _Deliver,
-        interval_s: float,
+        pace: Pace,
     ) -> None:
         async with self._served(record) as tenant:
             with _accounted(record, tenant) as account:
@@ -273,7 +276,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     resumption=resumption,
                 )
                 record.generation.token_gaps = self._metrics.token_gaps
-                async with self._dispatcher.serve(record.generation, interval_s) as stream:
+                async with self._dispatcher.serve(record.generation, pace) as stream:
                     await deliver(self._responses(record, stream, resume_token, account))
             self._admission.num_finished += 1
 

@@ -16,7 +16,7 @@ from pagewire.protos.gathering import gather
 from router import wire
 from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
 from router.generation import Delta, Failure, Generation, Output
-from router.pacing import Pacer
+from router.pacing import Pace, Pacer
 from router.placement import Placement
 from router.worker_registry import Worker
 
@@ -31,15 +31,15 @@ class Stream:
     Args:
         generation: What is fed and drained.
         pacer: Says how long tokens gather after each message.
-        interval_s: How long they gather at least.
+        pace: What its messages cost, and how long its tokens gather at least.
     """
 
-    def __init__(self, generation: Generation, pacer: Pacer, interval_s: float) -> None:
+    def __init__(self, generation: Generation, pacer: Pacer, pace: Pace) -> None:
         self.generation = generation
         self.has_logprobs = generation.request.sampling.logprobs is not None
         self.placement: Placement | None = None
         self._pacer = pacer
-        self._interval_s = interval_s
+        self._pace = pace
         self._is_paced = False  # counted there
         self._due_at = 0.0  # loop time; what comes before it gathers
         self._is_gathering = False  # the pacer will end it
@@ -47,6 +47,10 @@ class Stream:
         self._ready = asyncio.Event()  # there is something to take that is due, or the end
         self._is_over = False
         self._error: RouterError | None = None
+
+    @property
+    def _sending_us(self) -> int:
+        return self._pace.message_us * len(self.generation.choices)  # each has messages of its own
 
     async def next_outputs(self) -> list[Output]:
         """Wait until there is something new and return it; nothing means that all was returned.
@@ -60,8 +64,8 @@ class Stream:
             self._ready.clear()
             self._is_gathering = False
             if outputs := self.generation.take_outputs():
-                interval_s = max(self._pacer.interval_s, self._interval_s)
-                self._due_at = asyncio.get_running_loop().time() + interval_s
+                now = asyncio.get_running_loop().time()
+                self._due_at = now + self._pacer.interval_s(self._pace)
                 return outputs
         outputs = self.generation.take_outputs()
         if not outputs and self._error:
@@ -93,7 +97,7 @@ class Stream:
             over.set_result(None)
         if not self._is_paced:
             self._is_paced = True
-            self._pacer.num_sending += len(self.generation.choices)
+            self._pacer.sending_us += self._sending_us
         if now >= self._due_at or self.generation.num_unfinished < num_unfinished:
             self._ready.set()
         elif not self._is_gathering:
@@ -121,7 +125,7 @@ class Stream:
         if not self._is_over:
             self._is_over = True
             if self._is_paced:
-                self._pacer.num_sending -= len(self.generation.choices)
+                self._pacer.sending_us -= self._sending_us
             # A deadline may pass between the last token and this; the client has its result.
             self._error = None if self.generation.is_finished else error
             self._ready.set()

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.protos import worker_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
-from router.pacing import MESSAGE_S, TICK_S, Pacer
+from router.pacing import OWN_CALL_US, SHARED_CALL_US, TICK_S, Pace, Pacer
 from tests.router.scripted_worker import (
     Answer,
     RouterUnderTest,
@@ -81,7 +81,7 @@ def with_streams(
                 assert answer.error is None
                 assert answer.token_ids() == tokens(0, max_tokens)
                 assert answer.usage.completion_tokens == max_tokens
-            assert tested.router.dispatcher._pacer.num_sending == 0
+            assert tested.router.dispatcher._pacer.sending_us == 0
             check(worker, answers)
 
     run_virtual(scenario())
@@ -107,7 +107,7 @@ def test_every_token_goes_at_once(streams: int, token_s: float, config: dict[str
 
 @pytest.mark.parametrize(("streams", "coalesce_ms"), [(64, 20.0), (300, 20.0), (300, 8.0)])
 def test_tokens_of_many_streams_gather_but_not_for_long(streams: int, coalesce_ms: float) -> None:
-    interval_s = min(streams * MESSAGE_S, coalesce_ms / 1000)
+    interval_s = min(streams * OWN_CALL_US * 1e-6, coalesce_ms / 1000)
 
     def check(worker: NotedWorker, answers: list[Answer]) -> None:
         for answer in answers:
@@ -245,3 +245,16 @@ def test_streams_that_are_due_within_a_tick_share_a_timer() -> None:
         assert not pacer._ticks
 
     run_virtual(scenario())
+
+
+def test_calls_that_share_a_stream_cost_less_and_so_gather_for_less_long() -> None:
+    pacer = Pacer(0.02)
+    own, shared = Pace(message_us=OWN_CALL_US), Pace(message_us=SHARED_CALL_US, least_s=0.005)
+
+    pacer.sending_us = 100 * SHARED_CALL_US
+    assert pacer.interval_s(own) == pytest.approx(0.002)
+    assert pacer.interval_s(shared) == 0.005
+    pacer.sending_us += 100 * OWN_CALL_US
+    assert pacer.interval_s(own) == pacer.interval_s(shared) == pytest.approx(0.01)
+    pacer.sending_us *= 3
+    assert pacer.interval_s(own) == 0.02
