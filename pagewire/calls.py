@@ -24,6 +24,7 @@ from pagewire.wire import FailureWithin, failure_from, failure_from_status, stre
 
 ENVELOPE_BYTES = 64  # at most, of a GenerateManyRequest around what it starts
 MAX_MS = 2**32 - 1
+HEADERS_S = 0.05  # that several calls wait at most for what tells whether one message may hold them
 _BROKEN_WRITE = "Internal error from Core"  # as grpc.aio says it
 
 Metadata = tuple[tuple[str, str], ...]  # of a call
@@ -88,6 +89,7 @@ class CallStream:
         self._outbox: deque[inference_pb2.GenerateManyRequest] = deque()
         self._has_mail = asyncio.Event()
         self._reads_more = False  # the router has said so
+        self._has_headers = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._read(), name="calls-reader"),
@@ -157,15 +159,24 @@ class CallStream:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns why
             while await self._has_mail.wait():
                 self._has_mail.clear()
+                if len(self._outbox) > 1:
+                    await self._wait_for_headers()
                 while self._outbox:
                     message = gather(self._outbox) if self._reads_more else self._outbox.popleft()
                     await self._call.write(message)
+
+    async def _wait_for_headers(self) -> None:
+        """Wait for a moment, so that the calls of a burst on a new stream need one message."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEADERS_S):
+                await self._has_headers.wait()
 
     async def _read(self) -> None:
         failure: FailureWithin = partial(stream_ended, self._address)
         try:
             headers = await self._call.initial_metadata()
             self._reads_more = any(key == READS_MORE_KEY for key, _ in headers or ())
+            self._has_headers.set()
             while (message := await self._call.read()) is not grpc.aio.EOF:
                 for result in message.results:
                     self._take(result)

@@ -27,7 +27,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
 
     `requests` keeps what came, `intervals_ms` the least times between messages that calls of
     GenerateMany asked for, `num_streams` counts its streams, `message_sizes` keeps how many starts
-    and cancels came in each message: one, unless it `reads_more`. `cancelled`: a client was lost.
+    and cancels came in each message: one, unless it `reads_more`, which it tells `headers_s` after
+    a stream has begun. `cancelled`: a client was lost.
     `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
     `model` is what it serves, `cluster` what it knows of workers, `callers` who asked for the
     models, by the names in their certificates.
@@ -40,6 +41,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         self.num_streams = 0
         self.message_sizes: list[int] = []
         self.reads_more = True
+        self.headers_s = 0.0
         self.callers: list[bytes] = []
         self.num_statuses = 0
         self.is_away = False
@@ -68,6 +70,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         results = asyncio.Queue()
         calls = {}
         reader = asyncio.create_task(self._read(requests, context, calls, results))
+        await asyncio.sleep(self.headers_s)
         await context.send_initial_metadata(((READS_MORE_KEY, "1"),) * self.reads_more)
         try:
             while True:
