@@ -311,8 +311,7 @@ class PrefixCache:
 
     def _acquire(self, shared: Sequence[int], num_new: int, *, incoming: bool = False) -> list[int]:
         """Reference `shared` and allocate `num_new` pages, evicting where needed."""
-        counts = self.pool.counts()
-        available = counts.free + counts.cached - sum(map(self._is_evictable, shared))
+        available = self.pool.num_available - sum(map(self._is_evictable, shared))
         if num_new > available:
             raise OutOfPages(num_new, available)
         self.pool.reference(shared)
