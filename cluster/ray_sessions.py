@@ -22,6 +22,9 @@ def remove_ended_sessions(folder: Path) -> None:
     ended = sorted(each for each in sessions if not _is_used(each))  # their names begin with dates
     for each in ended[:-1]:
         shutil.rmtree(each, ignore_errors=True)  # another start may do the same
+    latest = folder / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)  # Ray would let it point to nothing for ever
 
 
 def _is_used(session: Path) -> bool:

@@ -53,5 +53,14 @@ def test_a_session_stays_while_its_starter_lives_or_ray_listens_there(folder):
         assert set(folder.iterdir()) == {starts, left, last, of_today}
 
 
+def test_a_link_to_a_session_that_is_gone_goes_so_that_ray_makes_a_new_one(folder):
+    latest = folder / "session_latest"
+    latest.symlink_to(folder / "session_2026-01-01_12-00-00_000000_1")
+
+    remove_ended_sessions(folder)
+
+    assert not latest.is_symlink()
+
+
 def test_where_no_ray_has_run_there_is_nothing_to_remove(tmp_path):
     remove_ended_sessions(tmp_path / "ray")
