@@ -19,6 +19,7 @@ MAX_DEPTH = 64  # of values within values
 WHITESPACE = r"[ \t\n\r]{0,40}"
 # Nobody shall write tokens that his grammar forces others to be split into.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+NUM_OWN_LINES = _OPTIONS.count("\n")  # before those of the client
 _TOKEN_REFERENCE = re.compile(r"<\[|<\|")
 _EXTENSIONS = ("x-guidance",)  # keys of a schema by which the library would change its rules
 
@@ -66,6 +67,13 @@ def lark_grammar(constraint: Constraint) -> str:
             return _of_choices(constraint.choices)
         case ConstraintKind.GRAMMAR:
             return _of_grammar(constraint.text)
+
+
+def is_lark(constraint: Constraint) -> bool:
+    """Tell whether `lark_grammar` keeps the lines that the client wrote."""
+    if constraint.kind is not ConstraintKind.GRAMMAR:
+        return False
+    return lark_grammar(constraint) == _OPTIONS + constraint.text
 
 
 def _of_schema(schema: Any) -> str:

@@ -11,7 +11,7 @@ import llguidance
 import numpy as np
 
 from grammars.bits import TokenBits
-from grammars.constraint import Constraint, lark_grammar
+from grammars.constraint import NUM_OWN_LINES, Constraint, is_lark, lark_grammar
 from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
 
 # One mask then takes at most some 100 ms, mostly 0.01 to 0.2.
@@ -26,6 +26,7 @@ LIMITS = llguidance.LLParserLimits(
 )
 MAX_REASON_CHARS = 500
 _ECHO = re.compile(r"^\s*\d+ \| |^\s*\^\s*$|<non-verbose")  # lines that repeat the grammar
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")  # line and column
 
 
 class Vocabulary:
@@ -62,7 +63,9 @@ class Grammar:
         self._start = llguidance.LLMatcher(
             vocabulary.tokenizer, lark_grammar(constraint), log_level=0, limits=LIMITS
         )
-        self._raise_error()
+        if self._start.is_error():
+            reason = _reason(self._start, constraint)
+            raise InvalidConstraint(reason, "what docs/structured_output.md lists")
         try:
             Matcher(self._start.deep_copy(), vocabulary).allowed()
         except GrammarTooComplex as error:
@@ -71,10 +74,6 @@ class Grammar:
     def begin(self) -> "Matcher":
         """Return where an empty text is in it."""
         return Matcher(self._start.deep_copy(), self._vocabulary)
-
-    def _raise_error(self) -> None:
-        if self._start.is_error():
-            raise InvalidConstraint(_reason(self._start), "what docs/structured_output.md lists")
 
 
 class Matcher:
@@ -135,8 +134,11 @@ class _Tokens:
         raise NotImplementedError("no grammar here forces how a text is split")
 
 
-def _reason(state: llguidance.LLMatcher) -> str:
-    """Return what the library says, without the lines that repeat the grammar."""
+def _reason(state: llguidance.LLMatcher, constraint: Constraint | None = None) -> str:
+    """Return what the library says, without the lines that repeat the grammar.
+
+    It tells the place within the grammar that it reads. That is told on where the client wrote it.
+    """
     if "NoExtension" in state.get_error():
         return "no token can follow"
     lines = [
@@ -144,4 +146,11 @@ def _reason(state: llguidance.LLMatcher) -> str:
         for each in state.get_error().partition("<backtrace>")[0].splitlines()
         if not _ECHO.search(each)
     ]
-    return " ".join(lines)[:MAX_REASON_CHARS]
+    reason = " ".join(lines)[:MAX_REASON_CHARS]
+    place = _PLACE.match(reason)
+    if place is None:
+        return reason
+    told = ""
+    if constraint is not None and is_lark(constraint):
+        told = f"in line {int(place[1]) - NUM_OWN_LINES}, column {place[2]}: "
+    return told + reason[place.end() :]

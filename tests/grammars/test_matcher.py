@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grammars.bits import token_ids
-from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint
+from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint, ConstraintKind
 from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
 from grammars.matcher import Grammar, Matcher, Vocabulary
 from tests.support.grammar_cases import (
@@ -226,6 +226,24 @@ def test_a_text_whose_grammar_takes_ever_more_ends_with_an_error(rules: str, tok
 
     with pytest.raises((GrammarTooComplex, InvalidConstraint)):
         write()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "found"),
+    [
+        ("JSON_SCHEMA", '{"not": {}}', "failed to compile JSON schema: Unimplemented keys"),
+        ("REGEX", "(", 'invalid regex "("'),
+        ("GRAMMAR", 'start: a\na: ("b"\n', "in line 2, column 8: Expected token ')'"),
+        ("GRAMMAR", "start: a b\na: /x/\n", 'in line 1, column 8: unknown name: "b"'),
+        ("GRAMMAR", "root ::= [z-a]", "invalid regex"),  # its lines are not those that are read
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place_in_what_the_client_wrote(
+    kind: str, text: str, found: str
+) -> None:
+    with pytest.raises(InvalidConstraint) as caught:
+        start(Constraint(kind=ConstraintKind[kind], text=text))
+    assert caught.value.found.startswith(found)
 
 
 def test_what_people_write_is_served() -> None:
