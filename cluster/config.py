@@ -15,6 +15,7 @@ from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from decode_worker.config import DecodeConfig
 from http_gateway.config import GatewayConfig
 from kv_transfer.deadlines import TransferDeadlines
+from observability.tracing import TracingConfig
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
@@ -140,6 +141,7 @@ class ClusterConfig:
         "have the lines alone.",
     )
 
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     front_tls: FrontTlsConfig = field(default_factory=FrontTlsConfig)
     http_gateway: GatewayConfig = field(default_factory=GatewayConfig)

@@ -164,4 +164,5 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         log_level=config.log_level,
         log_format=config.log_format,
         tls=config.tls_settings,
+        tracing=config.tracing,
     )

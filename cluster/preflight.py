@@ -10,6 +10,7 @@ from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, 
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_kernels, check_model_folder
+from observability.tracing import TracingConfig, TracingUnavailable, check_tracing
 from router.errors import TenantsFileError
 from router.tenants.file import read_tenants
 
@@ -32,6 +33,7 @@ def check_start(
     if config.model is None:
         raise ConfigError("model is not set; give a checkpoint folder with --model")
     _check_tenants_file(config.router.tenants_file)
+    _check_tracing(config.tracing)
     if config.ray_address:
         from cluster.ray_address import check_ray_answers  # imports gRPC
 
@@ -87,6 +89,13 @@ def _check_tenants_file(path: str) -> None:
     try:
         read_tenants(Path(path))
     except TenantsFileError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_tracing(tracing: TracingConfig) -> None:
+    try:
+        check_tracing(tracing)
+    except TracingUnavailable as error:
         raise ConfigError(str(error)) from error
 
 

@@ -34,5 +34,6 @@ def router_settings(
         log_level=config.log_level,
         log_format=config.log_format,
         tls=config.tls_settings,
+        tracing=config.tracing,
         keys=keys,
     )

@@ -23,6 +23,7 @@ from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming
 from observability.logs import fields
+from observability.tracing import NoSpan
 from pagewire.protos.call_tasks import mark_seen
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
@@ -120,9 +121,10 @@ class PrefillReceivers:
         """Run one attempt, report its outcome, and clean up after it."""
         attempt: RemotePrefill | None = None
         quarantined: tuple[Quarantined, ...] = ()
+        span = group.request.span.child("receive", prefill_worker=sender.worker_id)
         try:
-            attempt = self._make_attempt(group, sender)
-            quarantined = await self._run(group, sender, attempt)
+            attempt = self._make_attempt(group, sender, span.context)
+            quarantined = await self._run(group, sender, attempt, span)
         except Exception:
             # A bug, after which nobody knows how far the group has come: it ends here.
             logger.exception("receive_crashed", extra=fields(request_id=group.request.request_id))
@@ -130,12 +132,13 @@ class PrefillReceivers:
             if attempt is not None and attempt.receiver is not None:
                 attempt.receiver.driver.stream_lost("an internal error")
             quarantined = self._scheduler.abandon(group, may_be_written=_may_write(attempt))
+            span.end("internal error")
         self._context.wake.set_by_arrival()
         if attempt is not None:
             await self._clean_up(attempt, quarantined)
 
     async def _run(
-        self, group: PrefillGroup, sender: WorkerIdentity, attempt: RemotePrefill
+        self, group: PrefillGroup, sender: WorkerIdentity, attempt: RemotePrefill, span: NoSpan
     ) -> tuple[Quarantined, ...]:
         """Run an attempt and report its outcome; return pages that may still be written."""
         # Only this task is ever cancelled: what follows must happen in any case.
@@ -148,6 +151,7 @@ class PrefillReceivers:
             either: set[asyncio.Future[Any]] = {running, attempt.result}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if attempt.result.done() and attempt.result.exception() is None:
+                span.event("first_token")
                 # Nobody who waits for a token has to wait for pages.
                 self._on_deltas(self._take(group, attempt.result.result()))
             await asyncio.wait({running})
@@ -158,6 +162,8 @@ class PrefillReceivers:
             del self._running[running]
             running.cancel()  # a no-op, unless a bug led here
         error = None if running.cancelled() else running.exception()
+        reason = "cancelled" if running.cancelled() else str(error) if error else ""
+        span.end(reason, **attempt.moved)
         if not running.cancelled() and error is None:
             self._scheduler.receive_done(group)
             return ()
@@ -208,7 +214,9 @@ class PrefillReceivers:
             num_computed_tokens=result.num_computed_tokens,
         )
 
-    def _make_attempt(self, group: PrefillGroup, sender: WorkerIdentity) -> RemotePrefill:
+    def _make_attempt(
+        self, group: PrefillGroup, sender: WorkerIdentity, traceparent: str
+    ) -> RemotePrefill:
         return RemotePrefill(
             group,
             ticket=Ticket(
@@ -225,6 +233,7 @@ class PrefillReceivers:
             deadlines=self._config.transfer_deadlines,
             result_s=self._config.result_s,
             run_blocking=self._run_blocking,
+            traceparent=traceparent,
         )
 
     def _commit(self, group: PrefillGroup, num_pages: int) -> None:

@@ -36,6 +36,7 @@ class RemotePrefill:
         drop: Takes a connection that the candidate does not know.
         on_commit: Called with n when the first n pages of the group are verified.
         result_s: How long the result may take after the last page.
+        traceparent: Of the span that the candidate's part belongs to; empty: none.
 
     Attributes:
         result: The first tokens, one for each choice, as soon as they come; PrefillFailed if the
@@ -55,8 +56,10 @@ class RemotePrefill:
         deadlines: TransferDeadlines,
         result_s: float,
         run_blocking: RunBlocking,
+        traceparent: str,
     ) -> None:
         self._group = group
+        self._traceparent = traceparent
         self._ticket = ticket
         self._client = client
         self._connect = connect
@@ -72,6 +75,19 @@ class RemotePrefill:
         self.result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self.result.add_done_callback(mark_seen)
         self._failure: PrefillFailed | None = None  # why the stream ended
+
+    @property
+    def moved(self) -> dict[str, object]:
+        """What the transfer has moved so far, by name."""
+        if self.receiver is None:
+            return {}
+        stats = self.receiver.stats
+        wire_ms = round(1000 * stats.wire_s, 1)
+        return {
+            "moved_pages": stats.pages_moved,
+            "moved_bytes": stats.bytes_moved,
+            "wire_ms": wire_ms,
+        }
 
     async def run(self) -> None:
         """Return when all pages are committed and the first tokens are known.
@@ -95,6 +111,7 @@ class RemotePrefill:
                     ticket=self._ticket,
                     connection_id=incoming.connection.connection_id,
                     first_page=self._group.pages.num_committed_pages,
+                    traceparent=self._traceparent,
                 )
             await self.receiver.run()
         except (PrefillFailed, TransferError) as error:

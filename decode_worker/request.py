@@ -25,6 +25,7 @@ from kv_cache.layout import num_pages_for
 from kv_cache.prefix_cache import SequencePages
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken, SamplingParams
+from observability.tracing import NO_SPAN, NoSpan
 from worker.identity import WorkerIdentity
 
 if TYPE_CHECKING:  # loaded with the first constraint
@@ -60,7 +61,9 @@ class Request:
     candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first
     timeout_s: float | None = None
     num_failed_passes: int = 0  # here and elsewhere, since the last that succeeded
+    traceparent: str = ""  # of the router's span; empty: not traced
 
+    span: NoSpan = NO_SPAN
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)

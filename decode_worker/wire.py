@@ -63,6 +63,7 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
         candidates=tuple(worker_from_proto(each) for each in message.prefill_candidates),
         timeout_s=message.timeout_ms / 1000 or None,
         num_failed_passes=message.failed_passes,
+        traceparent=message.traceparent,
     )
 
 
@@ -136,6 +137,7 @@ class PrefillCall:
         ticket: Ticket,
         connection_id: str,
         first_page: int,
+        traceparent: str,
     ) -> None:
         """Send the first message: what to compute, and which pages are wanted."""
         request = group.request
@@ -150,6 +152,7 @@ class PrefillCall:
             choices=[choice.index for choice in group.choices],
             cache_salt=request.salt,
             failed_passes=request.num_failed_passes,
+            traceparent=traceparent,
         )
         await self._write(worker_pb2.PrefillRequest(start=start))
 

@@ -20,6 +20,7 @@ from decode_worker.step_plan import StepPlan
 from kv_transfer.driver import RunBlocking
 from kv_transfer.transport import Transport
 from observability.logs import fields
+from observability.tracing import begin_part
 from worker.context import WorkerContext
 from worker.errors import EngineFailed, PassFailed, TimedOut, WorkerError
 from worker.executor import EngineExecutor
@@ -152,6 +153,7 @@ class DecodeWorker:
             if active is not None and not active.is_begun:
                 active.is_begun = True
                 active.request.stats.queue_ms = round(1000 * (now - active.submitted_at))
+                active.request.span.event("begun")
 
     def progressed(self, progress: Sequence[TokenDelta]) -> None:
         """Give new tokens to the routers that wait for them."""
@@ -254,6 +256,7 @@ class DecodeWorker:
         except WorkerError as error:
             self._tell_failure(request, error, outbox)
             return
+        request.span = begin_part("decode", request.traceparent, request_id=request.request_id)
         loop = asyncio.get_running_loop()
         active = _Active(request, outbox, submitted_at=loop.time())
         if request.timeout_s is not None:
@@ -328,19 +331,29 @@ class DecodeWorker:
         if not self._active:
             self._all_ended.set()
         stats = request.stats
+        account: dict[str, object] = {
+            "outcome": outcome,
+            "prompt_tokens": len(request.prompt),
+            "output_tokens": sum(len(choice.output) for choice in request.choices),
+            "s": round(asyncio.get_running_loop().time() - active.submitted_at, 3),
+            "cached_tokens": stats.decode_cached_tokens,
+            "computed_tokens": stats.decode_computed_tokens,
+            "moved_pages": stats.pages_moved,
+            "prefill_retries": stats.prefill_retries,
+            "preemptions": stats.preemptions,
+        }
+        request.span.end(
+            "" if outcome == "done" else outcome,
+            queue_ms=stats.queue_ms,
+            moved_bytes=stats.bytes_moved,
+            **account,
+        )
         logger.info(
             "request_ended",
             extra=fields(
                 request_id=request.request_id,
                 attempt=request.attempt,
-                outcome=outcome,
-                prompt_tokens=len(request.prompt),
-                output_tokens=sum(len(choice.output) for choice in request.choices),
-                s=round(asyncio.get_running_loop().time() - active.submitted_at, 3),
-                cached_tokens=stats.decode_cached_tokens,
-                computed_tokens=stats.decode_computed_tokens,
-                moved_pages=stats.pages_moved,
-                prefill_retries=stats.prefill_retries,
-                preemptions=stats.preemptions,
+                **account,
+                **request.span.log_fields,
             ),
         )

@@ -17,10 +17,12 @@ from http_gateway.config import GatewayConfig
 from http_gateway.errors import CLIENT_CLOSED, SERVER, ClientLeft, HttpError, http_error
 from http_gateway.http_metrics import Metrics
 from observability.logs import fields
+from pagewire.tracing import caller_span
 
 log = logging.getLogger(__name__)
 
 # A value that metadata can carry. Whether it is a token is for the router to say.
+MAX_TRACEPARENT = 64  # characters; a valid one has 55
 AUTHORIZATION = re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,4095}")
 UNREADABLE = "unreadable"
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
@@ -234,6 +236,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         scope["record"].path = self._path
+        caller_span.set(_traceparent(scope))  # in the context of this request's own task
         exchange = Exchange(
             scope, receive, send, self._config, self._metrics, reads_body=self._reads_body
         )
@@ -249,6 +252,12 @@ class Endpoint:
         except ClientLeft:
             record = exchange.record
             record.status, record.outcome = CLIENT_CLOSED, "client_left"
+
+
+def _traceparent(scope: Scope) -> str:
+    """Return the span of the caller; a router judges whether it is one."""
+    values = [value for key, value in scope["headers"] if key == b"traceparent"]
+    return values[0].decode("latin-1")[:MAX_TRACEPARENT] if len(values) == 1 else ""
 
 
 class RequestLog:

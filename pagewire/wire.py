@@ -23,6 +23,7 @@ from pagewire.chat_arguments import check_messages, check_tools
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.grpc_options import MAX_MESSAGE_BYTES
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.tracing import traceparent
 from pagewire.types import (
     ClusterStatus,
     Delta,
@@ -306,6 +307,7 @@ def _generate_request(model: str, options: SamplingOptions) -> inference_pb2.Gen
     return inference_pb2.GenerateRequest(
         model=check_text("model", model),
         sampling=common_pb2.SamplingParams(**check_sampling(options)),
+        traceparent=traceparent(),
     )
 
 

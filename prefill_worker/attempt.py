@@ -21,6 +21,7 @@ from kv_transfer.order import Outgoing
 from kv_transfer.protocol import Cancelled
 from kv_transfer.sender import Sender
 from observability.logs import fields
+from observability.tracing import begin_part
 from prefill_worker.request import FinishedPrompt, Progress, ReadyPages
 from prefill_worker.scheduler import Scheduler
 from prefill_worker.wire import PrefillFailure, PrefillMessage, PrefillResult, PrefillStart
@@ -47,6 +48,9 @@ class Attempt:
         on_change: Callable[[], None],
     ) -> None:
         self.prompt = start.prompt
+        self._span = begin_part(
+            "prefill", self.prompt.traceparent, request_id=self.prompt.request_id
+        )
         self._on_change = on_change
         self._scheduler = scheduler
         self._page_bytes = storage.page_bytes
@@ -89,17 +93,18 @@ class Attempt:
         self._scheduler.end(self.prompt)
         self._on_change()
         self._messages.put_nowait(None)
+        account: dict[str, object] = {
+            "outcome": outcome,
+            "tokens": len(self.prompt.tokens),
+            "cached_tokens": self.prompt.num_cached,
+            "computed_tokens": self.prompt.num_computed - self.prompt.num_cached,
+            "moved_pages": self._sender.stats.pages_moved,
+            "s": round(loop.time() - started_at, 3),
+        }
+        self._span.end("" if outcome == "done" else outcome, **account)
         logger.info(
             "prefill_ended",
-            extra=fields(
-                request_id=self.prompt.request_id,
-                outcome=outcome,
-                tokens=len(self.prompt.tokens),
-                cached_tokens=self.prompt.num_cached,
-                computed_tokens=self.prompt.num_computed - self.prompt.num_cached,
-                moved_pages=self._sender.stats.pages_moved,
-                s=round(loop.time() - started_at, 3),
-            ),
+            extra=fields(request_id=self.prompt.request_id, **account, **self._span.log_fields),
         )
         await self._release_pages()
 
@@ -129,6 +134,7 @@ class Attempt:
             self._sender.chunk_computed(progress.first_page, progress.page_ids, progress.is_last)
             return
         assert isinstance(progress, FinishedPrompt)
+        self._span.event("computed")
         self._messages.put_nowait(
             PrefillResult(
                 tokens=progress.tokens,

@@ -37,6 +37,7 @@ class Prompt:
     salt: bytes = b""
     allowed: TokenBits | None = None  # what may be drawn under a constraint; None: anything
     is_suspect: bool = False  # a pass failed that computed for its request: it computes alone
+    traceparent: str = ""  # of the receiver's span; empty: not traced
 
     arrival: int = -1  # 0, 1, 2 ...
     num_overtakes: int = 0  # later prompts that were admitted before this one

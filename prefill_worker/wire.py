@@ -56,6 +56,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
         first_page=message.first_page,
         salt=message.cache_salt,
         is_suspect=message.failed_passes > 0,
+        traceparent=message.traceparent,
     )
     return PrefillStart(
         ticket=ticket_from_proto(message.ticket),

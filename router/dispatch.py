@@ -154,7 +154,7 @@ class Dispatcher:
         while True:
             placement = await self._place(generation, refused)
             try:
-                await self._attempt(stream, placement)
+                await self._traced_attempt(stream, placement)
                 return
             except AttemptFailed as failed:
                 refused.add(placement.decode.member.worker_id)
@@ -281,7 +281,23 @@ class Dispatcher:
                 min(max(self._config.retry_delay_s, excess_s), self._config.max_expected_wait_s),
             )
 
-    async def _attempt(self, stream: Stream, placement: Placement) -> None:
+    async def _traced_attempt(self, stream: Stream, placement: Placement) -> None:
+        span = stream.generation.span.child(
+            "attempt",
+            attempt=stream.generation.attempt + 1,
+            decode_worker=placement.decode.member.worker_id,
+        )
+        error = "cancelled"
+        try:
+            await self._attempt(stream, placement, span.context)
+            error = ""
+        except AttemptFailed as failed:
+            error = str(failed)
+            raise
+        finally:
+            span.end(error)
+
+    async def _attempt(self, stream: Stream, placement: Placement, traceparent: str) -> None:
         """Run one attempt to its end; raise AttemptFailed when another should follow."""
         generation = stream.generation
         choices = generation.begin_attempt(placement.decode.member.worker_id)
@@ -296,6 +312,7 @@ class Dispatcher:
             prefill_candidates=[worker.member for worker in placement.prefill],
             timeout_s=remaining_s,
             failed_passes=generation.failed_passes,
+            traceparent=traceparent,
         )
         session.add(stream, message)
         try:

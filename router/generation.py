@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Any
 
 from observability.token_gaps import TokenGaps
+from observability.tracing import NO_SPAN
 from pagewire.protos.token_ids import unpack_token_ids
 from router.detokenizer import Decoder, Detokenizer
 from router.errors import DeltaGap
@@ -272,6 +273,7 @@ class Generation:
         self.first_token_at: float | None = None  # loop time
         self.last_token_at: float | None = None
         self.finished_at = 0.0  # valid when is_finished
+        self.span = NO_SPAN  # of the call
         self.num_unfinished = len(self.choices)
         self._past_stats: WorkerStats | None = None  # of the attempts before the current one
         self._stats = WorkerStats()  # the newest that the current attempt told

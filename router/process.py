@@ -23,6 +23,7 @@ from credentials.party import CONTROLLER_NAME, Party
 from credentials.secret import RouterKeys
 from observability.collector import settle_collector
 from observability.logs import fields
+from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from protos.addresses import join_address
 from router.config import RouterConfig
 from router.front import make_server
@@ -55,6 +56,7 @@ class RouterSettings:
     log_level: str = "info"  # see observability.logs
     log_format: str = "text"
     tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     keys: RouterKeys = field(repr=False)
 
 
@@ -113,8 +115,12 @@ class RouterProcess:
             RuntimeError: The port is taken.
             OpenInClear: Other hosts could connect, and nothing would be encrypted.
             PortTaken: That of the metrics is.
+            TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
         """
         settings = self._settings
+        configure_tracing(
+            settings.tracing, service="pagewire-router", instance=settings.config.router_id
+        )
         if settings.config.metrics_port:
             self._serve_metrics(settings.config.metrics_port)
         port = self._front.add_port(self._server, settings.host, settings.port)
@@ -151,6 +157,7 @@ class RouterProcess:
         await asyncio.gather(*closing)
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
+        await asyncio.to_thread(stop_tracing)
 
     def _serve_metrics(self, port: int) -> None:
         loop = asyncio.get_running_loop()

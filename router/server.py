@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 
 from credentials.door import Encryption
 from observability.logs import fields
+from observability.tracing import NO_SPAN, begin_trace
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
 from router import wire
@@ -114,6 +115,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
         pace = Pace(message_us=OWN_CALL_US)
         async with _answering(context):
+            if not request.traceparent:
+                request.traceparent = _traceparent(context)
             await self._generate(request, context.time_remaining(), deliver, pace)
 
     async def GenerateMany(
@@ -242,6 +245,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         pace: Pace,
     ) -> None:
         record = self._record()
+        record.span = begin_trace("generate", request.traceparent, request_id=record.request_id)
         self._metrics.waiting(1)
         try:
             with self._metrics.running():
@@ -250,7 +254,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if not record.has_begun:
                 self._metrics.waiting(-1)
             self._metrics.call_ended(record.outcome)
-            record.log()
+            record.close()
 
     async def _serve(
         self,
@@ -276,6 +280,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     resumption=resumption,
                 )
                 record.generation.token_gaps = self._metrics.token_gaps
+                record.generation.span = record.span
+                record.span.event("admitted")
                 async with self._dispatcher.serve(record.generation, pace) as stream:
                     await deliver(self._responses(record, stream, resume_token, account))
             self._admission.num_finished += 1
@@ -328,6 +334,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         assert generation
         if not record.has_begun:
             record.has_begun = True
+            record.span.event("first_token")
             self._metrics.waiting(-1)
             if generation.first_token_at is not None:
                 ttft_s = generation.first_token_at - record.arrived_at
@@ -376,47 +383,45 @@ class _Record:
         self.tenant = ""
         self.generation: Generation | None = None
         self.has_begun = False  # its first token has come
+        self.span = NO_SPAN
 
-    def log(self) -> None:
-        generation = self.generation
+    def close(self) -> None:
+        """Write the line, and end the span."""
         total_ms = 1000 * (asyncio.get_running_loop().time() - self.arrived_at)
-        if generation is None:
-            logger.info(
-                "request_refused",
-                extra=fields(
-                    request_id=self.request_id,
-                    outcome=self.outcome,
-                    total_ms=round(total_ms, 1),
-                    **self._tenant(),
-                ),
-            )
-            return
+        event, values = "request_refused", self._tenant()
+        if generation := self.generation:
+            event, values = "request_done", self._account(generation) | values
+        ends = {"outcome": self.outcome, "total_ms": round(total_ms, 1), **values}
+        self.span.end("" if self.outcome == "ok" else self.outcome, **ends)
+        line = {"request_id": self.request_id, **ends, **self.span.log_fields}
+        logger.info(event, extra=fields(**line))
+
+    def _account(self, generation: Generation) -> dict[str, object]:
         ttft_ms = None
         if generation.first_token_at is not None:
             ttft_ms = round(1000 * (generation.first_token_at - self.arrived_at), 1)
-        logger.info(
-            "request_done",
-            extra=fields(
-                request_id=self.request_id,
-                outcome=self.outcome,
-                prompt_tokens=generation.request.prompt_len,
-                completion_tokens=generation.num_tokens,
-                ttft_ms=ttft_ms,
-                total_ms=round(total_ms, 1),
-                resumptions=generation.num_resumptions,
-                decode_workers=",".join(generation.decode_workers),
-                **_resumed_from(generation),
-                **self._tenant(),
-            ),
-        )
+        return {
+            "prompt_tokens": generation.request.prompt_len,
+            "completion_tokens": generation.num_tokens,
+            "ttft_ms": ttft_ms,
+            "resumptions": generation.num_resumptions,
+            "decode_workers": ",".join(generation.decode_workers),
+            **_resumed_from(generation),
+        }
 
-    def _tenant(self) -> dict[str, str]:
+    def _tenant(self) -> dict[str, object]:
         return {"tenant": self.tenant} if self.tenant else {}
 
 
-def _resumed_from(generation: Generation) -> dict[str, str]:
+def _resumed_from(generation: Generation) -> dict[str, object]:
     request_id = generation.request.resumed_from
     return {"resumed_from": request_id} if request_id else {}
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    """Return what the caller's own tracing put into the call's metadata."""
+    metadata = context.invocation_metadata() or ()
+    return next((value for key, value in metadata if key == "traceparent"), "")
 
 
 def _prompt(request: Any, field: str) -> Prompt:

@@ -195,6 +195,7 @@ def submit(
     prefill_candidates: Sequence[WorkerMember],
     timeout_s: float,
     failed_passes: int,
+    traceparent: str,
 ) -> worker_pb2.SessionRequest:
     """Make the message that hands a request to a decode worker.
 
@@ -205,6 +206,7 @@ def submit(
         prefill_candidates: Best first.
         timeout_s: The worker gives up after it.
         failed_passes: As the worker told that had it last.
+        traceparent: Of the attempt's span; empty: it is not traced.
     """
     sampling = request.sampling
     return worker_pb2.SessionRequest(
@@ -226,6 +228,7 @@ def submit(
             cache_salt=request.tenant.cache_salt,
             timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
             failed_passes=failed_passes,
+            traceparent=traceparent,
         )
     )
 

@@ -22,6 +22,7 @@ from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
+from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
@@ -57,6 +58,7 @@ class WorkerSettings:
     log_level: str
     log_format: str  # "text" or "json"
     tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor, ClusterCredentials], WorkerHost]
@@ -98,8 +100,14 @@ class WorkerProcess:
 
         Raises:
             OpenInClear: Other hosts could connect, and nothing would be encrypted.
+            TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
         """
         settings = self._settings
+        configure_tracing(
+            settings.tracing,
+            service=f"pagewire-{settings.worker_id.rpartition('-')[0]}",
+            instance=settings.worker_id,
+        )
         self.links.door.check(settings.host)  # the engine takes long to load
         executor, model = await asyncio.to_thread(_load, settings, self._report_loaded)
         incarnation = secrets.randbits(63) + 1  # 0 means none
@@ -165,6 +173,7 @@ class WorkerProcess:
             await self._server.stop(LAST_WORDS_S)
         if self._executor:
             await asyncio.to_thread(self._executor.close)
+        await asyncio.to_thread(stop_tracing)
 
     async def _announce_for_ever(self, identity: WorkerIdentity) -> None:
         while True:

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from http_gateway.config import GatewayConfig
+from http_gateway.exchange import MAX_TRACEPARENT
 from observability.cluster_metrics import expose_cluster
 from observability.logs import ATTRIBUTE
 from pagewire import Encryption
@@ -33,6 +34,16 @@ def lines(caplog):
         for each in caplog.records
         if each.getMessage() == "http_request" and each.levelno >= logging.INFO
     ]
+
+
+def test_the_span_of_a_caller_reaches_the_router(served):
+    span = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    body = json.dumps({"prompt": "x"})
+    for header in ({"traceparent": span}, {}, {"traceparent": "x" * 5000}):
+        exchange(served.host_and_port, request("/v1/completions", body, **header))
+
+    found = [each.traceparent for each in served.backend.requests[-3:]]
+    assert found == [span, "", "x" * MAX_TRACEPARENT]
 
 
 def test_each_request_is_one_line_without_what_it_holds(served, caplog):

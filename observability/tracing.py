@@ -1,0 +1,284 @@
+"""Traces: what a request did in each process and when, as spans of OpenTelemetry.
+
+`configure_tracing` is called once in each process, as `configure_logging` is. Where nothing is
+configured, OpenTelemetry is not imported, and every span is `NO_SPAN`, which does nothing.
+
+The router begins the trace of a request, or goes on with that of its caller. The context of its
+spans travels with the request to the workers, in the form of W3C Trace Context, and their spans
+hang below. No span holds text or tokens of a prompt or an answer.
+"""
+
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from observability.logs import fields
+from options.option import check_options, option
+
+log = logging.getLogger(__name__)
+
+EXPORT_TIMEOUT_S = 5.0
+LOSSES_S = 60.0  # between two lines that tell of them
+FLUSH_S = 2.0  # for the last spans of a process that stops
+MAX_QUEUED_SPANS = 8192  # what comes while so many wait is lost
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+_IS_SAMPLED = 1  # bit of the flags
+# Fields of log lines that the semantic conventions for generative AI have names for.
+_STANDARD_NAMES = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+}
+
+_tracer: Any = None  # opentelemetry.trace.Tracer
+_provider: Any = None  # opentelemetry.sdk.trace.TracerProvider
+
+
+class TracingUnavailable(Exception):
+    """Traces are configured, and the packages for them are not installed."""
+
+
+def _is_endpoint(value: object) -> bool:
+    return isinstance(value, str) and (not value or re.match(r"https?://[^/]", value) is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracingConfig:
+    """Where traces go. Headers and certificates for it: see OTEL_EXPORTER_OTLP_*."""
+
+    endpoint: str = option(
+        "",
+        "Where router and workers send traces: URL of a collector that takes OTLP over HTTP, as in "
+        "http://collector:4318/v1/traces. Empty: nowhere. Needs the extra `traces`.",
+        accepts=_is_endpoint,
+        accepted="the URL of a collector, with http or https",
+    )
+    sample_ratio: float = option(
+        1.0,
+        "Share of the requests that are traced, chosen by trace id. A caller can ask for no trace, "
+        "and not for more of them.",
+        at_least=0,
+        at_most=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+class NoSpan:
+    """What is not traced."""
+
+    context = ""
+    is_traced = False
+
+    def child(self, name: str, **values: object) -> "NoSpan":
+        """Begin a part of it in this process."""
+        return self
+
+    def event(self, name: str, **values: object) -> None:
+        """Note that something happened now."""
+
+    def end(self, error: str = "", **values: object) -> None:
+        """End it now; with an error it counts as failed."""
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """What a log line says to be found from the trace."""
+        return {}
+
+
+NO_SPAN = NoSpan()
+
+
+class Span(NoSpan):
+    """A part of a trace. Values are attributes; those that are None are left out."""
+
+    is_traced = True
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+        own = span.get_span_context()
+        self.context = f"00-{own.trace_id:032x}-{own.span_id:016x}-{_IS_SAMPLED:02x}"
+
+    def child(self, name: str, **values: object) -> NoSpan:
+        from opentelemetry.trace import set_span_in_context
+
+        context = set_span_in_context(self._span)
+        return Span(_tracer.start_span(name, context=context, attributes=_attributes(values)))
+
+    def event(self, name: str, **values: object) -> None:
+        self._span.add_event(name, _attributes(values))
+
+    def end(self, error: str = "", **values: object) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attributes(_attributes(values))
+        if error:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        return {"trace_id": self.context[3:35]}
+
+
+def begin_trace(name: str, caller: str, **values: object) -> NoSpan:
+    """Begin what a caller from outside asked for, below the caller's span if there is one.
+
+    Args:
+        name: Of the span.
+        caller: A W3C traceparent; anything else counts as none.
+    """
+    if _tracer is None:
+        return NO_SPAN
+    return _begin(name, _parent(caller), values)
+
+
+def begin_part(name: str, context: str, **values: object) -> NoSpan:
+    """Begin this process's part of a trace: `context` is that of a span; empty: no trace."""
+    if _tracer is None or not context:
+        return NO_SPAN
+    return _begin(name, _parent(context), values)
+
+
+def configure_tracing(config: TracingConfig, *, service: str, instance: str) -> None:
+    """Send this process's spans to the collector; call it once, before any request.
+
+    Args:
+        config: Where they go.
+        service: Name of what the process is, as in "pagewire-router".
+        instance: Name of the process, as in "decode-0".
+
+    Raises:
+        TracingUnavailable: OpenTelemetry is not installed.
+    """
+    if not config.endpoint:
+        return
+    check_tracing(config)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    # Each batch that fails would be two lines or more.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=EXPORT_TIMEOUT_S)
+    # It exports in a thread of its own. What a collector does not take in time is lost.
+    noted: Any = _NotedLosses(exporter)
+    processor = BatchSpanProcessor(noted, max_queue_size=MAX_QUEUED_SPANS)
+    trace_to(processor, sample_ratio=config.sample_ratio, service=service, instance=instance)
+
+
+def check_tracing(config: TracingConfig) -> None:
+    """Raise TracingUnavailable if traces are configured and OpenTelemetry is not installed."""
+    if config.endpoint and not all(map(_is_installed, _MODULES)):
+        raise TracingUnavailable(
+            f"tracing.endpoint is {config.endpoint!r}, and OpenTelemetry is not installed: "
+            "pip install 'pagewire-server[traces]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # a package above it is missing
+        return False
+
+
+def trace_to(processor: Any, *, sample_ratio: float, service: str, instance: str) -> None:
+    """Give this process's spans to an opentelemetry.sdk.trace.SpanProcessor."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    # By trace id, also below a caller's span: all processes then choose alike, and no caller can
+    # make the cluster trace more than it is told to.
+    ratio = TraceIdRatioBased(sample_ratio)
+    global _provider, _tracer
+    _provider = TracerProvider(
+        resource=Resource.create({"service.name": service, "service.instance.id": instance}),
+        sampler=ParentBased(root=ratio, remote_parent_sampled=ratio),
+        shutdown_on_exit=False,
+    )
+    _provider.add_span_processor(processor)
+    _tracer = _provider.get_tracer("pagewire")
+
+
+def stop_tracing() -> None:
+    """Send what waits, for FLUSH_S at most; nothing is traced from now on. It blocks."""
+    global _provider, _tracer
+    provider, _provider, _tracer = _provider, None, None
+    if provider is not None:
+        # In a thread, because it has no deadline.
+        sending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(FLUSH_S)
+
+
+class _NotedLosses:
+    """A SpanExporter that logs at most once in LOSSES_S that another one fails."""
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter = exporter
+        self._num_lost = 0
+        self._told_at = -math.inf
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self._num_lost += len(spans)
+            if time.monotonic() - self._told_at > LOSSES_S:
+                log.warning("traces_lost", extra=fields(spans=self._num_lost))
+                self._num_lost, self._told_at = 0, time.monotonic()
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return bool(self._exporter.force_flush(timeout_millis))
+
+
+def _begin(name: str, parent: Any, values: dict[str, object]) -> NoSpan:
+    from opentelemetry.trace import SpanKind
+
+    span = _tracer.start_span(
+        name, context=parent, kind=SpanKind.SERVER, attributes=_attributes(values)
+    )
+    return Span(span) if span.is_recording() else NO_SPAN
+
+
+def _parent(traceparent: str) -> Any:
+    """Return the context of a span elsewhere; an empty one if this is no traceparent."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace import (
+        NonRecordingSpan,
+        SpanContext,
+        TraceFlags,
+        set_span_in_context,
+    )
+
+    found = _TRACEPARENT.fullmatch(traceparent)
+    if found is None:
+        return Context()
+    span = SpanContext(
+        trace_id=int(found[1], 16),
+        span_id=int(found[2], 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(found[3], 16) & _IS_SAMPLED),
+    )
+    return set_span_in_context(NonRecordingSpan(span), Context()) if span.is_valid else Context()
+
+
+def _attributes(values: dict[str, object]) -> dict[str, Any]:
+    return {
+        _STANDARD_NAMES.get(name, f"pagewire.{name}"): value
+        for name, value in values.items()
+        if value is not None
+    }

@@ -1,0 +1,138 @@
+"""Spans leave a process and hold up nobody; where nothing is traced, nothing is there."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from observability import tracing
+from observability.tracing import (
+    NO_SPAN,
+    TracingConfig,
+    TracingUnavailable,
+    begin_part,
+    begin_trace,
+    check_tracing,
+    configure_tracing,
+    stop_tracing,
+)
+from options.option import WrongOptions
+from tests.support.traces import traced, values
+from tests.support.wall_clock import assert_within
+
+
+def test_nothing_of_opentelemetry_is_imported_where_nothing_is_traced():
+    code = """
+import json, sys
+import router.process, decode_worker.worker, prefill_worker.worker, http_gateway.server, pagewire
+from observability.tracing import TracingConfig, begin_trace, configure_tracing
+from pagewire.tracing import traceparent
+configure_tracing(TracingConfig(), service="s", instance="i")
+begin_trace("generate", "").child("attempt").end()
+assert traceparent() == ""
+print(json.dumps([name for name in sys.modules if name.startswith("opentelemetry")]))"""
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert json.loads(done.stdout) == []
+
+
+def test_without_configuration_every_span_is_the_one_that_does_nothing():
+    span = begin_trace("generate", "", request_id="r")
+
+    assert span is NO_SPAN
+    assert span.child("attempt") is NO_SPAN
+    assert (span.context, span.log_fields) == ("", {})
+    with traced() as traces:
+        assert begin_part("decode", "") is NO_SPAN, "a worker begins no trace by itself"
+        assert begin_part("decode", "forged") is not NO_SPAN
+    assert len(traces.spans) == 0, "what has not ended"
+
+
+def test_values_that_are_none_are_left_out_and_a_log_line_names_the_trace():
+    with traced() as traces:
+        span = begin_trace("generate", "", request_id="r", missing=None)
+        trace_id = span.log_fields["trace_id"]
+        span.end(prompt_tokens=3, ttft_ms=None)
+
+    [span] = traces.spans
+    assert values(span) == {"request_id": "r", "gen_ai.usage.input_tokens": 3}
+    assert trace_id == f"{span.context.trace_id:032x}"
+
+
+def wait_for(condition, timeout_s=30.0):
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Keeps what comes."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def test_the_last_spans_reach_the_collector_when_a_process_stops():
+    collector = HTTPServer(("127.0.0.1", 0), Collector)
+    collector.requests = []
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    configure_tracing(
+        TracingConfig(endpoint=endpoint), service="pagewire-decode", instance="decode-0"
+    )
+
+    begin_trace("generate", "").end()
+    stop_tracing()
+    collector.shutdown()
+    collector.server_close()
+
+    [(path, request)] = collector.requests
+    [resource] = request.resource_spans
+    assert path == "/v1/traces"
+    told = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert told["service.name"] == "pagewire-decode"
+    assert told["service.instance.id"] == "decode-0"
+    assert [span.name for scope in resource.scope_spans for span in scope.spans] == ["generate"]
+
+
+def test_a_collector_that_is_gone_holds_up_nobody(caplog, monkeypatch):
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.5)
+    config = TracingConfig(endpoint="http://127.0.0.1:9/v1/traces")
+    configure_tracing(config, service="pagewire-router", instance="router-0")
+    began = time.process_time()
+    for _ in range(20_000):  # more than wait
+        begin_trace("generate", "").end()
+    assert time.process_time() - began < 10
+    stopping_at = time.monotonic()
+    stop_tracing()
+    assert_within(time.monotonic() - stopping_at, 5)
+    assert begin_trace("generate", "") is NO_SPAN
+    wait_for(lambda: any(record.message == "traces_lost" for record in caplog.records))
+    assert all(record.name == "observability.tracing" for record in caplog.records)
+
+
+def test_missing_packages_are_named_with_what_installs_them(monkeypatch):
+    monkeypatch.setattr(tracing, "_MODULES", ("no_such_package.sdk",))
+
+    check_tracing(TracingConfig())
+    with pytest.raises(TracingUnavailable, match=r"pip install 'pagewire-server\[traces\]'"):
+        check_tracing(TracingConfig(endpoint="http://c/v1/traces"))
+
+
+@pytest.mark.parametrize("value", ["collector:4318", "grpc://c", "http://", 7])
+def test_an_endpoint_that_is_no_url_is_refused_by_name(value):
+    with pytest.raises(WrongOptions, match="endpoint"):
+        TracingConfig(endpoint=value)

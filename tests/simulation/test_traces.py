@@ -1,0 +1,165 @@
+"""The trace of a request joins what it did on router, prefill and decode workers."""
+
+import asyncio
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import StatusCode
+
+from pagewire import AsyncClient
+from pagewire.protos import inference_pb2_grpc
+from pagewire.tracing import caller_span
+from tests.simulation.test_scenarios import PAGE, assert_right, request
+from tests.support.fake_cluster import FakeCluster, generate_request
+from tests.support.scenario import ClusterShape
+from tests.support.simulator import in_cluster
+from tests.support.traces import Traces, traced, values
+from tests.support.virtual_time import wait_until
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CALLER = f"00-{TRACE_ID}-{SPAN_ID}-01"
+WHOLE = ["generate", "attempt", "decode", "receive", "prefill"]
+
+
+def trace_ids(traces: Traces) -> set[str]:
+    return {f"{span.context.trace_id:032x}" for span in traces.spans}
+
+
+def test_one_trace_goes_through_all_processes_and_says_what_was_computed_and_moved() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        with traced() as traces:
+            assert_right(await cluster.generate(request("r0", 41)))
+            await cluster.wait_quiescent()
+
+            assert [span.name for span in traces.spans] == WHOLE
+            assert traces.path(traces.one("prefill")) == WHOLE
+            assert len(trace_ids(traces)) == 1
+            assert all(span.status.status_code is StatusCode.UNSET for span in traces.spans)
+            [request_id] = {
+                values(traces.one(name))["request_id"] for name in ("generate", "decode")
+            }
+            assert request_id
+            generate = values(traces.one("generate"))
+            assert generate["gen_ai.usage.input_tokens"] == 41
+            assert generate["gen_ai.usage.output_tokens"] == 16
+            assert (generate["outcome"], generate["decode_workers"]) == ("ok", "decode-0")
+            events = [event.name for event in traces.one("generate").events]
+            assert events == ["admitted", "first_token"]
+            decode = values(traces.one("decode"))
+            assert (decode["moved_pages"], decode["computed_tokens"]) == (11, 0)
+            assert values(traces.one("attempt"))["decode_worker"] == "decode-0"
+            receive = values(traces.one("receive"))
+            assert (receive["moved_pages"], receive["moved_bytes"]) == (11, 11 * PAGE * 16)
+            assert receive["prefill_worker"] == "prefill-0"
+            prefill = values(traces.one("prefill"))
+            assert (prefill["computed_tokens"], prefill["moved_pages"]) == (41, 11)
+
+    in_cluster(FakeCluster(), body)
+
+
+def test_a_request_that_loses_its_worker_stays_one_trace() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        with traced() as traces:
+            serving = asyncio.create_task(cluster.generate(request("r0", 41)))
+            engine = cluster.workers["decode-0"].engine
+            await wait_until(lambda: engine.num_computed_tokens > 3)
+            cluster.kill("decode-0")
+            assert_right(await serving)
+            await cluster.wait_quiescent()
+
+            assert len(trace_ids(traces)) == 1
+            first, second = traces.named("attempt")
+            assert values(first)["decode_worker"] == "decode-0"
+            assert first.status.status_code is StatusCode.ERROR
+            assert second.status.status_code is StatusCode.UNSET
+            assert values(traces.one("generate"))["resumptions"] == 1
+
+    in_cluster(FakeCluster(shape=ClusterShape(num_decode=2)), body)
+
+
+def test_a_request_that_is_cancelled_ends_its_spans_as_failed() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        with traced() as traces:
+            serving = asyncio.create_task(cluster.generate(request("r0", 41)))
+            engine = cluster.workers["decode-0"].engine
+            await wait_until(lambda: engine.num_computed_tokens > 3)
+            serving.cancel()
+            await asyncio.wait([serving])
+            await cluster.wait_quiescent()
+
+            assert [span.name for span in traces.spans][:2] == WHOLE[:2]
+            failed = {s.name for s in traces.spans if s.status.status_code is StatusCode.ERROR}
+            assert failed >= {"generate", "attempt", "decode"}
+            assert values(traces.one("generate"))["outcome"] == "CANCELLED"
+
+    in_cluster(FakeCluster(), body)
+
+
+async def traced_call(cluster: FakeCluster, given: str, sample_ratio: float = 1.0) -> Traces:
+    """Return the trace of a call of the client library within a caller's span."""
+    token = caller_span.set(given)
+    try:
+        with traced(sample_ratio) as traces:
+            async with AsyncClient("router-0:1", channel_factory=cluster.network.channel) as client:
+                completion = await client.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
+            assert len(completion.token_ids) == 4
+            await cluster.wait_quiescent()
+    finally:
+        caller_span.reset(token)
+    return traces
+
+
+@pytest.mark.parametrize(
+    ("given", "goes_on"),
+    [
+        (CALLER, True),
+        ("", False),
+        ("00-" + "0" * 32 + f"-{SPAN_ID}-01", False),
+        (f"00-{TRACE_ID}-{'0' * 16}-01", False),
+        (CALLER + "-more", False),
+        ("x" * 30_000, False),
+        ("\x00", False),
+    ],
+)
+def test_the_trace_of_a_caller_goes_on_if_it_is_one(given: str, goes_on: bool) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        traces = await traced_call(cluster, given)
+
+        [found] = trace_ids(traces)
+        assert (found == TRACE_ID) is goes_on
+        assert (traces.one("generate").parent is not None) is goes_on
+
+    in_cluster(FakeCluster(), body)
+
+
+@pytest.mark.parametrize(
+    ("given", "sample_ratio"), [(CALLER[:-1] + "0", 1.0), (CALLER, 0.0), ("", 0.0)]
+)
+def test_nothing_is_traced_that_the_caller_or_the_ratio_leaves_out(
+    given: str, sample_ratio: float
+) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        assert (await traced_call(cluster, given, sample_ratio)).spans == []
+
+    in_cluster(FakeCluster(), body)
+
+
+def test_a_span_of_opentelemetry_and_the_metadata_of_a_call_are_the_caller_too() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        own = TracerProvider().get_tracer("caller")
+        with own.start_as_current_span("work") as span:
+            traces = await traced_call(cluster, "")
+            parent = traces.one("generate").parent
+            assert parent is not None
+            assert parent.span_id == span.get_span_context().span_id
+        with traced() as traces:
+            stub = inference_pb2_grpc.InferenceServiceStub(cluster.network.channel("router-0:1"))
+            call = stub.Generate(
+                generate_request(request("r0", 9)), metadata=(("traceparent", CALLER),)
+            )
+            async for _ in call:
+                pass
+            await cluster.wait_quiescent()
+        assert trace_ids(traces) == {TRACE_ID}
+
+    in_cluster(FakeCluster(), body)
