@@ -382,6 +382,41 @@ def request() -> Drawing:
     return d
 
 
+def trace() -> Drawing:
+    """Draw the spans of one request, as a cluster on two CPU cores sent them."""
+    d = Drawing(860, 292, "The spans of one request, from router to prefill worker")
+    spans = (  # name, where, kind, from and to in ms, event and when
+        ("generate", "router-0", "router", 0, 4743, ("first token", 2655)),
+        ("attempt", "router-0", "router", 4, 4743, None),
+        ("decode", "decode-0", "decode", 5, 4741, None),
+        ("receive", "decode-0", "decode", 6, 2885, ("first token", 2653)),
+        ("prefill", "prefill-0", "prefill", 11, 2884, ("computed", 2651)),
+    )
+    left, scale = 190, 650 / 4743
+    for second in range(5):
+        x = left + 1000 * second * scale
+        d.line(x, 30, x, 240)
+        d.text(x, 22, f"{second} s", anchor="middle", style="soft")
+    for row, (name, where, kind, start, end, event) in enumerate(spans):
+        y = 38 + 40 * row
+        d.text(20 + 12 * row, y + 19, name, bold=True)
+        d.text(182, y + 19, where, anchor="end", style="soft")
+        d.box(left + start * scale, y, (end - start) * scale, 28, kind)
+        if event is not None:
+            what, when = event
+            x = left + when * scale
+            d.line(x, y, x, y + 28, style="line")
+            d.text(x - 6, y + 19, what, anchor="end", style=f"{kind}-ink")
+    d.text(
+        20,
+        270,
+        "986 prompt tokens computed by prefill-0, 16 pages moved, 24 tokens decoded; "
+        "SmolLM2-135M on two busy CPU cores",
+        style="soft",
+    )
+    return d
+
+
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "overview": overview,
     "page": page,
@@ -390,6 +425,7 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "cascade-levels": cascade,
     "run-ahead": run_ahead,
     "request": request,
+    "trace": trace,
 }
 
 
