@@ -34,6 +34,7 @@ SECTIONS = {
     "": "Cluster",
     "tls": "TLS within the cluster: `tls`",
     "front_tls": "TLS with clients: `front_tls`",
+    "tracing": "Traces: `tracing`",
     "http_gateway": "HTTP gateway: `http_gateway`",
     "router": "Router: `router`",
     "prefill_worker": "Prefill workers: `prefill_worker`",

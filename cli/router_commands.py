@@ -140,7 +140,7 @@ def _of_running_cluster(config: ClusterConfig) -> tuple[RouterKeys, str]:
 
 
 def _is_routers(path: str) -> bool:
-    return path in OPTIONS or path.startswith(("router.", "tls.", "front_tls."))
+    return path in OPTIONS or path.startswith(("router.", "tls.", "front_tls.", "tracing."))
 
 
 def _finds_keys(path: str) -> bool:

@@ -60,7 +60,8 @@ FLAGS = {
         --router-retry-delay-s --router-slow-client-timeout-s --router-speculative-ttl-s
         --router-stuck-after-s --router-tcp-bytes-per-s --router-tenants-file
         --router-worker-wait-s --share-port --stop-grace-s --tls-allow-plain-nccl
-        --tls-authority-file --tls-certificate-file --tls-key-file --tls-server-name""",
+        --tls-authority-file --tls-certificate-file --tls-key-file --tls-server-name
+        --tracing-endpoint --tracing-sample-ratio""",
     "router-keys": "--config --help --ray-address --secret-file",
     "version": "--help",
 }
@@ -99,6 +100,7 @@ def test_every_option_is_a_flag(command):
         "--router-",
         "--prefill-worker-",
         "--decode-worker-",
+        "--tracing-",
         "--transfer-",
     )
     flags = flags_of(command)
