@@ -46,9 +46,7 @@ from worker.load import WorkerTotals
 from worker.parking import Parking
 from worker.suspects import SuspectTurns
 
-# Waiting groups looked at in one step. Each takes the host some 70 us, and those who decode wait.
-# A smaller window cuts a burst of cached prompts into more steps than it needs.
-ADMISSION_WINDOW = 128
+ADMISSION_WINDOW = 32  # waiting groups looked at in one step; bounds the cost of a long queue
 
 
 def prefills_locally(
