@@ -38,9 +38,9 @@ END = """
 - *Whole*: the median time until both routers see all workers ready, the fault itself included.
 
 No decode worker computed a token of a prompt ({decode_prompt_tokens} in all runs), and
-{pages_moved:,} pages moved between hosts. Measured at commit {commit} on {cores} cores of a
-{machine} CPU, which all hosts share, with a tiny model, by {command}. The pauses are those of that
-machine; the zeros are the point.
+{pages_moved:,} pages moved between hosts. Measured at {commits} on {cores} cores of a
+{machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
+are those of that machine; the zeros are the point.
 """
 
 
@@ -57,7 +57,7 @@ def page(result: dict[str, Any], name: str) -> str:
     return text + END.format(
         decode_prompt_tokens=sum(row["decode_prompt_tokens"] for row in rows.values()),
         pages_moved=sum(row["pages_moved"] for row in rows.values()),
-        commit=result["commit"],
+        commits=", ".join([*result.get("earlier_commits", []), result["commit"]]),
         cores=result["hardware"]["cores"],
         machine=result["hardware"]["machine"],
         command=f"`{result['command']}`",

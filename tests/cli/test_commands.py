@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -72,6 +73,12 @@ def flags_of(command):
     context = group.make_context("pagewire", ["version"])
     parameters = group.get_command(context, command).get_params(context)
     return sorted(each for one in parameters for each in one.opts if each.startswith("--"))
+
+
+def test_every_option_is_in_the_reference():
+    page = (Path(commands.__file__).parents[1] / "docs" / "configuration.md").read_text("utf-8")
+
+    assert [path for path in config_options() if f"`{path}`" not in page] == []
 
 
 def pagewire(*arguments):
