@@ -107,6 +107,8 @@ class Span(NoSpan):
         self.context = f"00-{own.trace_id:032x}-{own.span_id:016x}-{_IS_SAMPLED:02x}"
 
     def child(self, name: str, **values: object) -> NoSpan:
+        if _tracer is None:  # the process stops
+            return NO_SPAN
         from opentelemetry.trace import set_span_in_context
 
         context = set_span_in_context(self._span)

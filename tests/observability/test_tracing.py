@@ -72,6 +72,15 @@ def wait_for(condition, timeout_s=30.0):
         time.sleep(0.01)
 
 
+def test_what_still_runs_when_a_process_stops_goes_on_untraced():
+    with traced() as traces:
+        span = begin_trace("generate", "")
+    assert span.child("attempt") is NO_SPAN
+    span.event("first_token")
+    span.end(outcome="ok")
+    assert traces.spans == []
+
+
 class Collector(BaseHTTPRequestHandler):
     """Keeps what comes."""
 
