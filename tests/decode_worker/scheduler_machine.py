@@ -176,12 +176,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.written.append(pages_written_by(plan))
 
     @precondition(lambda self: len(self.plans) == 1)
-    @rule(num_steps=st.integers(1, 6))
-    def run_ahead(self, num_steps: int) -> None:
-        """Launch each step before the one before it is settled, as the step loop does."""
-        for _ in range(num_steps):
+    @rule(num_steps=st.integers(1, 6), fails=st.sampled_from([()] * 4 + [*FAILURES]))
+    def run_ahead(self, num_steps: int, fails: Sequence[bool]) -> None:
+        """Launch each step before the one before it is settled, as the step loop does.
+
+        Args:
+            num_steps: Launched.
+            fails: As of `recover`, for the step before the last one; none: all succeed.
+        """
+        for index in range(num_steps):
             self.begin_step()
-            if self.plans:
+            if fails and self.plans and index == num_steps - 1:
+                self.fail_step(fails)
+            elif self.plans:
                 self.end_step()
 
     @precondition(lambda self: self.plans)
