@@ -17,6 +17,7 @@ from http_gateway.config import GatewayConfig
 from kv_transfer.deadlines import TransferDeadlines
 from observability.tracing import TracingConfig
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
+from options.ports import is_port_range
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -88,6 +89,14 @@ class ClusterConfig:
         "outside Ray (pagewire router) connect to it; without ray_address only this host can.",
         at_least=0,
         at_most=65535,
+    )
+    port_range: str = option(
+        "",
+        "Ports that workers and the controller take where theirs is a free one, FIRST-LAST, as in "
+        "20000-20099; empty: any. A host needs one for each worker, one more for each without a "
+        "GPU, and one for the controller. NCCL takes ports of its own.",
+        accepts=is_port_range,
+        accepted="two ports of 1024 to 65535, as in 20000-20099",
     )
     secret_file: str = option(
         "",

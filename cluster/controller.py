@@ -79,7 +79,9 @@ class ControllerActor:
         host = own_host() if config.ray_address else LOOPBACK
         try:
             door = ClusterLinks(config.tls_settings).door
-            self._members = MemberServer(keys, host, config.controller_port, door)
+            self._members = MemberServer(
+                keys, host, config.controller_port, door, port_range=config.port_range
+            )
             self._address = await self._members.start()
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:

@@ -163,6 +163,7 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         host="" if config.ray_address else LOOPBACK,
         log_level=config.log_level,
         log_format=config.log_format,
+        port_range=config.port_range,
         tls=config.tls_settings,
         tracing=config.tracing,
     )

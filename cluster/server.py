@@ -16,6 +16,7 @@ from credentials.gate import ServerGate
 from credentials.rules import CONTROLLER_CALLERS
 from credentials.secret import PartyKeys
 from observability.logs import fields
+from options.ports import listen_within
 from pagewire.protos import common_pb2, controller_pb2, controller_pb2_grpc
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
@@ -39,13 +40,22 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
 
     Args:
         keys: With which the controller proves who it is.
-        host, port: Where routers connect; port 0 takes a free one.
+        host, port: Where routers connect; port 0 takes a free one, of port_range if that is given.
         door: What it listens with; None: in clear, for this host.
     """
 
-    def __init__(self, keys: PartyKeys, host: str, port: int, door: Door | None = None) -> None:
+    def __init__(
+        self,
+        keys: PartyKeys,
+        host: str,
+        port: int,
+        door: Door | None = None,
+        *,
+        port_range: str = "",
+    ) -> None:
         self._keys = keys
         self._host = host
+        self._port_range = "" if port else port_range
         self._port = port
         self._door = door or ClusterLinks(TlsSettings()).door
         self._server: grpc.aio.Server | None = None
@@ -69,7 +79,11 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
             ],
             options=WORKER_SERVER_OPTIONS,
         )
-        port = self._door.add_port(server, self._host, self._port)
+        port = listen_within(
+            self._port_range,
+            self._host,
+            lambda port: self._door.add_port(server, self._host, port or self._port),
+        )
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         reflection.enable_server_reflection([SERVICE, reflection.SERVICE_NAME], server)
         await server.start()

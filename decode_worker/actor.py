@@ -36,6 +36,7 @@ class DecodeActor(WorkerActor[DecodeConfig]):
                 self._settings.device,
                 self._settings.host,
                 self._process.links.page_tls,
+                self._settings.port_range,
             ),
             connect_channel=self._process.links.connect,
             random_id=lambda: secrets.token_bytes(16),

@@ -38,6 +38,7 @@ from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.page_socket import PageSocket, PageTls, TlsSocket
 from observability.logs import fields
+from options.ports import NoPortFree, listen_within
 from protos.addresses import join_address
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class TcpTransport:
     Args:
         host: Address to listen on, and for senders to connect to.
         tls: Encrypts all connections; None: they are in clear.
+        port_range: From which it takes its port; see options.ports.
         random_bytes: Makes the challenges.
         run_blocking: Runs the copies between storage and host memory.
     """
@@ -78,12 +80,14 @@ class TcpTransport:
         *,
         host: str,
         tls: PageTls | None = None,
+        port_range: str = "",
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self._storage = storage
         self._host = host
         self._tls = tls
+        self._port_range = port_range
         self._random_bytes = random_bytes
         self._run_blocking = run_blocking
         self._listener: socket.socket | None = None
@@ -97,7 +101,14 @@ class TcpTransport:
         loop = asyncio.get_running_loop()
         if self._listener is None:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            self._listener = socket.create_server((self._host, 0), family=family)
+            try:
+                self._listener = listen_within(
+                    self._port_range,
+                    self._host,
+                    lambda port: socket.create_server((self._host, port), family=family),
+                )
+            except NoPortFree as error:
+                raise ConnectionBroken(str(error)) from error
             self._listener.setblocking(False)
             self._listening = loop.create_task(self._listen(self._listener))
         self._offers[connection_id] = (key, loop.create_future())

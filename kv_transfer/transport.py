@@ -76,7 +76,11 @@ class Transport(Protocol):
 
 
 def open_transports(
-    storage: PageStorage, device: str, host: str, tls: PageTls | None = None
+    storage: PageStorage,
+    device: str,
+    host: str,
+    tls: PageTls | None = None,
+    port_range: str = "",
 ) -> list[Transport]:
     """Return what a worker's pages can move over, best first.
 
@@ -85,6 +89,7 @@ def open_transports(
         device: Where it is.
         host: The worker's own address.
         tls: Encrypts connections, but not those of NCCL; None: they are in clear.
+        port_range: Of listeners, but not those of NCCL; see options.ports.
     """
     if device == "cuda":
         from kv_transfer.nccl import NcclTransport
@@ -92,7 +97,7 @@ def open_transports(
         return [NcclTransport(storage)]
     from kv_transfer.tcp import TcpTransport
 
-    return [TcpTransport(storage, host=host, tls=tls)]
+    return [TcpTransport(storage, host=host, tls=tls, port_range=port_range)]
 
 
 async def close_transports(transports: Sequence[Transport], timeout_s: float) -> None:

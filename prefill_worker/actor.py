@@ -34,5 +34,6 @@ class PrefillActor(WorkerActor[PrefillConfig]):
                 self._settings.device,
                 self._settings.host,
                 self._process.links.page_tls,
+                self._settings.port_range,
             ),
         )

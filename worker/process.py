@@ -23,6 +23,7 @@ from credentials.secret import PartyKeys
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
+from options.ports import listen_within
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
@@ -57,6 +58,7 @@ class WorkerSettings:
     host: str  # address that the worker binds and is reached at; empty: the actor's own host
     log_level: str
     log_format: str  # "text" or "json"
+    port_range: str = ""  # from which its servers take their ports; see options.ports
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
@@ -100,6 +102,7 @@ class WorkerProcess:
 
         Raises:
             OpenInClear: Other hosts could connect, and nothing would be encrypted.
+            NoPortFree: All ports of the range are taken.
             TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
         """
         settings = self._settings
@@ -116,7 +119,11 @@ class WorkerProcess:
             interceptors=[ServerGate(credentials), CallGuard(max_calls=MAX_OPEN_CALLS)],
             options=WORKER_SERVER_OPTIONS,
         )
-        port = self.links.door.add_port(server, settings.host, 0)
+        port = listen_within(
+            settings.port_range,
+            settings.host,
+            lambda port: self.links.door.add_port(server, settings.host, port),
+        )
         identity = WorkerIdentity(
             worker_id=settings.worker_id,
             incarnation=incarnation,

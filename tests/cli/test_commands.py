@@ -18,8 +18,9 @@ from tests.support.command_line import run_main
 SERVE_FLAGS = """
     --config --controller-port --cpu-pages-mib --cpu-threads --decode --deterministic --device
     --dtype --gpu-memory-fraction --help --host --http-port --insecure --log-format --log-level
-    --model --num-pages --page-size --pool-resources --port --prefill --ray-address
-    --secret-file --served-model-name --start-timeout-s --stop-grace-s --workers-per-gpu
+    --model --num-pages --page-size --pool-resources --port --port-range --prefill
+    --ray-address --secret-file --served-model-name --start-timeout-s --stop-grace-s
+    --workers-per-gpu
 """
 FLAGS = {
     "generate": """--address --authority-file --certificate-file --frequency-penalty --help

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import struct
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from kv_transfer.tcp import (
     MAX_GREETINGS,
     MAX_ID_BYTES,
     PROOF_BYTES,
+    TcpTransport,
 )
-from tests.kv_transfer.pair import KEY, Attempt, Workers, shuffled
+from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
 from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.support.ipv6 import needs_ipv6
 from tests.support.loopback import LoopbackNetwork
@@ -258,6 +260,23 @@ def test_an_offer_is_good_for_one_connection() -> None:
                 await pair.sender.connect("c0", offer, KEY, soon())
 
     run(scenario)
+
+
+def test_pages_come_in_at_a_port_of_the_range_and_a_full_one_ends_an_attempt() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        async def scenario() -> None:
+            transport = TcpTransport(
+                make_storage(64, 1), host="127.0.0.1", port_range=f"{port}-{port}"
+            )
+            with pytest.raises(ConnectionBroken, match="all of its ports are taken"):
+                transport.offer("c0", KEY)
+            taken.close()
+            assert json.loads(transport.offer("c0", KEY))["port"] == port
+            await transport.close()
+
+        run(scenario)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""A range of ports from which servers take theirs, for hosts behind a firewall."""
+
+import random
+import re
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LOWEST = 1024  # ports below it need rights
+_RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
+
+
+class NoPortFree(Exception):
+    """All ports of a range are taken."""
+
+
+def is_port_range(value: object) -> bool:
+    """Tell whether a value is the text of a range, FIRST-LAST, or empty: any free port."""
+    if value == "":
+        return True
+    found = _RANGE.fullmatch(value) if isinstance(value, str) else None
+    return found is not None and LOWEST <= int(found[1]) <= int(found[2]) <= 65535
+
+
+def listen_within(port_range: str, host: str, listen: Callable[[int], T]) -> T:
+    """Return what `listen` returns for the first port of a range that is free.
+
+    The search begins at a random port, because processes of a host start at the same time.
+
+    Args:
+        port_range: As `is_port_range` takes it. Empty: `listen` is called with 0, once.
+        host: Where it listens.
+        listen: Listens on a port; raises OSError or RuntimeError if that is taken.
+
+    Raises:
+        NoPortFree: All are taken.
+    """
+    if not port_range:
+        return listen(0)
+    first, last = map(int, port_range.split("-"))
+    num_ports = last - first + 1
+    begin = random.randrange(num_ports)  # noqa: S311 - no secret
+    for index in range(num_ports):
+        port = first + (begin + index) % num_ports
+        if _is_taken(host, port):  # gRPC would write an error to the log
+            continue
+        try:
+            return listen(port)
+        except (OSError, RuntimeError):  # somebody was faster
+            continue
+    raise NoPortFree(f"port_range is {port_range!r}, and all of its ports are taken on {host}")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError:
+        return True
+    return False

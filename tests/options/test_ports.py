@@ -1,0 +1,70 @@
+"""Servers take their ports from a range, and say so when there is none left."""
+
+import re
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from options.ports import NoPortFree, is_port_range, listen_within
+
+HOST = "127.0.0.1"
+
+
+def listening(port):
+    return socket.create_server((HOST, port))
+
+
+def free_range(num_ports):
+    """Find ports in a row that nobody has; another program may take one at any time."""
+    for first in range(30_000, 60_000, 10):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + num_ports):
+                    stack.enter_context(listening(port))
+            except OSError:
+                continue
+        return first, f"{first}-{first + num_ports - 1}"
+    raise AssertionError("no free ports")
+
+
+@pytest.mark.parametrize("value", ["", "1024-1024", "20000-20099", "1024-65535"])
+def test_ranges_that_are_taken(value):
+    assert is_port_range(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["20000", "20000-", "-1-5", "20099-20000", "80-90", "1024-65536", "a-b", 20000, None]
+)
+def test_what_is_no_range_is_told_apart(value):
+    assert not is_port_range(value)
+
+
+def test_all_ports_of_a_range_are_used_once_and_then_it_is_named_as_full():
+    first, text = free_range(4)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(listen_within(text, HOST, listening)) for _ in range(4)]
+        ports = sorted(server.getsockname()[1] for server in servers)
+        assert ports == list(range(first, first + 4))
+
+        with pytest.raises(NoPortFree, match=re.escape(f"port_range is '{text}'")):
+            listen_within(text, HOST, listening)
+
+
+def test_without_a_range_any_free_port_is_taken():
+    with listen_within("", HOST, listening) as server:
+        assert server.getsockname()[1] > 0
+
+
+def test_a_port_that_somebody_takes_first_is_left_out():
+    _, text = free_range(3)
+    tried = []
+
+    def listen(port):
+        tried.append(port)
+        if len(tried) < 3:
+            raise RuntimeError("Failed to bind to address")
+        return port
+
+    assert listen_within(text, HOST, listen) == tried[-1]
+    assert len(set(tried)) == 3
