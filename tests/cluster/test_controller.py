@@ -33,7 +33,9 @@ class World:
         monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0})
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
-        monkeypatch.setattr(module, "MemberServer", lambda *_: RouterThatHears(self.told))
+        monkeypatch.setattr(
+            module, "MemberServer", lambda *_, port_range: RouterThatHears(self.told)
+        )
         self.deployment = Deployment(
             config=load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2}),
             device=device,

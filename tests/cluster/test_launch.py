@@ -110,7 +110,9 @@ def placed(monkeypatch):
         "place",
         lambda actor, name, options, *arguments: placed.update({name: (options, arguments)}),
     )
-    monkeypatch.setattr(controller_module, "MemberServer", lambda *_: RouterThatHears([]))
+    monkeypatch.setattr(
+        controller_module, "MemberServer", lambda *_, port_range: RouterThatHears([])
+    )
     return placed
 
 
