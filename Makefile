@@ -6,6 +6,8 @@ CLUSTER_ENV = RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH=$(CURDIR):$(PYTHON
 # One thread per test process: two processes with a pool each would fight for the same cores.
 TEST_ENV = $(CLUSTER_ENV) OMP_NUM_THREADS=1
 JOBS ?= 2
+# These tests wait for half of their time.
+QUICK_JOBS ?= 4
 # EXTRA=cuda12, for drivers of CUDA 12, brings an older torch than the constraints name.
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda)
 CONSTRAINTS = $(if $(filter cuda12,$(EXTRA)),,-c constraints.txt)
@@ -47,7 +49,7 @@ test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu" $(ARGS)
 
 quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: less than a minute
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness and not wheels" -m "not cluster and not thorough" $(QUICK) $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(QUICK_JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness and not wheels" -m "not cluster and not thorough" $(QUICK) $(ARGS)
 
 thorough: $(DEV_READY) ## tests that take long and seldom find anything
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "thorough and not gpu" $(ARGS)
