@@ -68,7 +68,7 @@ class LivelyCluster:
                 finish_reason=common_pb2.FINISH_REASON_STOP if is_last else 0,
             )
         num_messages = len(request.chat.messages)
-        stats = common_pb2.RequestStats(decode_cached_tokens=64 * (num_messages // 2))
+        stats = common_pb2.RequestStats(cached_tokens=64 * (num_messages // 2))
         yield inference_pb2.GenerateResponse(
             request_id="r1",
             usage=inference_pb2.Usage(
