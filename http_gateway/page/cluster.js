@@ -29,6 +29,7 @@ export class Cluster {
   #lines = { generated: new Line("generated-line"), computed: new Line("computed-line") };
   #hasModel = false;
   #isDeclined = false; // the user gave no key
+  #isForbidden = false; // the key is of no operator
   #isAsking = false;
   #timer = 0;
 
@@ -53,7 +54,7 @@ export class Cluster {
       this.#isAsking = false;
     }
     if (document.hidden) this.#pause();
-    else this.#timer = setTimeout(() => this.again(), PERIOD_MS);
+    else if (!this.#isForbidden) this.#timer = setTimeout(() => this.again(), PERIOD_MS);
   }
 
   /** Shows what is known. */
@@ -93,17 +94,19 @@ export class Cluster {
     try {
       const response = await call("cluster", { timeoutMs: TIMEOUT_MS, isQuiet: this.#isDeclined });
       const snapshot = await response.json();
-      this.#isDeclined = false;
+      this.#isDeclined = this.#isForbidden = false;
       this.#take(snapshot);
       if (!this.#hasModel) await this.#showModel();
     } catch (error) {
       if (error.status === 401) this.#isDeclined = true;
+      this.#isForbidden = error.status === 403;
       this.#hasModel = false; // another one may come up
       byId("trouble").hidden = false;
       setText(byId("trouble"), told(error));
       byId("figures").classList.add("stale");
-      showState("no answer");
+      showState(this.#isForbidden ? "for operators" : "no answer");
     }
+    if (this.#isForbidden) await this.#showModel().catch(() => {}); // of which every tenant may know
   }
 
   #take(snapshot) {
@@ -321,6 +324,7 @@ function showState(state) {
 
 function told(error) {
   if (error.status === 401) return "The gateway wants an API key before it tells of the cluster.";
+  if (error.status === 403) return "The cluster is shown to operators. Your key can chat.";
   const what = error instanceof ApiError ? error.message : `No answer: ${error.message}`;
   return `${what} The page asks again each second; pagewire status asks the router itself.`;
 }

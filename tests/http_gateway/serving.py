@@ -43,10 +43,11 @@ class Gateway:
     backend: Any
     loop: asyncio.AbstractEventLoop
     server: GatewayServer
+    scheme: str
 
     @property
     def url(self) -> str:
-        return f"http://{self.address}"
+        return f"{self.scheme}://{self.address}"
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -137,7 +138,8 @@ def gateway(
             )
             address = await server.start()
             stops.append(stop)
-            started.append(Gateway(address, behind, asyncio.get_running_loop(), server))
+            scheme = "https" if door else "http"
+            started.append(Gateway(address, behind, asyncio.get_running_loop(), server, scheme))
             is_up.set()
             await stop.wait()
             await server.stop(0.0)

@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from credentials.door import front_door
 from tests.http_gateway.lively_cluster import LivelyCluster
-from tests.http_gateway.serving import gateway, scripted
+from tests.http_gateway.parrot import parrot, write_folder
+from tests.http_gateway.serving import gateway, real_router, scripted
 from tests.http_gateway.test_lifetime import until
 from tests.pagewire.scripted_service import one_worker
+from tests.router.tenants.known import rules, tenants
+from tests.support.certificates import Authority
 from tests.support.wall_clock import assert_within
 
 pytestmark = pytest.mark.browser
@@ -377,6 +381,66 @@ def test_a_key_is_asked_for_and_kept_in_the_session_alone(served, visit):
     assert page.evaluate(stored) == [["sk-right"], [], ""]
     assert page.evaluate("location.href").rstrip("/") == served.url
     assert "sk-right" not in page.content()
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory):
+    """A real router with tenants, behind a gateway with TLS."""
+    folder = write_folder(tmp_path_factory.mktemp("model"))
+    known = tenants(
+        rules("acme"), rules("slow", requests_per_s=0.01, burst=1), rules("ops", operator=True)
+    )
+    door = front_door(Authority(tmp_path_factory.mktemp("keys")).settings())
+    with gateway(lambda: real_router(parrot(folder), folder, tenants=known), door=door) as running:
+        yield running
+
+
+def give_key(page, key):
+    page.locator("#key-dialog").wait_for()
+    page.locator("#key").fill(key)
+    page.keyboard.press("Enter")
+
+
+def test_an_operator_chats_and_sees_the_cluster_over_tls(encrypted, visit):
+    page = visit(encrypted, expected=["status of 401"], ignore_https_errors=True)
+    give_key(page, "nobody")
+    page.locator("#key-why").filter(has_text="token").wait_for()
+    give_key(page, "ops")
+    is_live(page)
+
+    assert page.evaluate("isSecureContext")
+    assert ask(page, "hello").locator(".text").inner_text() == "hello"
+    assert page.locator(".worker .name").all_inner_texts() == ["decode-0"]
+
+
+def test_a_tenant_chats_and_is_told_that_the_cluster_is_for_operators(encrypted, visit):
+    page = visit(encrypted, expected=["status of 401", "status of 403"], ignore_https_errors=True)
+    asked = []
+    page.on("request", lambda each: asked.append(each.url))
+    give_key(page, "acme")
+    page.get_by_text("The cluster is shown to operators").wait_for()
+    assert ask(page, "hello").locator(".text").inner_text() == "hello"
+    assert "of context" in page.locator("#model").inner_text()
+    assert not page.locator("#figures").is_visible()
+
+    asked.clear()
+    page.wait_for_timeout(2500)
+    assert not asked, "a refusal stays one until there is another key"
+    page.locator("#give-key").click()
+    give_key(page, "ops")
+    is_live(page)
+    assert not page.locator("#trouble").is_visible()
+
+
+def test_a_limit_is_shown_with_the_time_to_come_again(encrypted, visit):
+    page = visit(encrypted, expected=["status of 40", "status of 429"], ignore_https_errors=True)
+    give_key(page, "slow")
+    page.get_by_text("The cluster is shown to operators").wait_for()
+    ask(page, "first")
+
+    words = ask(page, "second").locator("[role=alert]").inner_text()
+    assert re.search(r"Try again in (9\d|100) s", words), words
+    assert page.locator("#question").input_value() == "second"
 
 
 # The cluster
