@@ -1,10 +1,14 @@
 """What a streamed token costs in the router, and what HTTP adds: CPU time by process.
 
     python -m benchmarks.gateway --out benchmarks/results/gateway-cpu.json
+    python -m benchmarks.gateway --streams 2000 --step-s 1 --tokens 60 --ways both \
+        --out benchmarks/results/gateway-2000-streams-cpu.json
 
 A worker without a model sends one token of each request every step. The same requests are read
-over gRPC, one Generate call each, and over HTTP through a gateway. Each part is a process of its
-own, whose CPU time is divided by the tokens; each way has processes of its own.
+over gRPC, one Generate call each, and over HTTP through a gateway, or half of them each way at the
+same time. Each part is a process of its own, whose CPU time is divided by the tokens that pass
+through it; each way has processes of its own. Every answer is compared with the tokens that the
+worker sent: the program fails if one is lost, repeated or changed.
 """
 
 import argparse
@@ -13,8 +17,9 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,8 @@ import psutil
 
 from benchmarks.stream_processes import (
     HOST,
+    NUM_TOKEN_IDS,
+    TOKENS,
     Steps,
     cpu_s,
     run_gateway,
@@ -30,23 +37,25 @@ from benchmarks.stream_processes import (
     run_worker,
     started,
 )
+from cluster.demo_model import demo_model_dir
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
+from router.tokenizer import Tokenizer
 
-Read = Callable[[int], Coroutine[Any, Any, None]]  # one request with so many tokens
+Read = Callable[[int], Coroutine[Any, Any, str]]  # the text of a request with so many tokens
+WAYS = ("grpc", "http", "http, coalesced", "both")
 
 
 # Clients
 
 
-async def read_grpc(stub: Any, tokens: int) -> None:
+async def read_grpc(stub: Any, tokens: int) -> str:
     """Read one answer, a call of its own."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     request = inference_pb2.GenerateRequest(text="The page was", sampling=sampling)
-    async for _ in stub.Generate(request):
-        pass
+    return "".join([each.text async for each in stub.Generate(request)])
 
 
-async def read_http(port: int, tokens: int) -> None:
+async def read_http(port: int, tokens: int) -> str:
     """Read one answer as events, on a connection of its own."""
     reader, writer = await asyncio.open_connection(HOST, port)
     fields = {"prompt": "The page was", "max_tokens": tokens, "ignore_eos": True, "stream": True}
@@ -56,19 +65,26 @@ async def read_http(port: int, tokens: int) -> None:
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     writer.write(head.encode() + body)
-    end = b""
-    while data := await reader.read(65536):
-        end = (end + data)[-64:]
+    text = []
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            text += [each["text"] for each in json.loads(line[len(b"data: ") :])["choices"]]
+        if line == b"data: [DONE]\n":
+            break
+    else:
+        raise SystemExit("an answer over HTTP broke off")
     writer.close()
-    if b"[DONE]" not in end:
-        raise SystemExit(f"the stream broke off: {end!r}")
+    return "".join(text)
 
 
-async def read_all(read: Read, streams: int, tokens: int) -> None:
-    """Read the answers to many requests at once."""
+async def read_all(reads: Sequence[Read], streams: int, tokens: int, tokenizer: Tokenizer) -> None:
+    """Read the answers to many requests at once, in turns by each way."""
+    ids = [TOKENS[index % NUM_TOKEN_IDS].token_id for index in range(tokens)]
+    expected = tokenizer.decode(ids)
     async with asyncio.TaskGroup() as group:
-        for _ in range(streams):
-            group.create_task(read(tokens))
+        tasks = [group.create_task(reads[number % len(reads)](tokens)) for number in range(streams)]
+    if wrong := [text for each in tasks if (text := each.result()) != expected]:
+        raise SystemExit(f"{len(wrong)} of {streams} answers differ, one is {wrong[0]!r}")
 
 
 def measure(way: str, streams: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -88,24 +104,25 @@ def measure(way: str, streams: int, options: argparse.Namespace) -> dict[str, An
             async with grpc.aio.insecure_channel(f"{HOST}:{router_port}") as channel:
                 stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
 
-                async def read(tokens: int) -> None:
-                    if way == "grpc":
-                        await read_grpc(stub, tokens)
-                    else:
-                        await read_http(http_port, tokens)
-
-                await read_all(read, 4, 20)  # warm
+                reads: list[Read] = []
+                if way in ("grpc", "both"):
+                    reads.append(partial(read_grpc, stub))
+                if way != "grpc":
+                    reads.append(partial(read_http, http_port))
+                await read_all(reads, 4, 20, options.tokenizer)  # warm
                 before = {name: cpu_s(each) for name, each in processes.items()}
                 began = time.monotonic()
-                await read_all(read, streams, options.tokens)
+                await read_all(reads, streams, options.tokens, options.tokenizer)
                 seconds = time.monotonic() - began
                 return {
                     name: cpu_s(each) - before[name] for name, each in processes.items()
                 }, seconds
 
         used_s, seconds = asyncio.run(run())
-    num_tokens = streams * options.tokens
-    per_token = {name: round(1e6 * value / num_tokens, 1) for name, value in used_s.items()}
+    num_tokens = dict.fromkeys(processes, streams * options.tokens)
+    if way == "both":
+        num_tokens["gateway"] //= 2
+    per_token = {name: round(1e6 * used_s[name] / num_tokens[name], 1) for name in processes}
     return {"way": way, "streams": streams, "seconds": round(seconds, 2), "us_per_token": per_token}
 
 
@@ -116,15 +133,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
     parser.add_argument("--step-s", type=float, default=0.05, help="between two tokens")
     parser.add_argument("--interval-s", type=float, default=0.2, help="of coalesced streams")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from cluster.demo_model import demo_model_dir
-
     options.model_dir = demo_model_dir()
+    options.tokenizer = Tokenizer((options.model_dir / "tokenizer.json").read_text("utf-8"))
     cases = []
     for streams in options.streams:
-        for way in ("grpc", "http", "http, coalesced"):
+        for way in options.ways:
             runs = [measure(way, streams, options) for _ in range(options.repetitions)]
             # Neighbours on the host only add: the least is nearest to what it costs.
             case = min(runs, key=lambda run: sum(run["us_per_token"].values()))
