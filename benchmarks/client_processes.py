@@ -198,9 +198,11 @@ async def _read(
                     if spec.keeps_tokens:
                         tokens += delta.token_ids
                 usage = delta.usage or usage
+                if 0 < spec.leaves_after <= sum(counts):
+                    break
     except PagewireError as failure:
         error = f"{type(failure).__name__}: {failure}"
-    if not error and sum(counts) != spec.max_tokens:
+    if not error and not spec.leaves_after and sum(counts) != spec.max_tokens:
         error = f"ended with {sum(counts)} of {spec.max_tokens} tokens"
     return StreamRecord(
         started=started,

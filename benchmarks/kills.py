@@ -67,9 +67,9 @@ def _kill_once(victim: str, moment: str, run: Run) -> Row:
         replace(each, max_tokens=OUTPUT_TOKENS, keeps_tokens=True)
         for each in wave(run.seeds, streams, unique=length)
     ]
-    run.until(lambda: _is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster")
+    run.until(lambda: is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster")
     memory_mib = gpu_memory_mib()
-    before = _workers(run.cluster.status())
+    before = newest_workers(run.cluster.status())
     num_pages = sum(-(-each.prompt_tokens // run.cluster.model.page_size) for each in specs)
     pid = run.cluster.pid(victim)
     begin_at = run.begin(specs)
@@ -78,7 +78,7 @@ def _kill_once(victim: str, moment: str, run: Run) -> Row:
     os.kill(pid, signal.SIGKILL)
     seen = _watch(victim, before, killed_at, run)
     records = run.finish(may_fail=True)
-    run.until(lambda: _is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster again")
+    run.until(lambda: is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster again")
     calm = run.wave(specs)
     work = work_done(records)
     return {
@@ -127,7 +127,7 @@ def _wait_for(
         nonlocal moved
         if moment == "before":
             return time.monotonic() >= begin_at + BEFORE_S
-        worker = _workers(run.cluster.status())["decode-0"]
+        worker = newest_workers(run.cluster.status())["decode-0"]
         moved = worker.pages_moved - before["decode-0"].pages_moved
         if moment == "during":
             return moved > 0
@@ -169,7 +169,7 @@ def _watch(victim: str, before: dict[str, WorkerStatus], killed_at: float, run: 
 
     def is_usable() -> bool:
         try:
-            workers = _workers(run.cluster.status())
+            workers = newest_workers(run.cluster.status())
         except PagewireError:
             return False
         mine, its = workers.get(victim), workers[other]
@@ -205,7 +205,7 @@ def _probe(run: Run) -> bool:
     return usage is not None and usage.bytes_moved > 0 and not usage.decode_computed_tokens
 
 
-def _workers(status: ClusterStatus) -> dict[str, WorkerStatus]:
+def newest_workers(status: ClusterStatus) -> dict[str, WorkerStatus]:
     """Return the newest start of each worker that the router still knows."""
     workers: dict[str, WorkerStatus] = {}
     for each in status.workers:
@@ -214,8 +214,9 @@ def _workers(status: ClusterStatus) -> dict[str, WorkerStatus]:
     return workers
 
 
-def _is_idle(status: ClusterStatus) -> bool:
-    workers = _workers(status).values()
+def is_idle(status: ClusterStatus) -> bool:
+    """Tell whether all workers are ready, and none has a request or a page in use."""
+    workers = newest_workers(status).values()
     return all(
         each.state == "ready"
         and not each.running + each.waiting
