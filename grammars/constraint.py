@@ -6,22 +6,20 @@ and nowhere else.
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from grammars.errors import InvalidConstraint
+from grammars.json_schema import check_schema, json_rule, read_json
+from grammars.tool_calls import read_tool_calls
 
 MAX_BYTES = 1 << 16  # of a schema, an expression, a grammar, or of all choices together
 MAX_CHOICES = 1000
-MAX_DEPTH = 64  # of values within values
-# Between the parts of a JSON text. Without an end, a model may write blanks for ever.
-WHITESPACE = r"[ \t\n\r]{0,40}"
 # Nobody shall write tokens that his grammar forces others to be split into.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 NUM_OWN_LINES = _OPTIONS.count("\n")  # before those of the client
 _TOKEN_REFERENCE = re.compile(r"<\[|<\|")
-_EXTENSIONS = ("x-guidance",)  # keys of a schema by which the library would change its rules
 
 
 class ConstraintKind(Enum):
@@ -32,6 +30,7 @@ class ConstraintKind(Enum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,7 @@ class Constraint:
     """What an answer is held to."""
 
     kind: ConstraintKind
-    text: str = ""  # of the schema, the expression or the grammar
+    text: str = ""  # of the schema, the expression, the grammar, or the JSON of the calls
     choices: tuple[str, ...] = ()  # texts of which the answer is one
 
     @property
@@ -48,8 +47,12 @@ class Constraint:
         return sum(len(each.encode()) for each in (self.text, *self.choices))
 
 
-def lark_grammar(constraint: Constraint) -> str:
+def lark_grammar(constraint: Constraint, markers: Mapping[str, int]) -> str:
     """Return the grammar of a constraint, as llguidance reads it.
+
+    Args:
+        constraint: What is asked for.
+        markers: Those of tool_calls.MARKERS that are one token of the model |-> its id.
 
     Raises:
         InvalidConstraint: It is wrong in a way that does not need the library to be seen.
@@ -58,65 +61,25 @@ def lark_grammar(constraint: Constraint) -> str:
         raise InvalidConstraint(f"{constraint.num_bytes} bytes", f"at most {MAX_BYTES} bytes")
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
-            return _of_schema({"type": "object"})
+            return _OPTIONS + "start: " + json_rule({"type": "object"})
         case ConstraintKind.JSON_SCHEMA:
-            return _of_schema(_read_schema(constraint.text))
+            schema = check_schema(read_json(constraint.text, "a JSON schema"))
+            return _OPTIONS + "start: " + json_rule(schema)
         case ConstraintKind.REGEX:
             return _of_regex(constraint.text)
         case ConstraintKind.CHOICE:
             return _of_choices(constraint.choices)
         case ConstraintKind.GRAMMAR:
             return _of_grammar(constraint.text)
+        case ConstraintKind.TOOL_CALLS:
+            return _OPTIONS + read_tool_calls(constraint.text).rules(markers)
 
 
 def is_lark(constraint: Constraint) -> bool:
     """Tell whether `lark_grammar` keeps the lines that the client wrote."""
     if constraint.kind is not ConstraintKind.GRAMMAR:
         return False
-    return lark_grammar(constraint) == _OPTIONS + constraint.text
-
-
-def _of_schema(schema: Any) -> str:
-    if schema is True:
-        schema = {}
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return f"{_OPTIONS}start: %json {json.dumps(schema)}"
-
-
-def _read_schema(text: str) -> Any:
-    try:
-        schema = json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
-        raise InvalidConstraint("values nested too deeply", f"{MAX_DEPTH} levels") from None
-    except ValueError as error:
-        raise InvalidConstraint(f"no JSON: {error}", "a JSON schema") from None
-    if not isinstance(schema, dict | bool):
-        raise InvalidConstraint(f"a {type(schema).__name__}", "a JSON schema, which is an object")
-    if isinstance(schema, dict):
-        for key in _EXTENSIONS:
-            if key in schema:
-                raise InvalidConstraint(f"the key {key!r}", "keywords of JSON Schema")
-    _check_depth(schema)
-    return schema
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _check_depth(schema: Any) -> None:
-    level, depth = [schema], 0
-    while level := [each for value in level for each in _items(value)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise InvalidConstraint("values nested too deeply", f"at most {MAX_DEPTH} levels")
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+    return _of_grammar(constraint.text) == _OPTIONS + constraint.text
 
 
 def _of_regex(expression: str) -> str:
@@ -145,7 +108,7 @@ def _of_grammar(text: str) -> str:
 
     if "%llguidance" in text:
         raise InvalidConstraint("the directive %llguidance", "rules")
-    # The end would be allowed beside such a token, and nothing says what text it stands for.
+    # Clients know texts, not the ids of tokens; and special tokens do not belong in an answer.
     if _TOKEN_REFERENCE.search(text):
         raise InvalidConstraint("a reference to a token, <[ or <|", "texts and expressions")
     try:

@@ -6,13 +6,22 @@ error, at the same place on every host. The library lets other threads run while
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import llguidance
 import numpy as np
 
 from grammars.bits import TokenBits
-from grammars.constraint import NUM_OWN_LINES, Constraint, is_lark, lark_grammar
+from grammars.constraint import (
+    NUM_OWN_LINES,
+    Constraint,
+    ConstraintKind,
+    is_lark,
+    lark_grammar,
+)
 from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
+from grammars.tool_calls import MARKERS, read_tool_calls
+from grammars.vocabulary import ModelTokens
 
 # One mask then takes at most some 100 ms, mostly 0.01 to 0.2.
 LIMITS = llguidance.LLParserLimits(
@@ -33,14 +42,17 @@ class Vocabulary:
     """The tokens of a model, ready for its grammars.
 
     Args:
-        tokens: Bytes of each token; of one without bytes, b"". It is never drawn.
+        tokens: Of the model; one without text is never drawn, but for markers of calls.
         end_token_ids: Of the model, at least one: they end a text where its grammar lets it end.
     """
 
-    def __init__(self, tokens: Sequence[bytes], end_token_ids: Sequence[int]) -> None:
-        self.size = len(tokens)
-        special = [token_id for token_id, each in enumerate(tokens) if not each]
-        wrapper = llguidance.TokenizerWrapper(_Tokens(tokens, special, end_token_ids[0]))
+    def __init__(self, tokens: ModelTokens, end_token_ids: Sequence[int]) -> None:
+        self.size = len(tokens.texts)
+        self.markers = {text: tokens.added[text] for text in MARKERS if text in tokens.added}
+        special = [token_id for token_id, each in enumerate(tokens.texts) if not each]
+        # To the library special tokens of the same text, also of none, are one token.
+        texts = [text or b"<|%d|>" % token_id for token_id, text in enumerate(tokens.texts)]
+        wrapper = llguidance.TokenizerWrapper(_Tokens(texts, special, end_token_ids[0]))
         self.tokenizer = llguidance.LLTokenizer(
             wrapper, n_vocab=self.size, eos_token=list(end_token_ids)
         )
@@ -48,7 +60,9 @@ class Vocabulary:
         drawable[self.size :] = False
         drawable[special] = False
         drawable[list(end_token_ids)] = True
-        self.drawable: TokenBits = np.packbits(drawable, bitorder="little").view(np.int32)
+        self.drawable = _packed(drawable)
+        drawable[list(self.markers.values())] = True
+        self.drawable_in_calls = _packed(drawable)
 
 
 class Grammar:
@@ -59,21 +73,22 @@ class Grammar:
     """
 
     def __init__(self, constraint: Constraint, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._start = llguidance.LLMatcher(
-            vocabulary.tokenizer, lark_grammar(constraint), log_level=0, limits=LIMITS
-        )
+        is_calls = constraint.kind is ConstraintKind.TOOL_CALLS
+        self._drawable = vocabulary.drawable_in_calls if is_calls else vocabulary.drawable
+        self._start = _compiled(lark_grammar(constraint, vocabulary.markers), vocabulary)
         if self._start.is_error():
             reason = _reason(self._start, constraint)
+            if is_calls:
+                reason = _blamed(constraint, vocabulary) or reason
             raise InvalidConstraint(reason, "what docs/structured_output.md lists")
         try:
-            Matcher(self._start.deep_copy(), vocabulary).allowed()
+            self.begin().allowed()
         except GrammarTooComplex as error:
             raise InvalidConstraint(str(error), "what some text can follow, and simpler") from None
 
     def begin(self) -> "Matcher":
         """Return where an empty text is in it."""
-        return Matcher(self._start.deep_copy(), self._vocabulary)
+        return Matcher(self._start.deep_copy(), self._drawable)
 
 
 class Matcher:
@@ -83,9 +98,9 @@ class Matcher:
         num_tokens: Of the text.
     """
 
-    def __init__(self, state: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, state: llguidance.LLMatcher, drawable: TokenBits) -> None:
         self._state = state
-        self._vocabulary = vocabulary
+        self._drawable = drawable
         self.num_tokens = 0
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -108,11 +123,11 @@ class Matcher:
         Raises:
             GrammarTooComplex: It passed a limit, or no token of the vocabulary can follow.
         """
-        bits = np.zeros_like(self._vocabulary.drawable)
+        bits = np.zeros_like(self._drawable)
         self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._state.is_error():
             raise GrammarTooComplex(f"after token {self.num_tokens}: {_reason(self._state)}")
-        bits &= self._vocabulary.drawable
+        bits &= self._drawable
         if not bits.any():
             raise GrammarTooComplex(f"after token {self.num_tokens}: no token can follow")
         return bits
@@ -132,6 +147,23 @@ class _Tokens:
 
     def __call__(self, text: bytes) -> list[int]:
         raise NotImplementedError("no grammar here forces how a text is split")
+
+
+def _packed(tokens: np.ndarray[Any, np.dtype[np.bool_]]) -> TokenBits:
+    return np.packbits(tokens, bitorder="little").view(np.int32)
+
+
+def _compiled(rules: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
+    return llguidance.LLMatcher(vocabulary.tokenizer, rules, log_level=0, limits=LIMITS)
+
+
+def _blamed(constraint: Constraint, vocabulary: Vocabulary) -> str:
+    """Return which function's parameters cannot be served, and why; empty: each alone can."""
+    for name, calls in read_tool_calls(constraint.text).each_alone():
+        state = _compiled(calls.rules(vocabulary.markers), vocabulary)
+        if state.is_error():
+            return f"parameters of {name!r}: {_reason(state)}"
+    return ""
 
 
 def _reason(state: llguidance.LLMatcher, constraint: Constraint | None = None) -> str:

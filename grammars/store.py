@@ -10,6 +10,7 @@ from grammars.constraint import Constraint
 
 if TYPE_CHECKING:  # loaded with the first constraint
     from grammars.matcher import Grammar, Matcher, Vocabulary
+    from grammars.vocabulary import ModelTokens
 
 MAX_KEPT_BYTES = 1 << 20  # of constraints, as clients wrote them
 MAX_KEPT = 64  # each may take 40 MB at worst, mostly far below one
@@ -19,12 +20,12 @@ class Grammars:
     """Compiles grammars, and keeps those asked for last. Calls may block: make them in threads.
 
     Args:
-        read_vocabulary: Returns the bytes of each token id; called with the first constraint.
+        read_vocabulary: Returns the model's tokens; called with the first constraint.
         end_token_ids: Of the model; empty: nothing can be held to a form.
     """
 
     def __init__(
-        self, read_vocabulary: Callable[[], Sequence[bytes]], end_token_ids: Sequence[int]
+        self, read_vocabulary: "Callable[[], ModelTokens]", end_token_ids: Sequence[int]
     ) -> None:
         self._read_vocabulary = read_vocabulary
         self._end_token_ids = end_token_ids

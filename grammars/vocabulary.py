@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -20,8 +20,15 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PLAIN_DECODERS = {"Fuse", "Strip"}
 
 
-def read_vocabulary(folder: Path, vocab_size: int) -> list[bytes]:
-    """Return the bytes of each token id below `vocab_size`.
+class ModelTokens(NamedTuple):
+    """What a model's tokenizer says of its tokens."""
+
+    texts: list[bytes]  # of each token id; of special and other added tokens, b""
+    added: Mapping[str, int]  # text of each added token |-> its id
+
+
+def read_vocabulary(folder: Path, vocab_size: int) -> ModelTokens:
+    """Return the tokens whose ids are below `vocab_size`.
 
     Args:
         folder: With the model's tokenizer.json.
@@ -42,7 +49,8 @@ def read_vocabulary(folder: Path, vocab_size: int) -> list[bytes]:
     for text, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
         if token_id < vocab_size and token_id not in added:
             tokens[token_id] = _bytes_of(text, decoders)
-    return tokens
+    known = {each.content: token_id for token_id, each in added.items() if token_id < vocab_size}
+    return ModelTokens(tokens, known)
 
 
 def _flat(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -35,9 +35,7 @@ def constraint_to_proto(constraint: Constraint | None) -> common_pb2.Constraint 
             return common_pb2.Constraint(json_object=True)
         case ConstraintKind.CHOICE:
             return common_pb2.Constraint(choice=common_pb2.Choices(texts=constraint.choices))
-        case ConstraintKind.JSON_SCHEMA:
-            return common_pb2.Constraint(json_schema=constraint.text)
-        case ConstraintKind.REGEX:
-            return common_pb2.Constraint(regex=constraint.text)
-        case ConstraintKind.GRAMMAR:
-            return common_pb2.Constraint(grammar=constraint.text)
+        case kind:
+            message = common_pb2.Constraint()
+            setattr(message, kind.value, constraint.text)
+            return message

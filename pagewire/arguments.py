@@ -247,15 +247,15 @@ def _constraint(field: str, value: object) -> dict[str, Any]:
     return {kind: _CONSTRAINTS[kind](f"{field}.{kind}", content)}
 
 
-def _json_schema(field: str, value: object) -> str:
+def _json(field: str, value: object, allowed: str) -> str:
     if isinstance(value, str):
         return check_text(field, value)
     if not isinstance(value, Mapping | bool):
-        raise refused(field, shown_with_type(value), "a JSON schema, as a mapping or a text")
+        raise refused(field, shown_with_type(value), f"{allowed}, as a mapping or a text")
     try:
         return json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise refused(field, f"what JSON cannot express: {error}", "a JSON schema") from None
+        raise refused(field, f"what JSON cannot express: {error}", allowed) from None
 
 
 def _json_object(field: str, value: object) -> bool:
@@ -306,11 +306,12 @@ def shown_with_type(value: object) -> str:
 
 # field of Constraint |-> its check
 _CONSTRAINTS: dict[str, Callable[[str, object], Any]] = {
-    "json_schema": _json_schema,
+    "json_schema": partial(_json, allowed="a JSON schema"),
     "json_object": _json_object,
     "regex": check_text,
     "choice": _choice,
     "grammar": check_text,
+    "tool_calls": partial(_json, allowed="calls as forced_calls describes them"),
 }
 # option |-> its check, in the order of SamplingOptions
 _OPTIONS: dict[str, Callable[[str, object], Any]] = {

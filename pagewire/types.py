@@ -13,6 +13,7 @@ class Constraint(TypedDict, total=False):
     regex: str  # a text that this expression matches as a whole
     choice: Sequence[str]  # one of these texts, up to 1,000
     grammar: str  # a text of this grammar, in EBNF or Lark
+    tool_calls: Mapping[str, Any] | str  # calls of functions and nothing else; see `forced_calls`
 
 
 class SamplingOptions(TypedDict, total=False):

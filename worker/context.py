@@ -1,7 +1,7 @@
 """What the host and the pool of one worker share: who it is, its cache, its state."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from credentials.cluster import ClusterCredentials
 from grammars.errors import NoVocabulary
@@ -14,6 +14,9 @@ from worker.errors import Draining, StaleIncarnation
 from worker.executor import EngineExecutor
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.wake import Wake
+
+if TYPE_CHECKING:  # it imports tokenizers
+    from grammars.vocabulary import ModelTokens
 
 
 class HostConfig(Protocol):
@@ -81,8 +84,8 @@ class WorkerContext:
         self.wake = Wake()
         self.is_draining = False
 
-    def _read_vocabulary(self) -> list[bytes]:
-        from grammars.vocabulary import read_vocabulary  # imports tokenizers
+    def _read_vocabulary(self) -> "ModelTokens":
+        from grammars.vocabulary import read_vocabulary
 
         if self.model.text_folder is None:
             raise NoVocabulary("this worker has none")

@@ -13,6 +13,7 @@ from grammars.bits import token_ids
 from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint, ConstraintKind
 from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
 from grammars.matcher import Grammar, Matcher, Vocabulary
+from grammars.vocabulary import ModelTokens
 from tests.support.grammar_cases import (
     CONSTRAINTS,
     JSON_OBJECT,
@@ -27,7 +28,7 @@ END, OTHER_END, SPECIAL = 256, 257, 258
 PIECES = [b"ab", b"abc", b"bc", b'{"', b'": ', b"12", b"\xc3\xa9", b"true", b", ", b"  "]
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"", b"", b"", *PIECES]
 PADDED = [*TOKENS, *[b""] * 11]  # ids that only pad the logits
-VOCABULARY = Vocabulary(PADDED, [END, OTHER_END])
+VOCABULARY = Vocabulary(ModelTokens(PADDED, {}), [END, OTHER_END])
 
 
 def allowed(matcher: Matcher) -> set[int]:
@@ -288,7 +289,7 @@ def test_blanks_between_values_are_bounded() -> None:
 
 
 def test_a_vocabulary_that_cannot_go_on_is_told() -> None:
-    only_a = Vocabulary([b"a", b""], [1])
+    only_a = Vocabulary(ModelTokens([b"a", b""], {}), [1])
 
     with pytest.raises(InvalidConstraint, match="no token can follow"):
         Grammar(choice("b"), only_a)

@@ -10,9 +10,10 @@ from grammars.bits import token_ids
 from grammars.constraint import Constraint
 from grammars.errors import InvalidConstraint, NoVocabulary
 from grammars.store import Grammars
+from grammars.vocabulary import ModelTokens
 from tests.support.grammar_cases import choice, regex
 
-TOKENS = [*(bytes([byte]) for byte in range(256)), b""]
+TOKENS = ModelTokens([*(bytes([byte]) for byte in range(256)), b""], {})
 END = 256
 
 

@@ -18,7 +18,7 @@ PADDING = 7
 
 def vocabulary_of(tokenizer: Tokenizer, folder: Path, vocab_size: int | None = None) -> list[bytes]:
     tokenizer.save(str(folder / "tokenizer.json"))
-    return read_vocabulary(folder, vocab_size or tokenizer.get_vocab_size() + PADDING)
+    return read_vocabulary(folder, vocab_size or tokenizer.get_vocab_size() + PADDING).texts
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
@@ -53,13 +53,14 @@ def test_tokens_beyond_those_of_the_model_are_left_out(tmp_path: Path) -> None:
 def test_a_gguf_file_has_the_bytes_of_its_own_tokenizer() -> None:
     folder = text_folder(trained_path())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    vocabulary = read_vocabulary(folder, 49_152)
+    vocabulary, added = read_vocabulary(folder, 49_152)
 
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert b"".join(vocabulary[each] for each in ids).decode() == text
     end = tokenizer.token_to_id("<|im_end|>")
     assert vocabulary[end] == b""
+    assert added["<|im_end|>"] == end
 
 
 def test_a_gguf_file_of_sentencepiece_has_bytes_of_byte_tokens(
@@ -74,13 +75,14 @@ def test_a_gguf_file_of_sentencepiece_has_bytes_of_byte_tokens(
     content = tokenizer_files(read_gguf_header(tmp_path / "m.gguf"))["tokenizer.json"]
     (tmp_path / "tokenizer.json").write_text(content)
 
-    vocabulary = read_vocabulary(tmp_path, 310)
+    vocabulary, added = read_vocabulary(tmp_path, 310)
 
     tokens = keys["tokenizer.ggml.tokens"]
     for token_id, token in enumerate(tokens):
         if token.startswith("<0x"):
             assert vocabulary[token_id] == bytes.fromhex(token[3:5])
     assert vocabulary[300:] == [b""] * 10
+    assert added["<s>"] == tokens.index("<s>")
 
 
 def test_what_is_no_tokenizer_or_of_an_unknown_kind_is_told(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from grammars.bits import TokenBits, token_ids
 from grammars.constraint import Constraint
 from grammars.matcher import Grammar, Vocabulary
+from grammars.vocabulary import ModelTokens
 from llm_engine import operations_triton, recordings  # noqa: F401  # else it stays interpreted
 from llm_engine.device_runner import make_device_runner
 from llm_engine.engine import Engine
@@ -36,7 +37,7 @@ from tests.support.grammar_cases import (
 END = 256
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"", b"", b'{"', b'": ', b"12", b"ab", b", "]
 VOCAB_SIZE = 270  # padded
-VOCABULARY = Vocabulary([*TOKENS, *[b""] * (VOCAB_SIZE - len(TOKENS))], [END])
+VOCABULARY = Vocabulary(ModelTokens([*TOKENS, *[b""] * (VOCAB_SIZE - len(TOKENS))], {}), [END])
 MAX_TOKENS = 80
 PAGE_SIZE = 16
 PAGES_EACH = 7

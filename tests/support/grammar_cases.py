@@ -120,6 +120,10 @@ SCHEMAS = st.recursive(
     ),
     max_leaves=4,
 )
+# Of the arguments of functions; texts in them may look like the marks around calls.
+PARAMETERS = _objects(
+    st.one_of(SCHEMAS, st.just({"enum": ["</tool_call>", "[ARGS]{", "[TOOL_CALLS]", '"}}]']}))
+)
 EXPRESSIONS = st.recursive(
     st.one_of(
         st.sampled_from(["a", "b", "ü", r"\d", r"[x-z]", r"[^a-y\n]", r"\.", r"\"", " ", "/"]),

@@ -1,0 +1,73 @@
+"""JSON Schemas as clients write them, and the rule of a grammar that each becomes. Pure."""
+
+import json
+from typing import Any
+
+from grammars.errors import InvalidConstraint
+
+MAX_DEPTH = 64  # of values within values
+# Between the parts of a JSON text. Without an end, a model may write blanks for ever.
+WHITESPACE = r"[ \t\n\r]{0,40}"
+_EXTENSIONS = ("x-guidance",)  # keys of a schema by which the library would change its rules
+
+
+def read_json(text: str, allowed: str) -> Any:
+    """Read a JSON text of a client.
+
+    Args:
+        text: Of it.
+        allowed: What it should be, for errors.
+
+    Raises:
+        InvalidConstraint: It is none, or nested too deeply.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise InvalidConstraint("values nested too deeply", f"{MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise InvalidConstraint(f"no JSON: {error}", allowed) from None
+    _check_depth(value)
+    return value
+
+
+def check_schema(schema: Any) -> dict[str, Any] | bool:
+    """Return a schema if it looks like one.
+
+    Raises:
+        InvalidConstraint: It is no object and no boolean, or has keys that are not of JSON Schema.
+    """
+    if not isinstance(schema, dict | bool):
+        raise InvalidConstraint(f"a {type(schema).__name__}", "a JSON schema, which is an object")
+    if isinstance(schema, dict):
+        for key in _EXTENSIONS:
+            if key in schema:
+                raise InvalidConstraint(f"the key {key!r}", "keywords of JSON Schema")
+    return schema
+
+
+def json_rule(schema: dict[str, Any] | bool) -> str:
+    """Return the part of a rule that JSON texts of a schema match."""
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps(schema)}"
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level := [each for value in level for each in _items(value)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidConstraint("values nested too deeply", f"at most {MAX_DEPTH} levels")
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
