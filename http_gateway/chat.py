@@ -9,7 +9,7 @@ from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Counts, Generation
-from http_gateway.messages import chat_field, refuse_tools, take_messages, take_tools
+from http_gateway.messages import Tools, chat_field, take_messages, take_tools
 from http_gateway.parts import CallArguments, CallBegins, Content, Part, Reasoning
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.sse import DONE, Chunks, compact, quoted
@@ -60,7 +60,7 @@ class ChatRequest:
 
     call: inference_pb2.GenerateRequest
     delivery: StreamOptions
-    tools: Sequence[str]  # names of functions that may be called
+    tools: Tools
     is_parallel: bool  # whether it may call several
     has_logprobs: bool
 
@@ -100,7 +100,7 @@ def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> Cha
     fields.drop(*WITHOUT_EFFECT)
     delivery = take_stream_options(fields)
     messages = take_messages(fields)
-    tools, functions = take_tools(fields, model)
+    tools = take_tools(fields, model)
     is_parallel = fields.flag("parallel_tool_calls", True)
     has_logprobs = fields.flag("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
@@ -112,13 +112,13 @@ def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> Cha
     fields.refuse_others()
     if has_logprobs:
         options["logprobs"], names["logprobs"] = top_logprobs, "top_logprobs"
-    refuse_tools(tools, options, names)
-    if tools and model.tool_call_format in SPECIAL_MARKERS:
+    tools.hold(options, names, model, is_parallel=is_parallel)
+    if tools.shown and model.tool_call_format in SPECIAL_MARKERS:
         options["skip_special_tokens"] = False
     return ChatRequest(
-        call=chat_request(messages, tools, model_name, options),
+        call=chat_request(messages, tools.shown, model_name, options),
         delivery=delivery,
-        tools=functions,
+        tools=tools,
         is_parallel=is_parallel,
         has_logprobs=has_logprobs,
     )
@@ -225,8 +225,9 @@ class _ChatAnswer:
         if response.finish_reason:
             parts += choice.reader.finish()
             reason = FINISH_REASONS[response.finish_reason]
-            is_call = reason == "stop" and choice.reader.has_calls
-            choice.finish_reason = "tool_calls" if is_call else reason
+            # Of a function that the client named OpenAI says "stop".
+            is_call = choice.reader.has_calls and self._request.tools.only is None
+            choice.finish_reason = "tool_calls" if is_call and reason == "stop" else reason
         return parts
 
     def _choice(self, response: inference_pb2.GenerateResponse) -> _Choice:
@@ -235,7 +236,7 @@ class _ChatAnswer:
             reader = AnswerText(
                 self._model,
                 begins_in_reasoning=response.begins_in_reasoning,
-                tools=self._request.tools,
+                tools=self._request.tools.functions,
                 is_parallel=self._request.is_parallel,
             )
             choice = self._choices[response.choice] = _Choice(reader)

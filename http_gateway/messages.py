@@ -1,12 +1,13 @@
 """Messages and tools of a chat as OpenAI's API has them, made into those of the client."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from http_gateway.errors import refused
 from http_gateway.fields import Fields, Unsupported, as_object
-from pagewire import Model, SamplingOptions
+from pagewire import Model, SamplingOptions, forced_calls
 from pagewire.arguments import shown, shown_with_type
 
 # Templates know no developers: these messages have taken the place of system messages.
@@ -42,31 +43,89 @@ def take_messages(fields: Fields) -> list[dict[str, Any]]:
     return [_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
 
 
-def take_tools(fields: Fields, model: Model) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Take the tools of a request, as the template is to see them, and their functions' names.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tools:
+    """The tools of a request.
+
+    Attributes:
+        shown: As the template sees them.
+        functions: Names of those that may be called.
+        must_call: Whether the answer has to be calls.
+        only: The function that has to be called; None: any.
+    """
+
+    shown: Sequence[Mapping[str, Any]] = ()
+    functions: Sequence[str] = ()
+    must_call: bool = False
+    only: str | None = None
+
+    def hold(
+        self, options: SamplingOptions, names: dict[str, str], model: Model, *, is_parallel: bool
+    ) -> None:
+        """Hold the answer to the calls that it has to be.
+
+        Raises:
+            HttpError: It is held to another form: calls have one of their own.
+        """
+        if self.shown and options.get("constraint"):
+            allowed = f"absent with {names['constraint']}, or tool_choice 'none'"
+            raise refused("tools", "functions", allowed, code="unsupported_parameter")
+        if self.must_call:
+            names["constraint"], names["constraint.tool_calls"] = "tool_choice", "tools"
+            options["constraint"] = forced_calls(
+                model, self.shown, function=self.only, is_parallel=is_parallel
+            )
+
+
+def take_tools(
+    fields: Fields,
+    model: Model,
+    named: Callable[[Fields], Fields] = lambda choice: choice.object("function"),
+) -> Tools:
+    """Take the tools of a request.
+
+    Args:
+        fields: Of the request.
+        model: That is served.
+        named: Returns the part of tool_choice that has the name of a function.
 
     Raises:
         HttpError: Also where the model's calls could not be told from its text.
     """
     choice = fields.take("tool_choice")
-    if choice not in (None, "auto", "none"):
-        allowed = "'auto' or 'none': a model cannot be made to call a function yet"
-        raise refused("tool_choice", shown(choice), allowed, code="unsupported_parameter")
-    tools = fields.array("tools")
-    names = [_tool_name(each, f"tools[{i}]") for i, each in enumerate(tools)]
-    if choice == "none" or not tools:
-        return [], []
+    only = None
+    if isinstance(choice, dict):
+        only = _chosen(Fields(choice, "tool_choice"), named)
+    elif choice not in (None, "auto", "none", "required"):
+        raise refused("tool_choice", shown(choice), "'auto', 'none', 'required', or a function")
+    must_call = only is not None or choice == "required"
+    given = fields.array("tools")
+    functions = [
+        _tool_name(each, f"tools[{i}]", may_be_strict=must_call) for i, each in enumerate(given)
+    ]
+    if only is not None and only not in functions:
+        allowed = f"one of the tools: {', '.join(functions)[:500] or 'there is none'}"
+        raise refused("tool_choice", f"the function {shown(only)}", allowed)
+    if must_call and not given:
+        raise refused("tool_choice", shown(choice), "'auto' or 'none' without tools")
+    if choice == "none" or not given:
+        return Tools()
     if model.tool_call_format is None:
         found = "tools, but the model's chat template teaches no format of calls that is known"
         raise refused("tools", found, "none", code="unsupported_parameter")
-    return tools, names
+    return Tools(shown=given, functions=functions, must_call=must_call, only=only)
 
 
-def refuse_tools(tools: object, options: SamplingOptions, names: Mapping[str, str]) -> None:
-    """Refuse tools with an answer that is held to a form: calls have another one."""
-    if tools and options.get("constraint"):
-        allowed = f"absent with {names['constraint']}, or tool_choice 'none'"
-        raise refused("tools", "functions", allowed, code="unsupported_parameter")
+def _chosen(choice: Fields, named: Callable[[Fields], Fields]) -> str:
+    """Return the name of the function that a tool_choice is."""
+    kind = choice.text("type")
+    if kind != "function":
+        raise choice.refused("type", shown(kind), "'function'")
+    function = named(choice)
+    name = function.text("name")
+    function.refuse_others()
+    choice.refuse_others()
+    return name
 
 
 def chat_field(field: str) -> str:
@@ -118,25 +177,27 @@ def _part(value: object, path: str, types: Mapping[str, str]) -> str:
     return text
 
 
-def _tool_name(value: object, path: str) -> str:
+def _tool_name(value: object, path: str, *, may_be_strict: bool) -> str:
     tool = as_object(value, path)
     kind = tool.text("type")
     if kind != "function":
         raise refused(f"{path}.type", shown(kind), "'function'")
     function = tool.object("function")
     tool.refuse_others()
-    return check_function(function)
+    return _function_name(function, may_be_strict=may_be_strict)
 
 
-def check_function(function: Fields) -> str:
+def _function_name(function: Fields, *, may_be_strict: bool) -> str:
     """Return the name of a function that a model may call, and check the rest of its fields."""
     name = function.text("name")
     if not _FUNCTION_NAME.fullmatch(name):
         raise function.refused("name", shown(name), "1 to 128 letters, digits, or any of _ - . :")
     function.text("description")
     function.object("parameters")
-    if function.flag("strict"):
-        allowed = "false: arguments are what the model writes, no schema is enforced yet"
+    if function.flag("strict") and not may_be_strict:
+        allowed = (
+            "false, unless tool_choice demands a call: else arguments are what the model writes"
+        )
         raise refused(function.name("strict"), "true", allowed, code="unsupported_parameter")
     function.refuse_others()
     return name

@@ -12,7 +12,7 @@ from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Generation
-from http_gateway.messages import chat_field, refuse_tools, take_tools
+from http_gateway.messages import chat_field, take_tools
 from http_gateway.response_events import ResponseBuilder
 from http_gateway.response_input import chat_tools, input_messages
 from http_gateway.sampling import field_name, take_sampling
@@ -76,7 +76,7 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
     constraint = _take_text(fields.object("text"), names)
     _refuse_options(fields)
     messages = input_messages(fields.text("instructions"), fields.take("input"))
-    tools, functions = take_tools(chat_tools(fields), model)
+    tools = take_tools(chat_tools(fields), model, named=lambda choice: choice)
     is_parallel = fields.flag("parallel_tool_calls", True)
     has_logprobs = _takes_logprobs(fields)
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
@@ -90,15 +90,15 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
         options["constraint"] = constraint
     model_name = fields.text("model")
     fields.refuse_others()
-    refuse_tools(tools, options, names)
+    tools.hold(options, names, model, is_parallel=is_parallel)
     if has_logprobs:
         options["logprobs"] = top_logprobs
-    if tools and model.tool_call_format in SPECIAL_MARKERS:
+    if tools.shown and model.tool_call_format in SPECIAL_MARKERS:
         options["skip_special_tokens"] = False
     return ResponseRequest(
-        call=chat_request(messages, tools, model_name, options),
+        call=chat_request(messages, tools.shown, model_name, options),
         is_stream=is_stream,
-        tools=functions,
+        tools=tools.functions,
         is_parallel=is_parallel,
         has_logprobs=has_logprobs,
         echoed=echoed,

@@ -40,7 +40,7 @@ class Tokens:
         else:
             fields.refuse_unsupported(_OF_CHAT)
             messages = take_messages(fields)
-            tools, _ = take_tools(fields, model)
+            tools = take_tools(fields, model).shown
             fields.refuse_others()
             request = tokenize_chat_request(messages, tools, name)
         token_ids = await self._link.tokenize(exchange.authorization, request)

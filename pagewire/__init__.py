@@ -29,6 +29,7 @@ from pagewire.errors import (
     TransportError,
     UnavailableError,
 )
+from pagewire.tool_calls import forced_calls
 from pagewire.types import (
     Choice,
     ClusterStatus,
@@ -84,6 +85,7 @@ __all__ = [
     "Constraint",
     "Message",
     "ToolCall",
+    "forced_calls",
     "Completion",
     "Choice",
     "Delta",

@@ -12,7 +12,7 @@ from http_gateway.tool_calls.json_call import ArgumentsReader
 from http_gateway.tool_calls.reader import MarkedReader
 
 MARKER = "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\][\w-]*)?\s*(?:\[ARGS\])?\s*(?=\{)")
+_NAMED = re.compile(r"\s*([\w.:-]{1,256})\s*(?:\[CALL_ID\][\w-]*)?\s*(?:\[ARGS\])?\s*(?=\{)")
 _MAX_NAME_CHARS = 400
 
 

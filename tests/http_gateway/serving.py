@@ -44,6 +44,7 @@ class Gateway:
     loop: asyncio.AbstractEventLoop
     server: GatewayServer
     scheme: str
+    router_address: str
 
     @property
     def url(self) -> str:
@@ -139,7 +140,8 @@ def gateway(
             address = await server.start()
             stops.append(stop)
             scheme = "https" if door else "http"
-            started.append(Gateway(address, behind, asyncio.get_running_loop(), server, scheme))
+            loop = asyncio.get_running_loop()
+            started.append(Gateway(address, behind, loop, server, scheme, router_address))
             is_up.set()
             await stop.wait()
             await server.stop(0.0)

@@ -117,7 +117,6 @@ def test_the_official_client_parses_answers_into_classes(
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "False"),
         ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "0 where"),
         (asked(SCHEMA) | {"tools": [TOOL]}, "tools", "absent with response_format"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
     ],
 )
 def test_what_is_wrong_is_named_as_the_request_has_it(
