@@ -34,7 +34,11 @@ def with_config_flags(
 
     def run(config: Path | None, **flags: Any) -> None:
         given = {each.name: flags.pop(each.name) for each in own}
-        overrides = {paths[name]: value for name, value in flags.items() if value is not None}
+        overrides = {
+            paths[name]: _mapping(value) if options[paths[name]].is_mapping else value
+            for name, value in flags.items()
+            if value is not None
+        }
         command(load_config(config, overrides, defaults), **given)
 
     file_flag = Annotated[
@@ -105,14 +109,22 @@ def _name(path: str) -> str:
     return path.replace(".", "__")
 
 
+def _mapping(entries: Sequence[str]) -> dict[str, str]:
+    """Return what the words NAME=TEXT say; one without = has an empty text."""
+    parts = [each.partition("=") for each in entries]
+    return {name: text for name, _, text in parts}
+
+
 def _flag(option: ConfigOption) -> Any:
+    value_type = list[str] if option.is_mapping else option.value_type
     spelling = option.flag
     if option.value_type is bool:
         spelling += f"/--no-{option.flag.removeprefix('--')}"
     return Annotated[
-        Optional[option.value_type],  # noqa: UP045 - the type is a value here
+        Optional[value_type],  # noqa: UP045 - the type is a value here
         typer.Option(
             spelling,
+            metavar="<name=text>" if option.is_mapping else None,
             help=option.description,
             rich_help_panel=option.section or None,
         ),

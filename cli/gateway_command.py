@@ -11,6 +11,7 @@ from cluster.certificates import check_front, http_scheme
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.errors import ConfigError
+from cluster.own_address import with_own_host
 from credentials.door import front_door
 from observability.logs import configure_logging
 from pagewire import InvalidRequestError, Tls
@@ -20,7 +21,7 @@ from pagewire.cli.standard_output import say
 
 DEFAULT_PORT = 8000
 # Options of a cluster that are a gateway's, too, besides the section http_gateway
-OPTIONS = {"host", "insecure", "log_level", "log_format", "stop_grace_s"}
+OPTIONS = {"host", "network_interface", "insecure", "log_level", "log_format", "stop_grace_s"}
 
 RouterFlag = Annotated[
     list[str],
@@ -89,6 +90,7 @@ def gateway(
     except InvalidRequestError as error:
         flag = error.violations[0].field.removeprefix("tls.").replace("_", "-")
         raise ConfigError(f"--router-{flag}: {error.violations[0].description}") from error
+    config = with_own_host(config)
     check_port_free(config.host, port)
     if wrong_name := check_front(config):
         say(f"warning: {wrong_name}")

@@ -16,6 +16,7 @@ from cluster.config_file import no_defaults
 from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
+from cluster.own_address import with_own_host
 from cluster.preflight import check_metrics_port_free
 from credentials.errors import KeyFileError
 from credentials.key_file import read_router_keys, read_secret, write_router_keys
@@ -29,7 +30,8 @@ from pagewire.cli.standard_output import say
 ROUTERS_NAME = "routers"
 # Options of a cluster that are a router's, too, besides the section router.
 OPTIONS = {
-    *("model", "host", "port", "insecure", "log_level", "log_format", "stop_grace_s"),
+    *("model", "host", "network_interface", "port", "insecure"),
+    *("log_level", "log_format", "stop_grace_s"),
     *("decode_worker.local_prefill_max_tokens", "decode_worker.max_running_sequences"),
 }
 
@@ -68,6 +70,7 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
         raise ConfigError(f"--controller: {error.violations[0].description}") from error
     except KeyFileError as error:
         raise ConfigError(f"--keys: {error}") from error
+    config = with_own_host(config)
     check_port_free(config.host, config.port, is_shared=share_port)
     check_metrics_port_free(config)
     if wrong_name := check_certificates(config):

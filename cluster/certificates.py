@@ -54,22 +54,21 @@ def check_front(config: ClusterConfig) -> str:
     )
 
 
-def check_links(config: ClusterConfig, device: str, hosts: Iterable[str]) -> None:
+def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) -> None:
     """Refuse connections between hosts in clear that nobody has said are meant.
 
     Args:
         config, device: Of the cluster.
-        hosts: Addresses of the Ray cluster's hosts; those of a Ray of our own do not matter.
+        addresses: On which its workers and controller will listen.
 
     Raises:
         ConfigError: Names the option.
     """
-    if not config.ray_address:
-        return
-    exposed = [each for each in hosts if not is_loopback_host(each)]
+    exposed = [each for each in addresses if not is_loopback_host(each)]
     if exposed and not config.tls.is_on and not config.insecure:
         raise ConfigError(str(OpenInClear("tls.certificate_file", exposed[0])))
-    moves_by_nccl = device == "cuda" and config.prefill > 0
+    # On one host pages do not leave it, whatever the interface.
+    moves_by_nccl = device == "cuda" and config.prefill > 0 and bool(config.ray_address)
     if exposed and config.tls.is_on and moves_by_nccl and not config.tls.allow_plain_nccl:
         raise ConfigError(
             "tls.allow_plain_nccl is False; NCCL, which moves pages between GPUs, encrypts "

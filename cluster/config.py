@@ -7,6 +7,7 @@ once.
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from decode_worker.config import DecodeConfig
 from http_gateway.config import GatewayConfig
 from kv_transfer.deadlines import TransferDeadlines
 from observability.tracing import TracingConfig
+from options.interfaces import is_interface
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
 from options.ports import is_port_range
 from prefill_worker.config import PrefillConfig
@@ -28,8 +30,16 @@ def _is_model(model: Any) -> bool:
     return model is None or (isinstance(model, str | Path) and model != "")  # "": this folder
 
 
+def _are_model_paths(paths: Any) -> bool:
+    return paths is None or (
+        isinstance(paths, Mapping)
+        and all(paths)
+        and all(isinstance(each, str) and each.startswith("/") for each in paths.values())
+    )
+
+
 def _is_host(host: Any) -> bool:
-    is_one_word = isinstance(host, str) and re.fullmatch(r"[^\s/]+", host)
+    is_one_word = isinstance(host, str) and re.fullmatch(r"[^\s/]*", host)
     return bool(is_one_word) and (":" not in host or _is_ipv6(host))
 
 
@@ -48,6 +58,15 @@ class ClusterConfig:
         "one.",
         accepts=_is_model,
         accepted="the path of a checkpoint folder or GGUF file",
+    )
+    model_paths: Mapping[str, str] | None = option(
+        None,
+        "Where workers find the model on hosts that do not have it at the path of model: paths by "
+        "the host's address or name, as Ray knows it, or by a custom resource of the host. The "
+        "first entry that fits counts. As a flag: HOST=PATH, once for each.",
+        accepts=_are_model_paths,
+        accepted="a mapping of addresses, names or resources of hosts to absolute paths, as in "
+        "10.0.0.2: /models/llama, or 10.0.0.2=/models/llama as a flag",
     )
     served_model_name: str = option(
         "", "Name of the model; default: that of its folder or GGUF file."
@@ -74,7 +93,8 @@ class ClusterConfig:
 
     host: str = option(
         "127.0.0.1",
-        "Address that the router and the HTTP gateway listen on.",
+        "Address that the router and the HTTP gateway listen on. With network_interface the "
+        "default is empty: the address there.",
         accepts=_is_host,
         accepted="a host name or an address, without a port; see port",
     )
@@ -97,6 +117,21 @@ class ClusterConfig:
         "GPU, and one for the controller. NCCL takes ports of its own.",
         accepts=is_port_range,
         accepted="two ports of 1024 to 65535, as in 20000-20099",
+    )
+    network_interface: str = option(
+        "",
+        "Network interface, as in eth0. Workers and controller listen on the address that their "
+        "host has there, IPv4 before IPv6, and are found at it. NCCL uses it, too, unless "
+        "nccl_interface or NCCL_SOCKET_IFNAME says otherwise. Empty: they take the address by "
+        "which Ray knows the host, without ray_address the loopback address, and NCCL chooses.",
+        accepts=is_interface,
+        accepted="the name of one network interface, as in eth0",
+    )
+    nccl_interface: str = option(
+        "",
+        "Network interface for NCCL alone, as in ib0; empty: network_interface.",
+        accepts=is_interface,
+        accepted="the name of one network interface, as in ib0",
     )
     secret_file: str = option(
         "",
@@ -167,6 +202,25 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_options(self)
         problems = []
+        if not self.host and not self.network_interface:
+            problems.append(
+                WrongOption(
+                    "{} is {!r}; it must be a host name or an address, without a port, or empty "
+                    "with {}",
+                    OptionName("host"),
+                    self.host,
+                    OptionName("network_interface"),
+                )
+            )
+        if self.model_paths and not self.ray_address:
+            problems.append(
+                WrongOption(
+                    "{} is {!r}; it must be absent without {}, because all workers are on one host",
+                    OptionName("model_paths"),
+                    self.model_paths,
+                    OptionName("ray_address"),
+                )
+            )
         if self.ray_address and self.workers_per_gpu > 1:
             problems.append(
                 WrongOption(

@@ -96,6 +96,8 @@ def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOpt
     whole = groups.pop("")
     if "model" in whole:
         whole["model"] = Path(whole["model"])
+    if whole.get("network_interface"):
+        whole.setdefault("host", "")  # its address
     if tenants_file := groups["router"].get("tenants_file"):  # for processes in other folders
         groups["router"]["tenants_file"] = str(Path(tenants_file).expanduser().absolute())
     problems: list[tuple[str, WrongOption]] = []
@@ -132,7 +134,9 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], Lines]:
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and (value or path in SECTIONS):
+        option = config_options().get(path)
+        is_section = isinstance(value, Mapping) and not (option and option.is_mapping)
+        if is_section and (value or path in SECTIONS):
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value

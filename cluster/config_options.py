@@ -41,6 +41,11 @@ class ConfigOption:
         return self.option.simple_type
 
     @property
+    def is_mapping(self) -> bool:
+        """Whether it is a mapping, not a single value."""
+        return self.option.is_mapping
+
+    @property
     def default(self) -> Any:
         return self.option.default
 

@@ -42,7 +42,9 @@ from cluster.server import MemberServer
 from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import RouterKeys
+from llm_engine.model_identity import ModelIdentity, read_identity
 from observability.logs import configure_logging, fields
+from options.interfaces import address_on
 from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
@@ -76,8 +78,8 @@ class ControllerActor:
         self._started_at = _now()
         self._is_closed = False
         keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
-        host = own_host() if config.ray_address else LOOPBACK
         try:
+            host = own_address(config)
             door = ClusterLinks(config.tls_settings).door
             self._members = MemberServer(
                 keys, host, config.controller_port, door, port_range=config.port_range
@@ -165,6 +167,12 @@ class ControllerActor:
     async def address(self) -> str:
         """Return where routers ask for the members."""
         return self._address
+
+    async def model_identity(self) -> ModelIdentity:
+        """Return which model is at the router's host now, for workers on hosts that join."""
+        model = self._deployment.config.model
+        assert model is not None
+        return await asyncio.to_thread(read_identity, model)
 
     async def router_keys(self, name: str) -> RouterKeys:
         """Return the keys for routers that run outside; who may use this Ray could read them."""
@@ -270,8 +278,16 @@ class ControllerActor:
         await self._members.wait_applied(PUSH_TIMEOUT_S)
 
 
-def own_host() -> str:
-    """Return the address of this host as others of the Ray cluster know it."""
+def own_address(config: ClusterConfig) -> str:
+    """Return the address of this host with which others of the cluster find it.
+
+    Raises:
+        NoAddress: There is none on network_interface.
+    """
+    if config.network_interface:
+        return address_on(config.network_interface)
+    if not config.ray_address:
+        return LOOPBACK
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
 

@@ -26,6 +26,7 @@ from cluster.devices import check_port_free, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_kernels, check_model_folder
+from cluster.own_address import check_interfaces, with_own_host
 from cluster.preflight import check_http_port_free
 from pagewire import AuthenticationError, Client, PagewireError
 from pagewire.protos.pem import client_context, read_pem, utc
@@ -60,10 +61,13 @@ def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
         check_ray_access(facts, config.ray_address),
         check_gencode(facts),
         check_shared_memory(facts),
-        *check_tls(config),
-        check_port(config),
-        check_http_port(config),
     ]
+    network = check_network(config)
+    if config.network_interface or config.nccl_interface:
+        findings.append(network)
+    if network.level == "ok":  # else nobody knows where the ports would be
+        config = with_own_host(config)
+        findings += [*check_tls(config), check_port(config), check_http_port(config)]
     if config.model is not None:
         device = resolve_device(config.device, facts.torch_gpus)
         model = check_model(config.model, device)
@@ -233,6 +237,17 @@ def check_shared_memory(facts: HostFacts) -> Finding:
         remedy = f"mount -o remount,size=1g {SHM_PATH}; in a container: docker run --shm-size=1g"
         return Finding(check=SHM_PATH, level="warn", found=found, remedy=remedy)
     return Finding(check=SHM_PATH, level="ok", found=found)
+
+
+def check_network(config: ClusterConfig) -> Finding:
+    """The network interfaces that were chosen are there, and have addresses."""
+    try:
+        check_interfaces(config)
+    except ConfigError as error:
+        remedy = "`ip address` shows the interfaces of this host"
+        return Finding(check="network", level="fail", found=str(error), remedy=remedy)
+    names = [each for each in (config.network_interface, config.nccl_interface) if each]
+    return Finding(check="network", level="ok", found=f"{' and '.join(names)} can be used")
 
 
 def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:

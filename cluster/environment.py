@@ -11,6 +11,7 @@ from pagewire.arguments import TOKEN_VARIABLE
 
 # Of the launching process: what actors must see too, also those on a Ray that ran before.
 FORWARDED_PREFIXES = ("NCCL_", "TRITON_", "CUDA_LAUNCH", "PAGEWIRE_", "GRPC_VERBOSITY")
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 KEPT = {TOKEN_VARIABLE}  # of a client; Ray shows and logs what actors are started with
 
 
@@ -50,10 +51,16 @@ def forwarded_environment() -> dict[str, str]:
 
 
 def worker_environment(
-    device: str, cpu_threads: int, forwarded: Mapping[str, str]
+    device: str, cpu_threads: int, forwarded: Mapping[str, str], nccl_interface: str = ""
 ) -> dict[str, str]:
-    """Return the variables that a worker's process is started with, with the forwarded ones."""
+    """Return the variables that a worker's process is started with, with the forwarded ones.
+
+    Args:
+        nccl_interface: To which NCCL is bound where no forwarded variable says so; empty: to none.
+    """
     if device == "cuda":
+        # Without = NCCL would also take interfaces whose names only begin so.
+        nccl = {NCCL_VARIABLE: f"={nccl_interface}"} if nccl_interface else {}
         # A kernel that is loaded lazily can deadlock with a transfer that waits for its peer.
-        return {"CUDA_MODULE_LOADING": "EAGER", **forwarded}
+        return {"CUDA_MODULE_LOADING": "EAGER", **nccl, **forwarded}
     return {"OMP_NUM_THREADS": str(cpu_threads), "CUDA_VISIBLE_DEVICES": "", **forwarded}

@@ -16,7 +16,7 @@ import ray
 from cluster.attach import ask, attach_ray, named_actors
 from cluster.certificates import check_links, own_client, with_absolute_files
 from cluster.config import ClusterConfig
-from cluster.controller import ClusterFacts, ControllerActor
+from cluster.controller import ClusterFacts, ControllerActor, own_address
 from cluster.deployment import Deployment
 from cluster.environment import forwarded_environment
 from cluster.errors import ConfigError, StartError
@@ -34,6 +34,7 @@ from cluster.placement import (
 )
 from cluster.preflight import choose_device
 from cluster.private_folder import RayToken, private_folder
+from cluster.ray_hosts import check_hosts
 from cluster.ray_sessions import remove_ended_sessions
 from cluster.readiness import (
     LoadWatch,
@@ -167,17 +168,21 @@ def deploy(
         ClusterError: What was wrong and what to do; of a Ray of others nothing is left running.
     """
     assert config.model is not None
-    nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
-    check_links(config, device, [each["NodeManagerAddress"] for each in nodes if each["Alive"]])
     # Processes of the cluster run in other folders than this one.
     config = with_absolute_files(replace(config, model=config.model.resolve()))
+    environment = forwarded_environment()
+    if config.ray_address:
+        addresses = check_hosts(config, device, environment, watch.say, watch.check)
+    else:
+        addresses = [own_address(config)]
+    check_links(config, device, addresses)
     deployment = Deployment(
         config=config,
         device=device,
         # Actors get their keys as arguments, which only who may use this Ray can read.
         secret=_secret(config),
         home_resource=home_resource(),
-        environment=forwarded_environment(),
+        environment=environment,
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
     options = {

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from cluster.certificates import own_client
-from cluster.config import LOOPBACK
+from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
 from cluster.devices import gpus_of_pools, visible_gpu
 from cluster.environment import worker_environment
@@ -23,6 +23,7 @@ from http_gateway.actor import GatewayActor
 from llm_engine.model_files import model_name
 from prefill_worker.actor import PrefillActor
 from router.actor import RouterActor
+from worker.own_host import HostOptions
 from worker.process import WorkerSettings
 
 NAMESPACE = "pagewire"
@@ -87,6 +88,7 @@ def place_gateway(deployment: Deployment) -> Any:
         at_home(deployment),
         config.http_gateway,
         config.host,
+        config.network_interface,
         config.http_port,
         config.log_level,
         config.log_format,
@@ -126,7 +128,12 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
     """Return what Ray gives a worker: a GPU, unless several share one; and a host of its pool."""
     config, device = deployment.config, deployment.device
     pool, _, index = worker_id.partition("-")
-    variables = worker_environment(device, config.cpu_threads, deployment.environment)
+    variables = worker_environment(
+        device,
+        config.cpu_threads,
+        deployment.environment,
+        config.nccl_interface or config.network_interface,
+    )
     has_own_gpu = has_own_gpus(device, config.workers_per_gpu)
     if device == "cuda" and not has_own_gpu:
         # Ray puts fractions of a GPU wherever there is room, so in time workers of both pools on
@@ -140,6 +147,16 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
         "resources": {f"pagewire-{pool}": 1} if config.pool_resources else {},
         "runtime_env": {"env_vars": variables},
     }
+
+
+def host_options(config: ClusterConfig, device: str) -> HostOptions:
+    """Return what the options of a cluster leave to each host of a worker."""
+    uses_nccl = device == "cuda" and config.prefill > 0
+    return HostOptions(
+        model_paths=config.model_paths or {},
+        network_interface=config.network_interface,
+        nccl_interface=config.nccl_interface if uses_nccl else "",
+    )
 
 
 def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
@@ -160,7 +177,8 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         workers_per_gpu=config.workers_per_gpu,
         cpu_pages_bytes=config.cpu_pages_mib * 2**20,
         cpu_threads=config.cpu_threads,
-        host="" if config.ray_address else LOOPBACK,
+        host="" if config.ray_address or config.network_interface else LOOPBACK,
+        by_host=host_options(config, deployment.device),
         log_level=config.log_level,
         log_format=config.log_format,
         port_range=config.port_range,

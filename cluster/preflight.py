@@ -10,6 +10,7 @@ from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, 
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_kernels, check_model_folder
+from cluster.own_address import check_interfaces, with_own_host
 from observability.tracing import TracingConfig, TracingUnavailable, check_tracing
 from router.errors import TenantsFileError
 from router.tenants.file import read_tenants
@@ -30,17 +31,20 @@ def check_start(
     Raises:
         ClusterError: What was wrong and what to do.
     """
-    if config.model is None:
+    model = config.model
+    if model is None:
         raise ConfigError("model is not set; give a checkpoint folder with --model")
+    check_interfaces(config)
+    config = with_own_host(config)
     _check_tenants_file(config.router.tenants_file)
     _check_tracing(config.tracing)
     if config.ray_address:
         from cluster.ray_address import check_ray_answers  # imports gRPC
 
         _check_certificates(config, say)
-        check_model_folder(config.model)
+        check_model_folder(model)
         if config.device == "cuda":
-            check_kernels(config.model)
+            check_kernels(model)
         check_ray_answers(config.ray_address)
         return None
     check_port_free(config.host, config.port)
@@ -50,10 +54,10 @@ def check_start(
     _check_certificates(config, say)
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
-    check_model_folder(config.model)
+    check_model_folder(model)
     device = choose_device(config, 0 if config.device == "cpu" else count_gpus())
     if device == "cuda":
-        check_kernels(config.model)
+        check_kernels(model)
     else:
         _check_memory(config, say)
     return device

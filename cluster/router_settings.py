@@ -29,6 +29,7 @@ def router_settings(
         ),
         model_dir=text_folder(config.model),
         host=config.host,
+        network_interface=config.network_interface,
         port=config.port,
         shares_port=shares_port,
         log_level=config.log_level,

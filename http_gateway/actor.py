@@ -13,6 +13,7 @@ from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
 from observability.collector import settle_collector
 from observability.logs import configure_logging
+from options.interfaces import address_on
 from pagewire import Tls, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ class GatewayActor:
 
     Args:
         config: Limits.
-        host, port: Where clients connect.
+        host, network_interface, port: Where clients connect; host may be empty: the address of
+            the interface.
         log_level, log_format: See observability.logs.
         router_name: Of the router's actor. A name, because Ray cannot start an actor again whose
             arguments hold a handle that is gone.
@@ -37,6 +39,7 @@ class GatewayActor:
         self,
         config: GatewayConfig,
         host: str,
+        network_interface: str,
         port: int,
         log_level: str,
         log_format: str,
@@ -51,7 +54,7 @@ class GatewayActor:
             self._server = GatewayServer(
                 self._find_routers,
                 config=config,
-                host=host,
+                host=host or address_on(network_interface),
                 port=port,
                 door=front_door(tls),
                 router_tls=router_tls,

@@ -43,24 +43,33 @@ class Option:
     """One option as declared."""
 
     name: str
-    type: Any  # int, float, bool, str, a Literal, or one of them or None
+    type: Any  # int, float, bool, str, a Literal, a Mapping of texts, or one of them or None
     default: Any
     rule: Rule
 
     @property
     def simple_type(self) -> Any:
         """The type that a word of the command line is read as: int, float, bool or str."""
-        wanted = self.type
+        wanted = self._type_of_values
         if typing.get_origin(wanted) is Literal:
             return type(typing.get_args(wanted)[0])
-        if typing.get_origin(wanted) in (types.UnionType, typing.Union):
-            wanted = next(a for a in typing.get_args(wanted) if a is not types.NoneType)
         return wanted if wanted in (int, float, bool) else str
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether it is a mapping of texts, of which a command line has one entry in each word."""
+        return typing.get_origin(self._type_of_values) is Mapping
 
     @property
     def choices(self) -> tuple[Any, ...]:
         """The allowed values, where they can be listed."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+    @property
+    def _type_of_values(self) -> Any:
+        if typing.get_origin(self.type) in (types.UnionType, typing.Union):
+            return next(a for a in typing.get_args(self.type) if a is not types.NoneType)
+        return self.type
 
     def allows(self, value: Any) -> bool:
         """Tell whether a value has the type and lies within the bounds, others aside."""

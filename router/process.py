@@ -24,6 +24,7 @@ from credentials.secret import RouterKeys
 from observability.collector import settle_collector
 from observability.logs import fields
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
+from options.interfaces import address_on
 from protos.addresses import join_address
 from router.config import RouterConfig
 from router.front import make_server
@@ -50,8 +51,9 @@ class RouterSettings:
 
     config: RouterConfig  # without keys
     model_dir: Path  # of tokenizer and chat template
-    host: str  # where clients connect
+    host: str  # where clients connect; empty: the address of network_interface
     port: int  # 0: a free one, anew at each start
+    network_interface: str = ""
     shares_port: bool = False  # see router.front
     log_level: str = "info"  # see observability.logs
     log_format: str = "text"
@@ -69,6 +71,7 @@ class RouterProcess:
 
     Raises:
         PemError: A file for TLS cannot be used.
+        NoAddress: There is none on the network interface.
         TenantsFileError: The tenants file cannot be used.
     """
 
@@ -77,6 +80,7 @@ class RouterProcess:
     ) -> None:
         keys = settings.keys
         self._settings = settings
+        self._host = settings.host or address_on(settings.network_interface)
         self._tenants, self._watch = _tenants_of(settings)
         config = replace(
             settings.config, page_hash_key=keys.page_hashes, resume_key=keys.resume_tokens
@@ -123,8 +127,8 @@ class RouterProcess:
         )
         if settings.config.metrics_port:
             self._serve_metrics(settings.config.metrics_port)
-        port = self._front.add_port(self._server, settings.host, settings.port)
-        address = join_address(settings.host, port)
+        port = self._front.add_port(self._server, self._host, settings.port)
+        address = join_address(self._host, port)
         self.router.register(self._server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = [INFERENCE_SERVICE, health, reflection.SERVICE_NAME]
@@ -168,7 +172,7 @@ class RouterProcess:
 
             return asyncio.run_coroutine_threadsafe(run(), loop).result(STATUS_S)
 
-        router, host = self.router, self._settings.host
+        router, host = self.router, self._host
         router.metrics.tell_cluster(
             lambda: on_loop(router.cluster_status), lambda: router.model_name
         )

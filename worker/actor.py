@@ -12,15 +12,19 @@ import ray
 
 from credentials.cluster import ClusterCredentials
 from credentials.secret import PartyKeys
+from llm_engine.model_identity import ModelIdentity
 from observability.logs import configure_logging, fields
+from worker.errors import HostUnfit
 from worker.executor import EngineExecutor
 from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
+from worker.own_host import host_names, look
 from worker.process import WorkerProcess, WorkerSettings
 
 log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
+IDENTITY_TIMEOUT_S = 60.0  # for the controller to read some bytes of each tensor
 CLOSE_TIMEOUT_S = 15.0  # for what is still open when a worker has drained
 
 Config = TypeVar("Config")
@@ -43,12 +47,15 @@ class WorkerActor(ABC, Generic[Config]):
         self, settings: WorkerSettings, config: Config, keys: PartyKeys, controller_name: str
     ) -> None:
         configure_logging(settings.log_level, settings.log_format)
-        settings = replace(settings, host=settings.host or _own_host())
         self._settings = settings
         self._config = config
         self._controller = ray.get_actor(controller_name)
         is_restart = await self._was_ready()
         try:
+            if not settings.host:
+                expected = None if is_restart else await self._model_identity()
+                settings = await asyncio.to_thread(_on_this_host, settings, expected)
+                self._settings = settings
             self._process = WorkerProcess(
                 settings, keys, announce=self._announce, report_loaded=self._report_loaded
             )
@@ -111,6 +118,15 @@ class WorkerActor(ABC, Generic[Config]):
         except (ray.exceptions.RayError, TimeoutError):
             return True  # at the first start of a cluster the controller is there
 
+    async def _model_identity(self) -> ModelIdentity:
+        """Return which model is at the router's host now: it may have changed on all hosts."""
+        call: Any = self._controller.model_identity.remote()
+        try:
+            identity: ModelIdentity = await asyncio.wait_for(call, IDENTITY_TIMEOUT_S)
+        except TimeoutError as error:
+            raise HostUnfit("the router's host does not tell which model it has") from error
+        return identity
+
     async def _leave(self, grace_s: float) -> None:
         worker_id = self._settings.worker_id
         log.info("worker_drains", extra=fields(worker_id=worker_id, grace_s=grace_s))
@@ -161,6 +177,18 @@ class WorkerActor(ABC, Generic[Config]):
         os._exit(1)
 
 
-def _own_host() -> str:
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address
+def _on_this_host(settings: WorkerSettings, expected: ModelIdentity | None) -> WorkerSettings:
+    """Return the settings with what differs by host; HostUnfit: the worker cannot run here."""
+    nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
+    own_id = ray.get_runtime_context().get_node_id()
+    [own] = [each for each in nodes if each["NodeID"] == own_id]
+    found = look(
+        settings.by_host,
+        settings.model_dir,
+        host_names(own),
+        own["NodeManagerAddress"],
+        expected,
+    )
+    if found.problems:
+        raise HostUnfit("; ".join(found.problems))
+    return replace(settings, host=found.address, model_dir=found.model)

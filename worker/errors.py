@@ -9,6 +9,7 @@ WorkerError              the caller is told why
 ├── InternalError        a bug of the worker ended it; the log says which
 └── StaleIncarnation     the caller means another start of this worker
 
+HostUnfit                a worker cannot run on the host where it was placed
 EngineLost               the engine computes nothing any more: the worker must end
 EngineClosed             the executor was called after close()
 
@@ -49,6 +50,10 @@ class InternalError(WorkerError):
 
 class StaleIncarnation(WorkerError):
     """The caller means another start of this worker."""
+
+
+class HostUnfit(Exception):
+    """A worker cannot run on the host where it was placed; the message names the host."""
 
 
 class EngineLost(Exception):

@@ -30,6 +30,7 @@ from protos.call_guard import CallGuard
 from worker.executor import EngineExecutor, ThreadExecutor
 from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
+from worker.own_host import HostOptions
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class WorkerSettings:
     """What a worker process is started with; the cluster's configuration fills it."""
 
     worker_id: str  # "prefill-0"
-    model_dir: Path  # or GGUF file; see load_engine
+    model_dir: Path  # or GGUF file; see load_engine and by_host
     served_model_name: str
     device: str  # "cpu" or "cuda"; a CUDA worker sees exactly one GPU
     dtype: str  # "auto", "float32", "float16" or "bfloat16"
@@ -55,9 +56,10 @@ class WorkerSettings:
     workers_per_gpu: int  # that share the GPU's memory
     cpu_pages_bytes: int  # for pages, without a GPU
     cpu_threads: int  # without a GPU
-    host: str  # address that the worker binds and is reached at; empty: the actor's own host
+    host: str  # address that the worker binds and is reached at; empty: as by_host says
     log_level: str
     log_format: str  # "text" or "json"
+    by_host: HostOptions = field(default_factory=HostOptions)  # counts where host is empty
     port_range: str = ""  # from which its servers take their ports; see options.ports
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingConfig = field(default_factory=TracingConfig)

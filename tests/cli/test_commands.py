@@ -5,21 +5,25 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from cli import commands, serving_commands
-from cluster.config_file import load_config
+from cli.flags import config_command, with_config_flags
+from cluster.config_file import load_config, no_defaults
 from cluster.config_options import config_options
 from cluster.demo_model import demo_model_dir
+from cluster.errors import ConfigError
 from decode_worker.config import DecodeConfig
 from tests.support.command_line import run_main
 
 SERVE_FLAGS = """
     --config --controller-port --cpu-pages-mib --cpu-threads --decode --deterministic --device
     --dtype --gpu-memory-fraction --help --host --http-port --insecure --log-format --log-level
-    --model --num-pages --page-size --pool-resources --port --port-range --prefill
-    --ray-address --secret-file --served-model-name --start-timeout-s --stop-grace-s
+    --model --model-paths --nccl-interface --network-interface --num-pages
+    --page-size --pool-resources --port --port-range --prefill --ray-address
+    --secret-file --served-model-name --start-timeout-s --stop-grace-s
     --workers-per-gpu
 """
 FLAGS = {
@@ -46,12 +50,14 @@ FLAGS = {
         --http-gateway-max-head-bytes --http-gateway-max-prompts --http-gateway-request-timeout-s
         --http-gateway-resume-s --http-gateway-slow-client-timeout-s
         --http-gateway-stream-interval-s --insecure
-        --log-format --log-level --port --router --router-authority-file --router-certificate-file
+        --log-format --log-level --network-interface --port --router
+        --router-authority-file --router-certificate-file
         --router-key-file --router-server-name --router-tls --stop-grace-s""",
     "router": """--config --controller --decode-worker-local-prefill-max-tokens
         --decode-worker-max-running-sequences --front-tls-certificate-file
         --front-tls-client-authority-file --front-tls-key-file --help --host --insecure --keys
-        --log-format --log-level --model --port --router-coalesce-ms --router-connect-timeout-s
+        --log-format --log-level --model --network-interface --port
+        --router-coalesce-ms --router-connect-timeout-s
         --router-dead-after-s --router-decode-load-s --router-forget-dead-after-s
         --router-max-active-requests --router-max-backlog-s --router-max-connections
         --router-max-expected-wait-s --router-max-index-pages --router-max-prefill-candidates
@@ -115,6 +121,20 @@ def test_every_option_is_a_flag(command):
 
     assert [each for each in flags if not each.startswith(sections)] == SERVE_FLAGS.split()
     assert {option.flag for option in config_options().values()} <= set(flags)
+
+
+def test_a_mapping_has_an_entry_in_each_word():
+    given = []
+    app = typer.Typer()
+    app.command(cls=config_command(no_defaults))(with_config_flags(given.append))
+    words = ["--ray-address", "auto", "--model-paths", "a=/x=y", "--model-paths", "fd00::2=/z"]
+
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    CliRunner().invoke(app, words[:2], catch_exceptions=False)
+    with pytest.raises(ConfigError, match=r"^--model-paths is {'a': ''}; it must be .* as a flag$"):
+        CliRunner().invoke(app, [*words[:2], "--model-paths", "a"], catch_exceptions=False)
+
+    assert [each.model_paths for each in given] == [{"a": "/x=y", "fd00::2": "/z"}, None]
 
 
 @pytest.mark.parametrize(

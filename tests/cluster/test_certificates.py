@@ -80,7 +80,8 @@ def test_workers_that_other_hosts_reach_are_refused_in_clear() -> None:
         check_links(config, "cpu", FAR)
     check_links(config, "cpu", NEAR)
     check_links(replace(config, insecure=True), "cuda", FAR)
-    check_links(ClusterConfig(), "cuda", FAR)  # a Ray of our own is on the loopback address
+    with pytest.raises(ConfigError, match=r"^tls.certificate_file is not set, .* on 10.0.0.10"):
+        check_links(ClusterConfig(network_interface="eth0"), "cpu", FAR)
 
 
 def test_nccl_between_hosts_is_refused_until_somebody_says_that_it_is_meant(
@@ -93,6 +94,7 @@ def test_nccl_between_hosts_is_refused_until_somebody_says_that_it_is_meant(
     check_links(config, "cpu", FAR)
     check_links(config, "cuda", NEAR)
     check_links(replace(config, prefill=0), "cuda", FAR)
+    check_links(replace(config, ray_address="", network_interface="eth0"), "cuda", FAR)
     check_links(replace(config, tls=replace(config.tls, allow_plain_nccl=True)), "cuda", FAR)
 
 

@@ -138,6 +138,22 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
         ("host: ''", ["host is ''", "must be a host name or an address"]),
         (
+            "model_paths: {gpu-a: /models/tiny}",
+            ["model_paths is {'gpu-a': '/models/tiny'}; it must be absent without ray_address"],
+        ),
+        ("model_paths: /models", ["model_paths is '/models'; it must be a mapping of addresses,"]),
+        ("model_paths: {gpu-a: tiny}", ["model_paths is {'gpu-a': 'tiny'}", "absolute paths, as"]),
+        ("model_paths: {gpu-a: }", ["model_paths is {'gpu-a': None}; it must be a mapping of"]),
+        ("model_paths: {gpu-a: {b: /x}}", ["it must be a mapping of addresses, names or res"]),
+        ("model_paths: {'': /models}", ["model_paths is {'': '/models'}; it must be a mapping"]),
+        (
+            "ray_address: auto\nmodel_paths:\n  a: /x\n  a: /y",
+            ["model_paths.a is given twice, in lines 3 and 4; give it once"],
+        ),
+        ("model_path: {a: /x}", ["unknown option model_path.a"]),
+        ("network_interface: eth0,eth1", ["network_interface is 'eth0,eth1'; it must be the name"]),
+        ("nccl_interface: [ib0]", ["nccl_interface is ['ib0']; it must be the name of one netw"]),
+        (
             "ray_address: auto\nworkers_per_gpu: 2",
             ["workers_per_gpu is 2", "must be 1 with ray_address"],
         ),
@@ -321,6 +337,24 @@ def test_options_of_the_command_line_are_named_as_they_stand_there(tmp_path, tex
 @pytest.mark.parametrize("host", ["0.0.0.0", "gpu-7.example.org", "::1"])
 def test_addresses_without_a_port_are_hosts(host):
     assert load_config(None, {"host": host}).host == host
+
+
+def test_the_router_is_on_the_interface_unless_somebody_says_where(tmp_path):
+    path = write(tmp_path, "network_interface: eth0")
+
+    assert load_config(path, {}).host == ""
+    assert load_config(path, {"host": "127.0.0.1"}).host == "127.0.0.1"
+    assert load_config(None, {}).host == "127.0.0.1"
+
+
+def test_paths_of_the_model_are_one_option(tmp_path):
+    text = "ray_address: auto\nmodel_paths:\n  10.0.0.2: /data/tiny\n  gpu-b: /mnt/tiny\n"
+    path = write(tmp_path, text)
+
+    of_file = {"10.0.0.2": "/data/tiny", "gpu-b": "/mnt/tiny"}
+    assert load_config(path, {}).model_paths == of_file
+    assert load_config(path, {"model_paths": {"gpu-b": "/x"}}).model_paths == {"gpu-b": "/x"}
+    assert load_config(None, {}).model_paths is None
 
 
 @pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:6379", "head-0:6379", "[fd00::1]:6379"])

@@ -75,3 +75,13 @@ def test_workers_get_named_variables_only(monkeypatch):
     assert environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert "SECRET_TOKEN" not in environment
     assert worker_environment("cpu", 3, {})["OMP_NUM_THREADS"] == "3"
+
+
+def test_nccl_is_bound_to_the_interface_unless_the_environment_says_otherwise():
+    def bound_to(device="cuda", interface="eth0", **forwarded):
+        return worker_environment(device, 1, forwarded, interface).get("NCCL_SOCKET_IFNAME")
+
+    assert bound_to() == "=eth0"  # that one alone, and not eth01
+    assert bound_to(NCCL_SOCKET_IFNAME="ib0") == "ib0"
+    assert bound_to(interface="") is None
+    assert bound_to("cpu") is None

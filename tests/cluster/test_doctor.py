@@ -13,6 +13,7 @@ from cluster.host_memory import HostMemory, read_host_memory
 from cluster.ray_listeners import RayListener
 from tests.http_gateway.serving import gateway, scripted
 from tests.pagewire.scripted_service import serving_in_thread
+from tests.support.interfaces import have_interfaces
 
 GPU_VERSIONS = {
     "torch": "2.11.0",
@@ -204,6 +205,22 @@ def test_a_port_that_another_grpc_server_has_is_not_fine():
 
     assert finding.level == "fail"
     assert f"port {port} on 127.0.0.1 is in use" in finding.found
+
+
+def test_interfaces_that_were_chosen_are_looked_at(monkeypatch):
+    have_interfaces(monkeypatch, {"lo": ["127.0.0.1"], "eth0": ["fd00::2"]})
+    chosen = {"network_interface": "lo", "nccl_interface": "eth0"}
+
+    found = findings(CPU_HOST, **chosen)
+    missing = findings(CPU_HOST, **{**chosen, "network_interface": "eth7"})
+
+    assert (found["network"].level, found["network"].found) == ("ok", "lo and eth0 can be used")
+    assert found["port"].found == "127.0.0.1:0 is free"
+    assert missing["network"].level == "fail"
+    assert missing["network"].found.startswith("network_interface is 'eth7', which does not exist")
+    assert missing["network"].remedy
+    assert "port" not in missing, "nobody knows on which address it would be"
+    assert "network" not in findings(CPU_HOST)
 
 
 def test_a_host_that_is_not_this_one_is_found():

@@ -13,7 +13,7 @@ from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.demo_model import demo_model_dir
 from cluster.deployment import Deployment
-from cluster.errors import PlacementError, StartError
+from cluster.errors import ConfigError, PlacementError, StartError
 from cluster.launch import AT_ONCE_S, StartWatch, device_of_ray, start_cluster, start_local_ray
 from cluster.placement import CONTROLLER_NAME, GATEWAY_NAME, ROUTER_NAME, _resources, _settings
 from cluster.private_folder import private_folder
@@ -26,6 +26,7 @@ from prefill_worker.actor import PrefillActor
 from router.process import RouterSettings
 from tests.cluster.test_controller import RouterThatHears
 from tests.pagewire.scripted_service import serving_in_thread
+from tests.support.interfaces import have_interfaces
 
 
 def deployment(options, device="cpu"):
@@ -49,6 +50,36 @@ def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
     assert not settings.deterministic
     assert settings.dtype == "float16"
     assert settings.served_model_name == "tiny"
+
+
+def test_a_workers_address_is_fixed_only_where_there_is_one_host():
+    def address(**options):
+        return _settings(deployment(options), "decode-0").host
+
+    assert address() == "127.0.0.1"
+    assert address(network_interface="eth0") == address(ray_address="auto") == ""
+
+
+def test_interfaces_and_paths_of_hosts_reach_the_workers():
+    options = {
+        "ray_address": "auto",
+        "network_interface": "eth0",
+        "nccl_interface": "ib0",
+        "model_paths": {"gpu-a": "/data/tiny"},
+    }
+    started = deployment(options, "cuda")
+
+    by_host = _settings(started, "prefill-0").by_host
+
+    assert (by_host.network_interface, by_host.nccl_interface) == ("eth0", "ib0")
+    assert by_host.model_paths == {"gpu-a": "/data/tiny"}
+    assert nccl_of(started) == "=ib0"
+    assert nccl_of(deployment({**options, "nccl_interface": ""}, "cuda")) == "=eth0"
+
+
+def nccl_of(started):
+    variables = _resources(started, "prefill-0")["runtime_env"]["env_vars"]
+    return variables["NCCL_SOCKET_IFNAME"]
 
 
 def gpus_of_workers(options, visible_gpus=None):
@@ -101,6 +132,51 @@ def test_marked_hosts_may_join_after_the_start(monkeypatch):
     assert device_of_ray(load_config(None, {**options, "pool_resources": True})) == "cuda"
 
 
+def start_on(monkeypatch, refusal=None, addresses=(), **options):
+    """Deploy where hosts look like this; return what is placed before anything else."""
+
+    def check_hosts(config, device, environment, say, check):
+        if refusal:
+            raise refusal
+        return list(addresses)
+
+    class Placed(Exception):
+        pass
+
+    def place(actor, name, *_):
+        raise Placed(name)
+
+    monkeypatch.setattr(launch, "check_hosts", check_hosts)
+    monkeypatch.setattr(launch, "home_resource", lambda: "node:h")
+    monkeypatch.setattr(launch, "place", place)
+    monkeypatch.setattr(launch, "kill_cluster", lambda: pytest.fail("it may be another's"))
+    config = load_config(None, {"model": "/models/tiny", **options})
+    try:
+        launch.deploy(config, "cpu", time.monotonic() + 5.0, StartWatch(), is_own_ray=False)
+    except Placed as first:
+        return str(first)
+
+
+def test_nothing_is_placed_before_all_hosts_have_been_looked_at(monkeypatch):
+    refusal = PlacementError("gpu-b has nothing at /models/tiny")
+
+    with pytest.raises(PlacementError, match="gpu-b has nothing"):
+        start_on(monkeypatch, refusal, ray_address="auto")
+    # A Ray of our own has one host, which the preflight has looked at.
+    assert start_on(monkeypatch, refusal) == CONTROLLER_NAME
+
+
+def test_the_addresses_of_the_interface_are_those_that_must_not_be_in_clear(monkeypatch):
+    have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "lo": ["127.0.0.1"]})
+    in_clear = r"tls.certificate_file is not set, .* would listen on 10.0.0.2"
+
+    for options in ({"ray_address": "auto", "addresses": ["10.0.0.2"]}, {}):
+        with pytest.raises(ConfigError, match=in_clear):
+            start_on(monkeypatch, network_interface="eth0", **options)
+    assert start_on(monkeypatch, network_interface="eth0", insecure=True) == CONTROLLER_NAME
+    assert start_on(monkeypatch, network_interface="lo") == CONTROLLER_NAME
+
+
 @pytest.fixture
 def placed(monkeypatch):
     """What actors are placed with, by name: options and arguments."""
@@ -140,8 +216,8 @@ def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
     deploy(deployment({**options, "http_port": 0}))
     assert GATEWAY_NAME not in placed
     deploy(deployment({**options, "http_port": 8123}))
-    config, host, port, _, _, router_name, tls, router_tls = placed[GATEWAY_NAME][1]
-    assert (config.max_prompts, host, port) == (3, "0.0.0.0", 8123)
+    config, host, interface, port, _, _, router_name, tls, router_tls = placed[GATEWAY_NAME][1]
+    assert (config.max_prompts, host, interface, port) == (3, "0.0.0.0", "", 8123)
     assert (router_name, tls, router_tls) == (ROUTER_NAME, TlsSettings(), None)
     for name in (GATEWAY_NAME, ROUTER_NAME):
         assert list(placed[name][0]["resources"]) == ["node:h"], "at the host of who started it"

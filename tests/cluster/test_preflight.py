@@ -17,7 +17,9 @@ from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import HostMemory
+from cluster.own_address import check_interfaces
 from cluster.preflight import check_start
+from tests.support.interfaces import have_interfaces
 
 GIB = 2**30
 # What takes long to import, and no refusal needs.
@@ -184,6 +186,45 @@ def test_a_port_in_use_is_refused_without_slow_imports(command, flag):
 
     assert line.startswith(f"error: port {port} on 127.0.0.1 is in use; choose another with {flag}")
     assert slow == set()
+
+
+@pytest.mark.parametrize("option", ["network_interface", "nccl_interface"])
+def test_an_interface_that_this_host_lacks_is_refused(monkeypatch, option):
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    have_interfaces(monkeypatch, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"]})
+    told = rf"^{option} is 'eth7', which does not exist on gpu-a; .* lo \(127.0.0.1\), eth0 \(10"
+
+    with pytest.raises(ConfigError, match=told):
+        check_on_a_host_with(monkeypatch, memory, **{option: "eth7"})
+
+
+def test_the_router_may_not_listen_in_clear_on_an_interface_either(monkeypatch):
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "lo": ["127.0.0.1"]})
+    monkeypatch.setattr(preflight, "check_port_free", lambda *_, **__: None)  # it has no eth0
+
+    with pytest.raises(ConfigError, match=r"front_tls.certificate_file is not .* on 10.0.0.2,"):
+        check_on_a_host_with(monkeypatch, memory, network_interface="eth0")
+    assert check_on_a_host_with(monkeypatch, memory, network_interface="lo") == ("cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("variable", "is_refused"),
+    [("eth0", False), ("=eth0", False), ("eth1", True), ("eth0,eth1", True), ("", False)],
+)
+def test_an_interface_for_nccl_is_named_in_one_place(monkeypatch, variable, is_refused):
+    have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"]})
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", variable)
+    config = load_config(None, {"nccl_interface": "eth0"})
+
+    if is_refused:
+        with pytest.raises(
+            ConfigError, match=rf"is 'eth0', and NCCL_SOCKET_IFNAME is '{variable}'"
+        ):
+            check_interfaces(config)
+    else:
+        check_interfaces(config)
+    check_interfaces(load_config(None, {"network_interface": "eth0"}))  # gives way
 
 
 def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_started(

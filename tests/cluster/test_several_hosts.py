@@ -4,6 +4,7 @@ Hosts have addresses, processes and files of their own, and fail by themselves (
 """
 
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -31,7 +32,9 @@ RATE, LOAD_S = 20, 20  # requests a second, and for how long
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    with hosted_cluster(demo_model_dir(), folder, has_redis=False) as cluster:
+    copy = shutil.copytree(demo_model_dir(), folder / "copy")
+    options = {"network_interface": "eth0", "model_paths": {"host3": str(copy)}}
+    with hosted_cluster(demo_model_dir(), folder, has_redis=False, options=options) as cluster:
         yield cluster
 
 

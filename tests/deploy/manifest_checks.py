@@ -386,9 +386,8 @@ def pools(overlay: Overlay, folder: Path) -> Iterator[str]:
             yield f"{each.where}: replicas is {each.replicas}, out of its bounds"
         if is_gpu and not each.spec.get("tolerations"):
             yield f"{each.where}: it tolerates no node with GPUs"
-    env = {each["name"] for each in overlay.container("up")["env"]}
-    if is_gpu and "NCCL_SOCKET_IFNAME" not in env:
-        yield "up must say which interface NCCL uses; workers get it from there"
+    if is_gpu and not (config.network_interface or config.nccl_interface):
+        yield "network_interface must say which interface NCCL uses"
 
 
 def _asked_for(config: ClusterConfig, pool: str) -> dict[str, Any]:

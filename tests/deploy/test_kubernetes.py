@@ -250,7 +250,7 @@ FAULTS = [
     ("pools", put(group, 9, "replicas"), "replicas is 9, out of its bounds"),
     ("pools", configured("pool_resources: true", "pool_resources: false"), "be placed by pool"),
     ("pools", take(group, "template", "spec", "tolerations"), "tolerates no node"),
-    ("pools", take(up, "env", 3), "which interface NCCL uses"),
+    ("pools", configured("network_interface: eth0", ""), "which interface NCCL uses"),
     ("security", put(worker, False, "securityContext", "readOnlyRootFilesystem"), "must be {"),
     (
         "security",

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +15,9 @@ class Config:
     is_on: bool = option(False, "Whether.")
     kind: Literal["a", "b"] = option("a", "Which.")
     name: str | None = option(None, "Whose.", accepts=lambda v: v != "", accepted="a name")
+    paths: Mapping[str, str] | None = option(
+        None, "Where.", accepts=lambda v: v != {}, accepted="paths"
+    )
     key: bytes = b""  # no option
     rest: list[int] = field(default_factory=list)  # no option
 
@@ -22,9 +26,16 @@ class Config:
 
 
 def test_only_declared_fields_are_options_in_their_order() -> None:
-    assert list(options_of(Config)) == ["limit", "most", "share", "is_on", "kind", "name"]
+    assert list(options_of(Config)) == ["limit", "most", "share", "is_on", "kind", "name", "paths"]
     assert options_of(Config)["limit"].rule.meaning == "How many."
     assert Config().limit == options_of(Config)["limit"].default == 4
+
+
+def test_mappings_are_told_from_single_values() -> None:
+    options = options_of(Config)
+
+    assert [name for name, each in options.items() if each.is_mapping] == ["paths"]
+    assert options["name"].simple_type is options["paths"].simple_type is str
 
 
 @pytest.mark.parametrize(

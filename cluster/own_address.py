@@ -1,0 +1,46 @@
+"""What options that name a network interface mean on the host where a command runs."""
+
+import os
+from dataclasses import replace
+
+from cluster.config import ClusterConfig
+from cluster.environment import NCCL_VARIABLE
+from cluster.errors import ConfigError
+from options.interfaces import NoAddress, address_on
+
+
+def with_own_host(config: ClusterConfig) -> ClusterConfig:
+    """Return a configuration whose `host` is an address also where it was left to an interface.
+
+    Raises:
+        ConfigError: This host has no address on network_interface.
+    """
+    if config.host:
+        return config
+    return replace(config, host=_address_on(config.network_interface, "network_interface"))
+
+
+def check_interfaces(config: ClusterConfig) -> None:
+    """Refuse interfaces that this host, which gets the controller and the router, does not have.
+
+    Raises:
+        ConfigError: Names the option, what was found and what is allowed.
+    """
+    if config.network_interface:
+        _address_on(config.network_interface, "network_interface")
+    wanted = config.nccl_interface
+    given = os.environ.get(NCCL_VARIABLE, "")  # which all workers are given
+    if given and wanted and given.removeprefix("=") != wanted:
+        raise ConfigError(
+            f"nccl_interface is {wanted!r}, and {NCCL_VARIABLE} is {given!r} in the environment; "
+            "they must be the same, or one of them not set"
+        )
+    if wanted and not config.ray_address:
+        _address_on(wanted, "nccl_interface")
+
+
+def _address_on(interface: str, option: str) -> str:
+    try:
+        return address_on(interface, option=option)
+    except NoAddress as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,48 @@
+"""Tells two models apart without reading all of either: copies on several hosts must be one."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_engine.checkpoint import fingerprint
+from llm_engine.errors import CheckpointMissing
+from llm_engine.model_files import open_model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelIdentity:
+    """Equal where two copies of a model give the same tokens."""
+
+    weights: str  # and configuration; see llm_engine.checkpoint.fingerprint
+    tokenizer: str  # digest of tokenizer.json
+
+    def differences(self, other: "ModelIdentity") -> str:
+        """Return what another model has, in words; empty: it is the same one."""
+        found = []
+        if self.weights != other.weights:
+            found.append("another configuration or other weights")
+        if self.tokenizer != other.tokenizer:
+            found.append("another tokenizer.json")
+        return " and ".join(found)
+
+
+def read_identity(model: Path) -> ModelIdentity:
+    """Return which model lies there; reads some bytes of each tensor, and none of them whole.
+
+    Args:
+        model: As open_model takes it.
+
+    Raises:
+        EngineError: As open_model does, or because there is no tokenizer.json.
+        OSError: A file cannot be read.
+    """
+    files = open_model(model)
+    path = files.folder / "tokenizer.json"
+    try:
+        tokenizer = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointMissing(f"{path}: no such file; the tokenizer must be there") from error
+    return ModelIdentity(
+        weights=fingerprint(files.config, files.tensors),
+        tokenizer=hashlib.blake2b(tokenizer, digest_size=16).hexdigest(),
+    )

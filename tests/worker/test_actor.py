@@ -1,0 +1,215 @@
+"""What a worker's actor learns on its host before it loads weights; Ray is a fake."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+import worker.actor as module
+from cluster.demo_model import write_demo_model
+from llm_engine.model_identity import read_identity
+from tests.support.interfaces import have_interfaces
+from worker.actor import WorkerActor
+from worker.errors import HostUnfit
+from worker.own_host import HostOptions
+from worker.process import WorkerSettings
+
+NODE = {
+    "NodeID": "id",
+    "NodeManagerAddress": "10.0.0.2",
+    "NodeManagerHostname": "gpu-a",
+    "Resources": {"pagewire-decode": 1.0},
+}
+
+
+class FakeController:
+    """Its handle; `asked` are the calls, in order."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.is_restart = False
+        self.asked: list[str] = []
+        self.was_ready = self._method("was_ready", lambda: self.is_restart)
+        self.model_identity = self._method("model_identity", lambda: read_identity(self.model))
+
+    def _method(self, name: str, answer: Callable[[], Any]) -> Any:
+        def remote(*_: Any) -> Awaitable[Any]:
+            self.asked.append(name)
+
+            async def answering() -> Any:
+                return answer()
+
+            return answering()
+
+        return SimpleNamespace(remote=remote)
+
+
+class Actor(WorkerActor[None]):
+    """Of no pool."""
+
+    pool = "decode"
+
+    def _build(self, *_: Any) -> Any:
+        raise AssertionError("nothing is loaded")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "plain").mkdir()
+    write_demo_model(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+@pytest.fixture
+def controller(model: Path, monkeypatch: pytest.MonkeyPatch) -> FakeController:
+    controller = FakeController(model)
+    monkeypatch.setattr(ray, "get_actor", lambda name: controller)
+    monkeypatch.setattr(ray, "nodes", lambda: [{**NODE, "NodeID": "other"}, NODE])
+    own = SimpleNamespace(get_node_id=lambda: "id")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: own)
+    have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "eth1": ["10.1.0.2"]})
+    return controller
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """With which address and model worker processes are made, which load the weights."""
+    made = []
+
+    class FakeProcess:
+        def __init__(self, settings: WorkerSettings, *_: Any, **__: Any) -> None:
+            made.append((settings.host, settings.model_dir))
+
+        async def start(self, build: Any) -> None:
+            pass
+
+        async def wait_failed(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(module, "WorkerProcess", FakeProcess)
+    return made
+
+
+def start(model: Path, *, host: str = "", **by_host: Any) -> None:
+    settings = WorkerSettings(
+        worker_id="decode-0",
+        model_dir=model,
+        served_model_name="tiny",
+        device="cpu",
+        dtype="auto",
+        deterministic=True,
+        num_seats=1,
+        page_size=16,
+        num_pages=1,
+        gpu_memory_fraction=0.5,
+        workers_per_gpu=1,
+        cpu_pages_bytes=1,
+        cpu_threads=1,
+        host=host,
+        by_host=HostOptions(**by_host),
+        log_level="info",
+        log_format="text",
+    )
+    actor: Any = Actor.__new__(Actor)
+
+    async def scenario() -> None:
+        await actor.__init__(settings, None, None, "controller")
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_takes_the_path_and_the_address_of_its_host(
+    model: Path, controller: FakeController, started: list[tuple[str, Path]], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    paths = {"gpu-b": "/nothing", "gpu-a": str(copy)}
+
+    start(model, model_paths=paths, network_interface="eth1")
+    start(model)
+
+    assert started == [("10.1.0.2", copy), ("10.0.0.2", model)]
+
+
+def test_a_host_that_joined_later_with_another_model_loads_nothing_of_it(
+    model: Path, controller: FakeController, started: list[tuple[str, Path]], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    with (copy / "tokenizer.json").open("a") as file:
+        file.write("\n")
+
+    with pytest.raises(HostUnfit, match=r"^network_interface is 'eth7', .*; gpu-a .* another tok"):
+        start(model, model_paths={"pagewire-decode": str(copy)}, network_interface="eth7")
+
+    assert started == []
+
+
+def test_a_worker_does_not_wait_for_ever_for_the_routers_host(
+    model: Path,
+    controller: FakeController,
+    started: list[tuple[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controller.model_identity = SimpleNamespace(remote=lambda: asyncio.Event().wait())
+    monkeypatch.setattr(module, "IDENTITY_TIMEOUT_S", 0.0)
+
+    with pytest.raises(HostUnfit, match="router's host does not tell which model it has"):
+        start(model)
+
+    assert started == []
+
+
+def test_a_model_that_has_changed_on_all_hosts_is_the_same(
+    model: Path, controller: FakeController, started: list[tuple[str, Path]], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    for folder in (model, copy):
+        with (folder / "tokenizer.json").open("a") as file:
+            file.write("\n")
+
+    start(model, model_paths={"gpu-a": str(copy)})
+
+    assert started == [("10.0.0.2", copy)]
+
+
+def test_a_worker_that_begins_anew_waits_for_nobody(
+    model: Path, controller: FakeController, started: list[tuple[str, Path]]
+) -> None:
+    controller.is_restart = True
+
+    start(model, model_paths={"gpu-a": "/data/tiny"})
+
+    assert started == [("10.0.0.2", Path("/data/tiny"))]
+    assert controller.asked == ["was_ready"]
+
+
+def test_a_worker_whose_interface_has_gone_is_started_again_by_ray(
+    model: Path,
+    controller: FakeController,
+    started: list[tuple[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    controller.is_restart = True
+    monkeypatch.setattr(os, "_exit", end)
+
+    with pytest.raises(SystemExit, match="1"):
+        start(model, network_interface="eth7")
+
+    assert started == []
+
+
+def test_on_a_ray_of_our_own_nothing_differs_by_host(
+    model: Path, controller: FakeController, started: list[tuple[str, Path]]
+) -> None:
+    start(model, host="127.0.0.1")
+
+    assert started == [("127.0.0.1", model)]
+    assert controller.asked == ["was_ready"]

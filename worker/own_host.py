@@ -1,0 +1,107 @@
+"""What differs by host: looked at on each that gets a worker, before the worker loads weights.
+
+The launcher has it looked at on all hosts that there are, before it starts anything, so that one
+error tells of all. A worker looks again, because hosts join later.
+"""
+
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from credentials.door import is_loopback_host
+from llm_engine.errors import EngineError
+from llm_engine.model_identity import ModelIdentity, read_identity
+from options.interfaces import NoAddress, address_on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostOptions:
+    """What is configured once, and means something else on each host."""
+
+    # address, name or resource of a host |-> path of the model there, if it is another one
+    model_paths: Mapping[str, str] = field(default_factory=dict)
+    network_interface: str = ""  # empty: the address that Ray has of the host
+    nccl_interface: str = ""  # empty: NCCL has none of its own, or is not used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFound:
+    """What was found on one host."""
+
+    address: str  # with which it is found by others; empty: a problem tells why there is none
+    model: Path
+    problems: tuple[str, ...]  # each a sentence with the host; none: a worker can start
+
+
+def host_names(node: Mapping[str, Any]) -> frozenset[str]:
+    """Return what a host goes by: address, name and resources.
+
+    Args:
+        node: As ray.nodes() describes it.
+    """
+    return frozenset({node["NodeManagerAddress"], node["NodeManagerHostname"], *node["Resources"]})
+
+
+def model_on(model_paths: Mapping[str, str], model: Path, names: Collection[str]) -> Path:
+    """Return where the model lies on a host: at the first path for one of its names, or at model.
+
+    Args:
+        names: What the host goes by; see host_names.
+    """
+    return Path(next((path for name, path in model_paths.items() if name in names), model))
+
+
+def look(
+    options: HostOptions,
+    model: Path,
+    names: Collection[str],
+    address: str,
+    expected: ModelIdentity | None,
+) -> HostFound:
+    """Look at the host of this process; reads from its disk.
+
+    Args:
+        options: Of the cluster.
+        model: Where the model lies unless the options name another place.
+        names: What the host goes by; see host_names.
+        address: That Ray has of it.
+        expected: Which model must lie there; None: whichever does.
+    """
+    problems = []
+    host = f"{socket.gethostname()} ({address})"
+    try:
+        if interface := options.network_interface:
+            ray_address, address = address, address_on(interface)
+            if is_loopback_host(address) and not is_loopback_host(ray_address):
+                problems.append(
+                    f"network_interface is {interface!r}, whose address on {host} is {address}, "
+                    "where no other host finds it; it must be one that joins the hosts"
+                )
+    except NoAddress as error:
+        address = ""
+        problems.append(str(error))
+    try:
+        if options.nccl_interface:
+            address_on(options.nccl_interface, option="nccl_interface")
+    except NoAddress as error:
+        problems.append(str(error))
+    model = model_on(options.model_paths, model, names)
+    if expected is not None and (problem := _wrong_copy(host, model, expected)):
+        problems.append(problem)
+    return HostFound(address=address, model=model, problems=tuple(problems))
+
+
+def _wrong_copy(host: str, model: Path, expected: ModelIdentity) -> str:
+    """Say why there is no copy of the expected model; empty: there is one."""
+    remedy = "a copy of the model must be there, or at a path that model_paths names"
+    try:
+        if not model.exists():
+            return f"{host} has nothing at {model}; {remedy}"
+        differences = expected.differences(read_identity(model))
+    except (EngineError, OSError) as error:
+        return f"{host} has no usable model at {model}: {error}; {remedy}"
+    if differences:
+        return f"{host} has {differences} at {model} than the router's host; {remedy}"
+    return ""
