@@ -1,74 +1,37 @@
 """Pages over plain TCP, through host memory: the transport of hosts without GPUs.
 
-The receiver listens; its offer names host and port. Both sides have the connection's key (see
-Transport) and prove it by challenge and response, so that neither the key nor anything that could
-be used again crosses the wire:
-
-    sender    magic (8) | connection id length (2) | sender's challenge (32) | connection id
-    receiver  receiver's challenge (32) | proof (32)
-    sender    proof (32)
-    receiver  1
-
-A proof is HMAC-SHA256, under the key, over the side's name and both challenges. Then the sender
-sends one frame per operation:
+After the handshake of `kv_transfer.proven_sockets` the sender sends one frame per operation:
 
     magic (8) | frame number (8) | number of pages (4) | bytes of a page (8) | pages
 
-All integers are big-endian. A frame that the receiver does not expect breaks the connection. With
-TLS all of this goes through it, and both sides have shown a certificate before. Without it, what
-follows the handshake is neither encrypted nor authenticated: see docs/security.md.
+All integers are big-endian. A frame that the receiver does not expect breaks the connection.
 """
 
 import asyncio
-import hmac
-import json
-import logging
-import secrets
-import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 
 from kv_cache.page_storage import PageBytes, PageStorage
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
-from kv_transfer.page_socket import PageSocket, PageTls, TlsSocket
-from observability.logs import fields
-from options.ports import NoPortFree, listen_within
-from protos.addresses import join_address
+from kv_transfer.page_socket import PageSocket, PageTls
+from kv_transfer.proven_sockets import ProvenSockets
+from kv_transfer.socket_connection import SocketConnection
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-CHALLENGE_BYTES = 32
-PROOF_BYTES = 32
-MAX_ID_BYTES = 256  # of a connection id; ours have 32
-MAX_HANDSHAKE_S = 5.0
-MAX_GREETINGS = 64  # connections that have not proven themselves; the oldest gives way
-ACCEPT_PAUSE_S = 0.1  # after a failed accept
-MAX_OFFER_BYTES = 1024
 CHUNK_BYTES = 8 << 20  # copied out of or into the storage at a time
 
-_HELLO = struct.Struct(f"!8sH{CHALLENGE_BYTES}s")
-_HELLO_MAGIC = b"PWHELLO2"
 _FRAME = struct.Struct("!8sQIQ")
 _FRAME_MAGIC = b"PWFRAME1"
-_ACCEPTED = b"\x01"
 
 
 class TcpTransport:
     """Implements `kv_transfer.transport.Transport`.
 
     Args:
-        host: Address to listen on, and for senders to connect to.
-        tls: Encrypts all connections; None: they are in clear.
-        port_range: From which it takes its port; see options.ports.
-        random_bytes: Makes the challenges.
+        host, tls, port_range: See `kv_transfer.proven_sockets.ProvenSockets`.
         run_blocking: Runs the copies between storage and host memory.
     """
 
@@ -81,88 +44,28 @@ class TcpTransport:
         host: str,
         tls: PageTls | None = None,
         port_range: str = "",
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self._storage = storage
-        self._host = host
-        self._tls = tls
-        self._port_range = port_range
-        self._random_bytes = random_bytes
+        self._sockets = ProvenSockets(host=host, tls=tls, port_range=port_range)
         self._run_blocking = run_blocking
-        self._listener: socket.socket | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._greetings: dict[asyncio.Task[None], None] = {}  # oldest first
-        # connection_id |-> (key, the accepted socket)
-        self._offers: dict[str, tuple[bytes, asyncio.Future[PageSocket]]] = {}
         self._connections: list[TcpConnection] = []
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
-        loop = asyncio.get_running_loop()
-        if self._listener is None:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            try:
-                self._listener = listen_within(
-                    self._port_range,
-                    self._host,
-                    lambda port: socket.create_server((self._host, port), family=family),
-                )
-            except NoPortFree as error:
-                raise ConnectionBroken(str(error)) from error
-            self._listener.setblocking(False)
-            self._listening = loop.create_task(self._listen(self._listener))
-        self._offers[connection_id] = (key, loop.create_future())
-        port = self._listener.getsockname()[1]
-        return json.dumps({"host": self._host, "port": port}).encode()
+        return self._sockets.offer(connection_id, key)
 
     async def accept(self, connection_id: str, deadline: float) -> "TcpConnection":
-        _, accepted = self._offers[connection_id]
-        try:
-            async with asyncio.timeout_at(deadline):
-                sock = await accepted
-        except BaseException as error:
-            if accepted.done() and not accepted.cancelled():
-                accepted.result().close()
-            if isinstance(error, TimeoutError):
-                raise ConnectionBroken("the sender did not connect in time") from error
-            raise
-        finally:
-            self._offers.pop(connection_id, None)
-        return self._connection(connection_id, sock)
+        wire = await self._sockets.accept(connection_id, deadline)
+        return self._connection(connection_id, wire)
 
     async def connect(
         self, connection_id: str, offer: bytes, key: bytes, deadline: float
     ) -> "TcpConnection":
-        host, port = _parse_offer(offer)
-        loop = asyncio.get_running_loop()
-        sock: socket.socket | None = None
-        try:
-            async with asyncio.timeout_at(deadline):
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                family, kind, protocol, _, address = found[0]
-                sock = socket.socket(family, kind, protocol)
-                sock.setblocking(False)
-                await loop.sock_connect(sock, address)
-                wire = await self._secured(sock, is_server=False)
-                await self._introduce(wire, connection_id, key)
-        except BaseException as error:
-            if sock is not None:
-                sock.close()
-            # A host that is no name at all is a ValueError.
-            if isinstance(error, (OSError, TimeoutError, ValueError)):
-                reason = str(error) or "no answer in time"
-                message = f"no TCP connection to {join_address(host, port)}: {reason}"
-                raise ConnectionBroken(message) from error
-            raise
+        wire = await self._sockets.connect(connection_id, offer, key, deadline)
         return self._connection(connection_id, wire)
 
     async def close(self) -> None:
-        for task in (self._listening, *self._greetings):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
-        if self._listener is not None:
-            self._listener.close()
+        await self._sockets.close()
         for connection in self._connections:
             await connection.abort()
 
@@ -172,91 +75,8 @@ class TcpTransport:
         self._connections.append(connection)
         return connection
 
-    async def _listen(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                # A caller that left at once, or no file descriptor is free: both pass.
-                logger.warning("accept_failed", extra=fields(error=str(error)))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            sock.setblocking(False)
-            if len(self._greetings) >= MAX_GREETINGS:
-                # A genuine one takes two round trips; the oldest is a stranger, or too slow.
-                next(iter(self._greetings)).cancel()
-            greeting = loop.create_task(self._greet(sock))
-            self._greetings[greeting] = None
-            greeting.add_done_callback(self._greetings.pop)
-            await asyncio.sleep(0)  # it begins, so that a cancellation closes its socket
 
-    async def _secured(self, sock: socket.socket, *, is_server: bool) -> PageSocket:
-        """Return the connection, over which one may speak."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is None:
-            return PageSocket(sock)
-        wire = TlsSocket(sock, self._tls, is_server=is_server)
-        await wire.shake_hands()
-        return wire
-
-    async def _introduce(self, wire: PageSocket, connection_id: str, key: bytes) -> None:
-        """Prove the key to the receiver, which must prove it, too."""
-        encoded, own = connection_id.encode(), self._random_bytes(CHALLENGE_BYTES)
-        if len(encoded) > MAX_ID_BYTES:
-            raise ConnectionBroken(
-                f"the connection id has {len(encoded)} bytes, allowed are {MAX_ID_BYTES}"
-            )
-        await wire.send(_HELLO.pack(_HELLO_MAGIC, len(encoded), own) + encoded)
-        try:
-            answer = await wire.receive(CHALLENGE_BYTES + PROOF_BYTES)
-            theirs, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
-            if not hmac.compare_digest(proof, _proof(key, b"receiver", own, theirs)):
-                raise ConnectionBroken("its proof is not genuine")
-            await wire.send(_proof(key, b"sender", own, theirs))
-            await wire.receive(len(_ACCEPTED))
-        except ConnectionBroken as error:
-            message = f"the receiver refused connection {connection_id!r}: {error}"
-            raise ConnectionBroken(message) from error
-
-    async def _greet(self, sock: socket.socket) -> None:
-        """Hand the socket to the offer whose key it proves, or close it."""
-        is_taken = False
-        try:
-            async with asyncio.timeout(MAX_HANDSHAKE_S):
-                wire = await self._secured(sock, is_server=True)
-                offer = await self._proven_offer(wire)
-                if offer is None or offer.done():
-                    return
-                await wire.send(_ACCEPTED)
-                if not offer.done():
-                    offer.set_result(wire)
-                    is_taken = True
-        except (OSError, TimeoutError, ConnectionBroken):
-            # A stranger, or a sender that left: whoever waits for the offer has a deadline.
-            return
-        finally:
-            if not is_taken:
-                sock.close()
-
-    async def _proven_offer(self, wire: PageSocket) -> "asyncio.Future[PageSocket] | None":
-        """Return the offer whose key the other side proves; none: it is a stranger."""
-        magic, id_length, theirs = _HELLO.unpack(await wire.receive(_HELLO.size))
-        if magic != _HELLO_MAGIC or id_length > MAX_ID_BYTES:
-            return None
-        connection_id = (await wire.receive(id_length)).decode(errors="replace")
-        key, accepted = self._offers.get(connection_id, (b"", None))
-        if accepted is None:
-            return None
-        own = self._random_bytes(CHALLENGE_BYTES)
-        answer = own + _proof(key, b"receiver", theirs, own)
-        await wire.send(answer)
-        proof = await wire.receive(PROOF_BYTES)
-        is_genuine = hmac.compare_digest(proof, _proof(key, b"sender", theirs, own))
-        return accepted if is_genuine else None
-
-
-class TcpConnection:
+class TcpConnection(SocketConnection):
     """Implements `kv_transfer.transport.Connection` over one TCP connection."""
 
     def __init__(
@@ -266,23 +86,9 @@ class TcpConnection:
         storage: PageStorage,
         run_blocking: RunBlocking,
     ) -> None:
-        self._connection_id = connection_id
-        self._wire = wire
+        super().__init__(connection_id, wire, run_blocking)
         self._storage = storage
-        self._run_blocking = run_blocking
-        self._is_broken = False
-        self._order = asyncio.Lock()
-        self._num_frames = 0
-        self._copy: asyncio.Task[Any] | None = None  # touches the storage right now
         self._pages_at_once = max(1, CHUNK_BYTES // storage.page_bytes)
-
-    @property
-    def connection_id(self) -> str:
-        return self._connection_id
-
-    @property
-    def is_broken(self) -> bool:
-        return self._is_broken
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
@@ -304,62 +110,6 @@ class TcpConnection:
                 await self._wire.receive_into(contents.data.cast("B"))
                 await self._touch(partial(self._storage.import_pages, some, contents))
 
-    async def abort(self) -> None:
-        self._is_broken = True
-        self._wire.shut()
-        async with self._order:
-            pass
-        if self._copy is not None:
-            # A thread cannot be stopped; it ends on its own within one copy.
-            await asyncio.wait({self._copy})
-        self._wire.close()
-
     def _pieces(self, page_ids: Sequence[int]) -> list[Sequence[int]]:
         step = self._pages_at_once
         return [page_ids[i : i + step] for i in range(0, len(page_ids), step)]
-
-    async def _touch(self, function: Callable[[], T]) -> T:
-        async def run() -> T:
-            return await self._run_blocking(function)
-
-        copy = asyncio.get_running_loop().create_task(run())
-        self._copy = copy
-        # Shielded: a deadline must not make the copy look finished.
-        return await asyncio.shield(copy)
-
-    @asynccontextmanager
-    async def _operating(self, deadline: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout_at(deadline), self._order:
-                if self._is_broken:
-                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
-                yield
-                self._num_frames += 1
-        except (OSError, TimeoutError) as error:
-            self._is_broken = True
-            raise ConnectionBroken(str(error) or "no progress before the deadline") from error
-        except BaseException:
-            self._is_broken = True
-            raise
-
-
-def _proof(key: bytes, side: bytes, of_sender: bytes, of_receiver: bytes) -> bytes:
-    """Return what a side proves the key with: HMAC of its name and both challenges."""
-    return hmac.digest(key, side + of_sender + of_receiver, "sha256")
-
-
-def _parse_offer(offer: bytes) -> tuple[str, int]:
-    """Return host and port of an offer."""
-    wrong = ConnectionBroken("the offer is not one of TCP: host and port")
-    if len(offer) > MAX_OFFER_BYTES:
-        raise wrong
-    try:
-        fields = json.loads(offer)
-        host, port = fields["host"], fields["port"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise wrong from None
-    if not isinstance(host, str) or type(port) is not int:
-        raise wrong
-    if not 0 < port < 1 << 16:
-        raise ConnectionBroken(f"the offer names port {port}")
-    return host, port

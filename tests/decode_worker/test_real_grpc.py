@@ -97,7 +97,8 @@ class RealCluster:
             await server.stop(1.0)
         for transport in self._transports:
             # Stopping a worker closed its port and left no connection.
-            assert transport._listener is None or transport._listener.fileno() == -1
+            listener = transport._sockets._listener
+            assert listener is None or listener.fileno() == -1
             assert all(each.is_broken for each in transport._connections)
         for executor in self._executors:
             executor.close()

@@ -16,13 +16,13 @@ import pytest
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import ConnectionBroken, DigestMismatch, TransferError
 from kv_transfer.order import Incoming, Outgoing
-from kv_transfer.tcp import (
+from kv_transfer.proven_sockets import (
     CHALLENGE_BYTES,
     MAX_GREETINGS,
     MAX_ID_BYTES,
     PROOF_BYTES,
-    TcpTransport,
 )
+from kv_transfer.tcp import TcpTransport
 from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
 from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.support.ipv6 import needs_ipv6
@@ -133,7 +133,7 @@ def test_what_an_observer_saw_of_a_handshake_opens_nothing() -> None:
             port = json.loads(pair.receiver.offer("c0", KEY))["port"]
             tap, tapped_port, sent = await wire_tap(port)
             # The same challenges, as if the sender were asked for the very same connection again.
-            pair.sender._random_bytes = lambda num_bytes: b"s" * num_bytes
+            pair.sender._sockets._random_bytes = lambda num_bytes: b"s" * num_bytes
             tapped = json.dumps({"host": "127.0.0.1", "port": tapped_port}).encode()
             accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
             sending = await pair.sender.connect("c0", tapped, KEY, soon())
@@ -182,12 +182,12 @@ def test_strangers_that_stay_silent_keep_no_place_from_a_sender() -> None:
             strangers = [
                 await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_GREETINGS + 20)
             ]
-            while len(pair.receiver._greetings) < MAX_GREETINGS:
+            while len(pair.receiver._sockets._greetings) < MAX_GREETINGS:
                 await asyncio.sleep(0.01)
 
             receiving, sending = await pair.connect("c1")
 
-            assert len(pair.receiver._greetings) <= MAX_GREETINGS
+            assert len(pair.receiver._sockets._greetings) <= MAX_GREETINGS
             assert await asyncio.wait_for(strangers[0][0].read(), 10) == b"", "the oldest left"
             await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
             for _, writer in strangers:

@@ -88,7 +88,7 @@ def test_both_sides_use_version_1_3(authority: Authority) -> None:
             for each in await pair.connect():
                 assert each._wire._tls.version() == "TLSv1.3"  # type: ignore[attr-defined]
 
-            port = pair.receiver._listener.getsockname()[1]  # type: ignore[union-attr]
+            port = pair.receiver._sockets._listener.getsockname()[1]  # type: ignore[union-attr]
             older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             older.check_hostname, older.verify_mode = False, ssl.CERT_NONE
             older.maximum_version = ssl.TLSVersion.TLSv1_2
