@@ -70,7 +70,7 @@ def serve(config: ClusterConfig) -> None:
 
 
 def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return 2 + 2 workers, two on a GPU where there are fewer than four."""
+    """Return 2 + 2 workers, which share GPUs where there are fewer than four."""
     num_gpus = 0
     if given.get("device", "auto") != "cpu":
         if given.get("model") and most_gpus() != 0:
@@ -78,14 +78,13 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         with interrupts_end_at_once():  # it may import torch
             num_gpus = count_gpus()
     # All of a GPU's memory would be millions of a small model's pages.
-    sizes = {"num_pages": 4096} if num_gpus >= 2 else serve_defaults({**given, "device": "cpu"})
+    sizes = {"num_pages": 4096} if num_gpus else serve_defaults({**given, "device": "cpu"})
     return {
         **sizes,
-        # One GPU is not enough for two pools.
-        "device": "cuda" if num_gpus >= 2 else "cpu",
+        "device": "cuda" if num_gpus else "cpu",
         "prefill": 2,
         "decode": 2,
-        "workers_per_gpu": 2 if 2 <= num_gpus < 4 else 1,
+        "workers_per_gpu": {0: 1, 1: 4, 2: 2, 3: 2}.get(num_gpus, 1),
         "port": 0,
         "http_port": 0,
         "page_size": 16,

@@ -88,7 +88,16 @@ class ClusterConfig:
     )
     decode: int = option(1, "Number of decode workers.", at_least=1, at_most=1024)
     workers_per_gpu: int = option(
-        1, "Most workers of a pool that share a GPU of this host.", at_least=1, at_most=16
+        1,
+        "Most workers that share a GPU of this host. Both pools share one where all workers fit on "
+        "it; else each GPU has workers of one pool.",
+        at_least=1,
+        at_most=16,
+    )
+    page_transport: Literal["auto", "cuda_ipc", "nccl"] = option(
+        "auto",
+        "What pages move over between GPUs of one host: nccl, or cuda_ipc, where the receiver "
+        "copies out of the sender's memory. auto: nccl, and cuda_ipc within one GPU.",
     )
 
     host: str = option(

@@ -43,12 +43,24 @@ def resolve_device(asked: str, num_gpus: int) -> str:
     return "cuda" if num_gpus else "cpu"
 
 
-def gpus_of_pools(num_prefill: int, num_decode: int, workers_per_gpu: int) -> tuple[int, int]:
-    """Return the GPUs of the prefill and of the decode pool.
+def shared_gpu(
+    pool: str, index: int, num_prefill: int, num_decode: int, workers_per_gpu: int
+) -> int:
+    """Return which of a host's GPUs a worker uses, where several workers share one.
 
-    No GPU has workers of both: NCCL moves pages between different GPUs only.
+    Both pools are on the first GPU if all workers fit there. Else no GPU has workers of both, so
+    that one pool's steps do not wait for the other's.
     """
-    return -(-num_prefill // workers_per_gpu), -(-num_decode // workers_per_gpu)
+    if pool == "prefill" or num_prefill + num_decode <= workers_per_gpu:
+        return index // workers_per_gpu
+    return -(-num_prefill // workers_per_gpu) + index // workers_per_gpu
+
+
+def gpus_needed(num_prefill: int, num_decode: int, workers_per_gpu: int) -> int:
+    """Return how many GPUs the workers of a host use; see `shared_gpu`."""
+    if num_prefill + num_decode <= workers_per_gpu:
+        return 1
+    return -(-num_prefill // workers_per_gpu) - (-num_decode // workers_per_gpu)
 
 
 def visible_gpu(index: int, visible: str | None) -> str:
@@ -67,14 +79,17 @@ def check_gpus(
     Raises:
         PlacementError: Says how many GPUs are needed.
     """
-    needed = sum(gpus_of_pools(num_prefill, num_decode, workers_per_gpu))
+    needed = gpus_needed(num_prefill, num_decode, workers_per_gpu)
     if device == "cuda" and needed > num_gpus:
         shared = f", {workers_per_gpu} to a GPU," if workers_per_gpu > 1 else ""
         remedies = ""
-        if num_gpus >= 2:  # each pool needs one
+        if num_gpus >= 2:
             remedies = "fewer workers, for more on each GPU with --workers-per-gpu, or for "
         elif num_gpus and num_prefill:
-            remedies = "--prefill 0 --decode 1, so that decode workers compute the prompts, or for "
+            remedies = (
+                "--prefill 0 --decode 1, so that decode workers compute the prompts, for "
+                f"--workers-per-gpu {num_prefill + num_decode}, so that all share the GPU, or for "
+            )
         raise PlacementError(
             f"{num_prefill} prefill and {num_decode} decode workers{shared} need {needed} GPUs, "
             f"and there {'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for "

@@ -13,7 +13,7 @@ import ray
 from cluster.certificates import own_client
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
-from cluster.devices import gpus_of_pools, visible_gpu
+from cluster.devices import shared_gpu, visible_gpu
 from cluster.environment import worker_environment
 from cluster.errors import StartError
 from cluster.router_settings import router_settings
@@ -138,9 +138,7 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
     if device == "cuda" and not has_own_gpu:
         # Ray puts fractions of a GPU wherever there is room, so in time workers of both pools on
         # one. This way a worker that is started again comes back to its own GPU.
-        gpu = int(index) // config.workers_per_gpu
-        if pool == "decode":
-            gpu += gpus_of_pools(config.prefill, config.decode, config.workers_per_gpu)[0]
+        gpu = shared_gpu(pool, int(index), config.prefill, config.decode, config.workers_per_gpu)
         variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, deployment.visible_gpus)
     return {
         "num_gpus": int(has_own_gpu),
@@ -182,6 +180,7 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         log_level=config.log_level,
         log_format=config.log_format,
         port_range=config.port_range,
+        page_transport=config.page_transport,
         tls=config.tls_settings,
         tracing=config.tracing,
     )

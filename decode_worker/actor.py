@@ -37,6 +37,7 @@ class DecodeActor(WorkerActor[DecodeConfig]):
                 self._settings.host,
                 self._process.links.page_tls,
                 self._settings.port_range,
+                self._settings.page_transport,
             ),
             connect_channel=self._process.links.connect,
             random_id=lambda: secrets.token_bytes(16),

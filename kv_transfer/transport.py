@@ -1,4 +1,4 @@
-"""The seam between the transfer protocol and what carries bytes: nccl, tcp, loopback.
+"""The seam between the transfer protocol and what carries bytes: cuda_ipc, nccl, tcp, loopback.
 
 A connection carries pages in one direction between one sender and one receiver. Operations of one
 side happen one after the other, in the order of their calls. The protocol guarantees the same order
@@ -6,11 +6,18 @@ on both sides, and that both know of each other's operation before the receiver 
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kv_cache.page_storage import PageStorage
+from kv_transfer.errors import TransportRefused
 from kv_transfer.page_socket import PageTls
+from observability.logs import fields
+
+logger = logging.getLogger(__name__)
+
+PageTransport = Literal["auto", "cuda_ipc", "nccl"]  # what pages of GPUs move over first
 
 
 class Connection(Protocol):
@@ -81,8 +88,11 @@ def open_transports(
     host: str,
     tls: PageTls | None = None,
     port_range: str = "",
+    choice: PageTransport = "auto",
 ) -> list[Transport]:
     """Return what a worker's pages can move over, best first.
+
+    NCCL is always there for GPUs of different hosts.
 
     Args:
         storage: Of the pages.
@@ -90,11 +100,27 @@ def open_transports(
         host: The worker's own address.
         tls: Encrypts connections, but not those of NCCL; None: they are in clear.
         port_range: Of listeners, but not those of NCCL; see options.ports.
+        choice: Between GPUs of one host "auto" takes NCCL, and "cuda_ipc" lets the receiver read
+            the sender's memory. Within one GPU only the latter is possible, except for "nccl".
     """
     if device == "cuda":
+        from kv_transfer.cuda_ipc import CudaIpcTransport
         from kv_transfer.nccl import NcclTransport
 
-        return [NcclTransport(storage)]
+        transports: list[Transport] = []
+        if choice != "nccl":
+            try:
+                within_host = CudaIpcTransport(
+                    storage,
+                    host=host,
+                    tls=tls,
+                    port_range=port_range,
+                    between_gpus=choice == "cuda_ipc",
+                )
+                transports.append(within_host)
+            except TransportRefused as error:
+                logger.warning("transport_missing", extra=fields(reason=str(error)))
+        return [*transports, NcclTransport(storage)]
     from kv_transfer.tcp import TcpTransport
 
     return [TcpTransport(storage, host=host, tls=tls, port_range=port_range)]

@@ -35,5 +35,6 @@ class PrefillActor(WorkerActor[PrefillConfig]):
                 self._settings.host,
                 self._process.links.page_tls,
                 self._settings.port_range,
+                self._settings.page_transport,
             ),
         )

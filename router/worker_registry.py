@@ -355,7 +355,12 @@ class WorkerRegistry:
         )
 
     def _receive_s_per_token(self, info: WorkerInfo) -> float:
-        rates = {"nccl": self._config.nccl_bytes_per_s, "tcp": self._config.tcp_bytes_per_s}
+        between_gpus = self._config.nccl_bytes_per_s
+        rates = {
+            "nccl": between_gpus,
+            "cuda_ipc": between_gpus,
+            "tcp": self._config.tcp_bytes_per_s,
+        }
         rate = rates.get(info.transports[0]) if info.transports else None
         return info.page_bytes / info.model.page_size / rate if rate else 0.0
 

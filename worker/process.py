@@ -20,6 +20,7 @@ from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
+from kv_transfer.transport import PageTransport
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
@@ -61,6 +62,7 @@ class WorkerSettings:
     log_format: str  # "text" or "json"
     by_host: HostOptions = field(default_factory=HostOptions)  # counts where host is empty
     port_range: str = ""  # from which its servers take their ports; see options.ports
+    page_transport: PageTransport = "auto"  # see kv_transfer.transport.open_transports
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingConfig = field(default_factory=TracingConfig)
 

@@ -1,4 +1,4 @@
-"""Copies whole pages by id: to and from contiguous staging, and within a pool.
+"""Copies whole pages by id: to and from contiguous staging, within a pool, and between pools.
 
 Staging lies on the pool's device, for transfer, or in pinned host memory, for a tier of pages on
 the host: the kernel addresses either directly.
@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_kernels.checks import check_launchable, check_staging, check_tensor
+from attn_kernels.checks import check_launchable, check_own_memory, check_staging, check_tensor
 from attn_kernels.debug_checks import check_different, check_values, debug
 from attn_kernels.errors import ShapeError
 from attn_kernels.pages.bodies import copy_pages_kernel
@@ -50,6 +50,12 @@ def scatter_pages(staging: Tensor, page_ids: Tensor, pages: Tensor) -> None:
 def copy_pages(pages: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     """Copy pages within a pool; no page may be both a source and a target."""
     _copy(pages, source_ids, pages, target_ids)
+
+
+def copy_between(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """Copy pages by id into pages of another pool on the same device, as `copy_pages` does."""
+    check_own_memory("target", target, "source", source)
+    _copy(source, source_ids, target, target_ids)
 
 
 def page_words(name: str, pages: Tensor) -> Tensor:

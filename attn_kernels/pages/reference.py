@@ -24,6 +24,13 @@ def copy_pages(pages: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     flat[target_ids.long()] = flat[source_ids.long()]
 
 
+def copy_between(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """Copy pages by id into pages of another pool."""
+    from_flat = source.reshape(source.shape[0], -1).view(torch.uint8)
+    to_flat = target.reshape(target.shape[0], -1).view(torch.uint8)
+    to_flat[target_ids.long()] = from_flat[source_ids.long()]
+
+
 def digest_pages(words: Tensor, page_ids: Tensor, multipliers: Tensor) -> Tensor:
     """Return the two wrap-around sums of words times multipliers, int64 [n, 2]."""
     chosen = words[page_ids].long()

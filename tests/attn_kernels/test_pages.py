@@ -2,9 +2,15 @@ import pytest
 import torch
 
 from attn_kernels.debug_checks import debug
-from attn_kernels.errors import DeviceError, DtypeError, PageTableError, ShapeError
+from attn_kernels.errors import (
+    DeviceError,
+    DtypeError,
+    KernelInputError,
+    PageTableError,
+    ShapeError,
+)
 from attn_kernels.pages import reference
-from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages.launch import copy_between, copy_pages, gather_pages, scatter_pages
 from attn_kernels.pages.launch_digest import digest_pages
 from kv_cache.torch_storage import digest_multipliers, torch_digest
 
@@ -58,6 +64,20 @@ def test_copy_within_a_pool(device: str):
 
     reference.copy_pages(expected, sources, targets)
     assert torch.equal(pages, expected)
+
+
+def test_copy_between_pools_of_different_sizes(device: str):
+    source, target = random_pages(device, 6, 100), random_pages(device, 9, 100)
+    expected = target.clone()
+    source_ids = torch.tensor([5, 0, 5], device=device)  # a page may be read twice
+    target_ids = torch.tensor([8, 1, 2], device=device)
+
+    copy_between(source, source_ids, target, target_ids)
+
+    reference.copy_between(source, source_ids, expected, target_ids)
+    assert torch.equal(target, expected)
+    with pytest.raises(KernelInputError, match="target lies in the memory of source"):
+        copy_between(source, source_ids, source[1:], target_ids)
 
 
 def test_no_ids_copy_nothing(device: str):

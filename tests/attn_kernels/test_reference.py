@@ -22,7 +22,7 @@ from attn_kernels.decode.plan import SplitRule
 from attn_kernels.elementwise.launch import rms_norm, silu_mul
 from attn_kernels.linear.launch import linear
 from attn_kernels.merge.launch import merge_states
-from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
+from attn_kernels.pages.launch import copy_between, copy_pages, gather_pages, scatter_pages
 from attn_kernels.pages.launch_digest import digest_pages
 from attn_kernels.prefill import reference as prefill_reference
 from attn_kernels.prefill.launch import PrefillAttention
@@ -46,6 +46,7 @@ FUNCTIONS: list[Callable[..., object]] = [
     gather_pages,
     scatter_pages,
     copy_pages,
+    copy_between,
     digest_pages,
     linear,
 ]

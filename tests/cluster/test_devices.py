@@ -27,8 +27,11 @@ def test_more_workers_than_gpus_are_refused():
         PlacementError, match=r"workers, 2 to a GPU, need 3 GPUs.* are 2;.*--workers-"
     ):
         check_gpus("cuda", 3, 2, 2, 2)
-    with pytest.raises(PlacementError, match=r"need 2 GPUs, and there is 1; ask for --prefill 0"):
-        check_gpus("cuda", 1, 1, 8, 1)  # pools never share one
+    check_gpus("cuda", 2, 2, 4, 1)  # all on one
+    with pytest.raises(
+        PlacementError, match=r"need 3 GPUs, and there is 1; .* --workers-per-gpu 5, so that all"
+    ):
+        check_gpus("cuda", 3, 2, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def gpus_of_workers(options, visible_gpus=None):
     }
 
 
-def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses():
+def test_workers_that_share_gpus_have_a_fixed_one():
     three = {"prefill": 3, "decode": 2, "workers_per_gpu": 2}
 
     assert gpus_of_workers({"prefill": 2, "decode": 2}) == {}  # Ray gives each one its own
@@ -105,6 +105,7 @@ def test_workers_that_share_gpus_have_a_fixed_one_that_no_other_pool_uses():
         "decode-1": "2",
     }
     assert set(gpus_of_workers(three, "5, 3,GPU-1f").values()) == {"5", "3", "GPU-1f"}
+    assert set(gpus_of_workers({"prefill": 2, "decode": 2, "workers_per_gpu": 4}).values()) == {"0"}
 
 
 def test_workers_take_hosts_of_their_pool_where_the_hosts_are_marked():

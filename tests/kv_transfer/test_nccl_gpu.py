@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kv_transfer.nccl_worker import PAGES, Worker
+from tests.kv_transfer.gpu_worker import PAGES, Worker, connect, move
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,27 +21,14 @@ ALL = list(range(PAGES))
 
 @contextlib.contextmanager
 def workers(staging_bytes: int) -> Iterator[tuple[Worker, Worker]]:
-    sender, receiver = Worker(0, 1, staging_bytes), Worker(1, 2, staging_bytes)
+    sender, receiver = (
+        Worker(device, device + 1, "nccl", staging_bytes=staging_bytes) for device in (0, 1)
+    )
     try:
         yield sender, receiver
     finally:
         sender.kill()
         receiver.kill()
-
-
-def connect(sender: Worker, receiver: Worker, connection_id: str) -> None:
-    offer = receiver.ask("offer", connection_id)
-    receiver.tell("accept", connection_id)
-    sender.tell("connect", connection_id, offer)
-    assert receiver.hear() is None
-    assert sender.hear() is None
-
-
-def move(sender: Worker, receiver: Worker, source: list[int], target: list[int]) -> None:
-    sender.tell("send", source, 10.0)
-    receiver.tell("receive", target, 10.0)
-    assert sender.hear() is None
-    assert receiver.hear() is None
 
 
 # A page has 256 KiB: one page a message, an odd number, and everything in one message.
@@ -78,7 +65,7 @@ def test_the_death_of_the_sender_costs_its_connection_only() -> None:
         assert receiver.hear() > 0
         assert receiver.ask("abort") < 5.0
         assert receiver.ask("compute") == 1024.0
-        again = Worker(0, 3, 8 << 20)
+        again = Worker(0, 3, "nccl", staging_bytes=8 << 20)
         try:
             connect(again, receiver, "c1")
             move(again, receiver, ALL[:100], ALL[100:200])

@@ -7,16 +7,18 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 PAGES = 512
+KEY = bytes(32)
 
 
 class Worker:
     """The test's handle of a process; `tell` and `hear` are separate, so that two can meet."""
 
-    def __init__(self, device: int, seed: int, staging_bytes: int) -> None:
+    def __init__(self, device: int, seed: int, name: str, **options: Any) -> None:
+        """Start it; `name` and `options` are those of its transport."""
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_main, args=(theirs, device, seed, staging_bytes), daemon=True
+            target=_main, args=(theirs, device, seed, name, options), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -37,19 +39,36 @@ class Worker:
         self.process.join()
 
 
-def _main(pipe: Pipe, device: int, seed: int, staging_bytes: int) -> None:
+def connect(sender: Worker, receiver: Worker, connection_id: str) -> None:
+    offer = receiver.ask("offer", connection_id)
+    receiver.tell("accept", connection_id)
+    sender.tell("connect", connection_id, offer)
+    assert receiver.hear() is None
+    assert sender.hear() is None
+
+
+def move(sender: Worker, receiver: Worker, source: list[int], target: list[int]) -> None:
+    sender.tell("send", source, 10.0)
+    receiver.tell("receive", target, 10.0)
+    assert sender.hear() is None
+    assert receiver.hear() is None
+
+
+def _main(pipe: Pipe, device: int, seed: int, name: str, options: dict[str, Any]) -> None:
     # Kernels that are first loaded while a transfer hangs would hang with it.
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
-    asyncio.run(_serve(pipe, device, seed, staging_bytes))
+    asyncio.run(_serve(pipe, device, seed, name, options))
 
 
-async def _serve(pipe: Pipe, device: int, seed: int, staging_bytes: int) -> None:
+async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[str, Any]) -> None:
     import torch
 
     from kv_cache.layout import KVLayout
     from kv_cache.torch_storage import TorchPageStorage
+    from kv_transfer.cuda_ipc import CudaIpcTransport
     from kv_transfer.errors import ConnectionBroken
-    from kv_transfer.nccl import NcclConnection, NcclTransport
+    from kv_transfer.nccl import NcclTransport
+    from kv_transfer.transport import Connection, Transport
 
     torch.cuda.set_device(device)
     layout = KVLayout(
@@ -65,9 +84,13 @@ async def _serve(pipe: Pipe, device: int, seed: int, staging_bytes: int) -> None
     matrix = torch.ones(1024, 1024, device=storage.device)
     assert float((matrix @ matrix)[0, 0]) == 1024.0
     torch.cuda.synchronize()
-    transport = NcclTransport(storage, staging_bytes=staging_bytes)
+    transport: Transport
+    if name == "nccl":
+        transport = NcclTransport(storage, **options)
+    else:
+        transport = CudaIpcTransport(storage, host="127.0.0.1", **options)
     loop = asyncio.get_running_loop()
-    connection: NcclConnection | None = None
+    connection: Connection | None = None
     while True:
         command, arguments = await asyncio.to_thread(pipe.recv)
         answer: Any = None
@@ -75,12 +98,12 @@ async def _serve(pipe: Pipe, device: int, seed: int, staging_bytes: int) -> None
         try:
             match command, arguments:
                 case "offer", (connection_id,):
-                    answer = transport.offer(connection_id, b"")
+                    answer = transport.offer(connection_id, KEY)
                 case "accept", (connection_id,):
                     connection = await transport.accept(connection_id, loop.time() + 30)
                 case "connect", (connection_id, offer):
                     connection = await transport.connect(
-                        connection_id, offer, b"", loop.time() + 30
+                        connection_id, offer, KEY, loop.time() + 30
                     )
                 case "send", (page_ids, seconds):
                     assert connection is not None
@@ -107,6 +130,8 @@ async def _serve(pipe: Pipe, device: int, seed: int, staging_bytes: int) -> None
                     answer = loop.time() - started_at
                 case "digest", (page_ids,):
                     answer = storage.digest_pages(page_ids)
+                case "free bytes", ():
+                    answer = torch.cuda.mem_get_info()[0]
                 case "compute", ():
                     answer = float((matrix @ matrix)[0, 0])
                 case "stop", ():

@@ -1,0 +1,313 @@
+"""Pages copied straight out of another process's GPU memory: the transport within a host.
+
+The sender maps its pages into the receiver's address space (CUDA IPC), and the receiver copies out
+of them into its own: no staging, no message of the pages' size. What crosses the socket, after the
+handshake of `kv_transfer.proven_sockets`, is small:
+
+    sender    magic (8) | number of pages (8) | bytes of a page (8) | card length (2) | card
+    receiver  1: the pages are mapped; 0: this host does not let it map them
+
+and for each operation
+
+    sender    magic (8) | frame number (8) | number of pages (4) | page ids (4 each)
+    receiver  frame number (8): it has read them
+
+All integers are big-endian. A frame that the receiver does not expect breaks the connection.
+
+Only the receiver writes, into its own pages, and by itself; so nothing hangs when its peer dies,
+and an abort lasts no longer than a copy. A mapping keeps the memory of a dead sender alive, which
+whoever replaces it needs: the receiver always reads the socket, whose end tells it to unmap.
+"""
+
+import asyncio
+import logging
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Protocol, TypeVar
+
+from kv_cache.page_storage import PageStorage
+from kv_transfer.errors import ConnectionBroken, LayoutMismatch, TransportRefused
+from kv_transfer.page_socket import PageSocket, PageTls
+from kv_transfer.proven_sockets import ProvenSockets, read_offer
+from kv_transfer.socket_connection import SocketConnection
+from observability.logs import fields
+from pagewire.protos.call_tasks import mark_seen
+
+logger = logging.getLogger(__name__)
+
+Connected = TypeVar("Connected", bound="Sending | Receiving")
+
+MAX_CARD_BYTES = 512
+
+_CARD = struct.Struct("!8sQQH")
+_CARD_MAGIC = b"PWCARD01"
+_FRAME = struct.Struct("!8sQI")
+_FRAME_MAGIC = b"PWIPCFR1"
+_PAGE_ID_BYTES = 4
+_READ = struct.Struct("!Q")
+_MAPPED, _NOT_MAPPED = b"\x01", b"\x00"
+
+
+class PeerPages(Protocol):
+    """The pages of a sender, mapped. All calls block, and come from one thread."""
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Copy pages of the sender into pages of this worker; return when they are written."""
+        ...
+
+    def close(self) -> None:
+        """Unmap; nothing copies."""
+        ...
+
+
+class Memory(Protocol):
+    """One GPU with its pages; implemented by cuda_ipc_memory.CudaMemory."""
+
+    @property
+    def host_id(self) -> str:
+        """Which running kernel this is."""
+        ...
+
+    @property
+    def gpu_id(self) -> str: ...
+
+    def card(self) -> bytes:
+        """Return what another process needs to map the pages; whoever has it can write them."""
+        ...
+
+    def open(self, card: bytes, num_pages: int) -> PeerPages:
+        """Map another worker's pages; raises TransportRefused if this host does not let it."""
+        ...
+
+
+class CudaIpcTransport:
+    """Implements `kv_transfer.transport.Transport` for storages in the memory of one host's GPUs.
+
+    A sender refuses receivers on other hosts, and unless `between_gpus` those on other GPUs.
+
+    Args:
+        host, tls, port_range: See `kv_transfer.proven_sockets.ProvenSockets`.
+        between_gpus: Whether pages of one GPU are read from another one.
+
+    Raises:
+        TransportRefused: When the pages cannot be shared: they are in host memory, the driver does
+            not support it, or cuda.bindings is missing.
+    """
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self,
+        storage: PageStorage,
+        *,
+        host: str,
+        tls: PageTls | None = None,
+        port_range: str = "",
+        between_gpus: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        self._storage = storage
+        self._memory = memory or _cuda_memory(storage)
+        self._card = self._memory.card()
+        self._between_gpus = between_gpus
+        self._sockets = ProvenSockets(host=host, tls=tls, port_range=port_range)
+        self._connections: list[Sending | Receiving] = []
+
+    def offer(self, connection_id: str, key: bytes) -> bytes:
+        of_memory = {"host_id": self._memory.host_id, "gpu_id": self._memory.gpu_id}
+        return self._sockets.offer(connection_id, key, **of_memory)
+
+    async def accept(self, connection_id: str, deadline: float) -> "Receiving":
+        wire = await self._sockets.accept(connection_id, deadline)
+        thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        try:
+            async with asyncio.timeout_at(deadline):
+                pages, num_pages = await self._map(wire, thread)
+        except BaseException as error:
+            thread.shutdown(wait=False)
+            wire.close()
+            if isinstance(error, (OSError, TimeoutError)):
+                raise ConnectionBroken(str(error) or "the sender sent no card in time") from error
+            raise
+        return self._add(Receiving(connection_id, wire, thread, pages, num_pages))
+
+    async def connect(
+        self, connection_id: str, offer: bytes, key: bytes, deadline: float
+    ) -> "Sending":
+        self._check_reach(read_offer(offer))
+        wire = await self._sockets.connect(connection_id, offer, key, deadline)
+        header = (_CARD_MAGIC, self._storage.num_pages, self._storage.page_bytes, len(self._card))
+        try:
+            async with asyncio.timeout_at(deadline):
+                await wire.send(_CARD.pack(*header) + self._card)
+                answer = await wire.receive(len(_MAPPED))
+        except BaseException as error:
+            wire.close()
+            if isinstance(error, (OSError, TimeoutError)):
+                raise ConnectionBroken(str(error) or "the receiver did not answer") from error
+            raise
+        if answer != _MAPPED:
+            wire.close()
+            raise TransportRefused("the receiver cannot map the pages of this worker")
+        return self._add(Sending(connection_id, wire, asyncio.to_thread))
+
+    async def close(self) -> None:
+        await self._sockets.close()
+        for connection in self._connections:
+            await connection.abort()
+
+    def _check_reach(self, offered: dict[str, object]) -> None:
+        if offered.get("host_id") != self._memory.host_id:
+            raise TransportRefused("the receiver is on another host")
+        if offered.get("gpu_id") != self._memory.gpu_id and not self._between_gpus:
+            raise TransportRefused("the receiver is on another GPU")
+
+    async def _map(self, wire: PageSocket, thread: ThreadPoolExecutor) -> tuple[PeerPages, int]:
+        magic, num_pages, page_bytes, card_length = _CARD.unpack(await wire.receive(_CARD.size))
+        if magic != _CARD_MAGIC or not 0 < card_length <= MAX_CARD_BYTES:
+            raise ConnectionBroken("what the sender sent is no card")
+        card = await wire.receive(card_length)
+        if page_bytes != self._storage.page_bytes:
+            raise LayoutMismatch(
+                f"pages have {page_bytes} bytes at the sender, {self._storage.page_bytes} here"
+            )
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(thread, self._memory.open, card, num_pages)
+        try:
+            pages = await asyncio.shield(opening)
+        except TransportRefused as error:
+            logger.warning("pages_not_mapped", extra=fields(error=str(error)))
+            await wire.send(_NOT_MAPPED)
+            raise
+        except asyncio.CancelledError:
+            # The thread goes on; what it maps must not stay.
+            opening.add_done_callback(_close_opened)
+            raise
+        try:
+            await wire.send(_MAPPED)
+        except BaseException:
+            await loop.run_in_executor(thread, pages.close)
+            raise
+        return pages, num_pages
+
+    def _add(self, connection: Connected) -> Connected:
+        self._connections = [each for each in self._connections if not each.is_broken]
+        self._connections.append(connection)
+        return connection
+
+
+class Sending(SocketConnection):
+    """Implements the sender's half of `kv_transfer.transport.Connection`."""
+
+    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+        async with self._operating(deadline):
+            header = _FRAME.pack(_FRAME_MAGIC, self._num_frames, len(page_ids))
+            await self._wire.send(header + struct.pack(f"!{len(page_ids)}I", *page_ids))
+            (frame,) = _READ.unpack(await self._wire.receive(_READ.size))
+            if frame != self._num_frames:
+                raise ConnectionBroken(f"frame {frame} was read, expected {self._num_frames}")
+
+    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
+        raise AssertionError("a sender receives nothing")
+
+
+class Receiving(SocketConnection):
+    """Implements the receiver's half of `kv_transfer.transport.Connection`."""
+
+    def __init__(
+        self,
+        connection_id: str,
+        wire: PageSocket,
+        thread: ThreadPoolExecutor,
+        pages: PeerPages,
+        num_pages: int,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(connection_id, wire, partial(loop.run_in_executor, thread))
+        self._thread = thread
+        self._pages = pages
+        self._num_pages = num_pages  # of the sender
+        # The sender waits for each frame to be read, so one is the most that can be here.
+        self._frame: asyncio.Queue[tuple[int, ...] | ConnectionBroken] = asyncio.Queue(1)
+        self._aborting: asyncio.Task[None] | None = None
+        self._reading = loop.create_task(self._read())
+
+    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+        raise AssertionError("a receiver sends nothing")
+
+    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
+        async with self._operating(deadline):
+            source_ids = await self._frame.get()
+            if isinstance(source_ids, ConnectionBroken):
+                raise source_ids
+            if len(source_ids) != len(page_ids):
+                raise ConnectionBroken(
+                    f"{len(source_ids)} pages arrive, expected are {len(page_ids)}"
+                )
+            await self._touch(partial(self._pages.copy, source_ids, page_ids))
+            await self._wire.send(_READ.pack(self._num_frames))
+
+    async def abort(self) -> None:
+        # Shielded: a caller that gives up must not stop it half-way.
+        await asyncio.shield(self._begin_abort())
+
+    def _begin_abort(self) -> asyncio.Task[None]:
+        self._is_broken = True
+        if self._aborting is None:
+            self._aborting = asyncio.get_running_loop().create_task(self._abort())
+            self._aborting.add_done_callback(mark_seen)  # of the reader's abort nobody asks
+        return self._aborting
+
+    async def _abort(self) -> None:
+        self._wire.shut()
+        await asyncio.wait({self._reading})
+        await super().abort()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._pages.close)
+        self._thread.shutdown(wait=False)
+
+    async def _read(self) -> None:
+        """Take frames until the socket ends, which ends the connection."""
+        num_frames = 0
+        try:
+            while True:
+                self._frame.put_nowait(await self._next_frame(num_frames))
+                num_frames += 1
+        except asyncio.QueueFull:
+            ending = ConnectionBroken("a frame arrived before the last one was read")
+        except ConnectionBroken as error:
+            ending = error
+        except OSError as error:
+            ending = ConnectionBroken(str(error))
+        finally:
+            self._begin_abort()
+        if self._frame.full():
+            self._frame.get_nowait()
+        self._frame.put_nowait(ending)
+
+    async def _next_frame(self, number: int) -> tuple[int, ...]:
+        magic, frame, count = _FRAME.unpack(await self._wire.receive(_FRAME.size))
+        if (magic, frame) != (_FRAME_MAGIC, number) or count > self._num_pages:
+            raise ConnectionBroken(
+                f"frame {frame} of {count} pages arrived, expected {number} of at most "
+                f"{self._num_pages}"
+            )
+        page_ids = struct.unpack(f"!{count}I", await self._wire.receive(count * _PAGE_ID_BYTES))
+        if page_ids and max(page_ids) >= self._num_pages:
+            raise ConnectionBroken(
+                f"page {max(page_ids)} is named, and the sender has {self._num_pages}"
+            )
+        return page_ids
+
+
+def _close_opened(opening: "asyncio.Future[PeerPages]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
+def _cuda_memory(storage: PageStorage) -> Memory:
+    # Imported here: hosts without GPUs have neither cuda.bindings nor use for it.
+    from kv_transfer.cuda_ipc_memory import CudaMemory
+
+    return CudaMemory(storage)

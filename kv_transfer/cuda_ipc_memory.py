@@ -1,0 +1,186 @@
+"""The device side of a CUDA IPC connection: pages as a handle, mapped pages, and the copies.
+
+Pages of the same GPU are copied by one kernel, which keeps its memory busy however small they are.
+Pages of another GPU are copied as they are by the copy engines, which take no multiprocessor from
+the running steps of either side; pages that follow each other on both sides are one copy.
+"""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kv_cache.page_storage import PageStorage
+from kv_cache.torch_storage import TorchPageStorage
+from kv_transfer.errors import TransportRefused
+
+cuda: Any = torch.cuda  # its streams and events are not typed
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_HANDLE_BYTES = 64
+_GPU_ID_BYTES = 16  # of a GPU's UUID
+_OFFSET_BYTES = 8
+_CARD_BYTES = _HANDLE_BYTES + _OFFSET_BYTES + _GPU_ID_BYTES
+
+
+class CudaMemory:
+    """One GPU with its pages; implements `kv_transfer.cuda_ipc.Memory`.
+
+    Raises:
+        TransportRefused: When its pages cannot be shared with another process.
+    """
+
+    def __init__(self, storage: PageStorage) -> None:
+        if not isinstance(storage, TorchPageStorage) or storage.device.type != "cuda":
+            raise TransportRefused("transport cuda_ipc needs pages in the memory of a CUDA device")
+        try:
+            self.runtime: Any = importlib.import_module("cuda.bindings.runtime")
+            self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise TransportRefused(f"transport cuda_ipc needs cuda.bindings: {error}") from error
+        self.device = storage.device
+        self.page_bytes = storage.page_bytes
+        # [num_pages, page words]; copies need no other shape or type.
+        self.words = storage.pages.view(storage.num_pages, -1).view(torch.int32)
+        uuid = cuda.get_device_properties(self.device).uuid
+        self._gpu_id = uuid.bytes if isinstance(uuid.bytes, bytes) else bytes(uuid.bytes)
+        self.host_id = _BOOT_ID.read_text().strip()
+
+    @property
+    def gpu_id(self) -> str:
+        return self._gpu_id.hex()
+
+    def card(self) -> bytes:
+        cuda.set_device(self.device)
+        address = self.words.data_ptr()
+        # A handle is that of a whole allocation, in which the pages may begin anywhere.
+        pointer = self._driver.CUdeviceptr(address)
+        base, _ = self.called("cuMemGetAddressRange", self._driver.cuMemGetAddressRange(pointer))
+        handle = self.called("cudaIpcGetMemHandle", self.runtime.cudaIpcGetMemHandle(int(base)))
+        offset = (address - int(base)).to_bytes(_OFFSET_BYTES, "big")
+        return bytes(handle.reserved) + offset + self._gpu_id
+
+    def open(self, card: bytes, num_pages: int) -> "CudaPeerPages":
+        if len(card) != _CARD_BYTES:
+            raise TransportRefused(f"the card has {len(card)} bytes, must have {_CARD_BYTES}")
+        cuda.set_device(self.device)
+        handle = self.runtime.cudaIpcMemHandle_t()
+        handle.reserved = card[:_HANDLE_BYTES]
+        flags = self.runtime.cudaIpcMemLazyEnablePeerAccess
+        base = self.called("cudaIpcOpenMemHandle", self.runtime.cudaIpcOpenMemHandle(handle, flags))
+        offset = int.from_bytes(card[_HANDLE_BYTES:-_GPU_ID_BYTES], "big")
+        is_same_gpu = card[-_GPU_ID_BYTES:] == self._gpu_id
+        return CudaPeerPages(self, int(base), offset, num_pages, is_same_gpu)
+
+    @staticmethod
+    def called(name: str, returned: Any) -> Any:
+        """Return what a CUDA function returned after its error code; raises TransportRefused."""
+        code, *values = returned
+        if int(code):
+            raise TransportRefused(f"{name} failed: {code}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+class CudaPeerPages:
+    """Mapped pages; implements `kv_transfer.cuda_ipc.PeerPages`."""
+
+    def __init__(
+        self, memory: CudaMemory, base: int, offset: int, num_pages: int, is_same_gpu: bool
+    ) -> None:
+        self._memory = memory
+        self._base = base
+        self._first = base + offset  # address of page 0
+        runtime = memory.runtime
+        # torch's own streams come from a pool of 32 and are given out again: a step of the engine
+        # could find itself behind a copy.
+        created = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
+        self._owned_stream = memory.called("cudaStreamCreateWithFlags", created)
+        self._stream = cuda.ExternalStream(int(self._owned_stream), device=memory.device)
+        self._words = self._as_tensor(num_pages) if is_same_gpu else None
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        if not source_ids:
+            return
+        with cuda.stream(self._stream):
+            if self._words is not None:
+                self._copy_by_kernel(self._words, source_ids, target_ids)
+            else:
+                self._copy_by_engine(source_ids, target_ids)
+            done = cuda.Event(blocking=True)
+            done.record()
+        done.synchronize()
+
+    def close(self) -> None:
+        self._words = None
+        runtime = self._memory.runtime
+        cuda.set_device(self._memory.device)
+        runtime.cudaStreamDestroy(self._owned_stream)
+        runtime.cudaIpcCloseMemHandle(self._base)
+
+    def _copy_by_kernel(
+        self, words: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> None:
+        # Imported here: loads Triton, which hosts without GPUs do not need.
+        from attn_kernels.pages.launch import copy_between
+
+        device = self._memory.device
+        # One upload for both; the second half is aligned wherever it begins, or it would be
+        # compiled anew: ids are not specialized on their alignment.
+        ids = torch.tensor([source_ids, target_ids], dtype=torch.int64, device=device)
+        copy_between(words, ids[0], self._memory.words, ids[1])
+
+    def _copy_by_engine(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        memory = self._memory
+        runtime, page_bytes = memory.runtime, memory.page_bytes
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        target = memory.words.data_ptr()
+        for source_id, target_id, count in runs_of_pages(source_ids, target_ids):
+            returned = runtime.cudaMemcpyAsync(
+                target + target_id * page_bytes,
+                self._first + source_id * page_bytes,
+                count * page_bytes,
+                kind,
+                self._stream.cuda_stream,
+            )
+            memory.called("cudaMemcpyAsync", returned)
+
+    def _as_tensor(self, num_pages: int) -> Tensor:
+        page_words = self._memory.words.shape[1]
+        described = _Described(self._first, num_pages * page_words)
+        flat = torch.as_tensor(described, device=self._memory.device)
+        return flat.view(num_pages, page_words)
+
+
+class _Described:
+    """Words at an address, as torch takes them without a copy."""
+
+    def __init__(self, address: int, num_words: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_words,),
+            "typestr": "<i4",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def runs_of_pages(
+    source_ids: Sequence[int], target_ids: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Return copies of pages that follow each other on both sides as one each.
+
+    Returns:
+        First source page, first target page and number of pages of each run, in order.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        if runs:
+            first_source, first_target, count = runs[-1]
+            if (source_id, target_id) == (first_source + count, first_target + count):
+                runs[-1] = (first_source, first_target, count + 1)
+                continue
+        runs.append((source_id, target_id, 1))
+    return runs

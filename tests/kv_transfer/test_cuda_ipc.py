@@ -1,0 +1,470 @@
+"""Pages copied out of a peer's memory, without a GPU: that memory is an object of the test."""
+
+import asyncio
+import json
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_transfer.cuda_ipc import CudaIpcTransport, Receiving, Sending
+from kv_transfer.cuda_ipc_memory import runs_of_pages
+from kv_transfer.driver import TransferStats
+from kv_transfer.errors import (
+    ConnectionBroken,
+    DigestMismatch,
+    LayoutMismatch,
+    TransportRefused,
+)
+from kv_transfer.order import Incoming, Outgoing
+from kv_transfer.page_socket import PageTls
+from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
+from tests.kv_transfer.tcp_pair import run, soon, wire_tap
+from tests.kv_transfer.test_tcp_tls import page_tls
+from tests.support.certificates import Authority
+from tests.support.fake_engine import FakePageStorage
+from tests.support.loopback import LoopbackNetwork
+
+SOURCE_CARD, TARGET_CARD = b"source" * 4, b"target" * 4
+
+
+class HostPages:
+    """Another worker's pages in this process; counts what a GPU would do."""
+
+    def __init__(self, source: FakePageStorage, target: FakePageStorage) -> None:
+        self.source, self.target = source, target
+        self.is_closed = threading.Event()
+        self.threads: set[str] = set()
+        self.is_copying = threading.Event()
+        self.may_copy = threading.Event()
+        self.may_copy.set()
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.is_copying.set()
+        assert self.may_copy.wait(10)
+        assert not self.is_closed.is_set(), "copied out of pages that are not mapped any more"
+        self.target.import_pages(target_ids, self.source.export_pages(source_ids))
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+class HostMemory:
+    """Implements `kv_transfer.cuda_ipc.Memory`; `cards` has the memory of all workers."""
+
+    def __init__(
+        self, storage: FakePageStorage, card: bytes, cards: dict[bytes, FakePageStorage]
+    ) -> None:
+        self.storage = storage
+        self.host_id, self.gpu_id = "host", "gpu"
+        self.opened: list[HostPages] = []
+        self.opening_s = 0.0
+        self._card, self._cards = card, cards
+        cards[card] = storage
+
+    def card(self) -> bytes:
+        return self._card
+
+    def open(self, card: bytes, num_pages: int) -> HostPages:
+        if self.opening_s:
+            threading.Event().wait(self.opening_s)
+        if card not in self._cards:
+            raise TransportRefused("cudaIpcOpenMemHandle failed")
+        assert num_pages == self._cards[card].num_pages
+        self.opened.append(HostPages(self._cards[card], self.storage))
+        return self.opened[-1]
+
+
+class Pair:
+    """A sender and a receiver on one host."""
+
+    def __init__(self, tls: PageTls | None = None, *, between_gpus: bool = False) -> None:
+        self.source, self.target = make_storage(64, 1), make_storage(64, 2)
+        cards: dict[bytes, FakePageStorage] = {}
+        self.sender_memory = HostMemory(self.source, SOURCE_CARD, cards)
+        self.receiver_memory = HostMemory(self.target, TARGET_CARD, cards)
+        self.cards = cards
+
+        def transport(storage: FakePageStorage, memory: HostMemory) -> CudaIpcTransport:
+            return CudaIpcTransport(
+                storage, host="127.0.0.1", tls=tls, between_gpus=between_gpus, memory=memory
+            )
+
+        self.sender = transport(self.source, self.sender_memory)
+        self.receiver = transport(self.target, self.receiver_memory)
+
+    async def connect(self, connection_id: str = "c0") -> tuple[Receiving, Sending]:
+        offer = self.receiver.offer(connection_id, KEY)
+        receiving, sending = await asyncio.gather(
+            self.receiver.accept(connection_id, soon()),
+            self.sender.connect(connection_id, offer, KEY, soon()),
+        )
+        return receiving, sending
+
+    @property
+    def mapped(self) -> HostPages:
+        return self.receiver_memory.opened[-1]
+
+
+@asynccontextmanager
+async def a_pair(tls: PageTls | None = None, **options: Any) -> AsyncIterator[Pair]:
+    pair = Pair(tls, **options)
+    try:
+        yield pair
+    finally:
+        await pair.sender.close()
+        await pair.receiver.close()
+        assert all(each.is_closed.is_set() for each in pair.receiver_memory.opened), (
+            "a mapping stayed, which keeps the memory of the peer"
+        )
+
+
+async def tapped(pair: Pair) -> list[bytes]:
+    """Move a page past an observer; return what the sender sent."""
+    offer = json.loads(pair.receiver.offer("c0", KEY))
+    relay, tapped_port, sent = await wire_tap(offer["port"])
+    past = json.dumps({**offer, "port": tapped_port}).encode()
+    receiving, sending = await asyncio.gather(
+        pair.receiver.accept("c0", soon()), pair.sender.connect("c0", past, KEY, soon())
+    )
+    await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+    assert (pair.source.export_pages([1]) == pair.target.export_pages([2])).all()
+    page = pair.source.export_pages([1]).tobytes()
+    assert not any(page in each for each in sent), "pages themselves do not cross the socket"
+    relay.close()
+    return sent
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_pages_arrive_in_order() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            for seed in range(3):
+                from_pages, to_pages = shuffled(10, seed), shuffled(10, seed + 50)
+
+                await asyncio.gather(
+                    sending.send(from_pages, soon()), receiving.receive(to_pages, soon())
+                )
+
+                moved = pair.source.export_pages(from_pages)
+                assert (moved == pair.target.export_pages(to_pages)).all()
+            assert len(pair.mapped.threads) == 1
+
+    run(scenario)
+
+
+def test_whole_transfers_run_and_find_damage() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            workers = Workers(LoopbackNetwork())
+            workers.source, workers.target = pair.source, pair.target
+            sides = (Incoming(receiving), Outgoing(sending))
+            good = Attempt(
+                workers, sides, source_pages=shuffled(10, 1), target_pages=shuffled(10, 2)
+            )
+            received, sent, _ = await good.run()
+            assert isinstance(received, TransferStats)
+            assert isinstance(sent, TransferStats)
+            assert received.bytes_moved == 10 * pair.source.page_bytes
+            assert good.is_equal(10)
+
+            copy = pair.mapped.copy
+
+            def damage(source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+                copy(source_ids, target_ids)
+                last = target_ids[-1:]
+                pair.target.import_pages(last, pair.target.export_pages(last) ^ np.uint8(1))
+
+            pair.mapped.copy = damage  # type: ignore[method-assign]
+            bad = Attempt(
+                workers, sides, source_pages=shuffled(10, 3), target_pages=shuffled(10, 4)
+            )
+            received, _, _ = await bad.run()
+            await bad.wait_quiescent()
+            assert isinstance(received, DigestMismatch)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "message"),
+    [("host_id", "elsewhere", "on another host"), ("gpu_id", "other", "on another GPU")],
+)
+def test_a_receiver_out_of_reach_is_refused_before_anything_is_sent(
+    field: str, other: str, message: str
+) -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            setattr(pair.receiver_memory, field, other)
+            offer = pair.receiver.offer("c0", KEY)
+
+            with pytest.raises(TransportRefused, match=message):
+                await pair.sender.connect("c0", offer, KEY, soon())
+
+    run(scenario)
+
+
+def test_another_gpu_is_in_reach_where_the_option_says_so() -> None:
+    async def scenario() -> None:
+        async with a_pair(between_gpus=True) as pair:
+            pair.receiver_memory.gpu_id = "other"
+            receiving, sending = await pair.connect()
+
+            await asyncio.gather(sending.send([3], soon()), receiving.receive([4], soon()))
+
+            assert (pair.source.export_pages([3]) == pair.target.export_pages([4])).all()
+
+    run(scenario)
+
+
+def test_pages_that_cannot_be_mapped_are_a_refusal_on_both_sides() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            del pair.cards[SOURCE_CARD]
+            offer = pair.receiver.offer("c0", KEY)
+            accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
+
+            with pytest.raises(TransportRefused, match="cannot map the pages"):
+                await pair.sender.connect("c0", offer, KEY, soon())
+            with pytest.raises(TransportRefused, match="cudaIpcOpenMemHandle failed"):
+                await accepting
+
+    run(scenario)
+
+
+def test_pages_of_another_size_are_refused() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            pair.sender._storage = FakePageStorage(num_pages=64, page_size=8)
+            offer = pair.receiver.offer("c0", KEY)
+            accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
+
+            with pytest.raises(ConnectionBroken, match="closed the connection"):
+                await pair.sender.connect("c0", offer, KEY, soon())
+            with pytest.raises(LayoutMismatch, match="bytes at the sender"):
+                await accepting
+
+    run(scenario)
+
+
+def test_a_sender_that_dies_is_unmapped_at_once_though_nobody_waits_for_it() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+
+            sending._wire.shut()  # as the end of its process does
+
+            await until(pair.mapped.is_closed.is_set)
+            assert receiving.is_broken
+            with pytest.raises(ConnectionBroken, match="is broken"):
+                await receiving.receive([1], soon())
+
+    run(scenario)
+
+
+def test_the_death_of_the_sender_ends_a_posted_receive() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            posted = asyncio.create_task(receiving.receive([1], soon(60)))
+            await asyncio.sleep(0.05)
+
+            sending._wire.shut()
+
+            with pytest.raises(ConnectionBroken, match="closed"):
+                await asyncio.wait_for(posted, 10)
+
+    run(scenario)
+
+
+def test_abort_waits_for_the_copy_and_then_unmaps() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            pages = pair.mapped
+            pages.may_copy.clear()
+            sends = asyncio.create_task(sending.send([1], soon()))
+            receives = asyncio.create_task(receiving.receive([2], soon(0.3)))
+            await until(pages.is_copying.is_set)
+
+            with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
+                await receives
+            aborts = [asyncio.create_task(receiving.abort()) for _ in range(2)]
+            await asyncio.sleep(0.1)
+
+            assert not any(each.done() for each in aborts)
+            assert not pages.is_closed.is_set()
+            pages.may_copy.set()
+            await asyncio.wait_for(asyncio.gather(*aborts), 5)
+            assert pages.is_closed.is_set()
+            with pytest.raises(ConnectionBroken):
+                await sends
+
+    run(scenario)
+
+
+def test_an_abort_whose_caller_leaves_goes_on() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, _ = await pair.connect()
+            leaving = asyncio.create_task(receiving.abort())
+            await asyncio.sleep(0)
+            leaving.cancel()
+
+            await until(pair.mapped.is_closed.is_set)
+
+    run(scenario)
+
+
+def test_a_receive_without_a_send_ends_at_the_deadline_and_writes_nothing() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            before = pair.target.export_pages(range(64))
+
+            with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
+                await receiving.receive([1], soon(0.2))
+            await receiving.abort()
+
+            assert (pair.target.export_pages(range(64)) == before).all()
+            with pytest.raises(ConnectionBroken):
+                await sending.send([1], soon())
+
+    run(scenario)
+
+
+def test_a_send_that_nobody_receives_ends_at_the_deadline() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            _, sending = await pair.connect()
+
+            with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
+                await sending.send([1], soon(0.2))
+
+    run(scenario)
+
+
+def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            pair.receiver_memory.opening_s = 0.5
+            offer = pair.receiver.offer("c0", KEY)
+            connecting = asyncio.create_task(pair.sender.connect("c0", offer, KEY, soon()))
+
+            with pytest.raises(ConnectionBroken):
+                await pair.receiver.accept("c0", soon(0.2))
+            with pytest.raises(ConnectionBroken):
+                await connecting
+
+            await until(lambda: bool(pair.receiver_memory.opened))
+            await until(pair.mapped.is_closed.is_set)
+
+    run(scenario)
+
+
+FRAMES = {
+    "another magic": (struct.pack("!8sQI", b"PWFRAME1", 0, 1), "expected 0"),
+    "another number": (struct.pack("!8sQI", b"PWIPCFR1", 7, 1), "frame 7 .* expected 0"),
+    "more pages than there are": (struct.pack("!8sQI", b"PWIPCFR1", 0, 65), "at most 64"),
+    "a page that does not exist": (
+        struct.pack("!8sQII", b"PWIPCFR1", 0, 1, 64),
+        "page 64 is named, and the sender has 64",
+    ),
+    "the wrong number of pages": (
+        struct.pack("!8sQIII", b"PWIPCFR1", 0, 2, 1, 2),
+        "2 pages arrive, expected are 1",
+    ),
+    "a frame before the last was read": (
+        struct.pack("!8sQII", b"PWIPCFR1", 0, 1, 1) + struct.pack("!8sQII", b"PWIPCFR1", 1, 1, 1),
+        "a frame arrived before the last one was read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_that_cannot_be_break_the_connection_and_copy_nothing(name: str) -> None:
+    frame, message = FRAMES[name]
+
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            before = pair.target.export_pages(range(64))
+            posted = asyncio.create_task(receiving.receive([2], soon()))
+            await asyncio.sleep(0)
+
+            await sending._wire.send(frame)
+
+            with pytest.raises(ConnectionBroken, match=message):
+                await posted
+            assert receiving.is_broken
+            await receiving.abort()
+            assert pair.mapped.is_closed.is_set()
+            assert (pair.target.export_pages(range(64)) == before).all()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        struct.pack("!8sQQH", b"PWFRAME1", 64, 64, 3) + b"abc",
+        struct.pack("!8sQQH", b"PWCARD01", 64, 64, 0),
+        struct.pack("!8sQQH", b"PWCARD01", 64, 64, 60000) + bytes(60000),
+    ],
+    ids=["another magic", "empty", "huge"],
+)
+def test_what_is_no_card_ends_the_set_up(card: bytes) -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            offer = pair.receiver.offer("c0", KEY)
+            accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
+            wire = await pair.sender._sockets.connect("c0", offer, KEY, soon())
+
+            await wire.send(card)
+
+            with pytest.raises(ConnectionBroken, match="no card"):
+                await accepting
+            assert not pair.receiver_memory.opened
+            wire.close()
+
+    run(scenario)
+
+
+def test_with_tls_the_card_is_not_in_clear(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for tls in (page_tls(Authority(tmp_path)), None):
+            async with a_pair(tls) as pair:
+                sent = b"".join(await tapped(pair))
+
+                assert (SOURCE_CARD in sent) is (tls is None)
+
+    run(scenario)
+
+
+def test_pages_in_host_memory_are_refused_by_name() -> None:
+    with pytest.raises(TransportRefused, match="needs pages in the memory of a CUDA device"):
+        CudaIpcTransport(make_storage(4, 1), host="127.0.0.1")
+
+
+def test_pages_that_follow_each_other_on_both_sides_are_one_copy() -> None:
+    assert runs_of_pages([], []) == []
+    assert runs_of_pages([4, 5, 6, 9, 10, 2], [7, 8, 9, 10, 11, 1]) == [
+        (4, 7, 3),
+        (9, 10, 2),
+        (2, 1, 1),
+    ]
+    assert runs_of_pages([4, 5], [7, 9]) == [(4, 7, 1), (5, 9, 1)]
+    assert runs_of_pages([5, 4], [8, 7]) == [(5, 8, 1), (4, 7, 1)]

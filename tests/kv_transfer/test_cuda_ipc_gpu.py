@@ -1,0 +1,154 @@
+"""Pages copied out of another process's GPU memory, and the death of a peer; one GPU is enough."""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kv_cache.layout import KVLayout
+from kv_cache.torch_storage import TorchPageStorage
+from kv_transfer.cuda_ipc_memory import CudaMemory, CudaPeerPages
+from tests.kv_transfer.gpu_worker import PAGES, Worker, connect, move
+
+pytestmark = [pytest.mark.gpu, pytest.mark.cluster, pytest.mark.timeout(300)]
+
+ALL = list(range(PAGES))
+POOL_BYTES = PAGES * 256 * 1024
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+DEVICES = [
+    pytest.param(0, id="one GPU"),
+    pytest.param(1, id="two GPUs", marks=needs_two),
+]
+
+
+@contextlib.contextmanager
+def workers(receiver_device: int) -> Iterator[tuple[Worker, Worker]]:
+    options: dict[str, Any] = {"between_gpus": receiver_device != 0}
+    sender = Worker(0, 1, "cuda_ipc", **options)
+    receiver = Worker(receiver_device, 2, "cuda_ipc", **options)
+    try:
+        yield sender, receiver
+    finally:
+        sender.kill()
+        receiver.kill()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_arrive_unchanged_and_touch_no_other_page(device: int) -> None:
+    with workers(device) as (sender, receiver):
+        connect(sender, receiver, "c0")
+        generator = random.Random(0)
+        for num_pages in (1, 2, 16, 17, 300):
+            source = generator.sample(ALL, num_pages)
+            target = generator.sample(ALL, num_pages)
+            others = sorted(set(ALL) - set(target))
+            before = receiver.ask("digest", others)
+
+            move(sender, receiver, source, target)
+
+            assert receiver.ask("digest", target) == sender.ask("digest", source)
+            assert receiver.ask("digest", others) == before
+        sender.tell("stop")
+        receiver.tell("stop")
+        assert sender.hear() is None
+        assert receiver.hear() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_death_of_the_sender_costs_its_connection_only(device: int) -> None:
+    with workers(device) as (sender, receiver):
+        connect(sender, receiver, "c0")
+        receiver.tell("receive until broken", ALL, 2.0)
+        sender.tell("send for ever", ALL)
+        assert not receiver.pipe.poll(1.0)
+
+        sender.kill()
+
+        assert receiver.hear() > 0
+        assert receiver.ask("abort") < 1.0
+        assert receiver.ask("compute") == 1024.0
+        again = Worker(0, 3, "cuda_ipc", between_gpus=device != 0)
+        try:
+            connect(again, receiver, "c1")
+            move(again, receiver, ALL[:100], ALL[100:200])
+            assert receiver.ask("digest", ALL[100:200]) == again.ask("digest", ALL[:100])
+        finally:
+            again.kill()
+
+
+def test_the_memory_of_a_dead_sender_is_free_though_nobody_aborts() -> None:
+    with workers(0) as (sender, receiver):
+        connect(sender, receiver, "c0")
+        move(sender, receiver, ALL, ALL)
+        before = receiver.ask("free bytes")
+
+        sender.kill()
+
+        deadline = time.monotonic() + 10
+        while receiver.ask("free bytes") < before + POOL_BYTES:
+            assert time.monotonic() < deadline, "the mapping keeps the pages of the dead sender"
+            time.sleep(0.05)
+
+
+def test_the_death_of_the_receiver_leaves_the_sender_able_to_serve_another() -> None:
+    with workers(0) as (sender, receiver):
+        connect(sender, receiver, "c0")
+        receiver.tell("receive until broken", ALL, 2.0)
+        sender.tell("send for ever", ALL)
+        time.sleep(1.0)
+
+        receiver.kill()
+
+        assert isinstance(sender.hear(), Exception)
+        assert sender.ask("abort") < 1.0
+        again = Worker(0, 3, "cuda_ipc")
+        try:
+            connect(sender, again, "c1")
+            move(sender, again, ALL[:50], ALL[50:100])
+            assert again.ask("digest", ALL[50:100]) == sender.ask("digest", ALL[:50])
+        finally:
+            again.kill()
+
+
+def test_a_second_mapping_outlives_the_first() -> None:
+    """As when a receiver connects anew while the old connection is being aborted."""
+    with workers(0) as (sender, receiver):
+        connect(sender, receiver, "c0")
+        connect(sender, receiver, "c1")  # the double forgets c0, which stays open
+        move(sender, receiver, ALL, ALL[::-1])
+        assert receiver.ask("abort") < 1.0
+
+        connect(sender, receiver, "c2")
+        move(sender, receiver, ALL, ALL)
+        assert receiver.ask("digest", ALL) == sender.ask("digest", ALL)
+
+
+@pytest.mark.parametrize("is_same_gpu", [True, False])
+def test_both_ways_to_copy_agree(is_same_gpu: bool) -> None:
+    """The copy engines' way works within one GPU, too, so it is tested where there is only one."""
+    layout = KVLayout(
+        num_layers=2,
+        num_kv_heads=2,
+        page_size=16,
+        head_dim=64,
+        dtype="bfloat16",
+        model_fingerprint="test",
+    )
+    source, target = (TorchPageStorage(layout, 64, "cuda") for _ in range(2))
+    source.pages.normal_()
+    memory = CudaMemory(target)
+    pages = CudaPeerPages(memory, source.pages.data_ptr(), 0, 64, is_same_gpu)
+    source_ids = [3, 4, 5, 9, 60, 63, 0]
+    target_ids = [10, 11, 12, 1, 2, 0, 63]
+    torch.cuda.synchronize()
+
+    pages.copy(source_ids, target_ids)
+
+    assert target.digest_pages(target_ids) == source.digest_pages(source_ids)
+    others = sorted(set(range(64)) - set(target_ids))
+    assert not target.pages[others].any()
