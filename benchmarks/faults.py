@@ -17,7 +17,8 @@ tokens are what the interrupted streams must have had.
 
 `pause_ms` is the longest time that any stream of a run waited for a token after the fault, and
 `late_ms` the longest until the first token of a request that came after it. `whole_s` is how long
-the cluster took to be whole again, the fault's own duration included.
+the cluster took to be whole again, the fault's own duration included. Each run is written as it
+ends, and `--resume` goes on after the last one.
 """
 
 import argparse
@@ -53,6 +54,7 @@ MINUTE_S = 60.0
 LONG_S = 90.0
 FILLER = "/tmp/ray/filler"  # noqa: S108 - on a file system of the host's own
 CLIENTS = 2
+SEEDS_A_RUN = STREAMS + LATE_STREAMS + 1
 
 Heal = Callable[[], None]
 Begin = Callable[[HostedCluster], Heal]
@@ -316,8 +318,9 @@ def main() -> None:
         },
     }
     results = ResultFile(options.out, head, derive=lambda rows: [], resumes=options.resume)
-    left = [name for name in names if not results.has(name)]
-    seeds = Seeds(options.seed * 1_000_000)
+    left = [name for name in names if len(results.rounds(name)) < options.times]
+    num_runs = sum(len(results.rounds(name)) for name in FAULTS)  # whose prompts do not come again
+    seeds = Seeds(options.seed * 1_000_000 + num_runs * SEEDS_A_RUN)
     with tempfile.TemporaryDirectory(prefix="pagewire-faults-") as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
@@ -334,16 +337,16 @@ def _measure(left: list[str], times: int, logs: Path, seeds: Seeds, results: Res
             run_once(FAULTS["none"], cluster, clients, seeds)  # warms up
             while left:
                 name = left.pop(0)
-                rounds: list[Row] = []
+                rounds = results.rounds(name)
                 try:
-                    for number in range(times):
+                    while len(rounds) < times:
                         rounds.append(run_once(FAULTS[name], cluster, clients, seeds))
-                        say(f"{name} {number + 1} of {times}: {rounds[-1]}")
+                        say(f"{name} {len(rounds)} of {times}: {rounds[-1]}")
+                        results.add({"case": name, **sum_up(rounds)})
                 except (CommandFailed, ClientsFailed, TimeoutError) as error:
                     failed = f"{type(error).__name__}: {error}"
                     results.add({"case": name, "error": failed, "rounds": rounds})
                     return
-                results.add({"case": name, **sum_up(rounds)})
 
 
 if __name__ == "__main__":

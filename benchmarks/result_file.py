@@ -53,6 +53,11 @@ class ResultFile:
         """Tell whether a case has been measured."""
         return case in self._rows
 
+    def rounds(self, case: str) -> list[Row]:
+        """Return the rounds that a case has run, where its row lists them."""
+        rounds: list[Row] = self._rows.get(case, {}).get("rounds", [])
+        return list(rounds)
+
     def add(self, row: Row) -> None:
         """Take a case in, and write the file."""
         self._rows[row["case"]] = row
