@@ -1,16 +1,17 @@
 """That damaged pages are really damaged, found and never read, over real sockets and engines."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.corruption import Count, measure
+from benchmarks.corruption import PAGES, Count, measure
 from benchmarks.damaging_sender import NoTransport
 from benchmarks.page_damage import KINDS, Damage, damaged
 from tests.simulation.test_planted_bugs import no_digest_check
 
-RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "corruption-cpu.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FEW = 100
 
 
@@ -75,3 +76,18 @@ def test_a_result_has_a_row_for_each_kind_and_their_sum() -> None:
     assert [row["case"] for row in kinds] == list(KINDS)
     assert (kinds[0]["pages"], kinds[0]["found"]) == (3, 2)
     assert (total["pages"], total["found"]) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("corruption-*.json")), ids=lambda path: path.stem
+)
+def test_what_is_published_is_enough_and_was_all_found(path: Path) -> None:
+    *kinds, total = json.loads(path.read_text(encoding="utf-8"))["cases"]
+
+    assert {row["case"] for row in kinds} == set(KINDS)
+    for row in kinds:
+        assert row["found"] == row["pages"] > PAGES / len(KINDS) / 2
+    assert total["found"] == total["pages"] >= PAGES
+    assert total["wrong_commits"] == total["wrong_tokens"] == total["failed_whole_transfers"] == 0
+    assert total["tokens"] > 0
+    assert total["missed"] == []
