@@ -172,9 +172,8 @@ def main() -> None:
     }
     results = ResultFile(options.out, head, derive=lambda rows: [], resumes=options.resume)
     left = [name for name in names if len(results.listed(name, "rounds")) < options.times]
-    num_runs = sum(
-        len(results.listed(name, "rounds")) for name in FAULTS
-    )  # whose prompts do not come again
+    # The prompts of runs that are there do not come again.
+    num_runs = sum(len(results.listed(name, "rounds")) for name in FAULTS)
     seeds = Seeds(options.seed * 1_000_000 + num_runs * SEEDS_A_RUN)
     with tempfile.TemporaryDirectory(prefix="pagewire-faults-") as folder:
         logs = options.logs or Path(folder)

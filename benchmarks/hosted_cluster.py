@@ -72,6 +72,8 @@ class HostedCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             # How long hosts of workers wait for a head that is gone.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+            # How long Ray may take to start: other work may run beside it.
+            "RAY_raylet_start_wait_time_s": str(int(START_TIMEOUT_S)),
         }
         self._running: dict[str, subprocess.Popen[str]] = {}
 
@@ -159,9 +161,12 @@ class HostedCluster:
 
     def command(self, host: Host, *arguments: str) -> str:
         """Run a command of the product on a host; returns its output."""
-        code, output, errors = host.run(
-            *CLI, *arguments, timeout_s=START_TIMEOUT_S, environment=self._environment_of(host)
-        )
+        try:
+            code, output, errors = host.run(
+                *CLI, *arguments, timeout_s=START_TIMEOUT_S, environment=self._environment_of(host)
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CommandFailed(str(error)) from error
         if code:
             raise CommandFailed(f"pagewire {' '.join(arguments)}: {code}: {output}{errors}")
         return output
