@@ -28,6 +28,7 @@ cluster is not whole in time, is listed as broken, and the next one has a new cl
 import argparse
 import secrets
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ BEFORE_S = 1.0  # from the beginning of the streams to the fault
 TIMEOUT_S = 300.0  # of a stream
 CLIENTS = 2
 SEEDS_A_RUN = STREAMS + LATE_STREAMS + 1
+BREAKS = (CommandFailed, ClientsFailed, TimeoutError, subprocess.TimeoutExpired)
 MAX_BROKEN = 3  # runs of a fault, and clusters in a row that do not start
 
 
@@ -183,7 +185,7 @@ def main() -> None:
             try:
                 _measure(left, options.times, logs, seeds, results)
                 not_started = 0
-            except (CommandFailed, ClientsFailed, TimeoutError) as error:
+            except BREAKS as error:
                 say(f"no cluster: {error}")
                 not_started += 1
     results.leave_out(left)
@@ -219,7 +221,7 @@ def _measure(left: list[str], times: int, logs: Path, seeds: Seeds, results: Res
                         rounds.append(run_once(FAULTS[name], cluster, clients, seeds))
                         say(f"{name} {len(rounds)} of {times}: {rounds[-1]}")
                         results.add({"case": name, **sum_up(rounds), "broken": broken})
-                except (CommandFailed, ClientsFailed, TimeoutError) as error:
+                except BREAKS as error:
                     broken.append(f"{type(error).__name__}: {error}")
                     row = sum_up(rounds) if rounds else {"error": broken[-1]}
                     results.add({"case": name, **row, "broken": broken})

@@ -97,6 +97,8 @@ class HostedCluster:
             self._keep(self.edge, "redis", redis)
         for host in (self.head, *self.worker_hosts):
             self.start_ray(host)
+        count = 1 + len(self.worker_hosts)
+        until(lambda: self._num_nodes() == count, START_TIMEOUT_S, "Ray's hosts")
         self.bring_up()
         self.command(self.head, "router-keys", str(self._keys), *self._ray_address)
         self.start_router()
@@ -120,7 +122,7 @@ class HostedCluster:
         environment = {"RAY_REDIS_ADDRESS": redis} if keeps_state else {}
         self._keep(host, f"ray-{host.name}", [RAY, "start", *arguments], environment)
         if host is self.head:
-            until(self._is_ray_up, START_TIMEOUT_S, "Ray's head")
+            until(lambda: self._num_nodes() > 0, START_TIMEOUT_S, "Ray's head")
 
     def start_router(self) -> None:
         """Have the second router run from now on, and begin anew whenever it ends."""
@@ -161,12 +163,9 @@ class HostedCluster:
 
     def command(self, host: Host, *arguments: str) -> str:
         """Run a command of the product on a host; returns its output."""
-        try:
-            code, output, errors = host.run(
-                *CLI, *arguments, timeout_s=START_TIMEOUT_S, environment=self._environment_of(host)
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CommandFailed(str(error)) from error
+        code, output, errors = host.run(
+            *CLI, *arguments, timeout_s=START_TIMEOUT_S, environment=self._environment_of(host)
+        )
         if code:
             raise CommandFailed(f"pagewire {' '.join(arguments)}: {code}: {output}{errors}")
         return output
@@ -218,9 +217,12 @@ class HostedCluster:
     def _ray_address(self) -> tuple[str, str]:
         return "--ray-address", f"{self.head.address}:{RAY_PORT}"
 
-    def _is_ray_up(self) -> bool:
+    def _num_nodes(self) -> int:
+        """Return how many hosts Ray says it has; it answers before it has any."""
         address = f"--address={self.head.address}:{RAY_PORT}"
-        return self.head.run(RAY, "status", address, environment=self._environment)[0] == 0
+        said = self.head.run(RAY, "status", address, environment=self._environment)[1]
+        active, _, _ = said.partition("Pending:")
+        return active.count(" node_")
 
 
 @contextmanager
