@@ -1,17 +1,19 @@
-"""Writes docs/faults.md from what benchmarks.faults has measured.
+"""Writes docs/faults.md from what benchmarks.faults and benchmarks.corruption have measured.
 
-python -m benchmarks.fault_table benchmarks/results/faults-cpu.json
+python -m benchmarks.fault_table
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import FAULTS, LATE_STREAMS, OUTPUT_TOKENS, STREAMS
+from benchmarks.fault_cases import FAULTS
+from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
+RESULTS = Path(__file__).resolve().parent / "results"
+FAULTS_RESULT = "faults-cpu.json"
 INTRODUCTION = """\
 # What faults cost
 
@@ -42,10 +44,32 @@ No decode worker computed a token of a prompt ({decode_prompt_tokens} in all run
 {machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
 are those of that machine; the zeros are the point.
 """
+CORRUPTION = """
+## Corrupted pages
+
+`python -m benchmarks.corruption` sends pages wrong, after their digests were announced, between two
+processes with real engines, storage and transport; several transfers share the connection. A page
+counts as found if its transfer fails, the failure counts and names exactly the pages that were sent
+wrong, and nothing from their chunk on is committed. A test of it fails when digests are not
+compared.
+"""
+
+
+def whole_page() -> str:
+    """Return the page for the results that are there."""
+    faults, *corruptions = (
+        (name, json.loads((RESULTS / name).read_text(encoding="utf-8")))
+        for name in (
+            FAULTS_RESULT,
+            *sorted(each.name for each in RESULTS.glob("corruption-*.json")),
+        )
+    )
+    text = page(faults[1], faults[0]) + CORRUPTION
+    return text + "".join(corruption(result, name) for name, result in corruptions)
 
 
 def page(result: dict[str, Any], name: str) -> str:
-    """Return the page for a result; `name` is that of its file."""
+    """Return the part on faults for a result; `name` is that of its file."""
     rows = {row["case"]: row for row in result["cases"] if "error" not in row}
     text = INTRODUCTION.format(
         name=name,
@@ -54,6 +78,11 @@ def page(result: dict[str, Any], name: str) -> str:
         late=LATE_STREAMS,
     )
     text += "".join(_lines(rows))
+    text += "".join(
+        f"\n{FAULTS[case].what}: a further run had no end ({why}).\n"
+        for case, row in rows.items()
+        for why in row.get("broken", ())
+    )
     return text + END.format(
         decode_prompt_tokens=sum(row["decode_prompt_tokens"] for row in rows.values()),
         pages_moved=sum(row["pages_moved"] for row in rows.values()),
@@ -62,6 +91,28 @@ def page(result: dict[str, Any], name: str) -> str:
         machine=result["hardware"]["machine"],
         command=f"`{result['command']}`",
     )
+
+
+def corruption(result: dict[str, Any], name: str) -> str:
+    """Return the table of one result on corrupted pages; `name` is that of its file."""
+    *kinds, total = result["cases"]
+    over = result["configuration"]
+    rows = [(row["what"], f"{row['pages']:,}", f"{row['found']:,}") for row in kinds]
+    rows.append(("all", f"{total['pages']:,}", f"{total['found']:,}"))
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"""
+Over {over["transport"]}, {" to ".join(over["devices"])}, pages of {over["page_bytes"]:,} bytes,
+measured at {result["commit"]} by `{result["command"]}`
+([{name}](../benchmarks/results/{name})):
+
+| Damage | Pages sent wrong | Found |
+|---|--:|--:|
+{table}
+Beside the {total["transfers"]:,} transfers that were damaged, {total["whole_transfers"]:,} others
+moved {total["whole_pages"]:,} pages: {total["failed_whole_transfers"]} of them failed.
+{total["wrong_commits"]} pages were committed that are not what the sender computed (SHA-256).
+{total["tokens"]:,} tokens were decoded from what arrived, {total["wrong_tokens"]} of them wrong.
+"""
 
 
 def _lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -82,8 +133,7 @@ def _seconds(ms: float) -> str:
 
 def main() -> None:
     """Run from the command line."""
-    path = Path(sys.argv[1])
-    PAGE.write_text(page(json.loads(path.read_text(encoding="utf-8")), path.name), encoding="utf-8")
+    PAGE.write_text(whole_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

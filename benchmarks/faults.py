@@ -14,28 +14,34 @@ tokens are what the interrupted streams must have had.
     loss/workers        that host loses its power, and comes back with nothing on it
     loss/head           the host of Ray's head, the controller and a router does so for a minute
     disk/full           a host has no room left for logs and Ray's files, for ten seconds
+    clock/HOST          the wall clock of all processes of a host jumps by hours, there and back
+    launcher/start      `pagewire up` is killed before its cluster serves, and run again
+    launcher/serve      `pagewire serve` is killed while its cluster serves
 
 `pause_ms` is the longest time that any stream of a run waited for a token after the fault, and
 `late_ms` the longest until the first token of a request that came after it. `whole_s` is how long
-the cluster took to be whole again, the fault's own duration included.
+the cluster took to be whole again, the fault's own duration included. Each run is written as it
+ends, and `--resume` goes on after the last one. A run that has no end, such as one after which the
+cluster is not whole in time, is listed as broken, and the next one has a new cluster.
 """
 
 import argparse
+import secrets
 import shutil
-import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
-
 from benchmarks.case_runs import selected
 from benchmarks.client_processes import ClientProcesses, ClientsFailed
+from benchmarks.fault_cases import FAULTS, Fault
 from benchmarks.hosted_cluster import CommandFailed, HostedCluster, hosted_cluster
-from benchmarks.hosts import Host, why_no_hosts
+from benchmarks.hosts import why_no_hosts
+from benchmarks.jumping_clock import why_no_clocks
 from benchmarks.kills import count_differences
 from benchmarks.measured_host import commit, hardware, versions
 from benchmarks.prompts import Seeds, StreamSpec, wave
@@ -48,168 +54,10 @@ LATE_STREAMS, LATE_SHARED, LATE_OWN, LATE_OUTPUT, LATE_PERIOD_S = 10, 128, 192, 
 TEMPERATURE = 0.9  # of every second stream
 BEFORE_S = 1.0  # from the beginning of the streams to the fault
 TIMEOUT_S = 300.0  # of a stream
-HANG_S = 10.0
-MINUTE_S = 60.0
-LONG_S = 90.0
-FILLER = "/tmp/ray/filler"  # noqa: S108 - on a file system of the host's own
 CLIENTS = 2
-
-Heal = Callable[[], None]
-Begin = Callable[[HostedCluster], Heal]
-Find = Callable[[HostedCluster], tuple[Host, str]]  # where a process is, and a part of its command
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """Something that fails."""
-
-    what: str
-    begin: Begin  # returns what ends it
-    lasts_s: float = 0.0
-    uses_second_router: bool = False  # clients begin at the one outside Ray
-
-
-def kill(find: Find) -> Begin:
-    """Return what kills processes."""
-
-    def begin(cluster: HostedCluster) -> Heal:
-        _signal(cluster, find, signal.SIGKILL)
-        return lambda: None
-
-    return begin
-
-
-def hang(find: Find) -> Begin:
-    """Return what stops processes without ending them."""
-
-    def begin(cluster: HostedCluster) -> Heal:
-        stopped = _signal(cluster, find, signal.SIGSTOP)
-
-        def heal() -> None:
-            for process in stopped:
-                if process.is_running():  # Ray may have killed it
-                    process.send_signal(signal.SIGCONT)
-
-        return heal
-
-    return begin
-
-
-def partition(cluster: HostedCluster) -> Heal:
-    """Take a host of workers off the network."""
-    host = cluster.worker_hosts[0]
-    host.unplug()
-    return host.plug_in
-
-
-def lose_power(host_of: Callable[[HostedCluster], Host]) -> Begin:
-    """Return what ends a host with all that runs on it."""
-
-    def begin(cluster: HostedCluster) -> Heal:
-        host = host_of(cluster)
-        host.power_off()
-
-        def heal() -> None:
-            host.power_on()
-            cluster.start_ray(host)
-
-        return heal
-
-    return begin
-
-
-def fill_disk(cluster: HostedCluster) -> Heal:
-    """Leave no room on the file system that Ray and all its processes write to."""
-    host = cluster.worker_hosts[0]
-    host.run("sh", "-c", f"cat /dev/zero > {FILLER}")
-    return lambda: host.run("rm", FILLER) and None
-
-
-def _of_workers(name: str) -> Find:
-    return lambda cluster: (cluster.worker_hosts[0], f"ray::{name}")
-
-
-def _of_head(name: str) -> Find:
-    return lambda cluster: (cluster.head, f"ray::{name}")
-
-
-def _outside(cluster: HostedCluster) -> tuple[Host, str]:
-    return cluster.edge, "cli router"
-
-
-def _signal(
-    cluster: HostedCluster,
-    find: Find,
-    number: signal.Signals,
-) -> list[psutil.Process]:
-    host, text = find(cluster)
-    found = [each for each in host.processes(text) if each.name() != "sh"]
-    if len(found) != 1:
-        raise CommandFailed(f"{len(found)} processes are {text} on {host.name}")
-    for each in found:
-        each.send_signal(number)
-    return found
-
-
-FAULTS: Mapping[str, Fault] = {
-    "none": Fault(what="nothing: what the measurement itself shows", begin=lambda _: lambda: None),
-    "kill/decode": Fault(what="SIGKILL of a decode worker", begin=kill(_of_workers("DecodeActor"))),
-    "kill/prefill": Fault(
-        what="SIGKILL of a prefill worker", begin=kill(_of_workers("PrefillActor"))
-    ),
-    "kill/router": Fault(
-        what="SIGKILL of the router in Ray, which clients use", begin=kill(_of_head("RouterActor"))
-    ),
-    "kill/router-outside": Fault(
-        what="SIGKILL of a router outside Ray, which clients use",
-        begin=kill(_outside),
-        uses_second_router=True,
-    ),
-    "kill/controller": Fault(
-        what="SIGKILL of the controller", begin=kill(_of_head("ControllerActor"))
-    ),
-    "hang/decode": Fault(
-        what="SIGSTOP of a decode worker for 10 s",
-        begin=hang(_of_workers("DecodeActor")),
-        lasts_s=HANG_S,
-    ),
-    "hang/prefill": Fault(
-        what="SIGSTOP of a prefill worker for 10 s",
-        begin=hang(_of_workers("PrefillActor")),
-        lasts_s=HANG_S,
-    ),
-    "hang/router": Fault(
-        what="SIGSTOP of the router that clients use for 20 s",
-        begin=hang(_of_head("RouterActor")),
-        lasts_s=2 * HANG_S,
-    ),
-    "hang/controller": Fault(
-        what="SIGSTOP of the controller for 10 s",
-        begin=hang(_of_head("ControllerActor")),
-        lasts_s=HANG_S,
-    ),
-    "partition/workers": Fault(
-        what="a host of workers without network for 10 s", begin=partition, lasts_s=HANG_S
-    ),
-    "partition/long": Fault(
-        what=f"a host of workers without network for {LONG_S:.0f} s",
-        begin=partition,
-        lasts_s=LONG_S,
-    ),
-    "loss/workers": Fault(
-        what="a host of workers without power for 10 s",
-        begin=lose_power(lambda cluster: cluster.worker_hosts[0]),
-        lasts_s=HANG_S,
-    ),
-    "loss/head": Fault(
-        what="the host of Ray's head, the controller and a router without power for a minute",
-        begin=lose_power(lambda cluster: cluster.head),
-        lasts_s=MINUTE_S,
-    ),
-    "disk/full": Fault(
-        what="no room on the disk of a host of workers for 10 s", begin=fill_disk, lasts_s=HANG_S
-    ),
-}
+SEEDS_A_RUN = STREAMS + LATE_STREAMS + 1
+BREAKS = (CommandFailed, ClientsFailed, TimeoutError, subprocess.TimeoutExpired)
+MAX_BROKEN = 3  # runs of a fault, and clusters in a row that do not start
 
 
 def requests(seeds: Seeds) -> list[StreamSpec]:
@@ -235,15 +83,22 @@ def run_once(fault: Fault, cluster: HostedCluster, clients: ClientProcesses, see
     specs = requests(seeds)
     addresses = cluster.addresses[:: -1 if fault.uses_second_router else 1]
     vocab_size = cluster.vocab_size
-    begin_at = clients.begin(addresses, vocab_size, specs, TIMEOUT_S)
-    time.sleep(max(begin_at + BEFORE_S - time.monotonic(), 0))
-    began = time.monotonic()
-    heal = fault.begin(cluster)
-    time.sleep(max(began + fault.lasts_s - time.monotonic(), 0))
-    heal()
-    records = clients.finish()
+    fault.prepare(cluster)
+    if fault.is_idle:
+        began = time.monotonic()
+        fault.begin(cluster)()
+    else:
+        begin_at = clients.begin(addresses, vocab_size, specs, TIMEOUT_S)
+        time.sleep(max(begin_at + BEFORE_S - time.monotonic(), 0))
+        began = time.monotonic()
+        heal = fault.begin(cluster)
+        time.sleep(max(began + fault.lasts_s - time.monotonic(), 0))
+        heal()
+        records = clients.finish()
     cluster.until_whole()
     whole_s = time.monotonic() - began
+    if fault.is_idle:
+        records = clients.run(addresses, vocab_size, specs, TIMEOUT_S)
     at_once = [replace(each, offset_s=0.0) for each in specs]
     calm = clients.run(addresses, vocab_size, at_once, TIMEOUT_S)
     if errors := [each.error for each in calm if each.error]:
@@ -303,6 +158,8 @@ def main() -> None:
     if not shutil.which("redis-server"):
         raise SystemExit("redis-server is missing (Debian: redis-server)")
     names = selected(list(FAULTS), options.faults)
+    if any(FAULTS[name].has_clocks for name in names) and (why := why_no_clocks()):
+        raise SystemExit(why)
     head = {
         "command": f"python -m benchmarks.faults --times {options.times}",
         "hardware": hardware(),
@@ -316,34 +173,62 @@ def main() -> None:
         },
     }
     results = ResultFile(options.out, head, derive=lambda rows: [], resumes=options.resume)
-    left = [name for name in names if not results.has(name)]
-    seeds = Seeds(options.seed * 1_000_000)
+    left = [name for name in names if len(results.listed(name, "rounds")) < options.times]
+    # The prompts of runs that are there do not come again.
+    num_runs = sum(len(results.listed(name, "rounds")) for name in FAULTS)
+    seeds = Seeds(options.seed * 1_000_000 + num_runs * SEEDS_A_RUN)
     with tempfile.TemporaryDirectory(prefix="pagewire-faults-") as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        while left:
-            _measure(left, options.times, logs, seeds, results)
+        not_started = 0
+        while left and not_started < MAX_BROKEN:
+            try:
+                _measure(left, options.times, logs, seeds, results)
+                not_started = 0
+            except BREAKS as error:
+                say(f"no cluster: {error}")
+                not_started += 1
+    results.leave_out(left)
 
 
 def _measure(left: list[str], times: int, logs: Path, seeds: Seeds, results: ResultFile) -> None:
-    """Measure faults on one cluster, and take them off the list, until one of them breaks it."""
-    with hosted_cluster(demo_model_dir(), logs, has_redis=True) as cluster:
+    """Measure faults on one cluster, and take them off the list.
+
+    Returns when one of them has broken it, and before one that needs another kind of cluster;
+    raises where none starts.
+    """
+    has_clocks = FAULTS[left[0]].has_clocks
+    secret = logs / "secret"  # that outlives each start of the cluster
+    secret.touch(mode=0o600)
+    secret.write_bytes(secrets.token_bytes(32))
+    with hosted_cluster(
+        demo_model_dir(),
+        logs,
+        has_redis=True,
+        has_clocks=has_clocks,
+        options={"secret_file": str(secret)},
+    ) as cluster:
         with cluster.edge.network():
             clients = ClientProcesses(CLIENTS)
         with clients:
             run_once(FAULTS["none"], cluster, clients, seeds)  # warms up
-            while left:
-                name = left.pop(0)
-                rounds: list[Row] = []
+            while left and FAULTS[left[0]].has_clocks == has_clocks:
+                name = left[0]
+                rounds = results.listed(name, "rounds")
+                broken = results.listed(name, "broken")
                 try:
-                    for number in range(times):
+                    while len(rounds) < times:
                         rounds.append(run_once(FAULTS[name], cluster, clients, seeds))
-                        say(f"{name} {number + 1} of {times}: {rounds[-1]}")
-                except (CommandFailed, ClientsFailed, TimeoutError) as error:
-                    failed = f"{type(error).__name__}: {error}"
-                    results.add({"case": name, "error": failed, "rounds": rounds})
+                        say(f"{name} {len(rounds)} of {times}: {rounds[-1]}")
+                        results.add({"case": name, **sum_up(rounds), "broken": broken})
+                except BREAKS as error:
+                    broken.append(f"{type(error).__name__}: {error}")
+                    row = sum_up(rounds) if rounds else {"error": broken[-1]}
+                    results.add({"case": name, **row, "broken": broken})
+                    if len(broken) >= MAX_BROKEN:
+                        left.pop(0)
                     return
-                results.add({"case": name, **sum_up(rounds)})
+                left.pop(0)
 
 
 if __name__ == "__main__":

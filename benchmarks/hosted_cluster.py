@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import Host, hosts
+from benchmarks.jumping_clock import JumpingClock
 
 RAY = str(Path(sys.executable).with_name("ray"))
 CLI = (sys.executable, "-m", "cli")
@@ -48,13 +49,20 @@ class CommandFailed(Exception):
 class HostedCluster:
     """Owns nothing but the commands; `hosted_cluster` makes one."""
 
-    def __init__(self, machines: Sequence[Host], folder: Path, *, has_redis: bool) -> None:
+    def __init__(
+        self, machines: Sequence[Host], folder: Path, *, has_redis: bool, has_clocks: bool
+    ) -> None:
         self.head, *self.worker_hosts, self.edge = machines
         self.addresses = [f"{each.address}:{ROUTER_PORT}" for each in (self.head, self.edge)]
         self.vocab_size = 0  # of the model that is served
         self._folder = folder
         self._has_redis = has_redis
-        self._config = folder / "cluster.yaml"
+        self.config = folder / "cluster.yaml"
+        self.start_s = 0.0  # that `pagewire up` took
+        # name of a host |-> its wall clock
+        self.clocks = {
+            each.name: JumpingClock(folder, each.name) for each in machines if has_clocks
+        }
         self._keys = folder / "router.keys"
         self._environment = {
             # What this process sets for a Ray of its own is not for these.
@@ -64,6 +72,8 @@ class HostedCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             # How long hosts of workers wait for a head that is gone.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+            # How long Ray may take to start: other work may run beside it.
+            "RAY_raylet_start_wait_time_s": str(int(START_TIMEOUT_S)),
         }
         self._running: dict[str, subprocess.Popen[str]] = {}
 
@@ -80,16 +90,17 @@ class HostedCluster:
             "decode": count,
             **options,
         }
-        self._config.write_text(json.dumps(config))
+        self.config.write_text(json.dumps(config))
         if self._has_redis:
             listen = ["--bind", self.edge.address, "--port", str(REDIS_PORT)]
             redis = ["redis-server", *listen, "--save", "", "--protected-mode", "no"]
             self._keep(self.edge, "redis", redis)
         for host in (self.head, *self.worker_hosts):
             self.start_ray(host)
-        self.command(self.head, "up", "--config", str(self._config))
-        address = ("--ray-address", f"{self.head.address}:{RAY_PORT}")
-        self.command(self.head, "router-keys", str(self._keys), *address)
+        count = 1 + len(self.worker_hosts)
+        until(lambda: self._num_nodes() == count, START_TIMEOUT_S, "Ray's hosts")
+        self.bring_up()
+        self.command(self.head, "router-keys", str(self._keys), *self._ray_address)
         self.start_router()
         self.until_whole()
 
@@ -111,7 +122,7 @@ class HostedCluster:
         environment = {"RAY_REDIS_ADDRESS": redis} if keeps_state else {}
         self._keep(host, f"ray-{host.name}", [RAY, "start", *arguments], environment)
         if host is self.head:
-            until(self._is_ray_up, START_TIMEOUT_S, "Ray's head")
+            until(lambda: self._num_nodes() > 0, START_TIMEOUT_S, "Ray's head")
 
     def start_router(self) -> None:
         """Have the second router run from now on, and begin anew whenever it ends."""
@@ -121,7 +132,7 @@ class HostedCluster:
             [
                 *CLI,
                 "router",
-                f"--config={self._config}",
+                f"--config={self.config}",
                 f"--controller={self.head.address}:{CONTROLLER_PORT}",
                 f"--keys={self._keys}",
                 f"--host={self.edge.address}",
@@ -129,10 +140,31 @@ class HostedCluster:
             ],
         )
 
+    def bring_up(self) -> None:
+        """Start the product's processes; returns when they serve."""
+        began = time.monotonic()
+        self.command(self.head, "up", "--config", str(self.config))
+        self.start_s = time.monotonic() - began
+
+    def end(self) -> None:
+        """End them, but for the second router."""
+        self.command(self.head, "down", "--grace-s", "0", *self._ray_address)
+
+    def begin(self, host: Host, *arguments: str) -> "subprocess.Popen[str]":
+        """Begin a command of the product on a host."""
+        with (self._folder / f"{arguments[0]}.log").open("a") as log:
+            return host.start(
+                *CLI,
+                *arguments,
+                environment=self._environment_of(host),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
     def command(self, host: Host, *arguments: str) -> str:
         """Run a command of the product on a host; returns its output."""
         code, output, errors = host.run(
-            *CLI, *arguments, timeout_s=START_TIMEOUT_S, environment=self._environment
+            *CLI, *arguments, timeout_s=START_TIMEOUT_S, environment=self._environment_of(host)
         )
         if code:
             raise CommandFailed(f"pagewire {' '.join(arguments)}: {code}: {output}{errors}")
@@ -172,19 +204,35 @@ class HostedCluster:
             self._running[name] = host.start(
                 *("sh", "-c", script, "sh"),
                 *command,
-                environment={**self._environment, **environment},
+                environment={**self._environment_of(host), **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
-    def _is_ray_up(self) -> bool:
+    def _environment_of(self, host: Host) -> Mapping[str, str]:
+        clock = self.clocks.get(host.name)
+        return {**self._environment, **(clock.environment if clock else {})}
+
+    @property
+    def _ray_address(self) -> tuple[str, str]:
+        return "--ray-address", f"{self.head.address}:{RAY_PORT}"
+
+    def _num_nodes(self) -> int:
+        """Return how many hosts Ray says it has; it answers before it has any."""
         address = f"--address={self.head.address}:{RAY_PORT}"
-        return self.head.run(RAY, "status", address, environment=self._environment)[0] == 0
+        said = self.head.run(RAY, "status", address, environment=self._environment)[1]
+        active, _, _ = said.partition("Pending:")
+        return active.count(" node_")
 
 
 @contextmanager
 def hosted_cluster(
-    model: Path, folder: Path, *, has_redis: bool, options: Mapping[str, Any] = {}
+    model: Path,
+    folder: Path,
+    *,
+    has_redis: bool,
+    has_clocks: bool = False,
+    options: Mapping[str, Any] = {},
 ) -> Iterator[HostedCluster]:
     """Yield a cluster that serves.
 
@@ -192,10 +240,11 @@ def hosted_cluster(
         model: Folder of its model.
         folder: Takes its configuration and logs.
         has_redis: Without it the cluster ends with the host of Ray's head.
+        has_clocks: The wall clock of each host can jump.
         options: Of its configuration, beside OPTIONS.
     """
     with hosts(NUM_HOSTS) as machines:
-        cluster = HostedCluster(machines, folder, has_redis=has_redis)
+        cluster = HostedCluster(machines, folder, has_redis=has_redis, has_clocks=has_clocks)
         cluster.start(model, options)
         yield cluster
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.stream_statistics import Row
 
@@ -52,6 +53,10 @@ class ResultFile:
     def has(self, case: str) -> bool:
         """Tell whether a case has been measured."""
         return case in self._rows
+
+    def listed(self, case: str, name: str) -> list[Any]:
+        """Return a copy of a list in the row of a case, such as its rounds; [] if there is none."""
+        return list(self._rows.get(case, {}).get(name, []))
 
     def add(self, row: Row) -> None:
         """Take a case in, and write the file."""

@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its least
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
+DEPLOY_TIMEOUT_S = 120.0  # for the controller's process, too; hosts can be busy with other starts
 AT_ONCE_S = 1.0  # in which processes answer that serve already
 STOP_MARGIN_S = 5.0
 GATEWAY_MARGIN_S = 1.0  # to tell clients how the router ended their calls
@@ -191,7 +192,7 @@ def deploy(
     }
     controller = place(ControllerActor, CONTROLLER_NAME, options, deployment)
     try:
-        actors = ask(controller.deploy.remote(), PLACE_TIMEOUT_S)
+        actors = _deployed(controller, watch)
         return wait_for_cluster(
             {**actors, CONTROLLER_NAME: controller}, config, device, deadline, watch
         )
@@ -214,10 +215,20 @@ def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> Run
     """Return the cluster on the attached Ray, when its workers that stay are ready."""
     actors = named_actors()
     if ROUTER_NAME not in actors:  # who started it was ended in the middle
-        ask(actors[CONTROLLER_NAME].deploy.remote(), PLACE_TIMEOUT_S)
+        _deployed(actors[CONTROLLER_NAME], watch)
         actors = named_actors()
     staying = {name: each for name, each in actors.items() if name not in facts.workers.leaving}
     return wait_for_cluster(staying, facts.config, facts.device, deadline, watch)
+
+
+def _deployed(controller: Any, watch: StartWatch) -> dict[str, Any]:
+    """Have the controller start the other processes; returns all handles by name."""
+    deploying = controller.deploy.remote()
+    deadline = time.monotonic() + DEPLOY_TIMEOUT_S
+    while not ray.wait([deploying], timeout=AT_ONCE_S)[0] and time.monotonic() < deadline:
+        watch.check()
+    actors: dict[str, Any] = ask(deploying, AT_ONCE_S)
+    return actors
 
 
 def wait_for_cluster(

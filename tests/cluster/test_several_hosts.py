@@ -11,9 +11,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.client_processes import ClientProcesses
-from benchmarks.faults import FAULTS, run_once
+from benchmarks.fault_cases import FAULTS
+from benchmarks.faults import run_once
 from benchmarks.hosted_cluster import RAY_PORT, hosted_cluster
 from benchmarks.hosts import why_no_hosts
+from benchmarks.jumping_clock import why_no_clocks
 from benchmarks.prompts import Seeds, token_ids, wave
 from cluster.demo_model import demo_model_dir
 from tests.cluster.oracle import GreedyOracle
@@ -34,7 +36,13 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     copy = shutil.copytree(demo_model_dir(), folder / "copy")
     options = {"network_interface": "eth0", "model_paths": {"host3": str(copy)}}
-    with hosted_cluster(demo_model_dir(), folder, has_redis=False, options=options) as cluster:
+    with hosted_cluster(
+        demo_model_dir(),
+        folder,
+        has_redis=False,
+        has_clocks=not why_no_clocks(),
+        options=options,
+    ) as cluster:
         yield cluster
 
 
@@ -78,6 +86,18 @@ def test_a_host_of_workers_that_loses_its_power_costs_no_token_and_comes_back(
     assert row["resumed"] > 0
     assert row["pages_moved"] > 0
     assert row["decode_prompt_tokens"] == 0
+
+
+@pytest.mark.skipif(bool(why_no_clocks()), reason=why_no_clocks() or "they can jump")
+@pytest.mark.parametrize("name", ["clock/workers", "clock/head"])
+def test_a_wall_clock_that_jumps_costs_no_token_and_no_worker(cluster, clients, seeds, name):
+    before = {each["worker_id"]: each["incarnation"] for each in cluster.workers()}
+
+    row = run_once(FAULTS[name], cluster, clients, seeds)
+
+    assert (row["errors"], row["wrong_tokens"]) == ([], 0)
+    assert row["pages_moved"] > 0
+    assert {each["worker_id"]: each["incarnation"] for each in cluster.workers()} == before
 
 
 def under_load(cluster, clients, seeds, work):

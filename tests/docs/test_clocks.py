@@ -1,0 +1,38 @@
+"""That the wall clock decides only what docs/protocol.md#clocks names."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = (
+    *("cli", "cluster", "credentials", "decode_worker", "grammars", "http_gateway", "kv_cache"),
+    *("kv_transfer", "llm_engine", "observability", "options", "pagewire", "prefill_worker"),
+    *("protos", "router", "worker"),
+)
+WALL_CLOCK = re.compile(r"\b(time\.time\b|time_ns\(|datetime\.(now|utcnow|today)\b)")
+ALLOWED = {
+    "resume tokens": {"router/router.py"},
+    "certificates": {"pagewire/protos/pem.py"},
+    "chat templates": {"router/chat_template.py"},
+    "times that are only shown": {
+        "cluster/doctor.py",  # days until a certificate expires
+        "pagewire/cli/status.py",
+        "http_gateway/chat.py",
+        "http_gateway/cluster_view.py",
+        "http_gateway/completions.py",
+        "http_gateway/models.py",
+        "http_gateway/response_events.py",
+        "http_gateway/responses.py",
+    },
+}
+
+
+def test_the_wall_clock_is_read_nowhere_else():
+    found = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if WALL_CLOCK.search(path.read_text(encoding="utf-8"))
+    }
+
+    assert found == set().union(*ALLOWED.values())
