@@ -40,6 +40,7 @@ MAX_OUTBOX_TOKENS = 10_000_000
 START_TIMEOUT_S = 60.0
 HEARTBEAT_S = 0.5
 
+Measured = SpawnProcess | psutil.Process
 Ports = Any  # a queue of integers between processes
 
 
@@ -173,7 +174,7 @@ def run_router(
 
     async def start() -> tuple[int, object]:
         config = RouterConfig(
-            max_active_requests=10_000, max_expected_wait_s=3600.0, **(options or {})
+            max_active_requests=10_000, max_expected_wait_s=1e9, **(options or {})
         )
         router = Router(
             config=config,
@@ -220,7 +221,7 @@ def started(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Spaw
         process.join()
 
 
-def cpu_s(process: SpawnProcess) -> float:
+def cpu_s(process: Measured) -> float:
     """Return the CPU time that a process has used, all threads together."""
     times = psutil.Process(process.pid).cpu_times()
     return float(times.user + times.system)

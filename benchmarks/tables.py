@@ -196,7 +196,11 @@ def relay() -> str:
 
 def gateway() -> str:
     """What a token costs over gRPC and over HTTP."""
-    rows = json.loads((RESULTS / "gateway-cpu.json").read_text(encoding="utf-8"))["cases"]
+    rows = [
+        row
+        for name in ("gateway-cpu.json", "gateway-2000-streams-cpu.json")
+        for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))["cases"]
+    ]
     return table(
         ("way", "streams", "router CPU, us per token", "gateway CPU, us per token"),
         (

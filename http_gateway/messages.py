@@ -1,7 +1,7 @@
 """Messages and tools of a chat as OpenAI's API has them, made into those of the client."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,17 +77,14 @@ class Tools:
             )
 
 
-def take_tools(
-    fields: Fields,
-    model: Model,
-    named: Callable[[Fields], Fields] = lambda choice: choice.object("function"),
-) -> Tools:
+def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
     """Take the tools of a request.
 
     Args:
         fields: Of the request.
         model: That is served.
-        named: Returns the part of tool_choice that has the name of a function.
+        is_flat: Whether the fields of a function stand beside its type, in the tools and in
+            tool_choice, as /v1/responses has them.
 
     Raises:
         HttpError: Also where the model's calls could not be told from its text.
@@ -95,14 +92,16 @@ def take_tools(
     choice = fields.take("tool_choice")
     only = None
     if isinstance(choice, dict):
-        only = _chosen(Fields(choice, "tool_choice"), named)
+        only = _chosen(Fields(choice, "tool_choice"), is_flat=is_flat)
     elif choice not in (None, "auto", "none", "required"):
         raise refused("tool_choice", shown(choice), "'auto', 'none', 'required', or a function")
     must_call = only is not None or choice == "required"
     given = fields.array("tools")
     functions = [
-        _tool_name(each, f"tools[{i}]", may_be_strict=must_call) for i, each in enumerate(given)
+        _tool_name(each, f"tools[{i}]", is_flat=is_flat, may_be_strict=must_call)
+        for i, each in enumerate(given)
     ]
+    shown_tools = list(map(_chat_tool, given)) if is_flat else given
     if only is not None and only not in functions:
         allowed = f"one of the tools: {', '.join(functions)[:500] or 'there is none'}"
         raise refused("tool_choice", f"the function {shown(only)}", allowed)
@@ -113,15 +112,15 @@ def take_tools(
     if model.tool_call_format is None:
         found = "tools, but the model's chat template teaches no format of calls that is known"
         raise refused("tools", found, "none", code="unsupported_parameter")
-    return Tools(shown=given, functions=functions, must_call=must_call, only=only)
+    return Tools(shown=shown_tools, functions=functions, must_call=must_call, only=only)
 
 
-def _chosen(choice: Fields, named: Callable[[Fields], Fields]) -> str:
+def _chosen(choice: Fields, *, is_flat: bool) -> str:
     """Return the name of the function that a tool_choice is."""
     kind = choice.text("type")
     if kind != "function":
         raise choice.refused("type", shown(kind), "'function'")
-    function = named(choice)
+    function = choice if is_flat else choice.object("function")
     name = function.text("name")
     function.refuse_others()
     choice.refuse_others()
@@ -177,14 +176,22 @@ def _part(value: object, path: str, types: Mapping[str, str]) -> str:
     return text
 
 
-def _tool_name(value: object, path: str, *, may_be_strict: bool) -> str:
+def _tool_name(value: object, path: str, *, is_flat: bool, may_be_strict: bool) -> str:
     tool = as_object(value, path)
     kind = tool.text("type")
     if kind != "function":
         raise refused(f"{path}.type", shown(kind), "'function'")
+    if is_flat:
+        return _function_name(tool, may_be_strict=may_be_strict)
     function = tool.object("function")
     tool.refuse_others()
     return _function_name(function, may_be_strict=may_be_strict)
+
+
+def _chat_tool(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates know it."""
+    function = {name: each for name, each in flat.items() if name != "type" and each is not None}
+    return {"type": "function", "function": function}
 
 
 def _function_name(function: Fields, *, may_be_strict: bool) -> str:

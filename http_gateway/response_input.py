@@ -1,4 +1,4 @@
-"""The input of /v1/responses, made into messages and tools of a chat."""
+"""The input of /v1/responses, made into messages of a chat."""
 
 from typing import Any
 
@@ -28,21 +28,6 @@ def input_messages(instructions: str, value: object) -> list[dict[str, Any]]:
     if not messages:
         raise refused("input", "no message", "at least one")
     return messages
-
-
-def chat_tools(fields: Fields) -> Fields:
-    """Take tools as /v1/responses has them, and return them as those of a chat."""
-    tools = []
-    for index, each in enumerate(fields.array("tools")):
-        tool = as_object(each, f"tools[{index}]")
-        function = dict(each)
-        kind = tool.text("type")
-        if kind != "function":
-            raise refused(f"tools[{index}].type", shown(kind), "'function'")
-        del function["type"]
-        kept = {name: value for name, value in function.items() if value is not None}
-        tools.append({"type": "function", "function": kept})
-    return Fields({"tools": tools, "tool_choice": fields.take("tool_choice")})
 
 
 class _Turns:

@@ -14,7 +14,7 @@ from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Generation
 from http_gateway.messages import chat_field, take_tools
 from http_gateway.response_events import ResponseBuilder
-from http_gateway.response_input import chat_tools, input_messages
+from http_gateway.response_input import input_messages
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
@@ -35,6 +35,7 @@ UNSUPPORTED = {
     "previous_response_id": Unsupported(_STATELESS),
     "prompt": Unsupported("there are no stored prompts"),
     "reasoning": Unsupported("the chat template decides", off=({},)),
+    "response_format": Unsupported("use text.format"),
     "service_tier": Unsupported("there is one tier", off=("auto", "default")),
     "store": Unsupported(_STATELESS, off=(False,)),
     "truncation": Unsupported("a conversation is not shortened", off=("disabled",)),
@@ -76,7 +77,7 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
     constraint = _take_text(fields.object("text"), names)
     _refuse_options(fields)
     messages = input_messages(fields.text("instructions"), fields.take("input"))
-    tools = take_tools(chat_tools(fields), model, named=lambda choice: choice)
+    tools = take_tools(fields, model, is_flat=True)
     is_parallel = fields.flag("parallel_tool_calls", True)
     has_logprobs = _takes_logprobs(fields)
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0

@@ -28,6 +28,7 @@ from google.protobuf.message import DecodeError
 
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
+from protos.bad_text import find_bad_text
 from protos.field_count import has_more_fields
 from protos.shares import may_take
 
@@ -192,16 +193,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 await self._check_num_fields(method, raw, self._max_fields)
             return deserialize(raw) if deserialize else raw
         except (DecodeError, ValueError) as error:
+            reason = str(error)
+            # To look at each field takes as long as to count them, so not where none were counted.
+            if isinstance(error, DecodeError) and self._max_fields is not None:
+                reason = await _bad_text(method, raw) or reason
             raise CallRefused(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"{len(raw)} bytes are no request of {method}: {error}",
+                f"{len(raw)} bytes are no request of {method}: {reason}",
             ) from None
 
     async def _check_num_fields(self, method: str, raw: bytes, limit: int) -> None:
-        name = method.removeprefix("/").replace("/", ".")
-        request_type = descriptor_pool.Default().FindMethodByName(name).input_type
         # In a thread, which lets the event loop run in between.
-        if await asyncio.to_thread(has_more_fields, raw, request_type, limit):
+        if await asyncio.to_thread(has_more_fields, raw, _request_type(method), limit):
             raise ValueError(f"found more than {limit} fields; allowed: at most {limit}")
 
 
@@ -239,6 +242,20 @@ class _Requests:
         except CallRefused as refused:
             self.refused = refused  # a handler may take it for a connection that broke
             raise
+
+
+def _request_type(method: str) -> Any:
+    """Return the descriptor of what a method is sent."""
+    name = method.removeprefix("/").replace("/", ".")
+    return descriptor_pool.Default().FindMethodByName(name).input_type
+
+
+async def _bad_text(method: str, raw: bytes) -> str:
+    """Return which text of a request is none, if that is what is wrong with it."""
+    try:
+        return await asyncio.to_thread(find_bad_text, raw, _request_type(method))
+    except ValueError:
+        return ""  # it is no message, whatever is in it
 
 
 def _responding(method: str, handler: Any) -> Serve:

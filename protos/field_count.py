@@ -6,7 +6,7 @@ them, in a second during which nothing else runs.
 
 from typing import Any
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT_BYTES = 10
 
 
@@ -32,20 +32,20 @@ def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
         known = message.fields_by_number
         while at < end:
             num_fields += 1
-            tag, at = _read_varint(raw, at)
+            tag, at = read_varint(raw, at)
             kind = tag & 7
-            if kind == _VARINT:
-                _, at = _read_varint(raw, at)
-            elif kind == _BYTES:
-                size, at = _read_varint(raw, at)
+            if kind == VARINT:
+                _, at = read_varint(raw, at)
+            elif kind == BYTES:
+                size, at = read_varint(raw, at)
                 field = known.get(tag >> 3)
                 if field is not None and field.message_type:
                     messages.append((at, at + size, field.message_type))
                 elif field is not None and field.is_packed:
                     num_fields += size
                 at += size
-            elif kind in (_FIXED64, _FIXED32):
-                at += 8 if kind == _FIXED64 else 4
+            elif kind in (FIXED64, FIXED32):
+                at += 8 if kind == FIXED64 else 4
             else:
                 raise ValueError(f"wire type {kind} at byte {at}")
             if num_fields > limit:
@@ -55,7 +55,7 @@ def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
     return False
 
 
-def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
+def read_varint(raw: bytes, at: int) -> tuple[int, int]:
     """Return the number at a position, and the position behind it."""
     if at < len(raw) and raw[at] < 0x80:  # nearly all are of one byte
         return raw[at], at + 1

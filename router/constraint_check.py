@@ -17,6 +17,7 @@ from router.errors import ChildLimit
 from router.request import ServedModel
 
 MAX_ANSWER_BYTES = 1 << 16
+CPU_S = 0.7  # of one: who sends one that is too large is told within a second
 MAX_KNOWN = 1000  # constraints that were tried
 MAX_KNOWN_BYTES = 4 << 20  # of them all
 
@@ -51,7 +52,7 @@ class ChildChecker:
     ) -> None:
         self._folder = folder
         self._num_children = num_children
-        self._limits = limits or ChildLimits(cpu_s=1.0)
+        self._limits = limits or ChildLimits(cpu_s=CPU_S)
         self._starting: asyncio.Task[ChildPool] | None = None
         self._known: OrderedDict[Constraint, asyncio.Task[None]] = OrderedDict()  # tried, or about
         self._num_bytes = 0

@@ -6,7 +6,7 @@ sampling parameters it names all fields that are wrong.
 
 from collections.abc import Callable
 
-from grammars.constraint import MAX_BYTES
+from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint, ConstraintKind
 from pagewire.protos.token_ids import TOKEN_BYTES, largest_token_id, unpack_token_ids
 from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
 from router.errors import InvalidRequest, UnknownModel
@@ -233,10 +233,21 @@ def _check_constraint(
         refusals.add("constraint", kind, "none: the model has no end token, so no answer could end")
     elif (num_bytes := asked.constraint.num_bytes) > MAX_BYTES:
         refusals.add(f"constraint.{kind}", f"{num_bytes} bytes", f"at most {MAX_BYTES} bytes")
+    elif asked.constraint.kind is ConstraintKind.CHOICE:
+        _check_choices(asked.constraint, refusals)
     if asked.ignore_eos:
         refusals.add("ignore_eos", "True", f"False where constraint says {kind}")
     if asked.min_tokens:
         refusals.add("min_tokens", str(asked.min_tokens), f"0 where constraint says {kind}")
+
+
+def _check_choices(constraint: Constraint, refusals: _Refusals) -> None:
+    if not 1 <= len(constraint.choices) <= MAX_CHOICES:
+        found = f"{len(constraint.choices)} texts"
+        refusals.add("constraint.choice", found, f"1 to {MAX_CHOICES}")
+    elif "" in constraint.choices:
+        field = f"constraint.choice[{constraint.choices.index('')}]"
+        refusals.add(field, "an empty text", "at least one character")
 
 
 def _check_stop_tokens(asked: AskedSampling, model: ServedModel, refusals: _Refusals) -> None:

@@ -16,7 +16,6 @@ import urllib.request
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 
-import grpc
 import pytest
 
 import pagewire
@@ -27,9 +26,6 @@ from cluster.environment import prepare_ray
 from cluster.preflight import check_start
 from credentials.key_file import write_router_keys
 from pagewire import AsyncClient
-from pagewire.protos import inference_pb2_grpc
-from pagewire.protos.inference_pb2 import GenerateRequest
-from pagewire.protos.token_ids import pack_token_ids
 from tests.cluster.in_process import generate_all
 from tests.support.local_ray import forget_token
 from tests.support.wall_clock import assert_within
@@ -216,68 +212,6 @@ def test_text_and_chat_are_tokenized_and_streamed(cluster):
     assert len(texts) > 1
     assert "".join(texts) == streamed.text == direct.text
     assert streamed.token_ids == direct.token_ids
-
-
-# name |-> (request, code, words)
-BAD_INPUT = {
-    "model": (GenerateRequest(model="other", text="x"), "NOT_FOUND", "model: found 'other'"),
-    "no prompt": (GenerateRequest(), "INVALID_ARGUMENT", "prompt: found"),
-    "empty text": (GenerateRequest(text=""), "INVALID_ARGUMENT", "prompt.text: found an empty"),
-    "no tokens": (GenerateRequest(token_ids=b""), "INVALID_ARGUMENT", "prompt: found no tokens"),
-    "too long": (
-        GenerateRequest(token_ids=pack_token_ids([1] * 9000)),
-        "INVALID_ARGUMENT",
-        "prompt: found 9000 tokens",
-    ),
-    "foreign token": (
-        GenerateRequest(token_ids=pack_token_ids([5, 100_000])),
-        "INVALID_ARGUMENT",
-        "prompt.token_ids[1]: found 100000",
-    ),
-    "not finite": (
-        GenerateRequest(text="x", sampling={"temperature": float("nan")}),
-        "INVALID_ARGUMENT",
-        "sampling.temperature: found nan",
-    ),
-    "contradiction": (
-        GenerateRequest(text="x", sampling={"min_tokens": 9, "max_tokens": 3}),
-        "INVALID_ARGUMENT",
-        "sampling.min_tokens: found 9; allowed: at most 3",
-    ),
-    "oversized": (GenerateRequest(token_ids=bytes(2**24)), "RESOURCE_EXHAUSTED", "larger than max"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_refused_within_a_second_while_others_stream(cluster, name):
-    """As any client may send it: Pagewire's own refuses most of it itself."""
-    request, code, words = BAD_INPUT[name]
-
-    async def refuse(client):
-        async with grpc.aio.insecure_channel(client.address) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            await anext(aiter(stub.Generate(request)))
-
-    async def work(client):
-        async with client.stream(
-            prompt_of("calm", 40), temperature=0.0, max_tokens=60, ignore_eos=True
-        ) as stream:
-            deltas = aiter(stream)
-            await anext(deltas)
-            started = time.monotonic()
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await refuse(client)
-            seconds = time.monotonic() - started
-            async for _ in deltas:
-                pass
-        return seconds, refusal.value, stream.completion
-
-    seconds, refusal, undisturbed = run(cluster, work)
-
-    assert refusal.code().name == code
-    assert words in refusal.details()
-    assert_within(seconds, 1.0)
-    assert len(undisturbed.token_ids) == 60
 
 
 def test_a_client_that_leaves_frees_all_pages_within_a_second(cluster):

@@ -1,7 +1,6 @@
 """The same workers over real gRPC, TCP and engine threads: what the pretended ones might hide."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,103 +9,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from credentials.gate import ServerGate
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import make_decode_worker
-from kv_transfer.tcp import TcpTransport
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import make_prefill_worker
 from tests.decode_worker.harness import MODEL, PAGE_SIZE, ScriptedRouter, prompt_of
-from tests.support.cluster_keys import credentials_of, proven, role_of
-from tests.support.fake_engine import FakeEngine
+from tests.support.cluster_keys import credentials_of, proven
+from tests.support.fake_workers import FakeWorkers
 from tests.support.virtual_executor import AcceleratorError
 from worker.errors import EngineLost
-from worker.executor import ThreadExecutor
-from worker.host import WorkerHost
-from worker.identity import ModelInfo, WorkerIdentity
-
-
-class RealCluster:
-    """One prefill and one decode worker on this host."""
-
-    def __init__(self) -> None:
-        self.servers: list[grpc.aio.Server] = []
-        self.workers: dict[str, Any] = {}
-        self.engines: dict[str, FakeEngine] = {}
-        self.identities: dict[str, WorkerIdentity] = {}
-        self._transports: list[TcpTransport] = []
-        self._executors: list[ThreadExecutor] = []
-
-    async def start(self, worker_id: str) -> None:
-        incarnation = random.Random(worker_id).randrange(1, 2**63)
-        credentials = credentials_of(role_of(worker_id), worker_id, incarnation)
-        server = grpc.aio.server(interceptors=[ServerGate(credentials)])
-        port = server.add_insecure_port("127.0.0.1:0")
-        identity = WorkerIdentity(
-            worker_id=worker_id, incarnation=incarnation, address=f"127.0.0.1:{port}"
-        )
-        engine = self.engines[worker_id] = FakeEngine(MODEL, num_pages=256, page_size=PAGE_SIZE)
-        executor = ThreadExecutor(engine)
-        transport = TcpTransport(executor.engine.storage, host="127.0.0.1")
-        model = ModelInfo(
-            name=MODEL.name,
-            fingerprint=MODEL.fingerprint,
-            vocab_size=MODEL.vocab_size,
-            max_context_tokens=512,
-            eos_token_ids=MODEL.eos_token_ids,
-        )
-        worker: WorkerHost
-        if worker_id == "prefill":
-            worker = make_prefill_worker(
-                config=PrefillConfig(max_step_tokens=32, chunk_pages=2),
-                identity=identity,
-                model=model,
-                executor=executor,
-                credentials=credentials,
-                transports=[transport],
-            )
-        else:
-            rng = random.Random(1)
-            worker = make_decode_worker(
-                config=DecodeConfig(local_prefill_max_tokens=0),
-                identity=identity,
-                model=model,
-                executor=executor,
-                credentials=credentials,
-                transports=[transport],
-                connect_channel=grpc.aio.insecure_channel,
-                random_id=lambda: rng.randbytes(16),
-            )
-        worker.register(server)
-        await server.start()
-        await worker.start()
-        self.servers.append(server)
-        self.workers[worker_id] = worker
-        self.identities[worker_id] = identity
-        self._transports.append(transport)
-        self._executors.append(executor)
-
-    def candidates(self) -> list[WorkerIdentity]:
-        return [self.identities["prefill"]]
-
-    async def stop(self) -> None:
-        for worker in self.workers.values():
-            await worker.stop(1.0)
-        for server in self.servers:
-            await server.stop(1.0)
-        for transport in self._transports:
-            # Stopping a worker closed its port and left no connection.
-            listener = transport._sockets._listener
-            assert listener is None or listener.fileno() == -1
-            assert all(each.is_broken for each in transport._connections)
-        for executor in self._executors:
-            executor.close()
 
 
 @asynccontextmanager
-async def real_session() -> AsyncIterator[tuple[RealCluster, ScriptedRouter, grpc.aio.Channel]]:
-    cluster = RealCluster()
+async def real_session() -> AsyncIterator[tuple[FakeWorkers, ScriptedRouter, grpc.aio.Channel]]:
+    cluster = FakeWorkers(MODEL, page_size=PAGE_SIZE)
     await cluster.start("prefill")
     await cluster.start("decode")
     decode = cluster.identities["decode"]
@@ -127,7 +40,7 @@ async def real_session() -> AsyncIterator[tuple[RealCluster, ScriptedRouter, grp
         await cluster.stop()
 
 
-async def wait_free(cluster: RealCluster) -> None:
+async def wait_free(cluster: FakeWorkers) -> None:
     async with asyncio.timeout(1.0):
         for worker in cluster.workers.values():
             while True:

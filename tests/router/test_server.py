@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,48 +113,6 @@ def writes(tokenizer: Tokenizer, text: str, *, chunk: int = 1) -> Any:
     return serve
 
 
-def bad_requests() -> Iterator[tuple[str, GenerateRequest, grpc.StatusCode, str]]:
-    def request(**fields: Any) -> GenerateRequest:
-        fields.setdefault("text", "the fox")
-        return GenerateRequest(**fields)
-
-    def sampling(**fields: Any) -> GenerateRequest:
-        return request(sampling=common_pb2.SamplingParams(**fields))
-
-    def chat(*messages: tuple[str, str]) -> GenerateRequest:
-        prompt = inference_pb2.ChatPrompt()
-        for role, content in messages:
-            prompt.messages.add(role=role, content=content)
-        return GenerateRequest(chat=prompt)
-
-    invalid, ids = grpc.StatusCode.INVALID_ARGUMENT, pack_token_ids
-    yield "unknown model", request(model="other"), grpc.StatusCode.NOT_FOUND, "model"
-    yield "no prompt", GenerateRequest(), invalid, "prompt"
-    yield "empty text", GenerateRequest(text=""), invalid, "prompt.text"
-    yield "no tokens", GenerateRequest(token_ids=b""), invalid, "prompt"
-    yield "odd bytes", GenerateRequest(token_ids=b"abc"), invalid, "prompt.token_ids"
-    yield "outside", GenerateRequest(token_ids=ids([1, 400])), invalid, "prompt.token_ids[1]"
-    yield "too long", GenerateRequest(token_ids=ids([1] * 512)), invalid, "prompt"
-    yield "too long text", GenerateRequest(text="dog 😀" * 200), invalid, "prompt"
-    yield "oversized text", GenerateRequest(text="x" * 20_001), invalid, "prompt.text"
-    yield "no messages", chat(), invalid, "prompt.chat.messages"
-    crowd = chat(*[("user", "x")] * 10_001)
-    yield "too many messages", crowd, invalid, "prompt.chat.messages"
-    yield "no role", chat(("", "hi")), invalid, "prompt.chat.messages[0].role"
-    yield "refused by template", chat(("tool", "x")), invalid, "prompt.chat.messages"
-    yield "nan", sampling(temperature=float("nan")), invalid, "sampling.temperature"
-    yield "inf", sampling(presence_penalty=float("inf")), invalid, "sampling.presence_penalty"
-    yield "negative", sampling(temperature=-1), invalid, "sampling.temperature"
-    yield "top_p", sampling(top_p=1.5), invalid, "sampling.top_p"
-    yield "min over max", sampling(min_tokens=9, max_tokens=3), invalid, "sampling.min_tokens"
-    yield "n", sampling(n=65), invalid, "sampling.n"
-    yield "zero n", sampling(n=0), invalid, "sampling.n"
-    yield "logprobs", sampling(logprobs=21), invalid, "sampling.logprobs"
-    yield "empty stop", sampling(stop=["a", ""]), invalid, "sampling.stop[1]"
-    yield "stops", sampling(stop=["x"] * 17), invalid, "sampling.stop"
-    yield "stop id", sampling(stop_token_ids=[400]), invalid, "sampling.stop_token_ids[0]"
-
-
 def test_a_text_far_beyond_the_context_is_refused_without_tokenizing(model_dir: Path) -> None:
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0"), model_dir=model_dir) as tested:
@@ -206,32 +163,6 @@ def test_the_largest_message_has_room_for_any_valid_request_and_little_more() ->
 
     assert 4 * 1_000_000 + 4 * 2**20 < default.max_request_bytes < 16 * 2**20
     assert RouterConfig(max_prompt_chars=10**7).max_request_bytes > 4 * 10**7
-
-
-def test_each_bad_request_gets_a_rich_error_at_once_and_another_stream_goes_on(
-    model_dir: Path,
-) -> None:
-    async def main() -> None:
-        worker = ScriptedWorker("decode-0", token_s=0.05)
-        async with running_router(worker, model_dir=model_dir, max_prompt_chars=20_000) as tested:
-            other = asyncio.create_task(tested.generate(max_tokens=40))
-            await wait_until(lambda: worker.steps > 2)
-            for name, request, code, field in bad_requests():
-                started = asyncio.get_running_loop().time()
-                answer = await tested.generate(request=request)
-
-                assert answer.error is not None, name
-                assert answer.error.code() is code, (name, answer.error)
-                [violation] = details(answer.error, error_details_pb2.BadRequest).field_violations
-                assert violation.field == field, name
-                assert "allowed" in violation.description, name
-                assert field in (answer.error.details() or ""), name
-                assert asyncio.get_running_loop().time() - started < 0.01, name
-                assert not answer.messages, name
-            assert len(worker.submits) == 1, "no bad request reached the worker"
-            assert (await other).token_ids() == tokens(0, 40)
-
-    run_virtual(main())
 
 
 def test_a_full_router_refuses_before_any_work_and_says_when_to_try_again() -> None:

@@ -1,5 +1,7 @@
 """Bounds of wall-clock time, on hosts that compute other things, too."""
 
+import os
+
 
 class TooSlow(AssertionError):
     """Something took longer than it may: the only failure after which pytest tries again.
@@ -11,3 +13,8 @@ class TooSlow(AssertionError):
 def assert_within(seconds: float, limit_s: float) -> None:
     if not seconds < limit_s:
         raise TooSlow(f"took {seconds:.2f} s, allowed are {limit_s} s")
+
+
+def on_this_host(limit_s: float) -> float:
+    """Return a bound as long as others make it, where more wants to run than there are cores."""
+    return limit_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
