@@ -376,6 +376,7 @@ def main() -> None:
     )
     parser.add_argument("--transport", default="", help="by name; default: the devices' best")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", default="", help="where there is no repository to ask")
     options = parser.parse_args()
     try:
         count, configuration = measure(
@@ -391,7 +392,7 @@ def main() -> None:
         f"--devices {' '.join(options.devices)} --transport {configuration['transport']}",
         "hardware": hardware(),
         "versions": versions(),
-        "commit": commit(),
+        "commit": options.commit or commit(),
         "configuration": {
             "model": "demo model",
             **configuration,
