@@ -26,7 +26,7 @@ from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
-from observability.collector import settle_collector
+from observability.serving_process import settle_process
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from worker.identity import WorkerIdentity
 
@@ -236,7 +236,7 @@ async def _listen(server: grpc.aio.Server) -> int:
 def _serve(start: Callable[[], Awaitable[tuple[int, object]]], ports: Ports) -> None:
     async def run() -> None:
         port, _owner = await start()  # which lives as long as the process
-        settle_collector()
+        settle_process()
         ports.put(port)
         await asyncio.Event().wait()
 

@@ -11,7 +11,7 @@ from credentials.config import TlsSettings
 from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
-from observability.collector import settle_collector
+from observability.serving_process import settle_process
 from observability.logs import configure_logging
 from options.interfaces import address_on
 from pagewire import Tls, UnavailableError
@@ -66,7 +66,7 @@ class GatewayActor:
             # Ray gives up an actor whose constructor raises, but starts a dead process again.
             log.exception("gateway_start_failed")
             os._exit(1)
-        settle_collector()
+        settle_process()
 
     async def wait_ready(self) -> str:
         """Return the address of the HTTP server."""

@@ -21,7 +21,7 @@ from credentials.config import TlsSettings
 from credentials.door import ClusterLinks, front_door
 from credentials.party import CONTROLLER_NAME, Party
 from credentials.secret import RouterKeys
-from observability.collector import settle_collector
+from observability.serving_process import settle_process
 from observability.logs import fields
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.interfaces import address_on
@@ -139,7 +139,7 @@ class RouterProcess:
         if self._watch is not None:
             watching = asyncio.create_task(self._watch.run(), name="tenants-watch")
             self._followers.append(watching)
-        settle_collector()
+        settle_process()
         log.info("router_ready", extra=fields(router_id=settings.config.router_id, address=address))
         return address
 

@@ -23,6 +23,7 @@ from credentials.secret import PartyKeys
 from kv_transfer.transport import PageTransport
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
+from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.ports import listen_within
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
@@ -141,6 +142,7 @@ class WorkerProcess:
         )
         await server.start()
         await worker.start()
+        settle_process()
         self._executor, self._server, self._worker = executor, server, worker
         self.identity = identity
         await self._announce(identity, self._is_leaving)

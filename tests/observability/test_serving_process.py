@@ -1,17 +1,19 @@
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from observability.collector import YOUNG_OBJECTS, settle_collector
+from observability.serving_process import SWITCH_S, YOUNG_OBJECTS, settle_process
 
 
 @pytest.fixture(autouse=True)
-def collector() -> Iterator[None]:
-    """Leave the collector as it was."""
-    threshold = gc.get_threshold()
+def process() -> Iterator[None]:
+    """Leave the process as it was."""
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
     yield
+    sys.setswitchinterval(interval)
     gc.set_threshold(*threshold)
     gc.unfreeze()
 
@@ -24,10 +26,16 @@ class Node:
 
 
 def test_what_lives_is_frozen_and_new_garbage_is_still_collected() -> None:
-    settle_collector()
+    settle_process()
     node = weakref.ref(Node())
 
     assert gc.get_freeze_count() > 1000
     assert node() is not None
     _kept = [[] for _ in range(2 * YOUNG_OBJECTS)]
     assert node() is None, "a collection began by itself"
+
+
+def test_threads_take_turns_more_often() -> None:
+    settle_process()
+
+    assert sys.getswitchinterval() == SWITCH_S < 0.005
