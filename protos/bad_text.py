@@ -7,6 +7,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from protos.field_count import BYTES, FIXED32, FIXED64, VARINT, read_varint
 
+MAX_DEPTH = 100  # of messages within messages: parsers go no deeper
+
 
 def find_bad_text(raw: bytes, descriptor: Any) -> str:
     """Return the path of a text that is no UTF-8, and where; empty: each of them is.
@@ -16,13 +18,15 @@ def find_bad_text(raw: bytes, descriptor: Any) -> str:
         descriptor: Of its type.
 
     Raises:
-        ValueError: The bytes are no message.
+        ValueError: The bytes are no message, or nested more deeply than a parser goes.
 
     Source: protobuf's encoding (https://protobuf.dev/programming-guides/encoding/).
     """
     messages = [(0, len(raw), descriptor, "")]  # first byte, end, type, path; not looked at yet
     while messages:
         at, end, message, path = messages.pop()
+        if path.count(".") > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} messages within messages")
         seen: Counter[int] = Counter()  # field number |-> how many of it
         while at < end:
             tag, at = read_varint(raw, at)

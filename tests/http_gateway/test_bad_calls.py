@@ -91,6 +91,32 @@ def test_what_is_no_request_is_refused_and_the_connection_goes_on(
     assert answers(channel)
 
 
+@pytest.mark.parametrize("levels", [200, 15_000, 90_000])
+def test_messages_within_messages_are_refused_without_following_them(
+    channel: grpc.Channel, levels: int
+) -> None:
+    heads, size = [], 0  # of the inner ones first
+    for _ in range(levels):
+        heads.append(b"\x7a" + varint(size))
+        size += len(heads[-1])
+    raw = b"".join(reversed(heads))
+
+    error, seconds = refused(channel, [raw], method="/pagewire.v1.InferenceService/GenerateMany")
+
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(error.details()) < 500
+    assert_within(seconds, on_this_host(AT_ONCE_S))
+
+
+def varint(value: int) -> bytes:
+    """Return a number as protobuf writes it."""
+    out = []
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
 def test_a_compressed_bomb_is_refused_before_it_has_burst(channel: grpc.Channel) -> None:
     raw = b"\x12" + b"B" * 60 * MIB
     assert len(gzip.compress(raw)) < 2**16, "small on the wire"

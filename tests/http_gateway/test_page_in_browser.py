@@ -4,11 +4,14 @@
 """
 
 import json
+import logging
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,7 @@ ANSWERS = {  # of the picture for the documentation
         "Its own tokens, and no more: the document's pages are found where they are."
     ),
 }
+SECRET = "sk-8Qw3nR7tZk"  # the token of a tenant, like nothing else that is said
 HOSTILE = (
     "<img src=x onerror=window.hit=1><script>window.hit=1</script><svg/onload=window.hit=1>"
     '<a href="javascript:window.hit=1">x</a><iframe srcdoc="<script>parent.hit=1</script>">'
@@ -48,16 +52,28 @@ HOSTILE = (
 
 
 @pytest.fixture(scope="module")
-def chromium():
+def launch():
+    """Starts browsers, with the variables of their environment that differ."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="make test-page installs it")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.fail("no Chromium: apt-get install chromium-headless-shell, or set CHROMIUM=PATH")
-    with sync_api.sync_playwright() as playwright:
-        # A sandbox within a container needs rights that few give.
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield launched
-        launched.close()
+    with sync_api.sync_playwright() as playwright, ExitStack() as running:
+
+        def start(**environment):
+            # A sandbox within a container needs rights that few give.
+            launched = playwright.chromium.launch(
+                executable_path=path, args=["--no-sandbox"], env={**os.environ, **environment}
+            )
+            running.callback(launched.close)
+            return launched
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def chromium(launch):
+    return launch()
 
 
 @contextmanager
@@ -90,10 +106,10 @@ def visit(chromium, serve):
     """Opens pages; at the end nothing may have gone wrong in any of them."""
     contexts, wrong = [], []
 
-    def open_page(served, path="/", *, expected=(), **options):
+    def open_page(served, path="/", *, expected=(), browser=chromium, **options):
         """`expected` are parts of console messages that are no fault of the page."""
         options.setdefault("viewport", WIDE)
-        context = chromium.new_context(**options)
+        context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(10_000)
@@ -102,7 +118,9 @@ def visit(chromium, serve):
             if not any(each in message for each in expected):
                 wrong.append(message)
 
-        page.on("console", lambda each: note(f"{each.type}: {each.text}"))
+        page.on(
+            "console", lambda each: note(f"{each.type}: {each.text} {each.location.get('url', '')}")
+        )
         page.on("pageerror", lambda error: note(f"error: {error}"))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
         page.on(
@@ -345,7 +363,8 @@ def test_a_new_chat_begins_without_the_old_one(served, visit):
 
 
 def test_a_key_is_asked_for_and_kept_in_the_session_alone(served, visit):
-    page = visit(served, "/page/icon.svg", expected=["status of 401"])
+    # A file that is no page: a Chromium asks for an icon of it.
+    page = visit(served, "/page/icon.svg", expected=["status of 401", "/favicon.ico"])
     seen = []
 
     def guard(route):
@@ -384,15 +403,78 @@ def test_a_key_is_asked_for_and_kept_in_the_session_alone(served, visit):
 
 
 @pytest.fixture(scope="module")
-def encrypted(tmp_path_factory):
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory, authority):
     """A real router with tenants, behind a gateway with TLS."""
     folder = write_folder(tmp_path_factory.mktemp("model"))
     known = tenants(
-        rules("acme"), rules("slow", requests_per_s=0.01, burst=1), rules("ops", operator=True)
+        rules("acme"),
+        replace(rules(SECRET), name="quiet"),  # as its token shall not be found
+        rules("slow", requests_per_s=0.01, burst=1),
+        rules("ops", operator=True),
     )
-    door = front_door(Authority(tmp_path_factory.mktemp("keys")).settings())
+    door = front_door(authority.settings())
     with gateway(lambda: real_router(parrot(folder), folder, tenants=known), door=door) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def trusting(launch, authority, tmp_path_factory):
+    """A browser of somebody who trusts the authority, as an organization's own is trusted."""
+    certutil = shutil.which("certutil")
+    if certutil is None:
+        pytest.fail("no certutil: apt-get install libnss3-tools")
+    home = tmp_path_factory.mktemp("home")
+    database = home / ".pki" / "nssdb"
+    database.mkdir(parents=True)
+    command = [certutil, "-d", f"sql:{database}"]
+    subprocess.run([*command, "-N", "--empty-password"], check=True)
+    subprocess.run([*command, "-A", "-t", "C,,", "-n", "test", "-i", authority.file], check=True)
+    return launch(HOME=str(home))
+
+
+def test_only_who_trusts_the_authority_opens_the_page(encrypted, visit, chromium, trusting):
+    page = chromium.new_page()
+    with pytest.raises(Exception, match="ERR_CERT_AUTHORITY_INVALID"):
+        page.goto(encrypted.url)
+    page.close()
+
+    page = visit(encrypted, browser=trusting, expected=["status of 401"])
+
+    page.locator("#key-dialog").wait_for()
+    assert page.evaluate("isSecureContext")
+    script = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    assert_within(page.evaluate(script) / 1000, 1.0)
+
+
+def test_a_token_is_asked_for_refused_taken_and_told_to_nobody(encrypted, visit, trusting, caplog):
+    expected = ["status of 401", "status of 403"]
+    with caplog.at_level(logging.DEBUG):
+        page = visit(encrypted, browser=trusting, expected=expected)
+        sent = []
+        page.on("request", lambda each: sent.append(each))
+        give_key(page, f"{SECRET}-not")
+        page.locator("#key-why").filter(has_text="token").wait_for()
+        assert page.locator("#key").input_value() == "", "what was refused is not kept on show"
+        assert not page.locator("#figures").is_visible()
+        give_key(page, SECRET)
+        page.get_by_text("The cluster is shown to operators").wait_for()
+        assert ask(page, "hello").locator(".text").inner_text() == "hello"
+
+    told = [each for each in sent if "authorization" in each.all_headers()]
+    assert {each.all_headers()["authorization"] for each in told} >= {f"Bearer {SECRET}"}
+    assert all(each.url.startswith(encrypted.url) for each in told)
+    assert not [each.url for each in sent if SECRET in each.url + (each.post_data or "")]
+    assert not [each for each in sent if SECRET in each.all_headers().get("referer", "")]
+    assert SECRET not in page.content() + page.url
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    lines = [f"{each.getMessage()} {vars(each)}" for each in caplog.records]
+    assert any("http_request" in each for each in lines)
+    assert not [each for each in lines if SECRET in each]
 
 
 def give_key(page, key):
