@@ -7,14 +7,13 @@ damages it there, and sends those. So what is wrong travels over the transport.
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from threading import Thread
 from typing import Any
-
-import torch
 
 from benchmarks.page_damage import Damage, damaged
 from kv_cache.page_storage import PageStorage
@@ -130,9 +129,10 @@ class Line:
 
 def make_engine(side: Side) -> Engine:
     """Load the model."""
-    if side.device != "cpu":
-        torch.cuda.set_device(side.device)
-    return load_engine(side.model, page_size=PAGE_SIZE, num_pages=NUM_PAGES, device=side.device)
+    device, _, index = side.device.partition(":")
+    if index:  # as a worker, this process sees one GPU; before it asks for any
+        os.environ["CUDA_VISIBLE_DEVICES"] = index
+    return load_engine(side.model, page_size=PAGE_SIZE, num_pages=NUM_PAGES, device=device)
 
 
 def make_transport(side: Side, storage: PageStorage) -> Transport:
