@@ -43,8 +43,8 @@ SECTIONS = {
 }
 ENVIRONMENT = {  # variables that Pagewire itself reads
     "CUDA_VISIBLE_DEVICES": "GPUs of this host that workers may use; unset: all",
-    "PAGEWIRE_KERNEL_CHECKS": "`1`: before each launch, check page ids, positions, scales and other "
-    "values that only the device knows, which waits for the device; not in CUDA graphs",
+    "PAGEWIRE_KERNEL_CHECKS": "`1`: before each launch, check page ids, positions, scales and "
+    "other values that only the device knows, which waits for the device; not in CUDA graphs",
     "PAGEWIRE_CACHE_DIR": "Folder for files that Pagewire can create again: configuration and "
     "tokenizer of GGUF files, the demo's random model; unset or empty: `pagewire` in "
     "`XDG_CACHE_HOME`",
