@@ -1,4 +1,4 @@
-"""Writes docs/faults.md from what benchmarks.faults has measured.
+"""Writes docs/faults.md from the results of benchmarks.faults.
 
 python -m benchmarks.fault_table benchmarks/results/faults-cpu.json
 """

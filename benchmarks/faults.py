@@ -1,23 +1,23 @@
-"""What faults cost the clients of a cluster on several hosts: tokens, errors and pauses.
+"""Measures the cost of faults to clients of a cluster on several hosts: tokens, errors, pauses.
 
     python -m benchmarks.faults --out benchmarks/results/faults-cpu.json
 
 A cluster of hosted_cluster.py serves a small model on CPUs. Streams run, greedy and seeded, through
-clients that know both routers; in their middle something fails, and later ones begin meanwhile.
-When all have ended and the cluster is whole again, the same requests are read once more: their
-tokens are what the interrupted streams must have had.
+clients that know both routers; midway something fails, and later streams begin meanwhile. When all
+have ended and the cluster is whole again, the same requests run once more: their tokens are those
+that the interrupted streams must have had.
 
-    kill/PROCESS        SIGKILL; Ray or a service manager starts it again
+    kill/PROCESS        SIGKILL; Ray or a service manager restarts it
     hang/PROCESS        SIGSTOP, and SIGCONT ten seconds later; of the router twenty
     partition/workers   the host of a prefill and a decode worker loses its network for ten seconds
-    partition/long      for as long as it takes Ray to declare it dead, and a while longer
-    loss/workers        that host loses its power, and comes back with nothing on it
-    loss/head           the host of Ray's head, the controller and a router does so for a minute
+    partition/long      until Ray declares it dead, and a while longer
+    loss/workers        that host loses power, and comes back empty
+    loss/head           so does the host of Ray's head, the controller and a router for a minute
     disk/full           a host has no room left for logs and Ray's files, for ten seconds
 
 `pause_ms` is the longest time that any stream of a run waited for a token after the fault, and
-`late_ms` the longest until the first token of a request that came after it. `whole_s` is how long
-the cluster took to be whole again, the fault's own duration included.
+`late_ms` the longest time to first token of a request that arrived after it. `whole_s` is the time
+until the cluster was whole again, including the fault's own duration.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def partition(cluster: HostedCluster) -> Heal:
 
 
 def lose_power(host_of: Callable[[HostedCluster], Host]) -> Begin:
-    """Return what ends a host with all that runs on it."""
+    """Return a fault that ends a host with everything that runs on it."""
 
     def begin(cluster: HostedCluster) -> Heal:
         host = host_of(cluster)
@@ -119,7 +119,7 @@ def lose_power(host_of: Callable[[HostedCluster], Host]) -> Begin:
 
 
 def fill_disk(cluster: HostedCluster) -> Heal:
-    """Leave no room on the file system that Ray and all its processes write to."""
+    """Fill the file system that Ray and all its processes write to."""
     host = cluster.worker_hosts[0]
     host.run("sh", "-c", f"cat /dev/zero > {FILLER}")
     return lambda: host.run("rm", FILLER) and None
@@ -274,7 +274,7 @@ def _first_ms(record: StreamRecord) -> float:
 
 
 def sum_up(rounds: Sequence[Row]) -> Row:
-    """Return what all runs of a fault cost together."""
+    """Return the total cost of all runs of a fault."""
     found: Row = {"times": len(rounds)}
     for name in ("requests", "wrong_tokens", "resumed", "decode_prompt_tokens", "pages_moved"):
         found[name] = sum(each[name] for each in rounds)
@@ -326,7 +326,7 @@ def main() -> None:
 
 
 def _measure(left: list[str], times: int, logs: Path, seeds: Seeds, results: ResultFile) -> None:
-    """Measure faults on one cluster, and take them off the list, until one of them breaks it."""
+    """Measure faults on one cluster, removing them from the list, until one of them breaks it."""
     with hosted_cluster(demo_model_dir(), logs, has_redis=True) as cluster:
         with cluster.edge.network():
             clients = ClientProcesses(CLIENTS)

@@ -1,4 +1,4 @@
-"""What a streamed token costs in the router, and what HTTP adds: CPU time by process.
+"""Measures the cost of a streamed token in the router, and the addition of HTTP, by process.
 
     python -m benchmarks.gateway --out benchmarks/results/gateway-cpu.json
     python -m benchmarks.gateway --streams 2000 --step-s 1 --tokens 60 --ways both \
@@ -6,9 +6,9 @@
 
 A worker without a model sends one token of each request every step. The same requests are read
 over gRPC, one Generate call each, and over HTTP through a gateway, or half of them each way at the
-same time. Each part is a process of its own, whose CPU time is divided by the tokens that pass
-through it; each way has processes of its own. Every answer is compared with the tokens that the
-worker sent: the program fails if one is lost, repeated or changed.
+same time. Each part is a separate process, whose CPU time is divided by the tokens that pass
+through it; each way has its own processes. Every answer is compared with the tokens that the worker
+sent: the program fails if one is lost, repeated or changed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from cluster.demo_model import demo_model_dir
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from router.tokenizer import Tokenizer
 
-Read = Callable[[int], Coroutine[Any, Any, str]]  # the text of a request with so many tokens
+Read = Callable[[int], Coroutine[Any, Any, str]]  # number of tokens |-> text of the answer
 WAYS = ("grpc", "http", "http, coalesced", "both")
 
 
@@ -49,14 +49,14 @@ WAYS = ("grpc", "http", "http, coalesced", "both")
 
 
 async def read_grpc(stub: Any, tokens: int) -> str:
-    """Read one answer, a call of its own."""
+    """Read one answer by a separate call."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     request = inference_pb2.GenerateRequest(text="The page was", sampling=sampling)
     return "".join([each.text async for each in stub.Generate(request)])
 
 
 async def read_http(port: int, tokens: int) -> str:
-    """Read one answer as events, on a connection of its own."""
+    """Read one answer as events, on a separate connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
     fields = {"prompt": "The page was", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     body = json.dumps(fields).encode()
@@ -143,7 +143,7 @@ def main() -> None:
     for streams in options.streams:
         for way in options.ways:
             runs = [measure(way, streams, options) for _ in range(options.repetitions)]
-            # Neighbours on the host only add: the least is nearest to what it costs.
+            # Other processes on the host only add time: the least is nearest to the true cost.
             case = min(runs, key=lambda run: sum(run["us_per_token"].values()))
             cases.append(case)
             costs = "  ".join(f"{name} {cost:6.1f}" for name, cost in case["us_per_token"].items())
