@@ -1,19 +1,19 @@
 """Attention states inside kernels: unnormalized acc, base-2 maximum m, and sum total of weights.
 
 A state over no keys is (0, -inf, 0). All kernels fold states by the same arithmetic (`merge`;
-`merge_finite` for maxima that are finite), so that a fold gives the same bits wherever it is
-computed; the explicit fma leaves the compiler no choice of contraction.
+`merge_finite` for finite maxima), so that a fold gives the same bits wherever it is computed; the
+explicit fma leaves the compiler no choice of contraction.
 
-There are two ways to take a tile of keys into a state:
+There are two ways to fold a tile of keys into a state:
 
-- `attend_tile` sums weights as the compiler likes; its bits belong to one shape of tile.
+- `attend_tile` sums weights in the compiler's order; its bits belong to one shape of tile.
 - `attend_columns` (few queries: they are the columns, keys the rows) and `attend_rows` (many
   queries) give equal bits for a query in any tile of either kind with the same keys, if the matrix
   products are wgmma: at least 64 rows, 16 columns, half precision. Such a product is one chain in
   ascending order of the inner dimension, whatever the tile (decision 0006). Weights are summed in
-  a fixed order, too, one that neither kind of tile has to exchange anything for: a total is kept
-  as N / 2 sums, of the pairs of keys 8 apart that one thread holds in either; when a split ends
-  these are summed (`sum_rows`, `sum_columns`).
+  a fixed order, too, which needs no exchange in either kind of tile: a total is kept as N / 2 sums,
+  of the pairs of keys 8 apart that one thread holds in either; they are summed when a split ends
+  (`sum_rows`, `sum_columns`).
 """
 
 import triton
@@ -25,7 +25,7 @@ MAX_HALVINGS = tl.constexpr(8)  # of the sums of a tile, which has 512 keys at m
 
 @triton.jit
 def merge_weights(m_a, m_b):
-    # The maximum of two states, and what each state is multiplied by
+    # The maximum of two states, and the factor of each state
     m = tl.maximum(m_a, m_b)
     m_finite = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf would be NaN
     return m, tl.exp2(m_a - m_finite), tl.exp2(m_b - m_finite)
@@ -94,7 +94,7 @@ def sum_columns(total):
 def capped(scores, scale_log2, soft_cap_log2):
     # soft_cap * tanh(scores * scale / soft_cap), in base 2; `scale_log2` is 2 * scale / soft_cap
     # and `soft_cap_log2` the cap, both times log2(e).
-    # The last operation is an fma: a product could be contracted with what follows, or not.
+    # The last operation is an fma: the compiler might contract a product with what follows.
     inverse = 1.0 / (tl.exp2(scores * scale_log2) + 1.0)
     return tl.fma(inverse, -2.0 * soft_cap_log2, soft_cap_log2)
 
@@ -114,8 +114,8 @@ def attend_tile(
     HAS_SOFT_CAP: tl.constexpr,
 ):
     # q [M, D]; k [D, N]; v [N, D]; visible [M, N]; acc [M, D]; m and total [M]
-    # The scale is applied in float32 after the product, and the same way with and without a
-    # mask: a row must not notice in which kind of tile its keys were.
+    # The scale is applied in float32 after the product, in the same way with and without a mask: a
+    # row's result must not depend on the kind of tile that held its keys.
     scores = tl.dot(q, k, input_precision="ieee")
     if HAS_SOFT_CAP:
         scores = capped(scores, scale_log2, soft_cap_log2)

@@ -1,6 +1,6 @@
-"""Checks that cost no synchronization; each raises what errors.py names.
+"""Checks that need no synchronization; each raises an error of errors.py.
 
-What only the device knows is checked in a debug mode, by debug_checks.py.
+In a debug mode, debug_checks.py checks values that only the device knows.
 """
 
 import math
@@ -30,7 +30,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn  # of pools only, with a scale for each head
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # bytes |-> integers
-VECTOR_BYTES = 16  # what kernels read and write at once
+VECTOR_BYTES = 16  # that kernels read and write at once
 
 
 def check_tensor(
@@ -45,15 +45,15 @@ def check_tensor(
     """Check one argument.
 
     Args:
-        name: How the message calls the tensor.
+        name: Name of the tensor in the message.
         tensor: The tensor.
         shape: The size of each dimension; None allows any.
-        dtype: The dtype, or those allowed.
-        device: The device of the launch; None for the tensor that chooses it.
-        contiguous_from: First dimension of the part that must be contiguous; the dimensions
-            before it may have any stride.
+        dtype: The allowed dtype or dtypes.
+        device: The device of the launch; None for the tensor that determines it.
+        contiguous_from: First dimension of the part that must be contiguous; earlier dimensions may
+            have any stride.
     """
-    # Some twenty of these precede the launches of a layer, and it is the host that takes longest.
+    # About twenty of these precede the launches of a layer, and the host is the bottleneck.
     if not isinstance(tensor, Tensor):
         raise DtypeError(f"{name} is of type {type(tensor).__name__}, must be a torch.Tensor")
     allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
@@ -87,7 +87,7 @@ def _has_shape(tensor: Tensor, shape: Sequence[int | None]) -> bool:
 
 
 def check_aligned(name: str, tensor: Tensor) -> None:
-    """Check that a tensor begins where vectors may."""
+    """Check that a tensor is aligned for vector access."""
     if tensor.data_ptr() % VECTOR_BYTES:
         raise StrideError(
             f"{name} begins at address {tensor.data_ptr()}, must be a multiple of {VECTOR_BYTES}"
@@ -107,7 +107,7 @@ def check_own_memory(name: str, tensor: Tensor, other_name: str, other: Tensor) 
 
 
 def check_staging(staging: Tensor, pages: Tensor) -> None:
-    """Check where staging is: beside the pool on its device, or in pinned host memory."""
+    """Check that staging is on the pool's device or in pinned host memory."""
     device = pages.device
     if staging.device == device:
         check_own_memory("staging", staging, "pages", pages)
@@ -149,12 +149,12 @@ def check_pages(pages: Tensor) -> None:
 
 
 def query_dtypes(pages: Tensor) -> tuple[torch.dtype, ...]:
-    """Return what queries over a pool may be: its own dtype, or half precision over fp8."""
+    """Return the allowed dtypes of queries over a pool: its own, or half precision over fp8."""
     return HALF_DTYPES if pages.dtype == FP8_DTYPE else (pages.dtype,)
 
 
 def check_kv_scales(pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Check that an fp8 pool has scales [num_layers, num_kv_heads], float32, and no other has."""
+    """Check that fp8 pools, and no others, have scales [num_layers, num_kv_heads], float32."""
     _, num_layers, _, num_kv_heads, _, _ = pages.shape
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if pages.dtype != FP8_DTYPE:
@@ -175,7 +175,7 @@ def check_kv_scales(pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | Non
 def hopper_refusal(
     pages: Tensor, *, head_dims: Sequence[int], page_sizes: Sequence[int]
 ) -> str | None:
-    """Say what about a pool's shape a kernel for Hopper GPUs does not take, and what it takes."""
+    """Return what a Hopper kernel does not support in a pool's shape, and what it supports."""
     page_size, head_dim = pages.shape[-2:]
     if head_dim not in head_dims:
         return f"head_dim {head_dim}, only {head_dims}"
@@ -188,7 +188,7 @@ def hopper_refusal(
 
 
 def check_scores(scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
-    """Check what makes the scores of an attention kernel."""
+    """Check the parameters of an attention kernel's scores."""
     check_number("scale", scale)
     if not math.isfinite(scale):
         raise ShapeError(f"scale is {scale}, must be finite")
@@ -220,7 +220,7 @@ def check_attention_outputs(
     *,
     dtype: torch.dtype | Sequence[torch.dtype],
 ) -> None:
-    """Check where a run of attention writes; `dtype` is what `out` may be."""
+    """Check the outputs of a run of attention; `dtype` is that allowed for `out`."""
     if out is not None:
         check_tensor("out", out, shape=q.shape, dtype=dtype, device=q.device)
     if lse is not None:
@@ -241,7 +241,7 @@ def check_rows(q: Tensor, num_rows: int) -> None:
 
 
 def check_entries(name: str, table: Tensor | npt.NDArray[np.integer], num_entries: int) -> None:
-    """Check that a page table, or an array of its borders, is as long as a plan reads it."""
+    """Check that a page table, or an array of its borders, is long enough for a plan."""
     if table.shape[0] < num_entries:
         raise ShapeError(
             f"{name} has {table.shape[0]} entries, must have at least the plan's {num_entries}"
@@ -249,19 +249,19 @@ def check_entries(name: str, table: Tensor | npt.NDArray[np.integer], num_entrie
 
 
 def check_int(name: str, value: int, *, otherwise: str = "") -> None:
-    """Check that a value is an int: to Triton a bool is of another type, an integer of numpy none.
+    """Check that a value is an int: Triton treats a bool differently, and rejects numpy integers.
 
     Args:
-        name: How the message calls the value.
+        name: Name of the value in the message.
         value: The value.
-        otherwise: What else is allowed, for the message; the caller has taken it out.
+        otherwise: Other allowed values, for the message; the caller handles them.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise DtypeError(f"{name} is {value!r}, must be an int{otherwise}")
 
 
 def check_number(name: str, value: float, *, otherwise: str = "") -> None:
-    """Check that a value is a number; arguments as of `check_int`."""
+    """Check that a value is a number; arguments as for `check_int`."""
     if not isinstance(value, Real):
         raise DtypeError(f"{name} is {value!r}, must be a number{otherwise}")
 
@@ -276,12 +276,12 @@ def check_at_least_one(name: str, value: int, *, otherwise: str = "") -> None:
 def as_column(
     name: str, values: Integers, num_requests: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return what a plan is given for each request as int64, if it is one integer for each."""
+    """Return a plan's per-request argument as int64, after checking one integer per request."""
     try:
         found = np.asarray(values)
     except (TypeError, ValueError) as error:
         raise DtypeError(f"{name} is no sequence of integers: {error}") from error
-    # An empty list is one of floats to numpy.
+    # numpy treats an empty list as floats.
     if found.dtype.kind not in "iu" and (found.size or isinstance(values, np.ndarray)):
         raise DtypeError(f"{name} is {found.dtype}, must be integers of at most 64 bits")
     column = found.astype(np.int64, copy=False)
@@ -303,7 +303,7 @@ def check_page_ids(
     """Check the page table of a plan, on the host, against the pool.
 
     Args:
-        page_ids: Page ids of all requests; those that no request uses may be any.
+        page_ids: Page ids of all requests; unused entries may have any value.
         num_pages: Pages of the pool.
         table_starts: Index of each request's first page.
         kv_lens: Tokens of each request.
@@ -317,7 +317,7 @@ def check_page_ids(
     check_entries("page_indices", page_ids, num_entries)
     if num_entries == 0:
         return
-    # Without a sign, negative ids are the largest: one pass over a table that is mostly right.
+    # As unsigned numbers, negative ids are the largest: one pass over a mostly correct table.
     unsigned = page_ids[:num_entries].view(UNSIGNED[page_ids.dtype.itemsize])
     if np.maximum.reduce(unsigned) < num_pages:
         return
@@ -351,12 +351,12 @@ def check_within(
     """Check that values on the host are in [0, limit).
 
     Args:
-        name: How the message calls the tensor.
+        name: Name of the tensor in the message.
         values: Its values, or some of them.
-        limit: What they must be below.
-        error: What is raised.
-        places: Index of each value in the tensor; None is 0, 1, 2, ...
-        otherwise: What else is allowed, for the message; the caller has taken it out.
+        limit: Exclusive upper bound.
+        error: Type of the error to raise.
+        places: Index of each value in the tensor; None: 0, 1, 2, ...
+        otherwise: Other allowed values, for the message; the caller handles them.
     """
     outside = np.flatnonzero((values < 0) | (values >= limit))
     if len(outside):

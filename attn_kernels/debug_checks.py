@@ -1,8 +1,8 @@
 """Checks that wait for the device; launchers run them only in the debug mode.
 
 PAGEWIRE_KERNEL_CHECKS=1 in the environment, read when this module is imported, turns the mode on
-for a process; off, it costs a launch the test of one attribute. Nothing is checked while a CUDA
-graph is captured, when waiting is illegal, nor when it is replayed.
+for a process; off, it costs each launch the test of one attribute. Nothing is checked while a CUDA
+graph is captured, when waiting is illegal, or replayed.
 """
 
 import os
@@ -20,7 +20,7 @@ from attn_kernels.errors import KernelInputError, PageTableError, ScaleError, Sh
 
 
 class DebugMode:
-    """Whether launchers check what only the device knows; one for all threads of a process."""
+    """Whether launchers check values that only the device knows; one for all threads."""
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = is_on
@@ -55,7 +55,7 @@ def check_values(
     *,
     or_negative: str | None = None,
 ) -> None:
-    """Check that all values are in [0, limit), or negative where that has a meaning, given here."""
+    """Check that all values are in [0, limit), or negative if `or_negative` gives a meaning."""
     values = on_host(tensor)
     if values is None:
         return
@@ -78,7 +78,7 @@ def check_different(name: str, tensor: Tensor) -> None:
 def check_append(
     append_page: Tensor, append_offset: Tensor, positions: Tensor, *, pages: Tensor, cos: Tensor
 ) -> None:
-    """Check where tokens are written, and which angles they are rotated by."""
+    """Check where tokens are written, and the angles by which they are rotated."""
     check_values("positions", positions, cos.shape[0], ShapeError)
     _check_used_pairs(
         ("append_page", "append_offset"),
@@ -161,7 +161,7 @@ def _check_used_pairs(
     *,
     unused: str,
 ) -> None:
-    """Check pairs of values against their limits; where the first is negative, none is used."""
+    """Check pairs of values against their limits; if the first is negative, the pair is unused."""
     firsts, seconds = map(on_host, tensors)
     if firsts is None or seconds is None:
         return

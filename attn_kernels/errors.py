@@ -1,10 +1,10 @@
-"""What the launchers raise before any launch.
+"""Errors that launchers raise before any launch.
 
 KernelInputError (ValueError)
 ├── DtypeError      a tensor's dtype is not supported, or differs from its partner's
-├── ScaleError      scales of an fp8 pool are missing, given for another one, or not positive
+├── ScaleError      scales of an fp8 pool are missing, given for another pool, or not positive
 ├── ShapeError      a dimension does not fit the others, or no kernel exists for it
-├── StrideError     a tensor is not laid out as the kernel reads it
+├── StrideError     a tensor does not have the layout that the kernel reads
 ├── DeviceError     a tensor is not on the kernel's device
 ├── CapacityError   a plan does not fit the buffers it was made for
 ├── PlanError       nothing is planned yet
@@ -22,7 +22,7 @@ class DtypeError(KernelInputError):
 
 
 class ScaleError(KernelInputError):
-    """Scales of an fp8 pool are missing, given for another one, or not positive."""
+    """Scales of an fp8 pool are missing, given for another pool, or not positive."""
 
 
 class ShapeError(KernelInputError):
@@ -30,7 +30,7 @@ class ShapeError(KernelInputError):
 
 
 class StrideError(KernelInputError):
-    """A tensor is not laid out as the kernel reads it."""
+    """A tensor does not have the layout that the kernel reads."""
 
 
 class DeviceError(KernelInputError):

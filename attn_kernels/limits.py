@@ -1,4 +1,4 @@
-"""The shapes of heads that kernels support. Imports neither torch nor Triton, which is slow."""
+"""The shapes of heads that kernels support. Imports neither torch nor Triton, which are slow."""
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
@@ -6,12 +6,12 @@ MAX_GROUP = 16  # query heads of one key-value head
 
 
 def head_dim_refusal(head_dim: int) -> str:
-    """Return what head_dim must be; empty: it is supported."""
+    """Return the allowed values of head_dim; empty: it is supported."""
     if HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0:
         return ""
     return f"a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
 
 
 def group_refusal(group: int) -> str:
-    """Return how many query heads a key-value head must have; empty: it is supported."""
+    """Return the allowed numbers of query heads per key-value head; empty: it is supported."""
     return "" if 1 <= group <= MAX_GROUP else f"1 to {MAX_GROUP}"

@@ -16,7 +16,7 @@ def padded(size: int) -> int:
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Return scale_log2 and soft_cap_log2 as attention kernels take them.
+    """Return scale_log2 and soft_cap_log2 for attention kernels.
 
     Without a cap the exponent is score * scale_log2. With one, scale_log2 is the factor inside
     `capped` of attention_state.py, and soft_cap_log2 the one outside.
@@ -27,7 +27,7 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 
 def on_hopper(tensor: Tensor) -> bool:
-    """Tell whether a tensor lies on a GPU with wgmma and the tensor copy engine of Hopper."""
+    """Return whether a tensor lies on a GPU with Hopper's wgmma and tensor copy engine."""
     return tensor.is_cuda and _major_capability(tensor.device) == 9
 
 
@@ -38,7 +38,7 @@ def _major_capability(device: torch.device) -> int:
 
 @functools.cache
 def programs_for(device: torch.device, programs_per_sm: int) -> int:
-    """Return how many programs run at once; a few where there is no GPU (the interpreter)."""
+    """Return how many programs run at once; a few without a GPU (in the interpreter)."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
@@ -47,8 +47,8 @@ def programs_for(device: torch.device, programs_per_sm: int) -> int:
 class PlanBuffer:
     """A fixed int32 buffer on the device, filled from one of two buffers on the host in turn.
 
-    So a plan can be made and sent while the one before it waits for its turn on the stream. Only
-    who is two plans ahead of the device waits.
+    So a plan can be made and sent while the previous one waits for its turn on the stream. The host
+    waits only if it is two plans ahead of the device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class PlanBuffer:
         self._turn = 0
 
     def host(self) -> NDArray[np.int32]:
-        """Return what `send` copies, to be written; waits until its last copy has left it."""
+        """Return the buffer that `send` copies, for writing; waits for its last copy."""
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()

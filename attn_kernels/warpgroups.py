@@ -34,8 +34,8 @@ def named_barrier(instruction: gl.constexpr, barrier: gl.constexpr):
 
 @gluon.jit
 def narrow(p, dtype: gl.constexpr):
-    # Two to a register, as the matrix instruction wants them; the compiler's own conversion
-    # shuffles bytes.
+    # Two to a register, as the matrix instruction requires; the compiler's own conversion shuffles
+    # bytes.
     if dtype == gl.bfloat16:
         narrowed = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;",

@@ -1,7 +1,7 @@
-"""Workers that lack one part, or start from another state: what the part is worth.
+"""Workers that lack one part, or start from another state, to measure the worth of the part.
 
 The product has no switches for them. Each alteration replaces a function in the process of a worker
-before it starts, and a run that alters workers must show in its counts that the alteration holds.
+before it starts, and a run with altered workers must show in its counts that the alteration works.
 """
 
 import random
@@ -16,7 +16,7 @@ from credentials.secret import PartyKeys
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alteration:
-    """What is different from the product; nothing by default."""
+    """Differences from the product; none by default."""
 
     reads_again: bool = False  # each request reads its prefix for itself: no cascade
     moves_again: bool = False  # decode workers ask for all pages of a prompt: no delta
@@ -33,7 +33,7 @@ class Alteration:
 
     @contextmanager
     def in_launcher(self) -> Iterator[None]:
-        """Have the clusters that this process starts meanwhile use altered workers."""
+        """Make clusters that this process starts meanwhile use altered workers."""
         if self == Alteration():
             yield
             return
@@ -71,7 +71,7 @@ def read_again() -> None:
 
 
 def move_again() -> None:
-    """Let prompts find nothing in the cache; equal pages still become one when they have come."""
+    """Let prompts find nothing in the cache; equal pages still become one after they arrive."""
     from kv_cache.prefix_cache import PrefixCache
 
     PrefixCache._match_path = lambda self, page_tokens, num_tokens, salt: []  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Cases of attention for benchmarks.kernels: decode, what its read alone costs, cascade, prefill.
+"""Cases of attention for benchmarks.kernels: decode, its reads alone, cascade, prefill.
 
 A name that ends in "@fp8" is the case of the same name on a pool of e4m3 with a scale for each
 layer and head, and queries in bfloat16.
@@ -83,7 +83,7 @@ TARGET_CASCADES = [f"cascade/{batch},{shared},{own}" for batch, shared, own in T
 
 
 def attention_cases() -> Iterator[tuple[str, Run]]:
-    """Yield cases by name, each with what runs it; nothing is launched here."""
+    """Yield cases by name, each with the function that runs it; nothing is launched here."""
     for case, kv_lens in (DECODE_CASES | RAGGED_CASES).items():
         read, compact, fp8 = case.replace("decode/", "read/"), f"{case}@compact", f"{case}@fp8"
         yield case, partial(run_decode, case, kv_lens)

@@ -56,7 +56,7 @@ def draw(chart: Chart) -> str:
 
 
 def format_value(value: float) -> str:
-    """Return a value with a digit after the point, or all before it from 100 on."""
+    """Return a value with one digit after the point, or without fraction from 100 on."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 

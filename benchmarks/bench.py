@@ -1,4 +1,4 @@
-"""The clock and the memory that all cases of benchmarks.kernels share, and a row of its results."""
+"""The clock and memory that all cases of benchmarks.kernels share, and a row of its results."""
 
 import functools
 import os
@@ -131,8 +131,8 @@ class Bench:
     def host_us(self, call: Callable[[], object]) -> float:
         """Return the time of a call on the host, made while the GPU is idle.
 
-        It is the least of the medians on a few cores: one whose other hardware thread is busy, be
-        it with the work of another virtual machine, takes nearly twice as long.
+        It is the least of the medians on a few cores: a core whose other hardware thread is busy,
+        perhaps with another virtual machine, takes nearly twice as long.
         """
         cores = os.sched_getaffinity(0)
         medians = []
@@ -157,7 +157,7 @@ class Bench:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.flush.fill_(1)
-        if is_clean:  # what is read takes the place of what was written
+        if is_clean:  # the read data replaces the written data
             torch.sum(self._others, dim=0, keepdim=True, out=self._sum)
         start.record()
         graph.replay()

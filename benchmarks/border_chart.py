@@ -1,4 +1,4 @@
-"""Draws what benchmarks.cascade_border has timed as the text of an SVG file: a point a forest."""
+"""Draws the results of benchmarks.cascade_border as the text of an SVG file: a point per forest."""
 
 from collections.abc import Iterator, Sequence
 from math import log

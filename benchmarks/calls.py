@@ -1,11 +1,11 @@
-"""What a generate call costs each process, and how soon calls that start at once get their tokens.
+"""Measures a generate call's cost in each process, and the latency of concurrent calls.
 
     python -m benchmarks.calls --out benchmarks/results/calls-cpu.json
 
-Rounds of calls that start at once go through `pagewire.AsyncClient` to a router and from there to a
-worker without a model, which answers each with one token. What a call costs is the CPU time of a
-process, all threads together, divided by the calls. How soon is the time from the start of a round
-until the last of its calls has its first token.
+Rounds of concurrent calls go through `pagewire.AsyncClient` to a router and from there to a worker
+without a model, which answers each with one token. The cost of a call is the CPU time of a process,
+all threads together, divided by the number of calls. The latency is the time from the start of a
+round until the last of its calls has its first token.
 """
 
 import argparse
@@ -40,7 +40,7 @@ async def first_token_s(client: AsyncClient) -> float:
 
 
 async def play_round(client: AsyncClient, num_calls: int) -> float:
-    """Make so many calls at once; return the time until all have their first tokens."""
+    """Make concurrent calls; return the time until all have their first tokens."""
     return max(await asyncio.gather(*(first_token_s(client) for _ in range(num_calls))))
 
 
@@ -80,7 +80,7 @@ async def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     cases = []
     for at_once in options.at_once:
         runs = [await measure(at_once, options) for _ in range(options.repetitions)]
-        # Neighbours on the host only add: the least is nearest to what it costs.
+        # Other processes on the host only add time: the least is nearest to the true cost.
         case = min(runs, key=lambda run: sum(run["us_per_call"].values()))
         cases.append(case)
         costs = "  ".join(f"{name} {cost:6.1f}" for name, cost in case["us_per_call"].items())
@@ -100,7 +100,7 @@ def main() -> None:
     from cluster.demo_model import demo_model_dir
 
     options.model_dir = demo_model_dir()
-    cases = asyncio.run(measure_all(options))  # gRPC wants one event loop in a process
+    cases = asyncio.run(measure_all(options))  # gRPC needs a single event loop in a process
     result = {
         "command": " ".join(["python -m benchmarks.calls", *sys.argv[1:]]),
         "hardware": f"{platform.machine()}, {psutil.cpu_count()} cores",

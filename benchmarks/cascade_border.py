@@ -1,16 +1,16 @@
-"""Times sharing a prefix beside flat decode where neither is much faster, and writes rows as JSON.
+"""Times sharing a prefix and flat decode where neither is much faster, and writes rows as JSON.
 
     python -m benchmarks.cascade_border --out benchmarks/results/cascade-border-h200.json
     python -m benchmarks.cascade_border --shape 32,32,128,64 --every 3 --seeds 3000:3200 --out ...
     python -m benchmarks.cascade_border --shape 32,8,128,64,4096,30 --dtype float16 --out ...
 
-Forests are of two kinds: "prefix/8,2048,1024", 8 requests that share 2,048 tokens and have 1,024
-of their own, from a grid, and "random/1500", of several levels, drawn with that seed. Those are
-timed of whose two estimates (attn_kernels.cascade.model) neither is 1.5 times the other: shared,
-whichever is estimated faster, and flat, by the method of benchmarks.kernels. A row says which of
-the two the planner takes. tests/benchmarks/test_cascade_border.py holds the planner to the
-committed rows. The estimates were fitted to the grid and to random forests of other seeds, with the
-first shape; buffers are for as many rows as the engine's (llm_engine.decode_triton).
+There are two kinds of forests: "prefix/8,2048,1024", 8 requests that share 2,048 tokens and have
+1,024 of their own, from a grid, and "random/1500", of several levels, drawn with that seed. If
+neither of a forest's two estimates (attn_kernels.cascade.model) is 1.5 times the other, it is timed
+both shared and flat, by the method of benchmarks.kernels. A row says which of the two the planner
+chooses. tests/benchmarks/test_cascade_border.py checks the planner against the committed rows. The
+estimates were fitted to the grid and to random forests of other seeds, with the first shape;
+buffers are for as many rows as the engine's (llm_engine.decode_triton).
 """
 
 import argparse
@@ -49,7 +49,7 @@ DTYPES = {
 
 
 class Shape(NamedTuple):
-    """Heads, pages of the pool, and what attention over it is made with."""
+    """Heads, pages of the pool, and parameters of attention over it."""
 
     num_qo_heads: int = 32
     num_kv_heads: int = 8
@@ -80,7 +80,7 @@ class Row:
     num_requests: int
     cascade_us: float
     flat_us: float
-    is_shared: bool  # what the planner takes
+    is_shared: bool  # the planner's choice
 
 
 def forest_of(name: str, page_size: int) -> Forest:
@@ -93,7 +93,7 @@ def forest_of(name: str, page_size: int) -> Forest:
 
 
 def plan_forest(forest: Forest, shape: Shape, model: CascadeModel) -> CascadePlan:
-    """Plan a forest as `CascadeAttention` does, from page tables, with slots enough for all."""
+    """Plan a forest as `CascadeAttention` does, from page tables, with enough slots for all."""
     kv_lens = np.array(forest.kv_lens())
     page_size = shape.page_size
     num_pages = forest.num_distinct_tokens() // page_size + len(kv_lens)
@@ -113,7 +113,7 @@ def plan_forest(forest: Forest, shape: Shape, model: CascadeModel) -> CascadePla
 
 
 def names(page_size: int, every: int, seeds: range) -> Iterator[str]:
-    """Yield forests that are not too large: one of so many of the grid, and random ones."""
+    """Yield forests that are not too large: a part of the grid, and random ones."""
     grid = [f"prefix/{','.join(map(str, sizes))}" for sizes in product(BATCHES, SHARED, OWN)]
     for name in (*grid[::every], *(f"random/{seed}" for seed in seeds)):
         forest = forest_of(name, page_size)
@@ -122,13 +122,13 @@ def names(page_size: int, every: int, seeds: range) -> Iterator[str]:
 
 
 def buffer_rows(num_requests: int, group: int) -> int:
-    """Return the size of the engine's buffers that take so many requests."""
+    """Return the size of the engine's buffers for this number of requests."""
     few = few_rows(group)
     return few if num_requests <= few else max(num_requests, MIN_DECODE_ROWS)
 
 
 def time_one(bench: Bench, dtype: str, shape: Shape, name: str) -> Row | None:
-    """Time a forest both ways, if it is near the border and something can be shared."""
+    """Time a forest both ways, if it is near the border and has something to share."""
     page_size = shape.page_size
     forest = forest_of(name, page_size)
     kv_lens = forest.kv_lens()

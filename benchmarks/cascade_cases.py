@@ -1,7 +1,7 @@
 """Forests of requests that share prefixes, for benchmarks.kernels and benchmarks.cascade_border.
 
 "cascade/B,S,U" is B requests with S tokens in common and U of their own; in "cascade/edge/B,S,U"
-sharing hardly pays, or not at all (for many more of these see benchmarks.cascade_border).
+sharing hardly pays off, or not at all (benchmarks.cascade_border has many more of these).
 "cascade/three-levels..." and those from real prompts (prefix_trees.json, which names its sources)
 are deeper.
 """
@@ -53,7 +53,7 @@ class Forest:
         return [(ends[node] if node >= 0 else 0) + own for node, own in self.requests]
 
     def num_distinct_tokens(self) -> int:
-        """Count tokens once that several requests share; nodes that none passes count as well."""
+        """Count tokens, shared ones once; nodes without requests count as well."""
         return sum(count for _, count in self.nodes) + sum(own for _, own in self.requests)
 
     def page_tables(

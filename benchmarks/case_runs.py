@@ -1,7 +1,7 @@
-"""Runs cases on clusters one after another, each on the one that it needs.
+"""Runs cases one after another, each on the cluster that it needs.
 
-A run that is cut off has written all cases that had ended. Cases that were not reached before the
-deadline are listed as not run, and those that failed say why.
+An interrupted run has written all finished cases. Cases not reached before the deadline are listed
+as not run, and failed ones give the reason.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ START_TIMEOUT_S = 900.0
 
 
 class CaseFailed(Exception):
-    """A case ran, and what it shows is not what it must; `row` is what it measured all the same."""
+    """A case ran, but its result is not the required one; `row` has its measurements."""
 
     def __init__(self, why: str, row: Row | None = None) -> None:
         super().__init__(why)
@@ -33,7 +33,7 @@ class OutOfTime(Exception):
 
 
 class Run:
-    """What a case has at hand: a cluster, clients, seeds, and the time that is left."""
+    """The resources of a case: a cluster, clients, seeds, and the time that is left."""
 
     def __init__(
         self, cluster: ServedCluster, clients: ClientProcesses, sizes: Sizes, clock: "Clock"
@@ -70,7 +70,7 @@ class Run:
         return records
 
     def check_work(self, records: Sequence[StreamRecord]) -> Row:
-        """Return what was done where; refuse work in a pool that must not do it.
+        """Return the work by pool; refuse work in a pool that must not do it.
 
         Raises:
             CaseFailed: A decode worker computed prompt tokens, or no page moved; without prefill
@@ -89,7 +89,7 @@ class Run:
         return row
 
     def until(self, is_true: Callable[[], bool], timeout_s: float, what: str) -> float:
-        """Wait until something holds; returns when it did. CaseFailed: not in time."""
+        """Wait until a condition holds; returns when it did. CaseFailed: not in time."""
         deadline = time.monotonic() + min(timeout_s, self._clock.left_s())
         while not is_true():
             if time.monotonic() > deadline:
@@ -101,7 +101,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Something to measure on one cluster, or without one that runs already."""
+    """A measurement on one cluster, or without a running one."""
 
     name: str
     cluster: str = ""  # name of its cluster
@@ -134,9 +134,9 @@ def run_cases(
     num_clients: int,
     warm_up: Callable[[Run], object],
 ) -> None:
-    """Run cases, those of a cluster while it runs, and write each one's row.
+    """Run cases, grouped by cluster, and write each one's row.
 
-    A case that fails has a row with its error; its cluster is then started anew for the next one.
+    A failed case has a row with its error; its cluster is then restarted for the next one.
     """
     left = [case for case in cases if not results.has(case.name)]
     host = _Host(clusters, clock, sizes=sizes, num_clients=num_clients, warm_up=warm_up)
@@ -161,7 +161,7 @@ def run_cases(
 
 
 class _Host:
-    """Keeps one cluster running for cases in a row that want it, and the clients."""
+    """Keeps the clients, and one cluster for consecutive cases that need it."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class _Host:
 
 
 def start(spec: ClusterSpec, name: str, clock: Clock) -> ServedCluster:
-    """Start a cluster, telling so; once more where Ray itself was too slow on a busy host."""
+    """Start a cluster with a message; retry once if Ray itself was too slow on a busy host."""
     say(f"starting {name}: {spec.prefill} prefill and {spec.decode} decode workers")
     try:
         cluster = ServedCluster(spec, min(START_TIMEOUT_S, clock.left_s()))

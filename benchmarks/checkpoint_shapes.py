@@ -1,4 +1,4 @@
-"""Shapes of random checkpoints, and folders that have one. Without torch: importing it takes long.
+"""Shapes of random checkpoints, and folders that have one. Without torch, whose import is slow.
 
 benchmarks.random_checkpoint writes them.
 """
@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def ensure_random_checkpoint(name: str, folder: Path) -> str:
-    """Write the checkpoint of a shape unless the folder has it, whole; returns which it did.
+    """Write the checkpoint of a shape unless the folder has all of it; returns whether it did.
 
     Another process writes it, so that this one holds no GPU memory.
 

@@ -1,7 +1,7 @@
-"""Clients in processes of their own: so many that none of them is what limits a cluster.
+"""Clients in separate processes, enough that they do not limit a cluster.
 
-Each reads its share of a wave's streams in one event loop. Prompts are made and the connection
-stands before the wave begins, which is at the same moment for all.
+Each reads its share of a wave's streams in one event loop. Prompts and the connection are ready
+before the wave begins, which is at the same moment for all.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class ClientsFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Share:
-    """What one process reads of a wave."""
+    """One process's share of a wave."""
 
     address: str | Sequence[str]
     vocab_size: int
@@ -66,7 +66,7 @@ class ClientProcesses:
         self.close()
 
     def close(self) -> None:
-        """End the processes, also in the middle of a wave."""
+        """End the processes, even in the middle of a wave."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -98,7 +98,7 @@ class ClientProcesses:
         streams: Sequence[StreamSpec],
         timeout_s: float,
     ) -> float:
-        """Begin a wave; returns at which time of the monotonic clock."""
+        """Begin a wave; returns its start on the monotonic clock."""
         self._running = []
         for index, pipe in enumerate(self._pipes):
             places = list(range(index, len(streams), self.count))

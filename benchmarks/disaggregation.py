@@ -1,4 +1,4 @@
-"""Measures what separate pools cost and what they bring, as clients of whole clusters see it.
+"""Measures costs and benefits of separate pools, as clients of whole clusters see them.
 
     python -m benchmarks.disaggregation --trace conversation_trace.jsonl.gz \\
         --out benchmarks/results/disaggregation-h200.json
@@ -6,8 +6,8 @@
 Weights, prompts and clients are those of benchmarks.serving_matrix. "Aggregated" is a cluster
 without prefill workers on as many GPUs.
 
-transfer/again@L    a prompt of L tokens that the prefill worker's cache has and the decode worker
-                    must receive whole; pages of both lie in random order.
+transfer/again@L    a prompt of L tokens that the prefill worker has cached and the decode worker
+                    must receive in full; pages of both lie in random order.
 transfer/new@L, aggregated@L    the first token of a new prompt, with 1 + 1 workers and on one GPU.
                     All three also for @page, a prompt of one page, which shows what a request costs
                     besides.
@@ -24,8 +24,8 @@ ablation/ARM/N,S,U  N streams that share S tokens: `prime_ms`, `step_ms`, and `m
 replay/ARM          the first seconds of a Mooncake trace, by --trace-seconds, -rate and -lengths.
 kill/SIDE/MOMENT    SIGKILL before, during and after a transfer, --kills times each (kills.py).
 
-What the product has no switch for is altered in the workers (altered_workers.py). Try it anywhere
-with --shape tiny --scale small --device cpu --page-size 16.
+Where the product has no switch, the workers are altered (altered_workers.py). Try it anywhere with
+--shape tiny --scale small --device cpu --page-size 16.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def new_prompt(length: int, run: Run) -> Row:
 
 
 def transfer_shares(rows: Mapping[str, Row]) -> list[Row]:
-    """Return what follows from the transfers that were measured; see the module's text."""
+    """Return the figures derived from measured transfers; see the module's docstring."""
 
     def row(kind: str, length: int) -> Row | None:
         return rows.get(transfer_case(kind, length))
@@ -158,7 +158,7 @@ def transfer_case(kind: str, length: int) -> str:
 
 
 def dedup(run: Run) -> Row:
-    """Count how often a prefix was computed and moved that many requests bring at once."""
+    """Count how often a prefix of many concurrent requests was computed and moved."""
     sizes, page_size = run.sizes, run.cluster.model.page_size
     shared, own = sizes.tokens(DEDUP_PREFIX), sizes.tokens(DEDUP_OWN)
     count = sizes.streams(DEDUP_STREAMS)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine_step --model DIR --out benchmarks/results/engine-step-X.json
 
-`ms` is a step of an engine that launches each step before it reads the one before; `one_by_one_ms`
-is one that reads each step before it launches the next. Cases are decode/BATCH@CONTEXT, and
-shared/BATCH,SHARED,OWN tokens; prefill/TOKENS@CONTEXT is a pass of so many prompt tokens behind a
-context that the pages hold. Pages hold random values, and all is drawn greedily.
+`ms` is a step of an engine that launches each step before it reads the previous one;
+`one_by_one_ms` is a step if each is read before the next is launched. Cases are
+decode/BATCH@CONTEXT, and shared/BATCH,SHARED,OWN tokens; prefill/TOKENS@CONTEXT is a pass of that
+many prompt tokens after a context in the pages. Pages hold random values, and draws are greedy.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def one_by_one_ms(engine: Engine, launch: Callable[[], None], count: int) -> flo
 
 
 def ahead_ms(engine: Engine, launch: Callable[[], None], count: int) -> float:
-    """Return the mean of `count` steps, of which each is launched before the last is read."""
+    """Return the mean of `count` steps, each launched before the previous one is read."""
     launch()
     started = time.perf_counter()
     for _ in range(count):
@@ -135,7 +135,7 @@ class Steps:
         self._next_page += count
         num_pages = self._engine.storage.num_pages
         assert self._next_page <= num_pages, "the pool is too small for the case"
-        # Neighbours are far apart in the pool, as after long service; steps are odd numbers.
+        # Consecutive pages are far apart in the pool, as after long service; strides are odd.
         return [page_id * 4099 % num_pages for page_id in range(first, self._next_page)]
 
 

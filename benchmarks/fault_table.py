@@ -20,29 +20,29 @@ INTRODUCTION = """\
 `python -m benchmarks.fault_table` writes this page from
 [{name}](../benchmarks/results/{name}); a test compares the two.
 
-The cluster runs on four hosts that fail by themselves: namespaces of one machine, with network,
-processes and files of their own. One has Ray's head, the controller and a router; two have a
+The cluster runs on four hosts that fail independently: namespaces of one machine, each with its
+own network, processes and files. One has Ray's head, the controller and a router; two have a
 prefill and a decode worker each; one is outside Ray and has a second router and the clients. Ray
 keeps its state in a Redis on the last one.
 
 {streams} streams of {tokens} tokens run, every second one sampled with a seed. One second after
-they begin something fails, and {late} more requests come during the next seconds. Afterwards the
-same requests are read once more without a fault. Each token that differs counts as wrong, and so
-does each that is missing or comes twice.
+they begin, something fails, and {late} more requests arrive during the next seconds. Afterwards the
+same requests run once more without a fault. Each token that differs, is missing or is repeated
+counts as wrong.
 
 | Fault | Runs | Requests | Failed | Wrong tokens | Pause, p50 and p99 | First token, p99 | Whole |
 |---|--:|--:|--:|--:|--:|--:|--:|
 """
 END = """
 - *Pause*: the longest time that any stream of a run waited for a token. A run without a fault shows
-  what the machine adds.
-- *First token*: the longest time to one among the requests that came after the fault.
+  how much the machine adds.
+- *First token*: the longest time to first token of the requests that arrived after the fault.
 - *Whole*: the median time until both routers see all workers ready, the fault itself included.
 
 No decode worker computed a token of a prompt ({decode_prompt_tokens} in all runs), and
 {pages_moved:,} pages moved between hosts. Measured at {commits} on {cores} cores of a
 {machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
-are those of that machine; the zeros are the point.
+depend on that machine; the zeros are the point.
 """
 CORRUPTION = """
 ## Corrupted pages

@@ -1,18 +1,18 @@
-"""What faults cost the clients of a cluster on several hosts: tokens, errors and pauses.
+"""Measures the cost of faults to clients of a cluster on several hosts: tokens, errors, pauses.
 
     python -m benchmarks.faults --out benchmarks/results/faults-cpu.json
 
 A cluster of hosted_cluster.py serves a small model on CPUs. Streams run, greedy and seeded, through
-clients that know both routers; in their middle something fails, and later ones begin meanwhile.
-When all have ended and the cluster is whole again, the same requests are read once more: their
-tokens are what the interrupted streams must have had.
+clients that know both routers; midway something fails, and later streams begin meanwhile. When all
+have ended and the cluster is whole again, the same requests run once more: their tokens are those
+that the interrupted streams must have had.
 
-    kill/PROCESS        SIGKILL; Ray or a service manager starts it again
+    kill/PROCESS        SIGKILL; Ray or a service manager restarts it
     hang/PROCESS        SIGSTOP, and SIGCONT ten seconds later; of the router twenty
     partition/workers   the host of a prefill and a decode worker loses its network for ten seconds
-    partition/long      for as long as it takes Ray to declare it dead, and a while longer
-    loss/workers        that host loses its power, and comes back with nothing on it
-    loss/head           the host of Ray's head, the controller and a router does so for a minute
+    partition/long      until Ray declares it dead, and a while longer
+    loss/workers        that host loses power, and comes back empty
+    loss/head           so does the host of Ray's head, the controller and a router for a minute
     disk/full           a host has no room left for logs and Ray's files, for ten seconds
     clock/HOST          the wall clock of all processes of a host jumps by hours, there and back
     launcher/start      `pagewire up` is killed before its cluster serves, and run again
@@ -129,7 +129,7 @@ def _first_ms(record: StreamRecord) -> float:
 
 
 def sum_up(rounds: Sequence[Row]) -> Row:
-    """Return what all runs of a fault cost together."""
+    """Return the total cost of all runs of a fault."""
     found: Row = {"times": len(rounds)}
     for name in ("requests", "wrong_tokens", "resumed", "decode_prompt_tokens", "pages_moved"):
         found[name] = sum(each[name] for each in rounds)

@@ -3,7 +3,7 @@
 python -m benchmarks.figures --results benchmarks/results/kernels-h200.json --out docs/figures/ \
     --border benchmarks/results/cascade-border-h200.json
 
-With --border, what benchmarks.cascade_border has timed becomes a third one.
+With --border, the results of benchmarks.cascade_border become a third one.
 """
 
 import argparse

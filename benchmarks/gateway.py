@@ -1,4 +1,4 @@
-"""What a streamed token costs in the router, and what HTTP adds: CPU time by process.
+"""Measures the cost of a streamed token in the router, and the addition of HTTP, by process.
 
     python -m benchmarks.gateway --out benchmarks/results/gateway-cpu.json
     python -m benchmarks.gateway --streams 2000 --step-s 0.5 --tokens 100 --ways grpc http both \
@@ -54,7 +54,7 @@ WAYS = ("grpc", "http", "http, coalesced", "both")
 
 
 async def read_grpc(stub: Any, tokens: int) -> str:
-    """Read one answer, a call of its own."""
+    """Read one answer by a separate call."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     request = inference_pb2.GenerateRequest(text="The page was", sampling=sampling)
     return "".join([each.text async for each in stub.Generate(request)])
@@ -168,7 +168,7 @@ def main() -> None:
     for streams in options.streams:
         for way in options.ways:
             runs = [measure(way, streams, options) for _ in range(options.repetitions)]
-            # Neighbours on the host only add: the least is nearest to what it costs.
+            # Other processes on the host only add time: the least is nearest to the true cost.
             case = min(runs, key=lambda run: sum(run["us_per_token"].values()))
             case["repetitions"] = [
                 {name: run[name] for name in ("seconds", "others", "us_per_token")} for run in runs

@@ -1,10 +1,10 @@
-"""A cluster on several hosts of one machine (hosts.py), with a part on each that fails by itself.
+"""A cluster on several hosts of one machine (hosts.py), each of which can fail independently.
 
     head    Ray's head, the controller and router-0
     worker hosts    a prefill and a decode worker each, in Ray
     edge    clients and a second router, without Ray; and the Redis that Ray keeps its state in
 
-Something starts Ray again on each host when it has ended, as a service manager would.
+On each host Ray is restarted when it ends, as a service manager would do.
 """
 
 import json
@@ -27,7 +27,7 @@ RAY_PORT, REDIS_PORT, ROUTER_PORT, CONTROLLER_PORT = 6379, 6380, 50051, 50052
 NUM_HOSTS = 4
 OBJECT_STORE_BYTES = 80_000_000  # about Ray's least: nothing is in it
 START_TIMEOUT_S = 180.0
-PERIOD_S = 0.25  # between two looks
+PERIOD_S = 0.25  # between two checks
 OPTIONS: Mapping[str, Any] = {
     "device": "cpu",
     "page_size": 16,
@@ -35,7 +35,7 @@ OPTIONS: Mapping[str, Any] = {
     "port": ROUTER_PORT,
     "http_port": 0,
     "controller_port": CONTROLLER_PORT,
-    "pool_resources": True,  # so that workers come back on hosts of their own
+    "pool_resources": True,  # so that workers come back on their own hosts
     "log_level": "info",
     "insecure": True,
     "decode_worker": {"local_prefill_max_tokens": 0},
@@ -105,7 +105,7 @@ class HostedCluster:
         self.until_whole()
 
     def start_ray(self, host: Host) -> None:
-        """Have Ray run on a host from now on, and begin anew whenever it ends."""
+        """Run Ray on a host from now on, and restart it whenever it ends."""
         arguments = [
             f"--node-ip-address={host.address}",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
@@ -125,7 +125,7 @@ class HostedCluster:
             until(lambda: self._num_nodes() > 0, START_TIMEOUT_S, "Ray's head")
 
     def start_router(self) -> None:
-        """Have the second router run from now on, and begin anew whenever it ends."""
+        """Run the second router from now on, and restart it whenever it ends."""
         self._keep(
             self.edge,
             "router",
@@ -171,7 +171,7 @@ class HostedCluster:
         return output
 
     def workers(self, router: int = 1) -> list[dict[str, Any]]:
-        """Return what a router, by default the second, says of the workers."""
+        """Return the workers' status from a router, by default the second."""
         try:
             told = self.command(self.edge, "status", "--json", "--address", self.addresses[router])
         except CommandFailed:  # it does not run
@@ -180,7 +180,7 @@ class HostedCluster:
         return found
 
     def is_whole(self) -> bool:
-        """Tell whether both routers run and see all workers ready."""
+        """Return whether both routers run and see all workers ready."""
         count = 2 * len(self.worker_hosts)
         return all(
             sum(each["state"] == "ready" for each in self.workers(router)) == count
@@ -250,7 +250,7 @@ def hosted_cluster(
 
 
 def until(is_true: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Wait until something holds; returns how many seconds it took. TimeoutError: not in time."""
+    """Wait until a condition holds; returns the seconds it took. TimeoutError: not in time."""
     began = time.monotonic()
     while not is_true():
         if time.monotonic() > began + timeout_s:

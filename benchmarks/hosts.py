@@ -1,8 +1,8 @@
-"""Hosts of a network on one Linux kernel, each with addresses, processes, and files of its own.
+"""Hosts of a network on one Linux kernel, each with its own addresses, processes and files.
 
-A host is a process in namespaces of its own for network, processes, mounts and names; a switch is
-one more, whose bridge joins them. Nothing outside sees their addresses. To power a host off ends
-all its processes at once, and tells nobody. Needs root and iproute2.
+A host is a process in new namespaces for network, processes, mounts and names; a switch is one
+more, whose bridge connects them. Nothing outside sees their addresses. Powering a host off ends all
+its processes at once and silently. Needs root and iproute2.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ START_S = 10.0
 
 
 def why_no_hosts() -> str:
-    """Say why this machine cannot have hosts; empty: it can."""
+    """Return why this machine cannot have hosts; empty: it can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     tools = ("ip", "nsenter", "setpriv", "unshare")
@@ -62,7 +62,7 @@ class Host:
         self._inside.do("ip", "link", "set", "eth0", "up")
 
     def power_off(self) -> None:
-        """End all its processes; no packet tells the others."""
+        """End all its processes, without a packet to the others."""
         if self._inside is not None:
             self._switch.do("ip", "link", "delete", self._port)  # the kernel would, but later
             self._inside.kill()
@@ -99,7 +99,7 @@ class Host:
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """Have processes that this thread starts meanwhile use its network, and only that."""
+        """Let processes that this thread starts meanwhile use only its network."""
         with (
             Path("/proc/thread-self/ns/net").open("rb") as own,
             Path(f"/proc/{self.pid}/ns/net").open("rb") as network,
@@ -111,7 +111,7 @@ class Host:
                 _enter(own)
 
     def processes(self, text: str) -> list[psutil.Process]:
-        """Return its processes whose command line has a text in it."""
+        """Return its processes whose command line contains a text."""
         own = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
@@ -146,7 +146,7 @@ def _enter(network: IO[bytes]) -> None:
 
 
 class _Namespaces:
-    """A first process with namespaces of its own; when it ends, all others there do."""
+    """A first process with new namespaces; when it ends, so do all others there."""
 
     def __init__(self, name: str) -> None:
         folders = "".join(

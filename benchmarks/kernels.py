@@ -5,8 +5,8 @@
 Method: Llama-3-8B's shape (32 query heads, 8 key-value heads, head_dim 128), bfloat16, one layer of
 a pool of all layers in random pages of random data; the launch in a CUDA graph; 256 MB are written
 between runs, so that the L2 cache is cold; time from events around the replay; median and longest.
-Decode, and what its reads alone take, is timed over five sets of random pages: the median of their
-medians, and the longest of all.
+Decode, and its reads alone, are timed over five sets of random pages: the median of their medians,
+and the longest of all.
 "@compact" is the same on a pool of one layer. Where a case's tokens do not fit the pool in all 32
 layers, its pages have as many as fit (15 for 128x8192 in 64 GB). "tbps" counts the bytes of keys
 and values read, or of logits, each once, "tflops" the operations of the visible scores. plan() is
@@ -14,11 +14,11 @@ host time, the least of medians on 16 cores, and no part of "us". Matrix product
 power that the clocks fall within a second: a prefill case starts after a rest, "@sustained" follows
 at once.
 
-The write leaves some 50 MB in L2 that have to be written back while the kernel reads, and "us"
-contains that; "clean_us" does not: 256 MB have been read after the write. "read/..." is what a
-decode case's reads alone take, without any attention: the fastest read that was found.
-"launch/empty" is the shortest time of the method. "@fp8" is the same on a pool of e4m3, "@inexact"
-cascade attention that does not promise the bits of flat decode.
+The write leaves about 50 MB in L2 that must be written back while the kernel reads, and "us"
+includes that; "clean_us" does not: 256 MB have been read after the write. "read/..." is a decode
+case's reads alone, without attention: the fastest read found. "launch/empty" is the shortest time
+of the method. "@fp8" is the same on a pool of e4m3, "@inexact" cascade attention that need not be
+bit-identical to flat decode.
 
 "gather/...@host" and "scatter/...@host" have their staging in pinned host memory, beside plain
 copies of as many bytes to it, "copy/...@host", and from it, "copy/...@from-host". "tbps" counts
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def prefixes_of(only: str) -> tuple[str, ...]:
-    """Return what the names of chosen cases may begin with; nothing given chooses all.
+    """Return the prefixes of chosen cases' names; an empty text chooses all.
 
     A name begins with a letter, and its own commas stand before digits.
     """

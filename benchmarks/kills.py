@@ -1,8 +1,8 @@
-"""SIGKILL of a worker of a 1 + 1 cluster around a transfer: what it costs, and for how long.
+"""SIGKILL of a worker of a 1 + 1 cluster around a transfer: its cost and duration.
 
-Streams begin, one worker is killed before, during or after their pages move, and all is watched
-until a new request moves pages again. The same prompts are then read once more: their greedy tokens
-are what the interrupted streams must have had.
+Streams begin, one worker is killed before, during or after their pages move, and the cluster is
+observed until a new request moves pages again. The same prompts then run once more: their greedy
+tokens are those that the interrupted streams must have had.
 """
 
 import os
@@ -41,7 +41,7 @@ BEFORE_S = 0.005  # from the calls to the kill, in which no worker can fill a ch
 
 
 def kill(side: str, moment: str, times: int, run: Run) -> Row:
-    """Kill a worker so often, each time with new prompts, and sum up what that cost."""
+    """Kill a worker repeatedly, each time with new prompts, and sum up the costs."""
     rounds = [_kill_once(SIDES[side], moment, run) for _ in range(times)]
     found: Row = {
         "times": times,
@@ -107,7 +107,7 @@ def _kill_once(victim: str, moment: str, run: Run) -> Row:
 
 
 def count_differences(found: Sequence[int], expected: Sequence[int]) -> int:
-    """Return at how many places two streams differ; what one of them lacks counts."""
+    """Return at how many places two streams differ; missing tokens count."""
     longer = max(len(found), len(expected))
     return longer - sum(a == b for a, b in zip(found, expected, strict=False))
 
@@ -140,7 +140,7 @@ def _wait_for(
 def _is_hit(
     moment: str, moved: int, num_pages: int, records: Sequence[StreamRecord], killed_at: float
 ) -> bool:
-    """Tell whether the kill came when it should, by what clients saw and workers told."""
+    """Return whether the kill came at the right moment, according to clients and workers."""
     had_token = [bool(each.times) and each.times[0] < killed_at for each in records]
     if moment == "before":
         return not any(had_token)
@@ -192,7 +192,7 @@ def _watch(victim: str, before: dict[str, WorkerStatus], killed_at: float, run: 
 
 
 def _probe(run: Run) -> bool:
-    """Tell whether a new request moves pages."""
+    """Return whether a new request moves pages."""
     model = run.cluster.model
     prompt = token_ids([run.seeds.segment(PROBE_PAGES * model.page_size)], model.vocab_size)
     try:
@@ -215,7 +215,7 @@ def newest_workers(status: ClusterStatus) -> dict[str, WorkerStatus]:
 
 
 def is_idle(status: ClusterStatus) -> bool:
-    """Tell whether all workers are ready, and none has a request or a page in use."""
+    """Return whether all workers are ready, and none has a request or a page in use."""
     workers = newest_workers(status).values()
     return all(
         each.state == "ready"
@@ -226,7 +226,7 @@ def is_idle(status: ClusterStatus) -> bool:
 
 
 def _memory_growth(before_mib: list[int], run: Run) -> list[int]:
-    """Return by how much the memory of each GPU has grown, once it no longer shrinks."""
+    """Return the growth of each GPU's memory, once it no longer shrinks."""
     grown: list[int] = []
 
     def is_back() -> bool:

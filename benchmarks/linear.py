@@ -4,7 +4,7 @@
     python -m benchmarks.linear --rows 512,543 --weights gate_up,down
 
 First every tile of every kernel must give the same bits for all rows of Llama-3-8B's weights, also
-for parts of them, and be as close to float64 as one rounding allows; a tile that is not is reported
+for parts of them, and be as close to float64 as one rounding allows; a tile that fails is reported
 at once, and the exit code is 1.
 
 Then all are timed. Method: Llama-3-8B's weight shapes, bfloat16, random data; the launch in a CUDA

@@ -1,1 +1,1 @@
-"""The terminal of a whole installation: the commands that run clusters, and those of a client."""
+"""The command line of a whole installation: commands that run clusters, and those of a client."""

@@ -1,4 +1,4 @@
-"""The command line's entry, which imports the commands so that an interrupt ends in silence."""
+"""The command line's entry point; it imports the commands so that an interrupt ends silently."""
 
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 

@@ -1,4 +1,4 @@
-"""Starts a cluster that outlives this process, on a Ray that does, or finds the one that runs."""
+"""Starts a cluster and a Ray that outlive this process, or finds the running ones."""
 
 import subprocess
 import sys
@@ -41,16 +41,16 @@ def bring_up(
     signals: StopSignals,
     say: Callable[[str], None],
 ) -> RunningCluster:
-    """Start a cluster and detach from it; one that runs already must have this configuration.
+    """Start a cluster and detach from it; a running one must have this configuration.
 
     Args:
-        config: What to start.
+        config: Of the cluster to start.
         signals: Entered; the first one ends the start.
-        say: Told what happens.
+        say: Gets progress messages.
 
     Raises:
-        ClusterError: What was wrong and what to do; nothing is left running that this started.
-        Interrupted: A signal came before the cluster was ready; what ran before goes on.
+        ClusterError: What is wrong and how to fix it; nothing started here is left running.
+        Interrupted: A signal came before the cluster was ready; what ran before still runs.
     """
     deadline = time.monotonic() + config.start_timeout_s
     config = with_absolute_files(config)
@@ -64,17 +64,17 @@ def bring_up(
     def _start(watch: StartWatch) -> RunningCluster:
         head = None if config.ray_address else find_head()
         if head is not None:
-            signals.goes_on = "what ran before goes on; `pagewire down` ends it"
+            signals.goes_on = "what ran before still runs; `pagewire down` ends it"
             attach_head(head)
         elif config.ray_address:
             attach_ray(config.ray_address, shows_worker_logs=False)
         if ray.is_initialized() and (controller := find_controller()) is not None:
-            signals.goes_on = "the cluster goes on; `pagewire status` shows it"
+            signals.goes_on = "the cluster still runs; `pagewire status` shows it"
             facts = ask(controller.facts.remote())
             if facts.is_stopping:
                 raise Stopping
             check_same(facts.config, facts.workers.counts, config)
-            watch.say(f"a cluster with this configuration runs already: {_told(facts)}")
+            watch.say(f"a cluster with this configuration is already running: {_told(facts)}")
             return find_cluster(facts, deadline, watch)
         device = check_start(config, watch.say)
         if config.ray_address:
@@ -83,7 +83,7 @@ def bring_up(
             return deploy(config, device, deadline, watch, is_own_ray=False)
         assert device is not None
         watch.say(starting(config, device))
-        if head is not None:  # whoever started it was ended before there was a cluster
+        if head is not None:  # the command that started it ended before there was a cluster
             return deploy(config, device, deadline, watch, is_own_ray=False)
         head = _start_head(config, device, watch.check)
         try:
@@ -99,14 +99,14 @@ def bring_up(
 
 
 def end_head() -> None:
-    """End the Ray of `pagewire up` on this host, if there is one, with all that runs on it.
+    """End the Ray of `pagewire up` on this host, if any, and everything that runs on it.
 
     Raises:
         StartError: It does not end.
     """
     if head := find_head():
         _end(head)
-    remove_head_left_behind()  # one that is told twice ends at once
+    remove_head_left_behind()  # a second request ends it at once
 
 
 def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -> LocalHead:
@@ -114,12 +114,12 @@ def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -
     num_gpus = count_gpus() if has_own_gpus(device, config.workers_per_gpu) else 0
     log_path = head_log()
     with log_path.open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(  # noqa: S603 - the arguments are its own
+        process = subprocess.Popen(  # noqa: S603 - all arguments come from here
             [sys.executable, "-m", "cli.local_head", str(num_gpus)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # neither a terminal's signals nor its end reach it
+            start_new_session=True,  # a terminal's signals and its end do not reach it
         )
     deadline = time.monotonic() + HEAD_TIMEOUT_S
     try:
@@ -153,7 +153,7 @@ def _end(head: LocalHead) -> None:
                 if not is_alive(process) and find_head() != head:
                     return
                 time.sleep(LOOK_PERIOD_S)
-        raise StartError(f"process {head.pid}, which keeps Ray, does not end; see {head_log()}")
+        raise StartError(f"process {head.pid}, which runs Ray, does not end; see {head_log()}")
 
 
 def _told(facts: ClusterFacts) -> str:

@@ -20,16 +20,16 @@ LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 class Commands(TyperGroup):
-    """Imports commands with a flag for each option only where they are asked for."""
+    """Imports commands with a flag for each option only when they are used."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, or None; what a slip may mean is then looked for among all."""
+        """Return a command, or None; typer then suggests similar names among all."""
         if cmd_name not in self.commands:
             self._add_serving_commands()
         return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands, as the help shows them."""
+        """Return the names of all commands in the order of the help."""
         self._add_serving_commands()
         return super().list_commands(ctx)
 
@@ -61,7 +61,7 @@ def doctor(
 ) -> None:
     """Check this host: torch, CUDA, NCCL, Triton, Ray, memory, model.
 
-    Also Python, the port, and whether NCCL's wheels are mixed.
+    Also check Python, the port, and whether several NCCL wheels are installed.
     """
     given = {"model": model, "host": host, "port": port}
     overrides = {name: value for name, value in given.items() if value is not None}
@@ -84,7 +84,7 @@ def doctor(
         for each in findings:
             style = LEVEL_STYLES[each.level]
             found = escape(f"{each.check:<{width}}  {each.found}")
-            # Not wrapped: a remedy is to be copied.
+            # Not wrapped, so that a remedy can be copied.
             out.print(f"[{style}]{each.level:<4}[/]  {found}", soft_wrap=True)
             if each.remedy:
                 out.print(f"      {'':<{width}}  → {escape(each.remedy)}", soft_wrap=True)
@@ -94,7 +94,7 @@ def doctor(
 
 @app.command()
 def version() -> None:
-    """Print the versions of Pagewire and of what it runs on."""
+    """Print the versions of Pagewire and its dependencies."""
     print_versions(("pagewire", "torch", "triton", "ray", "grpcio", "protobuf", "nccl4py"))
 
 
@@ -106,8 +106,8 @@ def main() -> None:
     try:
         run(
             app,
-            remedy="No router answers there now; `pagewire serve` and `pagewire up` start one, and "
-            "start one again that dies.",
+            remedy="No router answers there; `pagewire serve` and `pagewire up` start one, and "
+            "restart one that dies.",
         )
     except Interrupted as interruption:
         sys.stderr.write(f"{interruption}\n")

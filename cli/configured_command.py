@@ -1,21 +1,21 @@
-"""A command whose errors speak of its parameters as the configuration defines them."""
+"""A command whose errors describe its parameters as the configuration defines them."""
 
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 from pagewire.cli.strict_command import StrictCommand
 
 
 class ConfiguredCommand(StrictCommand):
-    """Tells what is allowed also for options of the configuration."""
+    """Says what is allowed for options of the configuration, too."""
 
     def explain(self, name: str, found: str) -> str:
-        """Return what was found and what is allowed for a value that is no number.
+        """Return what was found and what is allowed for a value that is not a number.
 
         Args:
             name: Of the parameter: `port`, `router__dead_after_s`.
-            found: What stands on the command line.
+            found: As typed on the command line.
         """
         with interrupts_end_at_once():
-            from cluster.config_options import config_options  # takes time, for errors alone
+            from cluster.config_options import config_options  # slow, and only errors need it
 
         if option := config_options().get(name.replace("__", ".")):
             return f"found {found!r}; allowed: {option.allowed()}"

@@ -1,7 +1,7 @@
-"""The demo: questions about one document, asked twice, and the account of what was done where.
+"""The demo: questions about one document, asked twice, and an account of the work by place.
 
-It fails where a cluster would only look right: when no page moved, when a decode worker computed
-prompt tokens itself, or when a page of a prompt was neither moved nor found in a cache.
+It fails if the cluster only seems to work: if no page moved, if a decode worker computed prompt
+tokens itself, or if a page of a prompt was neither moved nor found in a cache.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from pagewire import (
 from pagewire.cli.units import format_bytes
 
 MAX_TOKENS = 32
-STOP = (". ",)  # small models answer in the first sentence and then go on
+STOP = (". ",)  # small models answer in the first sentence, then ramble on
 CALL_TIMEOUT_S = 600.0  # a real checkpoint on two cores takes minutes
 TITLES = (
     "first wave: all questions are about one document",
@@ -47,22 +47,22 @@ class Wave:
 
     @property
     def usages(self) -> tuple[Usage, ...]:
-        """What each answer cost."""
+        """The cost of each answer."""
         return tuple(each.usage for each in self.completions if each.usage)
 
     @property
     def pages_moved(self) -> int:
-        """From prefill to decode workers, in all."""
+        """Pages moved from prefill to decode workers, in all."""
         return sum(usage.pages_moved for usage in self.usages)
 
     @property
     def pages_cached(self) -> int:
-        """That were in the decode workers' caches, in all."""
+        """Pages found in the decode workers' caches, in all."""
         return sum(usage.decode_cached_tokens for usage in self.usages) // self.page_size
 
     @property
     def prompt_pages(self) -> int:
-        """Of all prompts, the last page of each counted as a whole one."""
+        """Pages of all prompts; the last page of each counts as full."""
         return sum(pages_of(usage, self.page_size) for usage in self.usages)
 
 
@@ -74,7 +74,7 @@ async def run_demo(
     Args:
         address: Of the router.
         console: Where to write.
-        token: With which to call the router; empty: none.
+        token: For calls to the router; empty: none.
 
     Raises:
         DemoError: If the cluster did not work as a disaggregated one.
@@ -95,7 +95,7 @@ async def run_demo(
     check_waves(first, second)
     console.print(
         f"The first wave moved {first.pages_moved} pages, the second {second.pages_moved}: "
-        "only what the decode workers lacked."
+        "only those that the decode workers lacked."
     )
     return first, second
 
@@ -138,7 +138,7 @@ def wave_table(wave: Wave) -> Table:
 
 
 def pages_of(usage: Usage, page_size: int) -> int:
-    """Return how many pages a prompt takes, its last one counted as a whole."""
+    """Return how many pages a prompt takes; its last one counts as full."""
     return -(-usage.prompt_tokens // page_size)
 
 
@@ -151,10 +151,10 @@ def account_line(wave: Wave) -> str:
 
 
 def check_waves(first: Wave, second: Wave) -> None:
-    """Refuse two waves that show anything but a working disaggregated cluster.
+    """Check that two waves show a working disaggregated cluster.
 
     Raises:
-        DemoError: Says what was missing.
+        DemoError: They do not; says what was missing.
     """
     for wave in (first, second):
         if len(wave.usages) != len(QUESTIONS):
@@ -186,7 +186,7 @@ def check_waves(first: Wave, second: Wave) -> None:
 async def _has_chat_template(client: AsyncClient) -> bool:
     try:
         await client.tokenize_chat(_messages(QUESTIONS[0]))
-    except InvalidRequestError:  # the prompts are then plain text, and say so if that is no good
+    except InvalidRequestError:  # then use plain text, whose errors will show
         return False
     return True
 
@@ -218,14 +218,14 @@ async def _ask(client: AsyncClient, is_chat: bool, console: Console) -> tuple[Co
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(answer(index)) for index in range(len(QUESTIONS))]
         except ExceptionGroup as failed:
-            first = failed.exceptions[0]  # the others were cancelled with it, or are like it
+            first = failed.exceptions[0]  # the others were cancelled with it, or are similar
             raise first from first.__cause__
     console.print()
     return tuple(task.result() for task in tasks)
 
 
 def answers_table(answers: Sequence[str]) -> Table:
-    """Draw what has been answered until now, one row per question."""
+    """Draw the answers so far, one row per question."""
     table = Table(show_header=False, box=None, expand=True)
     table.add_column(width=len(str(len(answers) - 1)))
     table.add_column(width=max(map(len, QUESTIONS)), style="bold")

@@ -1,4 +1,4 @@
-"""What the demo asks: a document, and questions whose answers are in it."""
+"""The demo's document, and questions that it answers."""
 
 _TEXT = """\
 The Lighthouse at Skerrin Point
@@ -61,7 +61,7 @@ and read the weather books of Tomas Hale. A ticket costs five pounds, and childr
 Most visitors ask the same question: was it lonely? The guide always gives the answer of the
 last keeper, who said that nobody is lonely who is needed by every ship that passes.
 """
-# Lines end in the source only: to a small model a line's end within a sentence is an end.
+# Line breaks exist only in the source: a small model takes one within a sentence for its end.
 DOCUMENT = "\n\n".join(" ".join(paragraph.split()) for paragraph in _TEXT.split("\n\n"))
 
 QUESTIONS = (

@@ -1,4 +1,4 @@
-"""Where the router is that a client command talks with, the same for all of these commands."""
+"""Finds the router for a client command, in the same way for all of these commands."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,31 +29,31 @@ AddressFlag = Annotated[
     str | None,
     typer.Option(
         "--address",
-        help="Where the router is, host:port. Default: that of the cluster on the Ray at "
-        f"--ray-address, or that `pagewire up` started on this host, else {DEFAULT_ADDRESS}.",
+        help="Address of the router, host:port. Default: the router of the cluster at "
+        f"--ray-address, else of `pagewire up` on this host, else {DEFAULT_ADDRESS}.",
     ),
 ]
 RayAddressFlag = Annotated[
-    str, typer.Option("--ray-address", help="Ray cluster that the cluster runs on.")
+    str, typer.Option("--ray-address", help="Ray cluster on which the cluster runs.")
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRouter:
-    """Where a router is, whether it answers or not."""
+    """Address and cluster of a router, which may not answer."""
 
     address: str
-    token: str = field(default="", repr=False)  # with which its cluster lets us call
-    is_stopping: bool = False  # its cluster, as far as the controller tells
-    config: ClusterConfig | None = None  # of its cluster; None: the controller does not tell
+    token: str = field(default="", repr=False)  # accepted by its cluster
+    is_stopping: bool = False  # its cluster, if the controller answers
+    config: ClusterConfig | None = None  # of its cluster; None: the controller does not answer
 
 
 def find_router(address: str | None, ray_address: str) -> FoundRouter:
-    """Return the router that was named, or of the cluster on a Ray, or of that on this host.
+    """Return the named router, or that of the cluster on a Ray, or that of this host's cluster.
 
     Args:
-        address: As of --address; it counts before the others.
-        ray_address: As of --ray-address; empty: the Ray that `pagewire up` started, if it runs.
+        address: Of --address; takes precedence.
+        ray_address: Of --ray-address; empty: the Ray that `pagewire up` started, if it runs.
 
     Raises:
         NotRunning: No cluster runs on that Ray.
@@ -72,7 +72,7 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
 
     with attached(ray_address, head) as controller:
         found = FoundRouter(address=router_address(), token=router_token())
-        with suppress(StartError):  # a router serves also while the controller does not answer
+        with suppress(StartError):  # a router serves even while the controller does not answer
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
             found = replace(found, is_stopping=facts.is_stopping, config=facts.config)
         return found
@@ -89,15 +89,15 @@ def found_router(
     server_name: ServerNameFlag = "",
     token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:
-    """Find a router and open a client of it, whose calls need not last long.
+    """Find a router and open a client of it, for short calls.
 
-    Without a token that is given, calls are made with that of the cluster which was found.
+    Without a given token, calls use the token of the cluster that was found.
 
     Raises:
         NotRunning: As find_router does.
-        StartError: Likewise.
+        StartError: As find_router does.
         ConfigError: The cluster's certificate cannot be read here.
-        Stopping: The router does not answer, which is why.
+        Stopping: The router does not answer because its cluster stops.
     """
     token = token_of(token_file)
     found = find_router(address, ray_address)
@@ -120,7 +120,7 @@ def found_router(
 
 
 class _EndingClient(Client):
-    """Tells what a router hears only after the controller, and perhaps never."""
+    """Shows that a cluster stops, which its router learns after the controller, or never."""
 
     def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
         return replace(super().status(timeout_s=timeout_s), is_stopping=True)

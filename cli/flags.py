@@ -1,4 +1,4 @@
-"""Gives a command of the command line one flag for every configuration option."""
+"""Gives a command one flag for each configuration option."""
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
@@ -24,10 +24,10 @@ def with_config_flags(
     """Return a function for typer that reads file and flags and calls `command`.
 
     Args:
-        command: What to run with the merged configuration.
+        command: To run with the merged configuration.
         defaults: The command's own defaults; files and flags override them.
-        takes: Tells whether an option, by its path, is a flag of the command.
-        own: Flags that are no options of the configuration.
+        takes: Returns whether an option, by its path, is a flag of the command.
+        own: Flags that are not options of the configuration.
     """
     options = {path: option for path, option in config_options().items() if takes(path)}
     paths = {_name(path): path for path in options}
@@ -57,7 +57,7 @@ def with_config_flags(
 def flag_parameter(
     name: str, annotation: Any, default: Any = inspect.Parameter.empty
 ) -> inspect.Parameter:
-    """Return a parameter of a command; without a default it must be given."""
+    """Return a parameter of a command; without a default it is required."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
@@ -65,11 +65,11 @@ def flag_parameter(
 def config_command(
     defaults: Defaults, flag_parameters: Collection[str] = ()
 ) -> type[ConfiguredCommand]:
-    """Return the class of a command whose help shows its own defaults, as they are on this host.
+    """Return the class of a command whose help shows its own defaults on this host.
 
     Args:
         defaults: The command's own.
-        flag_parameters: Names of those that are no options of the configuration; they keep
+        flag_parameters: Names of those that are not options of the configuration; they keep
             their help.
     """
 
@@ -81,7 +81,7 @@ def config_command(
                 for path, option in config_options().items()
                 if path not in flag_parameters
             }
-            each: Any  # typer does not show the class of options
+            each: Any  # typer does not export the class of options
             for each in self.params:
                 each.help = shown.get(each.name, each.help)
             super().format_help(ctx, formatter)
@@ -110,7 +110,7 @@ def _name(path: str) -> str:
 
 
 def _mapping(entries: Sequence[str]) -> dict[str, str]:
-    """Return what the words NAME=TEXT say; one without = has an empty text."""
+    """Parse words of the form NAME=TEXT; without =, the text is empty."""
     parts = [each.partition("=") for each in entries]
     return {name: text for name, _, text in parts}
 

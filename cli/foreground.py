@@ -1,4 +1,4 @@
-"""Runs a cluster in the foreground: a signal ends it at any time and leaves nothing."""
+"""Runs a cluster in the foreground: a signal ends it at any time and leaves nothing behind."""
 
 import logging
 import signal
@@ -29,14 +29,14 @@ def running_cluster(
     """Start a cluster and stop it afterwards, which takes up to `config.stop_grace_s`.
 
     Args:
-        config: What to start.
-        device: Of the workers, as preflight.check_start returns it.
-        signals: Entered; the first one ends the start, or whatever goes on within.
-        shows_worker_logs: Pass the log lines of all processes on to standard error.
-        say: Told what happens; it writes to standard output, as a bar of the weights does.
+        config: Of the cluster to start.
+        device: Of the workers, from preflight.check_start.
+        signals: Entered; the first one ends the start, or the work inside.
+        shows_worker_logs: Whether to pass the log lines of all processes to standard error.
+        say: Gets progress messages; writes to standard output, as the progress bar does.
 
     Raises:
-        ClusterError: What was wrong and what to do; nothing is left running.
+        ClusterError: What is wrong and how to fix it; nothing is left running.
         Interrupted: A signal came before the cluster was ready.
     """
     with no_descendant_left(), ray_thread() as thread:
@@ -56,10 +56,10 @@ def running_cluster(
 
 @contextmanager
 def ray_thread() -> Iterator[ThreadPoolExecutor]:
-    """Make a thread for all that is asked of Ray, because Ray takes over SIGTERM in a main thread.
+    """Create a thread for all calls to Ray, because Ray takes over SIGTERM in a main thread.
 
-    It lives as long as what it starts, because Ray's processes end with the thread that started
-    them.
+    It lives as long as the processes that it starts, because Ray's processes end with the thread
+    that started them.
     """
     logging.getLogger("ray._private.worker").addFilter(_is_no_signal_note)
     with ThreadPoolExecutor(
@@ -74,7 +74,7 @@ def run_start(
     say: Callable[[str], None],
     start: Callable[[StartWatch], RunningCluster],
 ) -> RunningCluster:
-    """Run a start in Ray's thread and show how far it is; a signal ends it.
+    """Run a start in Ray's thread and show its progress; a signal ends it.
 
     Raises:
         ClusterError: What `start` raised.
@@ -89,19 +89,19 @@ def run_start(
             if signals.stopped.is_set() and not is_told:
                 is_told = True
                 if not signals.goes_on:
-                    say("stopping what has started; a second signal ends all at once")
+                    say("stopping what has started; a second signal ends everything at once")
     signals.install()
     try:
         return starting.result()
     except ClusterError:
-        signals.check()  # it went to the whole process group, and ended Ray's processes, too
+        signals.check()  # a signal to the whole process group ends Ray's processes, too
         raise
 
 
 def _block_hangups() -> None:
     """Block SIGHUP in this thread and all processes that it starts.
 
-    A terminal that closes sends it to each of them, and would end what running requests need.
+    A closing terminal sends it to each of them, which would end processes of running requests.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 

@@ -1,4 +1,4 @@
-"""The command that runs an HTTP gateway by itself: pagewire gateway."""
+"""The command that runs a separate HTTP gateway: pagewire gateway."""
 
 import asyncio
 from typing import Annotated
@@ -20,7 +20,7 @@ from pagewire.cli.client_commands import tls_of
 from pagewire.cli.standard_output import say
 
 DEFAULT_PORT = 8000
-# Options of a cluster that are a gateway's, too, besides the section http_gateway
+# Options of a cluster that a gateway has, too, besides the section http_gateway
 OPTIONS = {"host", "network_interface", "insecure", "log_level", "log_format", "stop_grace_s"}
 
 RouterFlag = Annotated[
@@ -28,16 +28,16 @@ RouterFlag = Annotated[
     typer.Option(
         "--router",
         metavar="<str>",
-        help="Where a router is, host:port. Of several ones each goes on with the answers of one "
-        "that is lost; give the flag for each.",
+        help="Address of a router, host:port. May be repeated: answers of a lost router continue "
+        "at another one.",
     ),
 ]
 PortFlag = Annotated[
-    int, typer.Option("--port", min=0, max=65535, help="Where clients connect; 0: a free port.")
+    int, typer.Option("--port", min=0, max=65535, help="Port for clients; 0: a free port.")
 ]
 RouterTlsFlag = Annotated[
     bool,
-    typer.Option("--router-tls", help="Connect to the routers over TLS; the flags below do, too."),
+    typer.Option("--router-tls", help="Connect to the routers over TLS; implied by flags below."),
 ]
 RouterAuthorityFlag = Annotated[
     str,
@@ -53,7 +53,7 @@ RouterServerNameFlag = Annotated[
     str,
     typer.Option(
         "--router-server-name",
-        help="Name of the router's certificate; empty: the host of --router.",
+        help="Name in the router's certificate; empty: the host of --router.",
     ),
 ]
 
@@ -68,9 +68,9 @@ def gateway(
     router_key_file: str,
     router_server_name: str,
 ) -> None:
-    """Serve OpenAI's HTTP API before running routers, until Ctrl-C or SIGTERM.
+    """Serve OpenAI's HTTP API in front of running routers, until Ctrl-C or SIGTERM.
 
-    `pagewire serve` starts one by itself; see --http-port there.
+    `pagewire serve` starts its own gateway; see --http-port there.
     """
     try:
         for each in router:

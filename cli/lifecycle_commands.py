@@ -1,4 +1,4 @@
-"""The commands that run a cluster that outlives them: pagewire up, down, scale, drain, restart."""
+"""Commands for a cluster that outlives them: pagewire up, down, scale, drain, restart."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,16 +18,16 @@ from observability.logs import configure_logging
 from pagewire.cli.standard_output import say
 
 GRACE_HELP = (
-    "Time for what runs to end; on a worker that leaves, the rest goes on elsewhere. Default: the "
-    "cluster's stop_grace_s."
+    "Time for running requests to end; when a worker leaves, the rest continues elsewhere. "
+    "Default: the cluster's stop_grace_s."
 )
 PrefillFlag = Annotated[
     Optional[int],  # noqa: UP045 - the type is a value here
-    typer.Option("--prefill", help="Number of prefill workers to have."),
+    typer.Option("--prefill", help="New number of prefill workers."),
 ]
 DecodeFlag = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option("--decode", help="Number of decode workers to have."),
+    typer.Option("--decode", help="New number of decode workers."),
 ]
 GraceFlag = Annotated[
     Optional[float],  # noqa: UP045
@@ -35,15 +35,15 @@ GraceFlag = Annotated[
 ]
 NamesArgument = Annotated[
     Optional[list[str]],  # noqa: UP045
-    typer.Argument(help="Of workers, router-0 or http-gateway-0.", metavar="NAME"),
+    typer.Argument(help="Names of workers, router-0 or http-gateway-0.", metavar="NAME"),
 ]
 WorkerArgument = Annotated[str, typer.Argument(help="Name of a worker, as in `pagewire status`.")]
 
 
 def up(config: ClusterConfig) -> None:
-    """Start a cluster that goes on when this command has ended, and wait until it serves.
+    """Start a cluster that outlives this command, and wait until it serves.
 
-    Where it runs already with this configuration, say so. `pagewire down` ends it.
+    If it already runs with this configuration, say so. `pagewire down` ends it.
     """
     prepare_ray(is_local=not config.ray_address)
     configure_logging(config.log_level, config.log_format)
@@ -57,7 +57,7 @@ def up(config: ClusterConfig) -> None:
 
 
 def down(config: ClusterConfig, grace_s: float | None) -> None:
-    """End the cluster that `pagewire up` has started. Where none runs, that is no error."""
+    """End the cluster that `pagewire up` started. If none runs, that is not an error."""
     end = "stopped"
     try:
         with _running(config) as controller:
@@ -75,7 +75,7 @@ def down(config: ClusterConfig, grace_s: float | None) -> None:
     except StartError as error:
         if config.ray_address:
             raise
-        say(f"{error}; it is ended all the same")
+        say(f"{error}; ending it anyway")
     if not config.ray_address:
         with told_at_interrupt(str(Stopping())):
             from cli.bring_up import end_head
@@ -87,7 +87,7 @@ def down(config: ClusterConfig, grace_s: float | None) -> None:
 def scale(
     config: ClusterConfig, prefill: int | None, decode: int | None, grace_s: float | None
 ) -> None:
-    """Have more workers, or fewer: those that leave finish what they have first."""
+    """Add or remove workers: those that leave first finish their requests."""
     wanted: dict[Any, int] = {
         pool: number
         for pool, number in (("prefill", prefill), ("decode", decode))
@@ -102,7 +102,7 @@ def scale(
 
 
 def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
-    """Have a worker finish what it has and leave; no request fails."""
+    """Let a worker finish its requests and leave; no request fails."""
     with _running(config) as controller:
         from cluster.scale_out import drain_worker
 
@@ -110,11 +110,11 @@ def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
 
 
 def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | None) -> None:
-    """Start workers, router and HTTP gateway anew, one after another; without NAMEs all of them.
+    """Restart workers, router and HTTP gateway one after another; without NAMEs all of them.
 
-    Each begins with the code and the model's files that are there then. What runs on a worker has
-    --grace-s to end there, and goes on elsewhere; streams of the router go on at another one, or
-    at the same when it is back.
+    Each starts with the current code and model files. Requests on a worker have --grace-s to end
+    there, then continue elsewhere. Streams of the router continue at another one, or at the same
+    one when it is back.
     """
     with _running(config) as controller:
         from cluster.rolling import restart_cluster

@@ -1,4 +1,4 @@
-"""Shows how far the weights of a starting cluster are: a bar on a terminal, else lines."""
+"""Shows the progress of loading weights: a bar on a terminal, otherwise lines."""
 
 import sys
 import time
@@ -22,15 +22,15 @@ def load_display(
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ReportLoaded]:
-    """Yield the function that shows what is loaded; nothing shows before its first call.
+    """Yield the function that shows progress; nothing is shown before its first call.
 
     Args:
-        say: Takes a line. On a terminal such lines, and all that is printed, go above the bar.
+        say: Takes a line. On a terminal, these lines and all other output go above the bar.
         stream: Where `say` writes; default: standard output.
         clock: Seconds.
     """
-    out = Console(file=stream or sys.stdout, soft_wrap=True)  # a line above the bar stays one
-    # FORCE_COLOR would make a terminal of any console.
+    out = Console(file=stream or sys.stdout, soft_wrap=True)  # lines above the bar do not wrap
+    # FORCE_COLOR would make any console a terminal.
     if not out.file.isatty() or out.is_dumb_terminal:
         yield _Lines(say, clock).show
         return
@@ -75,15 +75,15 @@ class _Bar:
     def _open(self, total_bytes: int) -> Progress:
         progress = Progress(
             TextColumn("loading weights"),
-            BarColumn(bar_width=30),  # all fits into 80 columns
+            BarColumn(bar_width=30),  # fits into 80 columns
             DownloadColumn(binary_units=True),
             TimeRemainingColumn(),
             console=self._out,
-            auto_refresh=False,  # a thread of its own could not tell of an output that is lost
+            auto_refresh=False,  # its thread could not report lost output
             transient=True,
             redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # else a file's
         )
         progress.add_task("", total=total_bytes)
         progress.start()
-        self._out.show_cursor()  # which it hides; a second Ctrl-C would leave it so
+        self._out.show_cursor()  # the bar hides it; a second Ctrl-C would leave it hidden
         return progress

@@ -1,8 +1,8 @@
-"""The process that keeps the Ray of `pagewire up` on this host: `python -m cli.local_head GPUS`.
+"""The process that runs the Ray of `pagewire up` on this host: `python -m cli.local_head GPUS`.
 
-`pagewire up` starts it in a session of its own, so neither the end of that command nor a terminal
-that closes reaches it. It ends by SIGTERM, which `pagewire down` sends, or when a process of Ray
-ends, without which nothing is started again; then nothing that it started is left.
+`pagewire up` starts it in a new session, so neither the end of that command nor a closing terminal
+reaches it. It ends at SIGTERM, which `pagewire down` sends, or when a process of Ray ends, without
+which nothing could be restarted. Then nothing that it started is left.
 """
 
 import os
@@ -16,11 +16,11 @@ from cluster.errors import ClusterError
 from cluster.local_head import HeadFile, LocalHead, holding_head_file
 from cluster.private_folder import TOKEN_PATH_VARIABLE
 
-RAY_PERIOD_S = 1.0  # between two looks whether Ray's own processes run
+RAY_PERIOD_S = 1.0  # between two checks that Ray's own processes run
 
 
 def main(num_gpus: int) -> None:
-    """Keep a Ray until SIGTERM."""
+    """Run a Ray until SIGTERM."""
     prepare_ray(is_local=True)
     try:
         with holding_head_file() as file, StopSignals() as signals:

@@ -11,12 +11,12 @@ INTRODUCTION = """\
 
 Written by `make docs`; a test compares it with the code.
 
-Every option can stand in a YAML file (`pagewire serve --config cluster.yaml`) and is a flag of
-`serve`, `up` and `demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags
-override the file, the file overrides the defaults, some of which differ in `demo` and on CPUs:
-`--help` shows what the command really uses. Unknown options, options given twice, and values that
-are not allowed end the command with exit code 2 and a line for each, which names the file or the
-flag, the option and, of a value, what was found and what is allowed.
+Set options in a YAML file (`pagewire serve --config cluster.yaml`) or as flags of `serve`, `up` and
+`demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags override the file, the
+file overrides the defaults, some of which differ in `demo` and on CPUs: `--help` shows those of the
+command. Unknown options, repeated options and invalid values end the command with exit code 2. One
+line for each names the file or the flag, the option and, for a value, what was found and what is
+allowed.
 
 ```yaml
 model: /models/llama-3-8b
@@ -28,7 +28,7 @@ router:
   max_active_requests: 512
 ```
 
-Names carry their units: `_s` seconds, `_mib` mebibytes, `_tokens` tokens, `_pages` pages.
+Names end in their units: `_s` seconds, `_mib` mebibytes, `_tokens` tokens, `_pages` pages.
 """
 SECTIONS = {
     "": "Cluster",
@@ -41,19 +41,21 @@ SECTIONS = {
     "decode_worker": "Decode workers: `decode_worker`",
     "transfer": "Page transfer, both sides: `transfer`",
 }
-ENVIRONMENT = {  # what Pagewire itself reads of it
-    "CUDA_VISIBLE_DEVICES": "GPUs of this host that workers may be given; unset: all",
-    "PAGEWIRE_KERNEL_CHECKS": "`1`: before a launch, page ids, positions, scales and what else "
-    "only the device knows are checked, which waits for it; not in steps that are CUDA graphs",
-    "PAGEWIRE_CACHE_DIR": "Folder for what Pagewire can make again: configuration and tokenizer of "
-    "GGUF files, the demo's random model; unset or empty: `pagewire` in `XDG_CACHE_HOME`",
-    "PAGEWIRE_TOKEN": "Of clients, also `generate`, `chat` and `status`: the token of the tenant "
-    "for whom they call, where they are given none",
-    "RAY_AUTH_MODE": "Ray's own; with `ray_address` it must be `token` where that Ray wants one. "
-    "Where `serve`, `up` and `demo` start a Ray they set it themselves, and `doctor` looks at it",
-    "RAY_TMPDIR": "Folder in which `serve`, `up` and `demo` make one that only their user can "
-    "enter, `pagewire-UID`, for sockets, logs (`ray/session_latest/logs`) and token of the Ray "
-    "that they start; unset: `/tmp`",
+ENVIRONMENT = {  # variables that Pagewire itself reads
+    "CUDA_VISIBLE_DEVICES": "GPUs of this host that workers may use; unset: all",
+    "PAGEWIRE_KERNEL_CHECKS": "`1`: before each launch, check page ids, positions, scales and "
+    "other values that only the device knows, which waits for the device; not in CUDA graphs",
+    "PAGEWIRE_CACHE_DIR": "Folder for files that Pagewire can create again: configuration and "
+    "tokenizer of GGUF files, the demo's random model; unset or empty: `pagewire` in "
+    "`XDG_CACHE_HOME`",
+    "PAGEWIRE_TOKEN": "For clients, including `generate`, `chat` and `status`: their tenant's "
+    "token, unless another one is given",
+    "RAY_AUTH_MODE": "Ray's own variable; with `ray_address` it must be `token` if that Ray "
+    "requires a token. Where `serve`, `up` and `demo` start a Ray they set it themselves; `doctor` "
+    "checks it",
+    "RAY_TMPDIR": "Folder in which `serve`, `up` and `demo` create `pagewire-UID`, which only "
+    "their user can enter, for sockets, logs (`ray/session_latest/logs`) and token of the Ray that "
+    "they start; unset: `/tmp`",
     "XDG_CACHE_HOME": "Folder of the user's caches; unset or empty: `~/.cache`",
 }
 
@@ -78,8 +80,8 @@ def _environment() -> str:
     rows = [f"| `{name}` | {meaning} |\n" for name, meaning in ENVIRONMENT.items()]
     return (
         "\n## Environment\n\n"
-        "Variables that Pagewire itself reads. Workers, router and gateway also get those of the\n"
-        f"launching process whose names begin with one of {prefixes}, but for a token.\n\n"
+        "Variables that Pagewire itself reads. Workers, router and gateway also get the launching\n"
+        f"process's variables whose names begin with {prefixes}, except a token.\n\n"
         "| variable | meaning |\n|---|---|\n"
     ) + "".join(rows)
 

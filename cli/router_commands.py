@@ -1,4 +1,4 @@
-"""The commands for routers outside Ray: pagewire router, which is one, and router-keys."""
+"""The commands for routers outside Ray: pagewire router, which runs one, and router-keys."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ from pagewire.cli.standard_output import say
 
 # Of all routers outside Ray: they share their keys.
 ROUTERS_NAME = "routers"
-# Options of a cluster that are a router's, too, besides the section router.
+# Options of a cluster that a router has, too, besides the section router.
 OPTIONS = {
     *("model", "host", "network_interface", "port", "insecure"),
     *("log_level", "log_format", "stop_grace_s"),
@@ -38,31 +38,29 @@ OPTIONS = {
 ControllerFlag = Annotated[
     str,
     typer.Option(
-        "--controller", help="Where the cluster's controller is, host:port; see controller_port."
+        "--controller", help="Address of the cluster's controller, host:port; see controller_port."
     ),
 ]
-KeysFlag = Annotated[
-    Path, typer.Option("--keys", help="File that `pagewire router-keys` has written.")
-]
+KeysFlag = Annotated[Path, typer.Option("--keys", help="File written by `pagewire router-keys`.")]
 SharePortFlag = Annotated[
     bool,
     typer.Option(
         "--share-port/--no-share-port",
-        help="Let more routers of this user listen on the same port of this host; each gets a part "
-        "of the connections.",
+        help="Let more routers of this user share this port of the host; each gets a part of the "
+        "connections.",
     ),
 ]
-FileArgument = Annotated[Path, typer.Argument(help="File to write; its owner alone may read it.")]
+FileArgument = Annotated[Path, typer.Argument(help="File to write; only its owner may read it.")]
 
 
 def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool) -> None:
     """Run one more router of a running cluster, until Ctrl-C or SIGTERM.
 
-    It needs neither Ray nor torch, only the model's tokenizer and what --config says of the
-    cluster. A client that loses a router goes on at another one.
+    It needs neither Ray nor torch, only the model's tokenizer and the cluster's options in
+    --config. A client that loses a router continues at another one.
     """
     if config.model is None:
-        raise ConfigError("model is not set; give the folder with the tokenizer with --model")
+        raise ConfigError("model is not set; give the folder with the tokenizer by --model")
     try:
         check_address(controller)
         router_keys = read_router_keys(keys)
@@ -87,7 +85,7 @@ async def _serve(
     share_port: bool,
     signals: StopSignals,
 ) -> None:
-    # These take time to import.
+    # Slow imports.
     from cluster.router_settings import router_settings
     from llm_engine.errors import EngineError
     from router.errors import ModelFolderError, PortTaken, TenantsFileError
@@ -105,7 +103,7 @@ async def _serve(
         raise ConfigError(str(error)) from error
     except PortTaken as error:
         raise StartError(str(error)) from error
-    except RuntimeError as error:  # somebody was faster
+    except RuntimeError as error:  # another process was faster
         raise StartError(f"cannot listen on port {config.port} of {config.host}") from error
     say(f"ready: {name} on {address} for the cluster at {controller}")
     await asyncio.to_thread(signals.stopped.wait)
@@ -115,9 +113,9 @@ async def _serve(
 
 
 def router_keys(config: ClusterConfig, file: Path) -> None:
-    """Write the keys with which `pagewire router` proves that it belongs to a cluster.
+    """Write the keys by which `pagewire router` proves that it belongs to a cluster.
 
-    They come from the running cluster, or from the --secret-file that it is started with.
+    They come from the running cluster, or from the --secret-file of its start.
     """
     try:
         if config.secret_file:

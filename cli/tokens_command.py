@@ -1,4 +1,4 @@
-"""The command that makes tokens of tenants: pagewire tokens new."""
+"""The command that creates tokens for tenants: pagewire tokens new."""
 
 import sys
 from typing import Annotated
@@ -21,16 +21,16 @@ def tokens() -> None:
 
 @app.command()
 def new(tenant: TenantArgument) -> None:
-    """Make a random token: it goes to standard output, what the file needs to standard error.
+    """Make a random token; it goes to standard output, its lines of the file to standard error.
 
-    Nothing keeps the token. Give it to the tenant, and put its hash into the tenants file; routers
-    read the file again by themselves.
+    Nothing stores the token. Give it to the tenant, and put its hash into the tenants file, which
+    routers reload automatically.
     """
     if not NAME.fullmatch(tenant):
         raise ConfigError(f"TENANT is {tenant[:70]!r}; it must be {NAME_ALLOWED}")
     token = new_token()
     sys.stderr.write(
-        "The token is shown this once. The tenants file (router.tenants_file) gets its hash:\n"
+        "The token is shown only once. Add its hash to the tenants file (router.tenants_file):\n"
         f"{tenant}:\n  token_hashes:\n    - {token_hash(token)}\n"
     )
     sys.stdout.write(f"{token}\n")

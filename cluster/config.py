@@ -61,9 +61,9 @@ class ClusterConfig:
     )
     model_paths: Mapping[str, str] | None = option(
         None,
-        "Where workers find the model on hosts that do not have it at the path of model: paths by "
-        "the host's address or name, as Ray knows it, or by a custom resource of the host. The "
-        "first entry that fits counts. As a flag: HOST=PATH, once for each.",
+        "Paths of the model on hosts where it is not at the path of model: by the host's address "
+        "or name, as Ray knows it, or by a custom resource of the host. The first matching entry "
+        "applies. As a flag: HOST=PATH, once for each.",
         accepts=_are_model_paths,
         accepted="a mapping of addresses, names or resources of hosts to absolute paths, as in "
         "10.0.0.2: /models/llama, or 10.0.0.2=/models/llama as a flag",
@@ -72,10 +72,10 @@ class ClusterConfig:
         "", "Name of the model; default: that of its folder or GGUF file."
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "Where the workers compute; auto: CUDA if there is a GPU."
+        "auto", "Device of the workers; auto: CUDA if there is a GPU."
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
-        "auto", "Of weights and pages; auto: the checkpoint's on CUDA, float32 on CPU."
+        "auto", "Type of weights and pages; auto: the checkpoint's on CUDA, float32 on CPU."
     )
     deterministic: bool = option(
         True, "Same bits in any batch on GPUs; false: cuBLAS, which may be faster."
@@ -102,8 +102,8 @@ class ClusterConfig:
 
     host: str = option(
         "127.0.0.1",
-        "Address that the router and the HTTP gateway listen on. With network_interface the "
-        "default is empty: the address there.",
+        "Address on which the router and the HTTP gateway listen. With network_interface the "
+        "default is empty: that interface's address.",
         accepts=_is_host,
         accepted="a host name or an address, without a port; see port",
     )
@@ -114,25 +114,26 @@ class ClusterConfig:
 
     controller_port: int = option(
         0,
-        "Port on which the controller tells routers which workers exist; 0: a free one. Routers "
-        "outside Ray (pagewire router) connect to it; without ray_address only this host can.",
+        "Port on which the controller serves the list of workers to routers; 0: a free one. "
+        "Routers outside Ray (pagewire router) connect to it; without ray_address only this host "
+        "can.",
         at_least=0,
         at_most=65535,
     )
     port_range: str = option(
         "",
-        "Ports that workers and the controller take where theirs is a free one, FIRST-LAST, as in "
-        "20000-20099; empty: any. A host needs one for each worker, one more for each without a "
-        "GPU, and one for the controller. NCCL takes ports of its own.",
+        "Range of the free ports of workers and controller, FIRST-LAST, as in 20000-20099; empty: "
+        "any. A host needs one for each worker, one more for each without a GPU, and one for the "
+        "controller. NCCL uses other ports.",
         accepts=is_port_range,
         accepted="two ports of 1024 to 65535, as in 20000-20099",
     )
     network_interface: str = option(
         "",
-        "Network interface, as in eth0. Workers and controller listen on the address that their "
-        "host has there, IPv4 before IPv6, and are found at it. NCCL uses it, too, unless "
-        "nccl_interface or NCCL_SOCKET_IFNAME says otherwise. Empty: they take the address by "
-        "which Ray knows the host, without ray_address the loopback address, and NCCL chooses.",
+        "Network interface, as in eth0. Workers and controller listen on their host's address "
+        "there, IPv4 before IPv6, and are reached at it. NCCL uses it, too, unless nccl_interface "
+        "or NCCL_SOCKET_IFNAME says otherwise. Empty: they use the address by which Ray knows the "
+        "host, without ray_address the loopback address, and NCCL chooses.",
         accepts=is_interface,
         accepted="the name of one network interface, as in eth0",
     )
@@ -145,12 +146,12 @@ class ClusterConfig:
     secret_file: str = option(
         "",
         "File with 32 random bytes or more, from which the keys of all processes are derived. "
-        "Empty: a secret is drawn at each start; routers outside Ray then need new keys, too.",
+        "Empty: each start draws a new secret; routers outside Ray then need new keys, too.",
     )
 
     insecure: bool = option(
         False,
-        "Lets servers without TLS listen where other hosts connect, in clear. Without it they "
+        "Let servers without TLS listen in clear where other hosts can connect. Otherwise they "
         "listen on the loopback address or not at all.",
     )
 
@@ -158,7 +159,7 @@ class ClusterConfig:
     num_pages: int = option(0, "Pages of each worker; 0: as many as its memory allows.", at_least=0)
     gpu_memory_fraction: float = option(
         0.85,
-        "Share for pages of the GPU memory that is free after the weights.",
+        "Share that pages get of the GPU memory left after the weights.",
         above=0,
         at_most=1,
     )
@@ -175,23 +176,23 @@ class ClusterConfig:
     )
     pool_resources: bool = option(
         False,
-        "Each worker takes a host of the Ray cluster that has its pool's custom resource, "
-        "pagewire-prefill or pagewire-decode, and 1 unit of it; hosts may join later.",
+        "Each worker takes 1 unit of its pool's custom resource, pagewire-prefill or "
+        "pagewire-decode, of a host of the Ray cluster; hosts may join later.",
     )
     start_timeout_s: float = option(
-        600.0, "Longest time until all workers are ready, weights included.", above=0
+        600.0, "Longest time until all workers are ready, including loading weights.", above=0
     )
     stop_grace_s: float = option(
-        10.0, "Time that running requests get when the cluster stops.", at_least=0
+        10.0, "Time for running requests to end when the cluster stops.", at_least=0
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe log lines to write."
     )
     log_format: Literal["text", "json"] = option(
         "text",
-        "Log lines for people (key=value) or for machines (JSON). In the output of pagewire serve "
-        "Ray puts the process before each line of another one; the files in its session folder "
-        "have the lines alone.",
+        "Log lines for people (key=value) or for machines (JSON). In the output of pagewire serve, "
+        "Ray puts the process's name before each line of another process, but not in the files of "
+        "its session folder.",
     )
 
     tracing: TracingConfig = field(default_factory=TracingConfig)
@@ -205,7 +206,7 @@ class ClusterConfig:
 
     @property
     def tls_settings(self) -> TlsSettings:
-        """What all processes are started with for TLS."""
+        """The TLS options of all processes."""
         return TlsSettings(inside=self.tls, front=self.front_tls, insecure=self.insecure)
 
     def __post_init__(self) -> None:

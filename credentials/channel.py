@@ -1,4 +1,4 @@
-"""The caller's side: a channel whose calls carry proofs, and that believes only proven answers.
+"""The caller's side: a channel whose calls carry proofs, and that accepts only proven answers.
 
 It wraps calls itself: grpc.aio's client interceptors put a task and queues around each stream.
 """
@@ -14,12 +14,12 @@ from credentials.gate import ANSWER_KEY, CALL_KEY, INCARNATION_KEY
 
 
 class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
-    """A channel to one start of one worker. It takes no message from anybody else.
+    """A channel to one start of one worker. It accepts no message from any other process.
 
     Args:
         channel: To the worker's address; closed with this one.
-        callee: Who is meant. Another process at the address gets refusals from its own gate, and
-            what it answers ends the call with UNAUTHENTICATED before anything of it is read.
+        callee: The worker. If another process has its address, that process's own gate refuses, and
+            any answer ends the call with UNAUTHENTICATED before it is read.
     """
 
     def __init__(self, channel: grpc.aio.Channel, callee: Callee) -> None:
@@ -72,14 +72,14 @@ class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
 def told_incarnation(failure: grpc.aio.AioRpcError) -> int | None:
     """Return which start of the callee refused a call that meant another one; None: no such end.
 
-    Nothing proves it. Who believes a lie makes calls that the callee refuses.
+    Nothing proves it. A caller that believes a lie makes calls that the callee refuses.
     """
     told = dict(failure.trailing_metadata() or ()).get(INCARNATION_KEY, "")
     return int(told) if told.isdecimal() and int(told) < 2**64 else None
 
 
 class _ProvenCall:
-    """A call whose messages are handed on only when the callee has proven itself."""
+    """A call that passes on messages only after the callee has proven itself."""
 
     def __init__(self, call: Any, answer: bytes, callee: Callee) -> None:
         self._call = call
@@ -88,7 +88,7 @@ class _ProvenCall:
         self._is_proven = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)  # what does not read: write, cancel, code ...
+        return getattr(self._call, name)  # attributes that do not read: write, cancel, code ...
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self._call.add_done_callback(lambda _: callback(self))
@@ -104,7 +104,7 @@ class _ProvenCall:
                 grpc.StatusCode.UNAUTHENTICATED,
                 grpc.aio.Metadata(),
                 grpc.aio.Metadata(),
-                details=f"who answered is not {self._callee.party}",
+                details=f"the process that answered is not {self._callee.party}",
             )
         self._is_proven = True
 
@@ -122,7 +122,7 @@ class _Single(_ProvenCall):
 
 
 class _Stream(_ProvenCall):
-    """A call with a stream of responses. A status without messages is taken from anybody."""
+    """A call with a stream of responses. A status without messages needs no proof."""
 
     async def read(self) -> Any:
         message = await self._call.read()

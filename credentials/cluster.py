@@ -6,9 +6,9 @@ A call carries, in its metadata, a header:
     | proof (32)
 
 The proof is HMAC-SHA256, under the caller's key, over the rest of the header, the callee's role
-and name, and the method: a header is good for one method of one start of one worker, once. The
-answer carries HMAC-SHA256 of that proof under the same key, which only the worker that was meant
-can make. All integers are big-endian. Proofs are compared in constant time.
+and name, and the method: a header is valid once, for one method of one start of one worker. The
+answer carries HMAC-SHA256 of that proof under the same key, which only the intended worker can
+compute. All integers are big-endian. Proofs are compared in constant time.
 """
 
 import hmac
@@ -34,15 +34,15 @@ CALLER_ROLES: Mapping[int, Role] = {number: role for role, number in _ROLE_NUMBE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvenCall:
-    """A call whose caller is known."""
+    """A call with a proven caller."""
 
     caller: Party
-    number: int  # of this call among the caller's; a number that was seen before is a replay
-    answer: bytes  # proves to the caller who answers
+    number: int  # of this call among the caller's; a repeated number is a replay
+    answer: bytes  # the callee's proof for the caller
 
 
 class Callee:
-    """One peer, as this process calls it."""
+    """One peer that this process calls."""
 
     def __init__(
         self, party: Party, *, caller: Party, key: bytes, numbers: "itertools.count[int]"
@@ -68,7 +68,7 @@ class Callee:
 
 
 class ClusterCredentials:
-    """What one start of one process proves itself with.
+    """Proves and checks calls for one start of one process.
 
     Args:
         keys: Of this process; from ClusterSecret.
@@ -79,7 +79,7 @@ class ClusterCredentials:
         self.party = Party(role=keys.role, name=keys.name, incarnation=incarnation)
         self._keys = keys
         self._numbers = itertools.count()
-        self._callers: dict[tuple[Role, str], bytes] = {}  # genuine ones |-> their keys
+        self._callers: dict[tuple[Role, str], bytes] = {}  # genuine caller |-> its key
 
     def callee(self, party: Party) -> Callee:
         """Return a peer to call: this start of it and no other.
@@ -91,10 +91,10 @@ class ClusterCredentials:
         return Callee(party, caller=self.party, key=key, numbers=self._numbers)
 
     def check(self, method: str, header: bytes | None) -> ProvenCall:
-        """Find out who calls a method of this process. Whether it may is for others to say.
+        """Identify the caller of a method of this process, without checking whether it may call.
 
         Raises:
-            NotProven: There is no header, or it is not that of a genuine call to this process.
+            NotProven: The header is missing, or is not that of a genuine call to this process.
             WrongIncarnation: A genuine caller means another start of this process.
         """
         if not header:
@@ -110,13 +110,14 @@ class ClusterCredentials:
         self._callers[caller.role, caller.name] = key
         if meant_incarnation != self.party.incarnation:
             raise WrongIncarnation(
-                f"incarnation {meant_incarnation} is asked for, this is {self.party.incarnation}",
+                f"the call is for incarnation {meant_incarnation}, this is "
+                f"{self.party.incarnation}",
                 self.party.incarnation,
             )
         return ProvenCall(caller=caller, number=number, answer=_answer_proof(key, proof))
 
     def transfer_key(self, connection_id: str, *, sender: Party, receiver: Party) -> bytes:
-        """Return the key of one connection for pages; only its two sides can derive it.
+        """Return the key of one connection for pages, which only its two sides can derive.
 
         Args:
             connection_id: Made by the receiver.
@@ -138,7 +139,7 @@ class ClusterCredentials:
 
 
 def _read(header: bytes) -> tuple[Party, int, int]:
-    """Return who a header claims to come from, the incarnation that it means, and its number."""
+    """Return the caller that a header claims, the incarnation that it means, and its number."""
     name = header[_HEAD.size : -KEY_BYTES]
     if len(header) <= _HEAD.size + KEY_BYTES or len(name) > MAX_NAME_BYTES:
         raise NotProven(f"a header of {len(header)} bytes")

@@ -18,29 +18,29 @@ def _is_name(name: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
-    """Within the cluster: all of these files or none, at the same places on each host."""
+    """Within the cluster: all of these files or none, at the same paths on each host."""
 
     certificate_file: str = option(
         "",
-        "Certificate of the processes of this host, in PEM, with what leads to its authority. With "
-        "it each connection between routers, workers and controller is encrypted, and both of its "
-        "sides have one. Empty: they are in clear.",
+        "Certificate of this host's processes, in PEM, with its chain up to the authority. Each "
+        "connection between routers, workers and controller is then encrypted, and both sides show "
+        "one. Empty: connections are in clear.",
     )
     key_file: str = option("", "Private key of that certificate, in PEM, without a passphrase.")
     authority_file: str = option(
         "",
-        "Authority of all certificates of the cluster, in PEM; two while it is replaced. Best one "
-        "that certifies nothing else.",
+        "Authority of all certificates of the cluster, in PEM; two of them during a replacement. "
+        "It should certify nothing else.",
     )
     server_name: str = option(
         SERVER_NAME,
-        "Name for which all certificates of the cluster are, whatever the host.",
+        "Name in all certificates of the cluster, whatever the host.",
         accepts=_is_name,
-        accepted="a name as hosts have it, such as pagewire",
+        accepted="a host name, such as pagewire",
     )
     allow_plain_nccl: bool = option(
         False,
-        "NCCL encrypts nothing: say that pages may move between GPUs of several hosts in clear.",
+        "NCCL encrypts nothing: allow pages to move between GPUs of several hosts in clear.",
     )
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class TlsConfig:
 
     @property
     def files(self) -> PemFiles:
-        """The files, both of servers and of clients; only if it is on."""
+        """The files for servers and clients; only if TLS is on."""
         return PemFiles(
             certificate=_file("tls", self, "certificate_file"),
             key=_file("tls", self, "key_file"),
@@ -71,13 +71,13 @@ class FrontTlsConfig:
 
     certificate_file: str = option(
         "",
-        "Certificate that routers and HTTP gateways show to clients, in PEM, with what leads to "
-        "its authority. Empty: clients are connected in clear.",
+        "Certificate that routers and HTTP gateways show to clients, in PEM, with its chain up to "
+        "the authority. Empty: clients connect in clear.",
     )
     key_file: str = option("", "Private key of that certificate, in PEM, without a passphrase.")
     client_authority_file: str = option(
         "",
-        "Authority, in PEM, from which each client must have a certificate. Empty: they need none.",
+        "Authority, in PEM, of the certificate that each client must show. Empty: none needed.",
     )
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class FrontTlsConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether clients are connected over TLS."""
+        """Whether clients connect over TLS."""
         return bool(self.certificate_file)
 
     def files(self, inside: TlsConfig) -> PemFiles:
@@ -112,11 +112,11 @@ class FrontTlsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsSettings:
-    """What the processes of a cluster are started with."""
+    """The TLS options of a cluster's processes."""
 
     inside: TlsConfig = field(default_factory=TlsConfig)
     front: FrontTlsConfig = field(default_factory=FrontTlsConfig)
-    insecure: bool = False  # whether they may listen in clear for other hosts
+    insecure: bool = False  # whether processes may listen in clear for other hosts
 
 
 def _file(section: str, config: object, name: str) -> PemFile:

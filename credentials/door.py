@@ -1,6 +1,6 @@
-"""Where a server listens: over TLS, or in clear where no other host hears it.
+"""Opens ports for servers: over TLS, or in clear if no other host can connect.
 
-Every listening socket of a router, worker, controller and HTTP gateway passes here.
+Every listening socket of a router, worker, controller or HTTP gateway is opened here.
 """
 
 import logging
@@ -26,17 +26,17 @@ class Encryption:
     """How one kind of connection is protected."""
 
     is_on: bool
-    expires_at: float = 0.0  # Unix time, of the certificate; 0: there is none
+    expires_at: float = 0.0  # when the certificate expires, Unix time; 0: there is none
 
 
 IN_CLEAR = Encryption(is_on=False)
 
 
 class Door:
-    """What a process listens with.
+    """Listens for one kind of connection of a process.
 
     Args:
-        option: That names the certificate, for whoever lacks one.
+        option: The option that names the certificate, for errors.
         pem: Of the server; None: it listens in clear.
         is_insecure: Whether it may do so for other hosts.
     """
@@ -47,7 +47,7 @@ class Door:
         self._is_insecure = is_insecure
 
     def add_port(self, server: grpc.aio.Server, host: str, port: int) -> int:
-        """Have a gRPC server listen; return the port.
+        """Add a port to a gRPC server; return the port.
 
         Raises:
             OpenInClear: Other hosts could connect, and nothing would be encrypted.
@@ -60,7 +60,7 @@ class Door:
         return int(server.add_secure_port(address, _server_credentials(self._pem)))
 
     def ssl_context(self, host: str) -> ssl.SSLContext | None:
-        """Return the context of an HTTP server, which goes by renewed files; None: it is in clear.
+        """Return an HTTP server's context, which picks up renewed files; None: it is in clear.
 
         Raises:
             OpenInClear: As add_port does.
@@ -82,30 +82,30 @@ class Door:
         return context
 
     def check(self, host: str) -> None:
-        """Refuse to listen in clear where other hosts connect.
+        """Refuse to listen in clear where other hosts can connect.
 
         Raises:
-            OpenInClear: That would be.
+            OpenInClear: It would.
         """
         if self._pem is None and not self._is_insecure and not is_loopback_host(host):
             raise OpenInClear(self._option, host)
 
     def encryption(self) -> Encryption:
-        """Return how what comes in is protected now."""
+        """Return how incoming connections are protected now."""
         if self._pem is None:
             return IN_CLEAR
         return Encryption(is_on=True, expires_at=self._pem.current().expires_at)
 
 
 class PageEncryption:
-    """Makes the TLS of connections for pages: version 1.3, and both sides have a certificate."""
+    """TLS for connections that carry pages: version 1.3, with a certificate on both sides."""
 
     def __init__(self, pem: LivePem, server_name: str) -> None:
         self._pem = pem
         self._server_name = server_name
 
     def server(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:
-        """Return the side that listens, by the files as they are now."""
+        """Return the listening side's context, from the current files."""
         context = server_context(self._pem.current())
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # no connection is resumed
@@ -119,10 +119,10 @@ class PageEncryption:
 
 
 class ClusterLinks:
-    """How a process of the cluster listens for the others, and connects to them.
+    """Listening and connecting sides of a process within the cluster.
 
     Args:
-        settings: Files, which are read here.
+        settings: Files to read.
 
     Raises:
         PemError: A file cannot be used.
@@ -142,30 +142,30 @@ class ClusterLinks:
 
     @property
     def page_tls(self) -> PageEncryption | None:
-        """What connections for pages are encrypted with; None: they are in clear."""
+        """The TLS of connections that carry pages; None: they are in clear."""
         if self._pem is None:
             return None
         return PageEncryption(self._pem, self._server_name)
 
 
 def front_door(settings: TlsSettings) -> Door:
-    """Return what clients come through; PemError: a file cannot be used."""
+    """Return the door for clients; raises PemError if a file cannot be used."""
     config = settings.front
     pem = live_pem(config.files(settings.inside)) if config.is_on else None
     return Door("front_tls.certificate_file", pem, is_insecure=settings.insecure)
 
 
 def live_pem(files: PemFiles) -> LivePem:
-    """Return files whose renewal is noticed, and told in the log."""
+    """Return files whose renewal is noticed and logged."""
     return LivePem(files, _log_refused)
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether nothing but this host reaches what listens at a name or address."""
+    """Return whether only this host can reach a server at a name or address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False  # whoever listens there finds out
+        return False  # listening there will fail
     return all(is_loopback(str(address[0])) for *_, address in found)
 
 

@@ -1,7 +1,7 @@
 """Why a call inside the cluster is refused.
 
 CredentialsError
-├── NotProven            the caller did not prove who it is: no proof, or a forged or used one
+├── NotProven            the caller's proof is missing, forged or was used before
 ├── WrongIncarnation     a genuine caller means another start of this process
 └── NotAllowed           a genuine caller may not call this method
 
@@ -17,11 +17,11 @@ class CredentialsError(Exception):
 
 
 class NotProven(CredentialsError):
-    """The caller did not prove who it is."""
+    """The caller's proof is missing, forged or was used before."""
 
 
 class WrongIncarnation(CredentialsError):
-    """A genuine caller means another start of this process, whose incarnation it is told."""
+    """A genuine caller means another start of this process; it learns this incarnation."""
 
     def __init__(self, message: str, incarnation: int) -> None:
         super().__init__(message)
@@ -33,20 +33,20 @@ class NotAllowed(CredentialsError):
 
 
 class KeyFileError(Exception):
-    """A file with keys, or the secret, cannot be read or written, or has something else in it."""
+    """A file with keys or the secret cannot be read or written, or contains something else."""
 
 
 class OpenInClear(Exception):
     """A server would listen in clear where other hosts connect.
 
     Args:
-        option: That names the certificate which it lacks.
+        option: The option that names the missing certificate.
         host: Where it would listen.
     """
 
     def __init__(self, option: str, host: str) -> None:
         self.option = option
         super().__init__(
-            f"{option} is not set, and a server would listen on {host}, where other hosts connect, "
-            "in clear; set it with its key, or say that this is meant with insecure"
+            f"{option} is not set, and a server would listen in clear on {host}, where other hosts "
+            "can connect; set it with its key, or allow this with insecure"
         )

@@ -1,4 +1,4 @@
-"""The server's side: every call passes the gate, which finds out who calls, or is refused."""
+"""The server's side: a gate that identifies the caller of every call, or refuses it."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 CALL_KEY = "pagewire-call-bin"  # metadata: of the caller
 ANSWER_KEY = "pagewire-answer-bin"  # of the callee
 INCARNATION_KEY = "pagewire-incarnation"  # of the callee, for a caller that means another start
-LOG_PERIOD_S = 10.0  # of refusals: strangers must not fill the disk
+LOG_PERIOD_S = 10.0  # between logged refusals: strangers must not fill the disk
 STATUS_CODES: dict[type[CredentialsError], grpc.StatusCode] = {
     NotProven: grpc.StatusCode.UNAUTHENTICATED,
     WrongIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
@@ -33,22 +33,22 @@ _caller: ContextVar[Party] = ContextVar("caller")
 
 
 def current_caller() -> Party:
-    """Return who makes the call that is being handled.
+    """Return the caller of the current call.
 
     Raises:
-        LookupError: Outside a call that a ServerGate let in.
+        LookupError: Outside a call that a ServerGate admitted.
     """
     return _caller.get()
 
 
 class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has no types
-    """Lets in who proves to be one of the callers that the contract names; answers with a proof.
+    """Admits only proven callers that the contract allows, and answers with a proof.
 
     Only methods of OPEN_SERVICES need no proof. Handlers read `current_caller`.
 
     Args:
-        credentials: Of the process that serves.
-        callers: Who may call what: "/package.Service/Method" |-> roles; what is missing is refused.
+        credentials: Of the serving process.
+        callers: "/package.Service/Method" |-> roles that may call it; other methods are refused.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
 
     def _refusing(self, method: str, error: CredentialsError) -> grpc.RpcMethodHandler:
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            if not isinstance(error, WrongIncarnation):  # of which the genuine caller tells
+            if not isinstance(error, WrongIncarnation):  # the genuine caller logs that one
                 self._refusals.note(method, context.peer(), error)
             # A stranger need not learn how far its forgery came.
             is_stranger = isinstance(error, NotProven)
@@ -98,7 +98,7 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
                 STATUS_CODES[type(error)], text if is_stranger else str(error), told
             )
 
-        # A handler of streams, because one of a single request would first wait for that.
+        # A stream handler, because a unary one would first wait for the request.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
@@ -122,7 +122,7 @@ class RefusalLog:
 
 
 def _answering(handler: grpc.RpcMethodHandler, answer: bytes) -> grpc.RpcMethodHandler:
-    """Return a handler that first proves who answers."""
+    """Return a handler that first sends the callee's proof."""
     metadata = ((ANSWER_KEY, answer),)
     codec = handler.request_deserializer, handler.response_serializer
     if handler.response_streaming:

@@ -1,4 +1,4 @@
-"""Files with a cluster's secret, and with the keys of routers, for their owner alone."""
+"""Files with a cluster's secret or with the keys of routers, readable only by their owner."""
 
 import json
 import os
@@ -20,7 +20,7 @@ MAX_BYTES = 65_536
 
 
 def read_secret(path: Path) -> ClusterSecret:
-    """Return the secret that a file holds: all its bytes.
+    """Return the secret in a file: all its bytes.
 
     Raises:
         KeyFileError: There is no such file, or it is too short or long.
@@ -35,7 +35,7 @@ def read_secret(path: Path) -> ClusterSecret:
 
 
 def write_router_keys(path: Path, keys: RouterKeys) -> None:
-    """Write the keys of a router; the file is made, or replaced, so that its owner alone reads it.
+    """Write the keys of a router to a new or replaced file that only its owner can read.
 
     Raises:
         KeyFileError: The file cannot be written.
@@ -52,10 +52,10 @@ def write_router_keys(path: Path, keys: RouterKeys) -> None:
 
 
 def read_router_keys(path: Path) -> RouterKeys:
-    """Return what write_router_keys has written.
+    """Return the keys that write_router_keys has written.
 
     Raises:
-        KeyFileError: There is no such file, or it has something else in it.
+        KeyFileError: The file is missing, or contains something else.
     """
     content = _read(path)
     try:
@@ -76,8 +76,8 @@ def read_router_keys(path: Path) -> RouterKeys:
             page_hashes=_key(found["page_hashes"], HASH_KEY_BYTES),
             resume_tokens=_key(found["resume_tokens"]),
         )
-    except (ValueError, TypeError, KeyError):  # their words could show a key
-        told = "holds no keys of a router; `pagewire router-keys` writes them"
+    except (ValueError, TypeError, KeyError):  # their messages could show a key
+        told = "contains no keys of a router; `pagewire router-keys` writes them"
         raise KeyFileError(f"{path} {told}") from None
 
 

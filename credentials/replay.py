@@ -1,7 +1,7 @@
-"""Finds calls that were made before: an observer could send a proof that it saw once more.
+"""Detects replayed calls: an observer could send a proof again that it has seen.
 
-Each caller numbers its calls, so no clock is needed. Calls may overtake each other; like IPsec's
-window (RFC 4303, 3.4.3) the guard remembers the largest numbers and refuses all that are smaller.
+Each caller numbers its calls, so no clock is needed. Calls may overtake each other. Like IPsec's
+window (RFC 4303, 3.4.3), the guard remembers the largest numbers and refuses all smaller ones.
 """
 
 import heapq
@@ -14,13 +14,13 @@ MAX_CALLERS = 4096  # starts of callers; the one that called longest ago is forg
 
 
 class ReplayGuard:
-    """What one server has seen. Only calls with a valid proof may reach it, so it stays small."""
+    """The calls that one server has seen. Only proven calls may reach it, so it stays small."""
 
     def __init__(self) -> None:
         self._windows: OrderedDict[Party, _Window] = OrderedDict()
 
     def is_new(self, caller: Party, number: int) -> bool:
-        """Return whether a caller's call has not been seen, and remember it."""
+        """Return whether a caller's call is new, and remember it."""
         window = self._windows.get(caller)
         if window is None:
             window = self._windows[caller] = _Window()
@@ -31,12 +31,12 @@ class ReplayGuard:
 
 
 class _Window:
-    """The largest numbers that were seen."""
+    """The largest numbers seen."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._order: list[int] = []  # a heap of the same numbers
-        self._floor = -1  # this one and all below count as seen
+        self._floor = -1  # this number and all lower ones count as seen
 
     def take(self, number: int) -> bool:
         if number <= self._floor or number in self._seen:

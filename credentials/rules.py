@@ -1,4 +1,4 @@
-"""Who may call which method, as the contract says it; whatever it does not name is refused."""
+"""The callers that the contract allows for each method; it closes methods that it does not name."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,14 @@ from credentials.cluster import CALLER_ROLES
 from credentials.party import Role
 from pagewire.protos import common_pb2, controller_pb2, worker_pb2
 
-# Monitors and tools ask these, and they say nothing of requests.
+# Monitors and tools call these, and they reveal nothing about requests.
 OPEN_SERVICES = frozenset(
     {health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME}
 )
 
 
 def callers_in(file: FileDescriptor) -> dict[str, frozenset[Role]]:
-    """Return who may call the methods of a file: "/package.Service/Method" |-> roles."""
+    """Return the allowed callers of a file's methods: "/package.Service/Method" |-> roles."""
     return {
         f"/{service.full_name}/{method.name}": _callers(method)
         for service in file.services_by_name.values()
@@ -26,13 +26,13 @@ def callers_in(file: FileDescriptor) -> dict[str, frozenset[Role]]:
 
 
 def _callers(method: MethodDescriptor) -> frozenset[Role]:
-    # The generated types know no extensions.
+    # The generated types lack extensions.
     numbers: list[int] = method.GetOptions().Extensions[common_pb2.callers]  # type: ignore[index]
     return frozenset(CALLER_ROLES[number] for number in numbers if number in CALLER_ROLES)
 
 
 def is_open(method: str) -> bool:
-    """Return whether anybody may call a method."""
+    """Return whether a method needs no proof."""
     return method.rpartition("/")[0].removeprefix("/") in OPEN_SERVICES
 
 

@@ -1,17 +1,16 @@
 """The cluster's secret, and the keys that each process derives from it.
 
-Keys form a tree, so that a process holds no more than its own part needs:
+Keys form a tree, so that a process holds only the keys that it needs:
 
     secret                                   the cluster's controller alone
     ├── accepting key of a role              the processes of that role, to check their callers
     │   └── calling key of a named caller    that caller, for its calls to processes of the role
     ├── key of page hashes                   workers and routers
     └── key of resume tokens                 routers
-        └── the cluster's bearer token       who may use the cluster's Ray, as a client
+        └── the cluster's bearer token       users of the cluster's Ray, as clients
 
-A router can therefore not pass for a decode worker, nor decode-0 for decode-1, and a router has no
-key with which it could pass for a prefill worker. Keys are derived by HMAC-SHA256 (RFC 2104), used
-as a pseudorandom function.
+A router can therefore not pass for a decode or prefill worker, nor decode-0 for decode-1. Keys are
+derived by HMAC-SHA256 (RFC 2104), used as a pseudorandom function.
 """
 
 import hmac
@@ -25,7 +24,7 @@ SECRET_BYTES = 32
 KEY_BYTES = 32  # of every derived key and proof
 HASH_KEY_BYTES = 16
 
-# caller |-> whom it calls
+# caller |-> the roles that it calls
 CALLEES: Mapping[Role, tuple[Role, ...]] = {
     "router": ("prefill", "decode", "controller"),
     "decode": ("prefill",),
@@ -36,7 +35,7 @@ CALLEES: Mapping[Role, tuple[Role, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartyKeys:
-    """The keys of one named process, the same at each of its starts. Keep them out of logs."""
+    """The keys of one named process, the same at every start. Keep them out of logs."""
 
     role: Role
     name: str
@@ -54,12 +53,12 @@ class RouterKeys:
 
     @property
     def cluster_token(self) -> str:
-        """The bearer token with which whoever started the cluster calls its routers."""
+        """The cluster's own bearer token, for calls to its routers."""
         return derive(self.resume_tokens, b"cluster token").hex()
 
 
 class ClusterSecret:
-    """The root of all keys of a cluster. Only its controller holds it, who starts all others."""
+    """The root of all keys of a cluster. Only its controller, which starts the others, holds it."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SECRET_BYTES:
@@ -68,11 +67,11 @@ class ClusterSecret:
 
     @classmethod
     def generate(cls) -> "ClusterSecret":
-        """Return a new random one."""
+        """Return a new random secret."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     def keys_of(self, role: Role, name: str) -> PartyKeys:
-        """Return what one process needs and no more."""
+        """Return only the keys that one process needs."""
         return PartyKeys(
             role=role,
             name=name,
@@ -84,7 +83,7 @@ class ClusterSecret:
         )
 
     def router_keys(self, name: str) -> RouterKeys:
-        """Return what a router needs and no more."""
+        """Return only the keys that a router needs."""
         return RouterKeys(
             party=self.keys_of("router", name),
             page_hashes=self.page_hash_key,
@@ -93,7 +92,7 @@ class ClusterSecret:
 
     @property
     def page_hash_key(self) -> bytes:
-        """The key of page hashes, which clients must not know."""
+        """The key of page hashes, which is secret from clients."""
         return derive(self._secret, b"page hashes")[:HASH_KEY_BYTES]
 
     def _accepting_key(self, role: Role) -> bytes:
@@ -106,6 +105,6 @@ def calling_key(accepting: bytes, role: Role, name: str) -> bytes:
 
 
 def derive(key: bytes, *parts: bytes) -> bytes:
-    """Return HMAC-SHA256 of the parts; lengths go in, so no two lists of parts read the same."""
+    """Return HMAC-SHA256 of the parts and their lengths, so that different lists never collide."""
     message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(key, message, "sha256")

@@ -1,1 +1,1 @@
-"""Holds answers to a form: which tokens may come next so that a text stays in a language."""
+"""Constrains answers: which tokens may come next so that a text stays in a language."""

@@ -1,4 +1,4 @@
-"""Sets of tokens as bitmaps, as grammars make them and samplers read them."""
+"""Sets of tokens as bitmaps, which grammars write and samplers read."""
 
 from collections.abc import Iterator
 from typing import TypeAlias

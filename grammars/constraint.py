@@ -1,7 +1,7 @@
-"""What an answer is held to, as a client asks for it, and its form as a grammar. Pure.
+"""The constraint of an answer, as a client requests it, and its grammar. Pure.
 
-What a grammar does not say: the model's end token ends an answer where the grammar lets a text end,
-and nowhere else.
+Not part of the grammar: the model's end token ends an answer where the grammar allows a text to
+end, and nowhere else.
 """
 
 import json
@@ -16,14 +16,14 @@ from grammars.tool_calls import read_tool_calls
 
 MAX_BYTES = 1 << 16  # of a schema, an expression, a grammar, or of all choices together
 MAX_CHOICES = 1000
-# Nobody shall write tokens that his grammar forces others to be split into.
+# The grammar must not force tokens that split a text differently than the tokenizer would.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-NUM_OWN_LINES = _OPTIONS.count("\n")  # before those of the client
+NUM_OWN_LINES = _OPTIONS.count("\n")  # lines before the client's
 _TOKEN_REFERENCE = re.compile(r"<\[|<\|")
 
 
 class ConstraintKind(Enum):
-    """What an answer can be held to; the values are the fields of Constraint in common.proto."""
+    """Kinds of constraints; the values are the fields of Constraint in common.proto."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -35,11 +35,11 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """What an answer is held to."""
+    """The form that an answer must take."""
 
     kind: ConstraintKind
-    text: str = ""  # of the schema, the expression, the grammar, or the JSON of the calls
-    choices: tuple[str, ...] = ()  # texts of which the answer is one
+    text: str = ""  # of the schema, the expression or the grammar, or the JSON of the calls
+    choices: tuple[str, ...] = ()  # texts, one of which is the answer
 
     @property
     def num_bytes(self) -> int:
@@ -48,14 +48,14 @@ class Constraint:
 
 
 def lark_grammar(constraint: Constraint, markers: Mapping[str, int]) -> str:
-    """Return the grammar of a constraint, as llguidance reads it.
+    """Return the grammar of a constraint in the syntax of llguidance.
 
     Args:
-        constraint: What is asked for.
+        constraint: From the request.
         markers: Those of tool_calls.MARKERS that are one token of the model |-> its id.
 
     Raises:
-        InvalidConstraint: It is wrong in a way that does not need the library to be seen.
+        InvalidConstraint: It has a fault that can be found without the library.
     """
     if constraint.num_bytes > MAX_BYTES:
         raise InvalidConstraint(f"{constraint.num_bytes} bytes", f"at most {MAX_BYTES} bytes")
@@ -76,7 +76,7 @@ def lark_grammar(constraint: Constraint, markers: Mapping[str, int]) -> str:
 
 
 def is_lark(constraint: Constraint) -> bool:
-    """Tell whether `lark_grammar` keeps the lines that the client wrote."""
+    """Return whether `lark_grammar` keeps the client's lines."""
     if constraint.kind is not ConstraintKind.GRAMMAR:
         return False
     return _of_grammar(constraint.text) == _OPTIONS + constraint.text
@@ -87,7 +87,7 @@ def _of_regex(expression: str) -> str:
 
     if not expression:
         raise InvalidConstraint("an empty expression", "at least one character")
-    # \d, \w and \s are those of ASCII, about which all readers agree.
+    # \d, \w and \s match ASCII only, on which all dialects agree.
     return f"{_OPTIONS}start: /{regex_to_lark(expression, use_ascii='dws')}/"
 
 
@@ -99,7 +99,7 @@ def _of_choices(choices: tuple[str, ...]) -> str:
     for index, each in enumerate(choices):
         if not each:
             raise InvalidConstraint(f"an empty text at {index}", "at least one character")
-    # One lexeme: alternatives of a rule would all be tried one by one.
+    # One lexeme: the parser would try alternatives of a rule one by one.
     return f"{_OPTIONS}start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}"
 
 
@@ -108,12 +108,12 @@ def _of_grammar(text: str) -> str:
 
     if "%llguidance" in text:
         raise InvalidConstraint("the directive %llguidance", "rules")
-    # Clients know texts, not the ids of tokens; and special tokens do not belong in an answer.
+    # Clients know texts, not token ids; and special tokens do not belong in an answer.
     if _TOKEN_REFERENCE.search(text):
         raise InvalidConstraint("a reference to a token, <[ or <|", "texts and expressions")
     try:
         return _OPTIONS + any_to_lark(text)
     except RecursionError:
         raise InvalidConstraint("rules nested too deeply", "fewer levels") from None
-    except Exception as error:  # the converter's own, and what its bugs raise
+    except Exception as error:  # the converter's own, and those of its bugs
         raise InvalidConstraint(f"no grammar: {str(error)[:300]}", "EBNF or Lark rules") from None

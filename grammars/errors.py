@@ -1,10 +1,10 @@
-"""Why an answer cannot be held to a form.
+"""Reasons why an answer cannot be constrained.
 
 GrammarError
-├── InvalidConstraint    what is asked for is wrong, not supported, or too large
-├── NotInGrammar         tokens that do not follow the grammar
-├── GrammarTooComplex    it passed a limit while a text was matched
-└── NoVocabulary         the model's tokenizer cannot be read, or is of a kind that is not known
+├── InvalidConstraint    the constraint is wrong, not supported, or too large
+├── NotInGrammar         tokens do not follow the grammar
+├── GrammarTooComplex    the grammar exceeded a limit while it matched a text
+└── NoVocabulary         the model's tokenizer cannot be read, or its kind is unknown
 """
 
 
@@ -13,11 +13,11 @@ class GrammarError(Exception):
 
 
 class InvalidConstraint(GrammarError, ValueError):
-    """What is asked for is wrong, not supported, or too large.
+    """The constraint is wrong, not supported, or too large.
 
     Attributes:
-        found: What is wrong.
-        allowed: What would be right.
+        found: The fault.
+        allowed: What would be accepted.
     """
 
     def __init__(self, found: str, allowed: str) -> None:
@@ -27,12 +27,12 @@ class InvalidConstraint(GrammarError, ValueError):
 
 
 class NotInGrammar(GrammarError):
-    """Tokens that do not follow the grammar."""
+    """Tokens do not follow the grammar."""
 
 
 class GrammarTooComplex(GrammarError):
-    """It passed a limit while a text was matched."""
+    """The grammar exceeded a limit while it matched a text."""
 
 
 class NoVocabulary(GrammarError):
-    """The model's tokenizer cannot be read, or is of a kind that is not known."""
+    """The model's tokenizer cannot be read, or its kind is unknown."""

@@ -1,4 +1,4 @@
-"""JSON Schemas as clients write them, and the rule of a grammar that each becomes. Pure."""
+"""Checks JSON Schemas of clients, and turns each into a rule of a grammar. Pure."""
 
 import json
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 from grammars.errors import InvalidConstraint
 
 MAX_DEPTH = 64  # of values within values
-# Between the parts of a JSON text. Without an end, a model may write blanks for ever.
+# Between the parts of a JSON text. Without a limit, a model may write blanks forever.
 WHITESPACE = r"[ \t\n\r]{0,40}"
-_EXTENSIONS = ("x-guidance",)  # keys of a schema by which the library would change its rules
+_EXTENSIONS = ("x-guidance",)  # keys of a schema that would change the library's rules
 
 
 def read_json(text: str, allowed: str) -> Any:
-    """Read a JSON text of a client.
+    """Read a client's JSON text.
 
     Args:
-        text: Of it.
-        allowed: What it should be, for errors.
+        text: The JSON.
+        allowed: Its expected content, for errors.
 
     Raises:
-        InvalidConstraint: It is none, or nested too deeply.
+        InvalidConstraint: It is not JSON, or nested too deeply.
     """
     try:
         value = json.loads(text, parse_constant=_no_constant)
@@ -35,7 +35,8 @@ def check_schema(schema: Any) -> dict[str, Any] | bool:
     """Return a schema if it looks like one.
 
     Raises:
-        InvalidConstraint: It is no object and no boolean, or has keys that are not of JSON Schema.
+        InvalidConstraint: It is neither an object nor a boolean, or has keys unknown to JSON
+            Schema.
     """
     if not isinstance(schema, dict | bool):
         raise InvalidConstraint(f"a {type(schema).__name__}", "a JSON schema, which is an object")
@@ -47,7 +48,7 @@ def check_schema(schema: Any) -> dict[str, Any] | bool:
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
-    """Return the part of a rule that JSON texts of a schema match."""
+    """Return the part of a rule that matches JSON texts of a schema."""
     if schema is True:
         schema = {}
     if isinstance(schema, dict):
@@ -56,7 +57,7 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_depth(value: Any) -> None:

@@ -1,7 +1,7 @@
-"""Compiled grammars, and where a text is in one: which tokens may come next.
+"""Compiled grammars, and positions of texts in them: which tokens may come next.
 
-What a grammar may take is bounded by counts, not by time: it is refused, or its text ends with an
-error, at the same place on every host. The library lets other threads run while it works.
+Counts, not times, bound a grammar: every host refuses it, or ends its text with an error, at the
+same place. The library releases the GIL while it works.
 """
 
 import re
@@ -23,7 +23,7 @@ from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
 from grammars.tool_calls import MARKERS, read_tool_calls
 from grammars.vocabulary import ModelTokens
 
-# One mask then takes at most some 100 ms, mostly 0.01 to 0.2.
+# One mask then takes at most about 100 ms, usually 0.01 to 0.2 ms.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=500,
     initial_lexer_fuel=300_000,
@@ -42,15 +42,15 @@ class Vocabulary:
     """The tokens of a model, ready for its grammars.
 
     Args:
-        tokens: Of the model; one without text is never drawn, but for markers of calls.
-        end_token_ids: Of the model, at least one: they end a text where its grammar lets it end.
+        tokens: Of the model; one without text is never drawn, except markers of calls.
+        end_token_ids: Of the model, at least one; they end a text where its grammar allows it.
     """
 
     def __init__(self, tokens: ModelTokens, end_token_ids: Sequence[int]) -> None:
         self.size = len(tokens.texts)
         self.markers = {text: tokens.added[text] for text in MARKERS if text in tokens.added}
         special = [token_id for token_id, each in enumerate(tokens.texts) if not each]
-        # To the library special tokens of the same text, also of none, are one token.
+        # The library treats special tokens with equal (or no) text as one token.
         texts = [text or b"<|%d|>" % token_id for token_id, text in enumerate(tokens.texts)]
         wrapper = llguidance.TokenizerWrapper(_Tokens(texts, special, end_token_ids[0]))
         self.tokenizer = llguidance.LLTokenizer(
@@ -66,10 +66,10 @@ class Vocabulary:
 
 
 class Grammar:
-    """A constraint that was compiled. Threads may share it.
+    """A compiled constraint. Threads may share it.
 
     Raises:
-        InvalidConstraint: It is wrong, passes a limit, or no text follows it.
+        InvalidConstraint: It is wrong, exceeds a limit, or no text satisfies it.
     """
 
     def __init__(self, constraint: Constraint, vocabulary: Vocabulary) -> None:
@@ -87,12 +87,12 @@ class Grammar:
             raise InvalidConstraint(str(error), "what some text can follow, and simpler") from None
 
     def begin(self) -> "Matcher":
-        """Return where an empty text is in it."""
+        """Return the position of an empty text."""
         return Matcher(self._start.deep_copy(), self._drawable)
 
 
 class Matcher:
-    """Where a text is in a grammar. Used by one thread at a time.
+    """The position of a text in a grammar. Used by one thread at a time.
 
     Attributes:
         num_tokens: Of the text.
@@ -108,7 +108,7 @@ class Matcher:
 
         Raises:
             NotInGrammar: They do not follow the grammar.
-            GrammarTooComplex: It passed a limit.
+            GrammarTooComplex: The grammar exceeded a limit.
         """
         for token_id in token_ids:
             if not self._state.consume_token(token_id):
@@ -118,10 +118,11 @@ class Matcher:
             self.num_tokens += 1
 
     def allowed(self) -> TokenBits:
-        """Return which tokens may come next, newly allocated; at least one.
+        """Return the tokens that may come next, at least one, newly allocated.
 
         Raises:
-            GrammarTooComplex: It passed a limit, or no token of the vocabulary can follow.
+            GrammarTooComplex: The grammar exceeded a limit, or no token of the vocabulary can
+                follow.
         """
         bits = np.zeros_like(self._drawable)
         self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -134,7 +135,7 @@ class Matcher:
 
 
 class _Tokens:
-    """What llguidance asks a tokenizer for."""
+    """The interface that llguidance expects of a tokenizer."""
 
     bos_token_id = None
 
@@ -146,7 +147,7 @@ class _Tokens:
         self.eos_token_id = eos_token_id
 
     def __call__(self, text: bytes) -> list[int]:
-        raise NotImplementedError("no grammar here forces how a text is split")
+        raise NotImplementedError("no grammar here forces the tokenization of a text")
 
 
 def _packed(tokens: np.ndarray[Any, np.dtype[np.bool_]]) -> TokenBits:
@@ -158,7 +159,7 @@ def _compiled(rules: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
 
 
 def _blamed(constraint: Constraint, vocabulary: Vocabulary) -> str:
-    """Return which function's parameters cannot be served, and why; empty: each alone can."""
+    """Return which function's parameters cannot be compiled, and why; empty: each alone can."""
     for name, calls in read_tool_calls(constraint.text).each_alone():
         state = _compiled(calls.rules(vocabulary.markers), vocabulary)
         if state.is_error():
@@ -167,9 +168,9 @@ def _blamed(constraint: Constraint, vocabulary: Vocabulary) -> str:
 
 
 def _reason(state: llguidance.LLMatcher, constraint: Constraint | None = None) -> str:
-    """Return what the library says, without the lines that repeat the grammar.
+    """Return the library's message, without the lines that repeat the grammar.
 
-    It tells the place within the grammar that it reads. That is told on where the client wrote it.
+    The place in the grammar is kept only if the client wrote those lines.
     """
     if "NoExtension" in state.get_error():
         return "no token can follow"

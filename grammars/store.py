@@ -1,4 +1,4 @@
-"""The grammars of a model that requests ask for, compiled once for all who ask."""
+"""The grammars of a model's requests, each compiled once."""
 
 import threading
 from collections import OrderedDict
@@ -13,15 +13,15 @@ if TYPE_CHECKING:  # loaded with the first constraint
     from grammars.vocabulary import ModelTokens
 
 MAX_KEPT_BYTES = 1 << 20  # of constraints, as clients wrote them
-MAX_KEPT = 64  # each may take 40 MB at worst, mostly far below one
+MAX_KEPT = 64  # each may take 40 MB at worst, usually far below one
 
 
 class Grammars:
-    """Compiles grammars, and keeps those asked for last. Calls may block: make them in threads.
+    """Compiles grammars and keeps the latest. Calls may block: make them in threads.
 
     Args:
-        read_vocabulary: Returns the model's tokens; called with the first constraint.
-        end_token_ids: Of the model; empty: nothing can be held to a form.
+        read_vocabulary: Returns the model's tokens; called for the first constraint.
+        end_token_ids: Of the model; empty: no answer can be constrained.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Grammars:
         self._num_bytes = 0
 
     def begin(self, constraint: Constraint) -> "Matcher":
-        """Return where an empty text is in the grammar of a constraint.
+        """Return the position of an empty text in the grammar of a constraint.
 
         Raises:
             InvalidConstraint: It cannot be compiled.

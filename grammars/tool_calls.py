@@ -1,6 +1,6 @@
-"""Calls of functions as rules of a grammar, in the formats that chat templates teach. Pure.
+"""Function calls as rules of a grammar, in the formats of chat templates. Pure.
 
-router/chat_format.py names the formats, http_gateway/tool_calls/ reads them.
+router/chat_format.py names the formats, http_gateway/tool_calls/ parses them.
 """
 
 import json
@@ -14,7 +14,7 @@ from grammars.json_schema import check_schema, json_rule, read_json
 
 MAX_FUNCTIONS = 128
 MAX_CALLS = 32  # of one answer; a model that never stops calling would fill its context
-# What many tokenizers have as one token, which models were trained to begin calls with
+# Often one token of the tokenizer, with which models were trained to begin calls
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
 FORMATS = ("hermes", "llama3_json", "mistral")
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -24,12 +24,12 @@ _ALLOWED = f"a mapping with {', '.join(_FIELDS)}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCalls:
-    """Calls that an answer must be: one at least, and nothing else.
+    """Calls that an answer must consist of: at least one, and nothing else.
 
     Attributes:
         format: One of FORMATS.
-        functions: Name and JSON Schema of the arguments of each that may be called.
-        is_parallel: Whether several calls are allowed, where the format knows several.
+        functions: Name and JSON Schema of the arguments of each function that may be called.
+        is_parallel: Whether several calls are allowed, if the format supports it.
     """
 
     format: str
@@ -37,7 +37,7 @@ class ToolCalls:
     is_parallel: bool
 
     def each_alone(self) -> list[tuple[str, "ToolCalls"]]:
-        """Return the name of each function, and the calls of it alone."""
+        """Return the name of each function, with the calls of that function alone."""
         return [
             (name, replace(self, functions=((name, schema),))) for name, schema in self.functions
         ]
@@ -67,11 +67,11 @@ class ToolCalls:
                 more = _repeated('", " function') if many else ""
                 head = [f'start: {mark("[TOOL_CALLS]")} "[" function{more} "]"']
                 return self._with_functions(head, "arguments")
-            case _:  # Llama 3 templates refuse conversations with several calls in a message
+            case _:  # Llama 3 templates reject conversations with several calls in a message
                 return self._with_functions(["start: function"], "parameters")
 
     def _with_functions(self, head: Sequence[str], arguments: str) -> str:
-        """Return rules by which a call is a JSON object."""
+        """Return rules for calls that are JSON objects."""
         bodies = []
         for name, schema in self.functions:
             begin = f'{{"name": {json.dumps(name)}, "{arguments}": '
@@ -79,7 +79,7 @@ class ToolCalls:
         return _joined(head, bodies)
 
     def _with_named_functions(self, head: Sequence[str], separator: str) -> str:
-        """Return rules by which a call is a name and the JSON of its arguments."""
+        """Return rules for calls of a name and the JSON of its arguments."""
         bodies = [
             f"{json.dumps(name)} {separator} {json_rule(schema)}" for name, schema in self.functions
         ]
@@ -87,10 +87,10 @@ class ToolCalls:
 
 
 def read_tool_calls(text: str) -> ToolCalls:
-    """Read what a constraint says of calls.
+    """Read the calls of a constraint.
 
     Raises:
-        InvalidConstraint: It is no JSON, lacks something, or a function is wrong; it says which.
+        InvalidConstraint: It is not JSON, lacks a field, or has a wrong function, which it names.
     """
     value = read_json(text, _ALLOWED)
     if not isinstance(value, dict):
@@ -130,7 +130,7 @@ def _function(value: Any, where: str) -> tuple[str, Any]:
     except InvalidConstraint as error:
         raise InvalidConstraint(f"parameters of {name!r}: {error.found}", error.allowed) from None
     if isinstance(schema, bool) or schema.get("type", "object") != "object":
-        raise InvalidConstraint(f"parameters of {name!r} that are no object", 'type "object"')
+        raise InvalidConstraint(f"parameters of {name!r} that are not an object", 'type "object"')
     return name, {"type": "object", **schema}
 
 

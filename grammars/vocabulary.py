@@ -1,6 +1,6 @@
-"""The bytes that each token of a model stands for, as its own tokenizer says.
+"""The bytes of each token of a model, from the model's own tokenizer.
 
-Tokens without bytes are never drawn within a constraint: special and other added tokens, ids that
+Tokens without bytes are never drawn under a constraint: special and other added tokens, ids that
 the tokenizer does not know, and ids that only pad the model's logits.
 """
 
@@ -16,12 +16,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from grammars.errors import NoVocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders that change no token within a text, or only where words of a text begin
+# Decoders that change tokens only where words begin, or not at all
 _PLAIN_DECODERS = {"Fuse", "Strip"}
 
 
 class ModelTokens(NamedTuple):
-    """What a model's tokenizer says of its tokens."""
+    """The tokens of a model's tokenizer."""
 
     texts: list[bytes]  # of each token id; of special and other added tokens, b""
     added: Mapping[str, int]  # text of each added token |-> its id
@@ -35,7 +35,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> ModelTokens:
         vocab_size: Of the model's logits; the tokenizer may know fewer tokens, or more.
 
     Raises:
-        NoVocabulary: The file cannot be read, or is of a kind that is not known.
+        NoVocabulary: The file cannot be read, or its kind is unknown.
     """
     path = folder / "tokenizer.json"
     try:
@@ -88,7 +88,7 @@ def _byte_level(text: str) -> bytes:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return what GPT-2's table makes of each byte: printable ones stay, others move up."""
+    """Return GPT-2's character for each byte: printable ones stay, others move up."""
     alphabet = sorted(ByteLevel.alphabet())
     stay = {each: ord(each) for each in alphabet if ord(each) < 256}
     moved = [each for each in alphabet if ord(each) >= 256]

@@ -1,4 +1,4 @@
-"""Constraints between the contract of protos/ and the values of this package."""
+"""Converts constraints between the contract of protos/ and this package's values."""
 
 from grammars.constraint import Constraint, ConstraintKind
 from grammars.errors import InvalidConstraint
@@ -6,10 +6,10 @@ from pagewire.protos import common_pb2
 
 
 def constraint_from_proto(params: common_pb2.SamplingParams) -> Constraint | None:
-    """Read what an answer is held to; None: nothing.
+    """Read the constraint of an answer; None: there is none.
 
     Raises:
-        InvalidConstraint: There is a constraint that says nothing.
+        InvalidConstraint: The constraint is empty.
     """
     if not params.HasField("constraint"):
         return None
@@ -27,7 +27,7 @@ def constraint_from_proto(params: common_pb2.SamplingParams) -> Constraint | Non
 
 
 def constraint_to_proto(constraint: Constraint | None) -> common_pb2.Constraint | None:
-    """Write what an answer is held to."""
+    """Write the constraint of an answer."""
     if constraint is None:
         return None
     match constraint.kind:

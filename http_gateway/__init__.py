@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP in front of a router's gRPC API: a process of its own, without a model."""
+"""OpenAI-compatible HTTP in front of a router's gRPC API: a separate process without a model."""

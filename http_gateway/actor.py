@@ -1,4 +1,4 @@
-"""Ray actor of an HTTP gateway: serves beside a router, which it asks for its address."""
+"""Ray actor of an HTTP gateway beside a router, whose address it requests."""
 
 import asyncio
 import logging
@@ -77,7 +77,7 @@ class GatewayActor:
         await self._server.stop(grace_s)
 
     async def restart(self, grace_s: float) -> None:
-        """Begin to end: let what runs go on for `grace_s`; then Ray starts it anew.
+        """Begin to end: running answers get `grace_s`; then Ray restarts the gateway.
 
         Returns at once; a second call changes nothing.
         """
@@ -96,7 +96,7 @@ class GatewayActor:
         os._exit(1)
 
     async def _find_routers(self) -> list[str]:
-        """Return where the router is now: its port may be another one after each start."""
+        """Return the router's current address; its port may change at each start."""
         try:
             call: Any = ray.get_actor(self._router_name).wait_ready.remote()
             return [str(await asyncio.wait_for(call, FIND_TIMEOUT_S))]

@@ -1,4 +1,4 @@
-"""Chooses how the text of an answer is read, by what the router says of the model's template."""
+"""Chooses how to parse the text of an answer, from the router's report on the model's template."""
 
 import secrets
 import string

@@ -1,4 +1,4 @@
-"""The ASGI application: which endpoint answers which path, and what no endpoint answers."""
+"""The ASGI application: paths, their endpoints, and answers for other paths."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -81,7 +81,7 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
 
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:
-    """Answer for a path that there is none for, or not by this method."""
+    """Answer for an unknown path, or a method that the path does not support."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     shown = f"{request.method[:20]} {request.url.path[:100]}"

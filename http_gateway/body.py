@@ -27,8 +27,8 @@ async def read_json(
         limits: Of the gateway.
 
     Raises:
-        HttpError: The body is missing, too large, too slow, or no JSON object; says what it is.
-        ClientLeft: It did not come as a whole.
+        HttpError: The body is missing, too large, too slow, or not a JSON object; says which.
+        ClientLeft: The client left before the end of the body.
     """
     _check_type(headers)
     max_bytes = limits.max_body_mib * MIB
@@ -44,7 +44,7 @@ async def read_json(
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Return a JSON object; raises HttpError for what is none, by RFC 8259 and without repeats."""
+    """Parse a JSON object by RFC 8259, without repeated keys; raises HttpError otherwise."""
     if sum(map(body.count, _SEPARATORS)) > MAX_VALUES:
         raise _no_json(f"it has more than {MAX_VALUES} values")
     try:

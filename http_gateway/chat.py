@@ -72,7 +72,7 @@ class ChatRequest:
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice as far as it has come."""
+    """One choice so far."""
 
     reader: AnswerText
     content: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class _Choice:
 
 
 def take_stream_options(fields: Fields) -> StreamOptions:
-    """Take the fields that say how an answer is delivered."""
+    """Take the fields for the delivery of an answer."""
     is_stream = fields.flag("stream")
     options = fields.object("stream_options")
     has_usage = options.flag("include_usage")

@@ -1,4 +1,4 @@
-"""GET /cluster: what the router knows of the cluster now, for the page and for programs."""
+"""GET /cluster: the router's current view of the cluster, for the page and for programs."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ HEADERS = (
 
 
 class ClusterView:
-    """Shows one status to all who look at the same time and may see the same."""
+    """Shares one status among concurrent viewers with the same rights."""
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
@@ -27,7 +27,7 @@ class ClusterView:
         self._shown: dict[str, tuple[float, bytes]] = {}  # caller |-> until (loop time), what
 
     async def show(self, exchange: Exchange, _: dict[str, Any]) -> None:
-        """Answer with the status; raises PagewireError where the router does not tell it."""
+        """Answer with the status; raises PagewireError if the router does not report it."""
         loop = asyncio.get_running_loop()
         async with self._asking:
             caller, now = self._link.key(exchange.authorization), loop.time()

@@ -1,4 +1,4 @@
-"""Configuration of an HTTP gateway: what clients may send, and how long it waits for them."""
+"""Configuration of an HTTP gateway: limits on requests, and deadlines."""
 
 import re
 from dataclasses import dataclass
@@ -22,47 +22,47 @@ class GatewayConfig:
     """Limits and deadlines. Times are seconds."""
 
     max_body_mib: int = option(
-        16, "Of a request's body; larger ones are refused with 413.", at_least=1
+        16, "Largest body of a request; larger ones are refused with 413.", at_least=1
     )
     max_head_bytes: int = option(
-        32_768, "Of a request's line and headers; larger ones get 431.", at_least=1
+        32_768, "Largest request line and headers; larger ones get 431.", at_least=1
     )
-    max_connections: int = option(
-        1000, "That are open at a time; further ones get 503.", at_least=1
+    max_connections: int = option(1000, "Most open connections; more get 503.", at_least=1)
+    max_prompts: int = option(64, "Most prompts of a request to /v1/completions.", at_least=1)
+    head_timeout_s: float = option(10.0, "Limit for a request's line and headers.", above=0)
+    body_timeout_s: float = option(30.0, "Limit for a request's body.", above=0)
+    idle_timeout_s: float = option(
+        60.0, "Longest pause of a connection between two requests.", above=0
     )
-    max_prompts: int = option(64, "Of one request to /v1/completions.", at_least=1)
-    head_timeout_s: float = option(10.0, "For a request's line and headers.", above=0)
-    body_timeout_s: float = option(30.0, "For a request's body.", above=0)
-    idle_timeout_s: float = option(60.0, "Of a connection between two requests.", above=0)
     slow_client_timeout_s: float = option(
-        30.0, "A client that takes nothing for this long is disconnected.", above=0
+        30.0, "A client that reads nothing for this long is disconnected.", above=0
     )
     request_timeout_s: float = option(
-        3600.0, "For a whole answer; the router's own limit holds, too.", above=0
+        3600.0, "Limit for a whole answer; the router's own limit applies, too.", above=0
     )
     resume_s: float = option(
         30.0,
-        "How long an answer that has begun looks for another router when it loses its own, or for "
-        "the same one; 0: it fails at once.",
+        "How long an answer that loses its router looks for another one, or for the same one to "
+        "come back; 0: it fails at once.",
         at_least=0,
     )
     comment_period_s: float = option(
         15.0,
-        "A stream that has no news for this long gets a comment, which keeps proxies from closing "
+        "A stream that is silent for this long gets a comment, which keeps proxies from closing "
         "it; the first one also sends the headers.",
         above=0,
     )
     stream_interval_s: float = option(
         0.0,
-        "Least time between two events of a stream: tokens that come within it travel together, "
+        "Least time between two events of a stream: tokens that arrive within it share an event, "
         "which costs less; 0: as router.coalesce_ms says.",
         at_least=0,
     )
     allow_origins: str = option(
         "",
-        "Origins of web pages whose scripts may call, divided by commas, or *; empty: none.",
+        "Origins of web pages whose scripts may call, separated by commas, or *; empty: none.",
         accepts=_are_origins,
-        accepted="origins divided by commas, such as https://chat.example.org, or *",
+        accepted="origins separated by commas, such as https://chat.example.org, or *",
     )
 
     @property

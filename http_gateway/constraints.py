@@ -1,4 +1,4 @@
-"""What an answer is held to, in the fields of OpenAI's API and of vLLM's extensions."""
+"""The constraint of an answer, in the fields of OpenAI's API and of vLLM's extensions."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -31,7 +31,7 @@ def take_constraint(fields: Fields, names: dict[str, str]) -> Constraint | None:
 
     Args:
         fields: Of the request.
-        names: Gets what the request calls the constraint.
+        names: Gets the request's name of the constraint.
     """
     found = _format(fields.object("response_format"), lambda each: each.object("json_schema"))
     found += [(name, kind, fields.take(name)) for name, kind in _GUIDED.items()]

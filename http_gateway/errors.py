@@ -71,7 +71,7 @@ def refused(param: str, found: str, allowed: str, *, code: str | None = None) ->
 
 
 def http_error(error: pagewire.PagewireError, rename: RenameField) -> HttpError:
-    """Return what an error of the client or of the router is in HTTP."""
+    """Return the HTTP error for an error of the client or of the router."""
     match error:
         case pagewire.InvalidRequestError():
             return _invalid(error, rename)
@@ -116,7 +116,7 @@ def _invalid(error: pagewire.InvalidRequestError, rename: RenameField) -> HttpEr
 
 
 def _retry_after(seconds: float | None) -> tuple[tuple[str, str], ...]:
-    """Return the headers that say when to try again: whole seconds, and as OpenAI's, exactly."""
+    """Return the headers that say when to retry: in whole seconds, and exactly, as OpenAI does."""
     if seconds is None:
         return ()
     exact = str(math.ceil(1000 * seconds))

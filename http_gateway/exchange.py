@@ -1,4 +1,4 @@
-"""One request and its answer: what an endpoint reads and writes, and what the log says of it."""
+"""One request and its answer: an endpoint's input and output, and their log line."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ EVENT_STREAM = (
 
 
 class Record:
-    """What the log and the metrics say of one request: never what it holds."""
+    """The log line and metrics of one request, never its content."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -189,7 +189,7 @@ class Exchange:
         except pagewire.PagewireError as error:
             await self.fail(http_error(error, self.rename_field))
         except Exception:
-            # Nothing that one request does may reach the others.
+            # No request may affect others.
             log.exception("request_crashed", extra=fields(request_id=self.record.request_id))
             await self.fail(internal_error())
 
@@ -255,7 +255,7 @@ class Endpoint:
 
 
 def _traceparent(scope: Scope) -> str:
-    """Return the span of the caller; a router judges whether it is one."""
+    """Return the caller's span; a router checks whether it is valid."""
     values = [value for key, value in scope["headers"] if key == b"traceparent"]
     return values[0].decode("latin-1")[:MAX_TRACEPARENT] if len(values) == 1 else ""
 
@@ -292,7 +292,7 @@ class RequestLog:
 
 
 def internal_error() -> HttpError:
-    """Make the error for a fault of the gateway's own."""
+    """Make the error for a fault of the gateway itself."""
     message = "internal error; see the gateway's log"
     return HttpError(500, message, kind=SERVER, code="internal_error")
 

@@ -16,7 +16,7 @@ Default = TypeVar("Default")
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field that this gateway knows and cannot do."""
+    """A known field that this gateway does not support."""
 
     reason: str
     off: tuple[Any, ...] = ()  # values that ask for nothing, as clients send them by default
@@ -73,7 +73,7 @@ class Fields:
         return value
 
     def refuse_unsupported(self, table: Mapping[str, Unsupported]) -> None:
-        """Refuse fields that are known and not supported, unless they ask for nothing."""
+        """Refuse known but unsupported fields, unless they request nothing."""
         for field, known in table.items():
             value = self._left.pop(field, None)
             if value is not None and not any(
@@ -93,7 +93,7 @@ class Fields:
             self._left.pop(field, None)
 
     def refuse_others(self) -> None:
-        """Refuse what nobody took: it would be lost without a word."""
+        """Refuse remaining fields, which would otherwise be ignored silently."""
         if self._left:
             field = self.name(next(iter(self._left)))
             message = f"unknown parameter: {shown(field)}"

@@ -1,1 +1,1 @@
-"""The model runtime that both pools share: weights, forward pass, attention back ends, sampler."""
+"""The model runtime of both pools: weights, forward pass, attention back ends, sampler."""

@@ -1,10 +1,10 @@
-"""The attention back end as the model sees it: plan once per pass, then work layer by layer.
+"""The attention back end as the model sees it: plan once per pass, then run once per layer.
 
 Implementations: `attention_torch.TorchAttention` (any device, the reference) and
 `attention_triton.TritonAttention` (CUDA, or Triton's interpreter in tests). Each is made for one
 pool tensor [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] and one rotary table.
-Sequences of a pass may have pages in common; an implementation may read these once for all, if no
-bit of a result shows it (docs/decisions/0009-cascade-in-the-engine.md).
+Sequences of a pass may share pages; an implementation may read these once for all of them if
+results stay bit-identical (docs/decisions/0009-cascade-in-the-engine.md).
 
 Legend: T tokens, N query heads, K key-value heads, H head dim.
 """

@@ -1,6 +1,6 @@
 """Attention over paged K and V in plain torch: for hosts without a GPU, and as the reference.
 
-Each slice is computed by itself, so that its result does not depend on the rest of the batch.
+Each slice is computed separately, so that its result does not depend on the rest of the batch.
 
 Legend: T new tokens, N query heads, K key-value heads, G query heads per key-value head,
 H head dim, S tokens of one sequence.

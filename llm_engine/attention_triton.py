@@ -1,9 +1,9 @@
 """Attention back end on Triton kernels: CUDA devices, or Triton's interpreter in tests.
 
-Prompt tokens run in the prefill kernel, also a chunk of a single one; drawn tokens run in the
-decode kernel, also many of one sequence, each as a row of its own, and pages that several rows have
-are read once for all of them. So a position has the same bits in any batch and chunk, and when a
-sequence is resumed elsewhere from its prompt and drawn tokens.
+Prompt tokens run in the prefill kernel, even in a chunk of one token. Drawn tokens run in the
+decode kernel, even many of one sequence, each as a separate row; pages that several rows share are
+read once for all of them. So a position has the same bits in any batch and chunk, and when a
+sequence resumes elsewhere from its prompt and drawn tokens.
 """
 
 from contextlib import AbstractContextManager
@@ -48,7 +48,7 @@ class TritonAttention:
             sin: Likewise.
             num_qo_heads: Query heads of the model.
             scale: Factor of the scores.
-            sliding_window: Number of last tokens that a query sees; None is all.
+            sliding_window: Number of last tokens that a query sees; None: all.
         """
         self._pages = pages
         self._cos = cos
@@ -67,22 +67,22 @@ class TritonAttention:
         self._page_table: npt.NDArray[np.integer] = np.zeros(0, dtype=np.int64)
 
     def load_kernels(self) -> None:
-        """Launch what a warm-up pass does not reach; on a GPU, within the context of its device."""
+        """Launch kernels that a warm-up pass does not reach; on a GPU, in its device's context."""
         self._decode.load_kernels()
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Plan both kernels for their tokens of the batch."""
+        """Plan each kernel for its tokens of the batch."""
         self._batch = batch
         self._has_rows_planned = False
         self._plan_prefill(batch, self._prefill)
         self._plan_decode(decode_rows(batch), batch.page_table)
 
     def prefill_of(self, capacity: PrefillCapacity) -> PrefillAttention:
-        """Return a prefill whose plans, up to a capacity, all make the same launches."""
+        """Return a prefill whose plans, up to a capacity, share the same launches."""
         return self._make_prefill(capacity)
 
     def plan_prompts(self, batch: ForwardBatch, prefill: PrefillAttention) -> None:
-        """Plan a pass of prompt tokens alone for one of `prefill_of`.
+        """Plan a pass of only prompt tokens for a result of `prefill_of`.
 
         A recording of its launches holds for any other such pass over the same tensors.
         """
@@ -102,11 +102,11 @@ class TritonAttention:
         """Plan a pass of drawn tokens, one of each sequence.
 
         Args:
-            inputs: Where the pass finds what it needs on the device.
+            inputs: Of the pass, on the device.
             rows: Its tokens.
             page_table: The flat one, on the host.
-            is_next_step: Whether the last call was for the same rows over the same table, and each
-                sequence has the same pages and perhaps some more.
+            is_next_step: Whether the last call had the same rows over the same table, and each
+                sequence keeps its pages and may have more.
         """
         is_next_step &= self._has_rows_planned and len(self._decode_launches) == 1
         self._batch = inputs
@@ -116,11 +116,11 @@ class TritonAttention:
             self._plan_decode(rows, page_table)
 
     def sharing_all(self) -> AbstractContextManager[None]:
-        """Let plans share whatever drawn tokens have in common, whether it pays or not."""
+        """Let plans share every common prefix of drawn tokens, even where it does not pay off."""
         return self._decode.sharing_all()
 
     def recordable(self) -> Recordable | None:
-        """Tell what a recording of the last plan's launches would hold for; None is that plan only.
+        """Return what a recording of the last plan's launches is valid for; None: that plan only.
 
         Plans whose batches have other tensors or another number of tokens never agree.
         """
@@ -153,7 +153,7 @@ class TritonAttention:
             tables = (batch.kv_page_indptr, batch.kv_page_indices)
             self._planned_prefill.run(q_TNH, layer, *tables, out=out_TNH)
         for launch in self._decode_launches:
-            if len(self._decode_launches) > 1:  # else the plan of the pass holds for all layers
+            if len(self._decode_launches) > 1:  # otherwise the pass's plan serves all layers
                 self._decode.plan(launch, self._page_table)
             self._decode.run(q_TNH, layer, batch.kv_page_indices, out_TNH=out_TNH)
         return out_TNH

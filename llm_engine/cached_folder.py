@@ -1,6 +1,6 @@
-"""Folders in the user's cache that are written once, whole, and written anew when they are damaged.
+"""Folders in the user's cache, written once and atomically, and rewritten when damaged.
 
-A list of digests beside the files tells whether they are what was written.
+A list of digests beside the files shows whether they are intact.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ DIGESTS = "digests.json"  # file name |-> digest of its content
 def cached_folder(
     name: str, write: Callable[[Path], None], *, cache_dir: Path | None = None
 ) -> Path:
-    """Return a folder of the cache, writing it if it is not there or not whole.
+    """Return a folder of the cache, writing it if it is missing or damaged.
 
     Args:
-        name: Of the folder; it says what is in it, so that other contents have other names.
+        name: Of the folder; it identifies the content, so different contents have different names.
         write: Writes the files into an empty folder.
-        cache_dir: Where the folder is; default: the user's cache.
+        cache_dir: Parent of the folder; default: the user's cache.
 
     Raises:
         CacheUnusable: If nothing can be written there.
@@ -34,7 +34,7 @@ def cached_folder(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and renamed: processes that start at once never see half a folder.
+        # Written aside and renamed: processes that start together never see half a folder.
         with tempfile.TemporaryDirectory(
             prefix=f".{name}-", dir=folder.parent, ignore_cleanup_errors=True
         ) as aside:
@@ -66,7 +66,7 @@ def _replace(folder: Path, write: Callable[[Path], None], aside: Path) -> None:
     try:
         new.rename(folder)
     except OSError:
-        if not _is_whole(folder):  # else another process has written the same
+        if not _is_whole(folder):  # otherwise another process has written the same content
             raise
 
 

@@ -1,7 +1,7 @@
-"""The safetensors files of a checkpoint folder: which tensors exist, where, and whether all fit.
+"""The safetensors files of a checkpoint folder: which tensors exist, where, and whether they fit.
 
-Only headers are read here, without torch, so that a folder that cannot be served is refused
-before anything expensive happens. Pickled weights are never opened.
+This module reads only headers, without torch, so that a folder that cannot be served is refused
+before anything expensive happens. It never opens pickled weights.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor as a file's header describes it."""
+    """One tensor in a file's header."""
 
     path: Path
     dtype: str  # name in safetensors: "F32", "BF16", ...
@@ -45,11 +45,11 @@ Tensors = Mapping[str, TensorEntry]  # tensor name |-> entry
 
 
 def read_checkpoint(model_dir: Path, config: ModelConfig) -> Tensors:
-    """Return the tensors that the model needs, all of them with the shape that it needs.
+    """Return all tensors of the model, with the shapes that it requires.
 
     Raises:
-        CheckpointMissing: If a file or a tensor is not there.
-        CheckpointCorrupt: If a file is cut off or is not in the format.
+        CheckpointMissing: If a file or a tensor is missing.
+        CheckpointCorrupt: If a file is truncated or not in the format.
         CheckpointMismatch: If a shape, a type or the set of tensors contradicts config.json.
         UnsupportedModel: If there is an adapter beside the weights.
     """
@@ -118,10 +118,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def fingerprint(config: ModelConfig, tensors: Tensors) -> str:
-    """Return an identity of configuration and weights, 32 hex digits, without reading it all.
+    """Return an identity of configuration and weights, 32 hex digits, without reading all of them.
 
-    Covers every tensor's name, type and shape and a sample of its bytes, so that two trainings of
-    one architecture differ. File names and their order do not matter.
+    It covers every tensor's name, type and shape and a sample of its bytes, so that two trainings
+    of one architecture differ. File names and their order do not matter.
     """
     identity = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = asdict(config) | {"rope_type": type(config.rope).__name__}
@@ -137,7 +137,7 @@ def fingerprint(config: ModelConfig, tensors: Tensors) -> str:
 
 def _find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
     index_path = model_dir / "model.safetensors.index.json"
-    # If there are both, the single file wins, as in transformers.
+    # If both exist, the single file wins, as in transformers.
     if (model_dir / "model.safetensors").exists() or not index_path.exists():
         return _read_header(_single_file(model_dir))
     index = read_json(index_path).nested("weight_map")

@@ -8,7 +8,7 @@ from typing import Any
 
 from llm_engine.errors import CheckpointCorrupt, CheckpointMissing, UnsupportedModel
 
-MAX_INTEGER = 2**31 - 1  # what kernels and page tables count in
+MAX_INTEGER = 2**31 - 1  # of kernels and page tables
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # so that products and logarithms of two are finite
 
 _short = reprlib.Repr()  # a found value may be as large as the file
@@ -95,7 +95,7 @@ class ConfigFields:
         return tuple(map(float, value))
 
     def nested(self, name: str) -> "ConfigFields":
-        """Return an object within this one; empty when absent."""
+        """Return a nested object; empty when absent."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.unsupported(name, value, "an object")
@@ -122,7 +122,7 @@ class ConfigFields:
 
 
 def _is_number(value: object) -> bool:
-    # Compared before it is converted: an integer may be too large for a float.
+    # Compared before conversion: an integer may be too large for a float.
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -134,8 +134,8 @@ def read_json(path: Path) -> ConfigFields:
     """Read a file that must hold one JSON object.
 
     Raises:
-        CheckpointMissing: If there is no such file.
-        CheckpointCorrupt: If it cannot be read, or holds anything else.
+        CheckpointMissing: If the file does not exist.
+        CheckpointCorrupt: If it cannot be read, or contains anything else.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ def read_json(path: Path) -> ConfigFields:
         raise CheckpointCorrupt(f"{path}: cannot be read: {error}") from error
     except RecursionError:
         raise CheckpointCorrupt(f"{path}: not valid JSON: nested too deeply") from None
-    except ValueError as error:  # also for an integer of more digits than Python reads
+    except ValueError as error:  # also for an integer with too many digits
         raise CheckpointCorrupt(f"{path}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointCorrupt(f"{path}: holds {type(values).__name__}, must be a JSON object")

@@ -2,7 +2,7 @@
 
 transformers keeps keys that a family does not define as attributes, and some of its code reads
 them: `is_causal`, `attention_chunk_size` and `sliding_window` change the tokens of a Llama. A key
-that no table lists is therefore refused: it may extend the model.
+that no table lists is therefore refused, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ USED = frozenset(
         "vocab_size",
     }
 )
-# Key |-> the only value, beside null, for which the model is the one implemented here
+# Key |-> the only value, besides null, that is implemented here
 FIXED: Mapping[str, object] = {
     "activation": "swiglu",
     "add_cross_attention": False,
@@ -136,13 +136,13 @@ KNOWN = (
 
 
 def check_keys(fields: ConfigFields) -> None:
-    """Refuse unknown keys, and keys that ask for something that is not implemented.
+    """Refuse unknown keys, and keys that require something that is not implemented.
 
     Raises:
         UnsupportedModel: Names the key, what was found and what is allowed.
     """
     for name in fields.names():
-        # transformers takes a null is_causal for false.
+        # transformers treats a null is_causal as false.
         if fields.is_null(name) and name != "is_causal":
             continue
         if name not in KNOWN:
@@ -151,8 +151,8 @@ def check_keys(fields: ConfigFields) -> None:
             raise fields.unsupported(name, fields.value(name), f"absent or {FIXED[name]!r}")
         if name in REFUSED:
             raise fields.unsupported(name, fields.value(name), f"absent: {REFUSED[name]}")
-    # Only where it is told to trust a folder does transformers run its code, which may compute
-    # another model.
+    # transformers runs a folder's code only if told to trust it; the code may compute another
+    # model.
     for name in ("AutoConfig", "AutoModelForCausalLM"):
         if fields.nested("auto_map").has(name):
             raise fields.unsupported(

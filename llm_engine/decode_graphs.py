@@ -1,12 +1,12 @@
-"""Steps of decode, launched as CUDA graphs: one call of the host from drawn tokens to drawn tokens.
+"""Decode steps as CUDA graphs: one call of the host from drawn tokens to drawn tokens.
 
-A layer has some ten kernels, and launching them one by one from Python takes the host longer than
-a step of decode takes the device. What changes from step to step lies at fixed addresses
+A layer has about ten kernels, and launching them one by one from Python takes the host longer than
+a decode step takes the device. State that changes from step to step lies at fixed addresses
 (`attn_kernels.seats`), attention reads the rest from its plan, and rows are padded to one of few
-sizes. Padding shows in no bit, as no row depends on another
+sizes. Padding changes no bit, as no row depends on another
 (docs/decisions/0006-the-same-bits-in-any-batch.md).
 
-A step needs no token on the host: it reads the last ones from the seats and leaves its own there.
+A step needs no token on the host: it reads the last tokens from the seats and leaves its own there.
 
 Legend: R rows.
 """
@@ -32,13 +32,13 @@ from llm_engine.transformer import Decoder
 
 # Rows of a recording.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MAX_LOGPROBS = 20  # of the contract; each row gets as many if one asks for any
-REPLAN_STEPS = 64  # steps of one batch after which prefixes are looked for anew
+MAX_LOGPROBS = 20  # of the contract; each row gets as many if any row needs some
+REPLAN_STEPS = 64  # steps of one batch between two searches for shared prefixes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnRows:
-    """What a step drew, on the device; valid until the next step of the same decoder begins."""
+    """The results of a step, on the device; valid until the same decoder's next step begins."""
 
     tokens_R: Tensor  # int32; -1: nothing could be drawn
     logprobs: Logprobs | None  # of all rows, if one asked
@@ -75,10 +75,10 @@ class GraphedDecode:
         self._recordings: Recordings[Kind, DrawnRows] | None = None
         self._row_seats: tuple[int, ...] = ()  # of the last step
         self._num_padded = 0
-        self._num_same = 0  # steps since prefixes were looked for, all with these rows
+        self._num_same = 0  # steps with these rows since the last search for shared prefixes
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Record steps of all sizes that the first buffers of attention hold; overwrites page 0.
+        """Record steps of all sizes that attention's first buffers can hold; overwrites page 0.
 
         Args:
             page_size: Of the pool.
@@ -99,7 +99,7 @@ class GraphedDecode:
 
         Args:
             seats: One for each row.
-            has_new: Whether another sequence than in the last step may hold one of them.
+            has_new: Whether a seat may hold another sequence than in the last step.
             allowed: See EngineStep.
         """
         batch = self._batch
@@ -188,7 +188,7 @@ class GraphedDecode:
         return DrawnRows(tokens_R=tokens, logprobs=logprobs)
 
     def _record_rows(self, num_rows: int, kv_len: int) -> None:
-        """Run a kind of step often enough to be recorded, in seats that nobody holds."""
+        """Run a kind of step often enough to record it, in free seats."""
         batch = self._batch
         seats = tuple(range(num_rows))
         for _ in range(2):  # launched, then recorded

@@ -1,7 +1,7 @@
 """Decode attention of drawn tokens on Triton kernels: which kernel, launches and buffers.
 
-Rows that have pages in common read them once (cascade attention) where that changes no bit: other
-requests of a batch must not show in a token. Everywhere else each row reads its own (flat decode).
+Rows that share pages read them once (cascade attention) where that changes no bit: a token must not
+depend on other requests of its batch. Everywhere else each row reads its own pages (flat decode).
 """
 
 import math
@@ -27,8 +27,8 @@ from attn_kernels.tiles import on_hopper
 from kv_cache.layout import num_pages_for
 from llm_engine.forward_batch import ForwardBatch
 
-# Rows of a launch, and their keys, summed: what most batches need, and bounds for resumptions,
-# whose rows are many; buffers grow with them, and with new buffers all is recorded anew.
+# Rows of a launch, and the sum of their keys: enough for most batches, and bounds for resumptions,
+# which have many rows. Buffers grow with them, and new buffers mean new recordings.
 MIN_DECODE_ROWS = 256
 MIN_DECODE_TOKENS = 1024 * 1024
 MAX_DECODE_ROWS = 1024
@@ -60,7 +60,7 @@ def decode_rows(batch: ForwardBatch) -> DecodeRows:
     qo_lens = np.array(batch.qo_lens, dtype=np.int64)
     num_drawn = qo_lens - np.array(batch.prompt_lens, dtype=np.int64)
     owner = np.repeat(np.arange(len(qo_lens)), num_drawn)
-    # How many tokens of its slice follow a token: those of a slice count down to 0.
+    # Number of tokens that follow in the same slice: it counts down to 0.
     behind = np.cumsum(num_drawn)[owner] - 1 - np.arange(len(owner))
     return DecodeRows(
         kv_lens=np.array(batch.kv_lens, dtype=np.int64)[owner] - behind,
@@ -107,11 +107,11 @@ def few_rows(group: int) -> int:
 
 
 def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
-    """Tell whether decode takes cascade attention for a pool.
+    """Return whether decode uses cascade attention for a pool.
 
-    It has the bits of flat decode only in half precision with Hopper's instructions
-    (docs/decisions/0007) or in Triton's interpreter. Within a sliding window that holds no more
-    than the least shared prefix no two rows could share.
+    It is bit-identical to flat decode only in half precision with Hopper's instructions
+    (docs/decisions/0007) or in Triton's interpreter. If a sliding window holds no more than the
+    shortest shareable prefix, no two rows could share.
     """
     least_kv_len = least_shared_len(pages.shape[4]) + 1
     may_share = sliding_window is None or sliding_window >= least_kv_len
@@ -168,9 +168,9 @@ class TritonDecode:
         self._planned = attention
 
     def plan_next_step(self, kv_lens: IntArray) -> bool:
-        """Plan the same rows again, each with the same pages and some more, if that can be.
+        """Plan the same rows again, each with the same pages and perhaps more, if possible.
 
-        Prefixes that are read once stay as they are. Returns whether it is done.
+        Shared prefixes stay the same. Returns whether it succeeded.
         """
         attention = self._planned
         fits = int(kv_lens.sum()) <= self._max_tokens
@@ -182,7 +182,7 @@ class TritonDecode:
 
     @contextmanager
     def sharing_all(self) -> Iterator[None]:
-        """Let plans share whatever rows have in common, as if reading it again cost much."""
+        """Let plans share every common prefix, as if reading it again were expensive."""
         cascades = [each for each in self._attentions if isinstance(each, CascadeAttention)]
         models = [each.model for each in cascades]
         for each in cascades:
@@ -194,7 +194,7 @@ class TritonDecode:
                 each.model = model
 
     def recordable(self) -> Recordable:
-        """Tell what a recording of the last plan's launches would hold for."""
+        """Return what a recording of the last plan's launches is valid for."""
         planned = self._planned
         shares = isinstance(planned, CascadeAttention) and planned.num_shared_items > 0
         return Recordable(

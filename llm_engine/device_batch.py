@@ -1,8 +1,8 @@
 """The running sequences of an engine that launches a step before the last one's tokens are known.
 
-The state of each seat lies on the device (`attn_kernels.seats`); what the host can know ahead lies
-here, too: lengths, page tables, and who edits logits or wants log probabilities. What changes goes
-up as one packed copy per step; a step that changes nothing sends nothing.
+The state of each seat lies on the device (`attn_kernels.seats`). This module also keeps what the
+host knows in advance: lengths, page tables, and which sequences edit logits or need log
+probabilities. Changes are sent as one packed copy per step; a step without changes sends nothing.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ NO_EDIT, ALWAYS_EDIT = 0, 1 << 62
 
 
 class DeviceBatch:
-    """Seats on the device and what the host knows of them.
+    """Seats on the device, and the host's knowledge of them.
 
     Attributes:
-        lengths: Tokens of each seat's sequence, those of launched steps included, [num_seats].
-        page_table: Page ids, [num_seats, pages_per_seat]; behind a sequence's own, any.
-        num_logprobs: What each seat asks for; -1 is none, [num_seats].
+        lengths: Tokens of each seat's sequence, including those of launched steps, [num_seats].
+        page_table: Page ids, [num_seats, pages_per_seat]; arbitrary after a sequence's own.
+        num_logprobs: Logprobs per token of each seat; -1: none, [num_seats].
     """
 
     def __init__(self, seats: DeviceSeats, vocab_size: int) -> None:
@@ -45,7 +45,7 @@ class DeviceBatch:
         self._free_marks_rows = list(range(len(seats.marks)))
 
     def change(self, step: EngineStep) -> None:
-        """Take over who left, who came, and whose pages became more, on the current stream."""
+        """Apply ended and started sequences and added pages, on the current stream."""
         for seat in (*step.ended, *(each.seat for each in step.started)):  # may start again
             row = self._marks_rows.pop(seat, None)
             if row is not None:
@@ -61,11 +61,11 @@ class DeviceBatch:
         self._send(step.started, states, entries)
 
     def edits_logits(self, seats: npt.NDArray[np.int64]) -> bool:
-        """Whether any of these sequences has a penalty, or may not end yet."""
+        """Return whether any of these sequences has a penalty, or may not end yet."""
         return bool((self.lengths[seats] < self._edits_until[seats]).any())
 
     def _enter_pages(self, seat: int, first: int, page_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Note pages from index `first` on; return [2, pages]: places in the flat table, ids."""
+        """Note pages from index `first` on; return [2, pages]: indices in the flat table, ids."""
         end = first + len(page_ids)
         row = self.page_table[seat]
         assert end <= len(row), "more pages than a sequence may have"

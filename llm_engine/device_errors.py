@@ -1,6 +1,6 @@
-"""Tells errors after which a device is of no use from those of one pass."""
+"""Tells errors that make a device unusable from those of a single pass."""
 
-# Beginnings of what torch, cuBLAS and Triton raise as plain RuntimeErrors.
+# Beginnings of the plain RuntimeErrors of torch, cuBLAS and Triton.
 MARKS = ("CUDA error", "Triton Error [CUDA]", "HIP error")
 
 
@@ -8,9 +8,8 @@ def is_device_lost(error: BaseException) -> bool:
     """Return whether an error leaves the device unusable for the rest of the process.
 
     After an illegal address, a device-side assert or a hardware fault each later call returns the
-    same error, and only a new process gets a working context. A lack of memory is no such error.
-    torch names them AcceleratorError; the type is not imported, because this runs where no torch
-    is, too.
+    same error, and only a new process gets a working context. Lack of memory is not such an error.
+    torch raises AcceleratorError; the type is not imported, because this also runs without torch.
 
     Source: the descriptions of cudaError_t in the CUDA runtime's reference.
     """

@@ -1,7 +1,7 @@
-"""Runs steps beside the host, on Triton kernels: launched ahead, read one step later.
+"""Runs steps asynchronously, on Triton kernels: launched ahead, read one step later.
 
-What one step leaves to the next, its tokens and pages, stays on the device and on one stream. The
-host waits for nothing but the event behind the oldest step that it has not read.
+State that a step passes to the next, its tokens and pages, stays on the device and on one stream.
+The host waits only for the event after the oldest unread step.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ class DeviceRunner:
     Args:
         storage: The pages.
         decoder: Of slices.
-        batch: The seats; None runs slices only.
-        decode: Steps of the seats; None likewise.
-        prompts: Passes of few prompt tokens; None launches them as all others.
+        batch: The seats; None: slices only.
+        decode: Steps of the seats; None: slices only.
+        prompts: Passes of few prompt tokens; None: launched like all others.
     """
 
     max_launched = 2
@@ -57,15 +57,15 @@ class DeviceRunner:
         self._sampler = TritonSampler()
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Record steps of decode and passes of few prompt tokens; overwrites page 0."""
+        """Record decode steps and passes of few prompt tokens; overwrites page 0."""
         if self._decode is not None:
             self._decode.warm_up(page_size=page_size, max_tokens=max_tokens)
         if self._prompts is not None:
             self._prompts.warm_up(max_tokens)
 
     def launch(self, step: EngineStep) -> ReadResult:
-        # The decodes go first: recorded, they are launched at once, and the device is busy while
-        # the host launches the slices kernel by kernel.
+        # Decodes go first: as a recording they launch at once, and keep the device busy while the
+        # host launches the slices kernel by kernel.
         read_decodes = self._launch_decodes(step)
         read_slices = self._launch_slices(step.slices)
         event = self._record_event()
@@ -105,7 +105,7 @@ class DeviceRunner:
     def _record_event(self) -> Any:
         if self._storage.device.type != "cuda":
             return None
-        # A blocking event lets the thread sleep; others may need the interpreter meanwhile.
+        # A blocking event lets the thread sleep; other threads may need the interpreter meanwhile.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -121,12 +121,12 @@ def make_device_runner(
     records_prompts: bool = True,
     make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
 ) -> DeviceRunner:
-    """Make the runner of a decoder whose attention is on Triton kernels.
+    """Make the runner of a decoder whose attention uses Triton kernels.
 
     Args:
-        num_seats: Most sequences that decode at once; 0 runs slices only.
-        records_prompts: Whether passes of few prompt tokens are recorded, too.
-        make_recorder: Of steps of decode, and of passes of prompt tokens.
+        num_seats: Most sequences that decode at once; 0: slices only.
+        records_prompts: Whether to record passes of few prompt tokens, too.
+        make_recorder: For decode steps and for passes of prompt tokens.
     """
     assert isinstance(attention, TritonAttention), "recorded steps need its plans"
     page_size = storage.layout.page_size

@@ -1,7 +1,7 @@
 """When a token may be drawn and when a choice ends: rules that prefill and decode share.
 
-Everything here follows from the prompt and the tokens emitted so far, never from the state of a
-worker; that is why a choice can go on elsewhere.
+Everything here depends on the prompt and the tokens emitted so far, never on the state of a
+worker. That is why a choice can continue elsewhere.
 """
 
 import enum
@@ -34,9 +34,9 @@ def next_draw(
 ) -> Draw:
     """Return the draw of the token that follows prompt and output.
 
-    Under a constraint `allowed` says which it may be.
+    Under a constraint, `allowed` lists the tokens that it may be.
 
-    The draw refers to `output_token_ids`; the caller leaves it as it is until the token is drawn.
+    The draw references `output_token_ids`; the caller must not change it until the token is drawn.
     """
     may_end = len(output_token_ids) >= params.min_tokens
     return Draw(
@@ -58,7 +58,7 @@ def finish_reason(
     eos_token_ids: tuple[int, ...],
     max_context_tokens: int,
 ) -> FinishReason | None:
-    """Return why the choice ends with the last of these tokens, or None if it goes on."""
+    """Return why the choice ends with the last of these tokens, or None if it continues."""
     if output_token_ids[-1] in end_token_ids(params, eos_token_ids):
         return FinishReason.STOP
     if len(output_token_ids) >= params.max_tokens:

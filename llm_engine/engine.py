@@ -1,12 +1,12 @@
 """The engine of a real model: steps in, tokens out, K and V left in the pages.
 
 Life of a step:
-1. launch   what changes goes to the device, then the work: page copies, one token for each seat,
-            slices of sequences without a seat, and copies of what was drawn to the host
-2. read     wait until all of it has run; the tokens are Python's then
+1. launch   send changes to the device, then the work: page copies, one token for each seat, slices
+            of sequences without a seat, and copies of the drawn tokens to the host
+2. read     wait until all of it has run; return the tokens to Python
 
-On a GPU the next step may be launched before this one is read: it takes its tokens from the seats.
-Elsewhere a step has run when `launch` returns.
+On a GPU, the next step may be launched before this one is read: it takes its tokens from the seats.
+Elsewhere, a step has run when `launch` returns.
 """
 
 from collections import deque
@@ -31,12 +31,12 @@ ReadResult = Callable[[], StepResult]  # waits for the step
 
 
 class Runner(Protocol):
-    """How steps run: beside the host, or while it waits."""
+    """How steps run: asynchronously, or while the host waits."""
 
     max_launched: int
 
     def launch(self, step: EngineStep) -> ReadResult:
-        """Begin a step that was checked."""
+        """Begin a checked step."""
         ...
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
@@ -90,7 +90,7 @@ class Engine:
         return self._launched.popleft()()
 
     def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
-        """Run a step of slices alone; return what was drawn after each."""
+        """Run a step of only slices; return the tokens drawn after each."""
         self.launch(EngineStep(slices=tuple(slices)))
         return list(self.read().slices)
 
@@ -100,8 +100,8 @@ class Engine:
         Raises:
             InvalidLogits: No token can be drawn, so that every request would fail.
 
-        A kernel that is first loaded while a transfer waits for its peer can wait for it in turn.
-        Kernels that only larger or sharing batches take, load_engine has launched before.
+        Loading a kernel while a transfer waits for its peer can block until that transfer ends.
+        load_engine has already launched the kernels of larger or sharing batches.
         """
         with torch.inference_mode(), self._on_device():
             self._runner.warm_up(
@@ -124,7 +124,7 @@ class Engine:
                 "no token can be drawn after tokens 0, 0, 0 of this model: the largest "
                 "logit is NaN or infinite"
             )
-        # Penalties edit logits in float32, whatever the model's type: other kernels. So do masks.
+        # Penalties and masks edit logits in float32, whatever the model's dtype: other kernels.
         self.forward([replace(drawn, draws=draws)])
         num_words = -(-self._config.vocab_size // 32)
         allowed = np.full(num_words, ALL_BITS, dtype=np.int32)
@@ -136,7 +136,7 @@ class Engine:
         self._storage.copy_pages([(0, 0)])
 
     def _check(self, step: EngineStep) -> None:
-        """Assert what a GPU would answer with an unusable device or with foreign pages."""
+        """Assert conditions whose violation would break a GPU or touch other requests' pages."""
         sources, targets = ({copy[side] for copy in step.copies} for side in (0, 1))
         assert len(targets) == len(step.copies), "two copies to one page"
         assert not sources & targets, "a page is copied that is overwritten"

@@ -6,14 +6,14 @@ from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageStorage
 from llm_engine.engine_step import EngineStep, StepResult
 
-# Why a request fails for which nothing was drawn
+# The error of a request for which no token could be drawn
 UNDRAWN = "no token can be drawn for it: the largest logit that may be is NaN or infinite"
 
 
 class EngineLike(Protocol):
     """Computes steps over pages; used by one thread at a time.
 
-    Steps run in the order in which they are launched, and `read` returns their results in it.
+    Steps run in launch order, and `read` returns their results in that order.
     """
 
     @property
@@ -24,16 +24,16 @@ class EngineLike(Protocol):
 
     @property
     def max_launched(self) -> int:
-        """Steps that may be launched and not read: 2 where they run beside the host, else 1."""
+        """Most steps launched but not read: 2 if steps run asynchronously, else 1."""
         ...
 
     def launch(self, step: EngineStep) -> None:
-        """Begin a step; where it runs beside the host, return before it ends.
+        """Begin a step; if it runs asynchronously, return before it ends.
 
-        A step that raises has no result, and what it computed has no meaning.
+        A step that raises has no result, and its computed values are meaningless.
         """
         ...
 
     def read(self) -> StepResult:
-        """Wait for the oldest step that was not read; its pages and tokens are final then."""
+        """Wait for the oldest unread step; its pages and tokens are then final."""
         ...

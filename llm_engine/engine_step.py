@@ -1,9 +1,8 @@
-"""One step as an engine takes it: what changes in its batch, what to compute, and what was drawn.
+"""One step of an engine: changes of its batch, the work, and the drawn tokens.
 
-A running sequence holds a seat: it takes one when its first token is drawn, says where its pages
-are, and from then on a step only names the seat. The engine remembers the rest, the last drawn
-token included. So a step can be launched while the one before it, whose tokens nobody knows yet,
-still runs.
+A running sequence holds a seat. It takes one when its first token is drawn, and names its pages;
+from then on a step names only the seat. The engine remembers the rest, including the last drawn
+token. So a step can be launched while the previous one, whose tokens are not yet known, still runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,11 @@ from llm_engine.sampling import Drawn, SampledToken, SamplingParams, SequenceSli
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeatStart:
-    """A sequence takes a seat that no launched step names any more."""
+    """A sequence takes a seat that no launched step uses any more."""
 
     seat: int  # 0 to num_seats - 1
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # drawn so far, at least one; K and V of the last are missing
+    output_token_ids: Sequence[int]  # drawn so far, at least one; the last one's K, V are missing
     page_ids: Sequence[int]  # room for all of these tokens
     params: SamplingParams
     choice: int  # selects the seed
@@ -32,7 +31,7 @@ class SeatStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeatPages:
-    """More pages for a sequence, behind those that it has."""
+    """Additional pages for a sequence, after those that it has."""
 
     seat: int
     page_ids: tuple[int, ...]
@@ -46,20 +45,20 @@ class EngineStep:
     step write the same page.
     """
 
-    ended: tuple[int, ...] = ()  # seats whose sequences hold nothing any more
+    ended: tuple[int, ...] = ()  # seats whose sequences have ended
     copies: tuple[tuple[int, int], ...] = ()  # pages (source, target)
     started: tuple[SeatStart, ...] = ()
     extended: tuple[SeatPages, ...] = ()
-    decodes: tuple[int, ...] = ()  # seats: the last token of each is computed, the next one drawn
-    # seat |-> the only tokens that may be drawn for it; for those that are missing all may be
+    decodes: tuple[int, ...] = ()  # seats: compute the last token of each, draw the next one
+    # seat |-> the only tokens that may be drawn for it; seats without an entry may draw any
     allowed: Mapping[int, TokenBits] = field(default_factory=dict)
     slices: tuple[SequenceSlice, ...] = ()  # tokens of sequences without a seat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step drew. None: no token can be drawn; see Drawn."""
+    """The tokens that a step drew. None: no token can be drawn; see Drawn."""
 
     decodes: Sequence[SampledToken | None]  # one for each seat that decoded
     slices: Sequence[Drawn]  # one for each slice
-    seconds: float = 0.0  # that the step took, noted by whoever runs the engine; 0: not measured
+    seconds: float = 0.0  # duration of the step, noted by the engine's caller; 0: not measured

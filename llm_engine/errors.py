@@ -1,12 +1,12 @@
-"""What can go wrong between a checkpoint and a token.
+"""Failures between a checkpoint and a token.
 
 EngineError
 ├── CheckpointError          the files cannot be served; names file, what was found and allowed
-│   ├── CheckpointMissing        a file or a tensor is not there
-│   ├── CheckpointCorrupt        a file is there but cannot be read
+│   ├── CheckpointMissing        a file or a tensor is missing
+│   ├── CheckpointCorrupt        a file exists but cannot be read
 │   └── CheckpointMismatch       a tensor's shape or type contradicts the configuration
-├── UnsupportedModel         the model asks for something that is not implemented
-├── CacheUnusable            the user's cache cannot hold what a GGUF file says beside its weights
+├── UnsupportedModel         the model requires something that is not implemented
+├── CacheUnusable            the user's cache cannot be written
 ├── InvalidLogits            the model computes logits from which no token can be drawn
 └── NotEnoughMemory          the device cannot hold the weights and one page
 """
@@ -21,11 +21,11 @@ class CheckpointError(EngineError):
 
 
 class CheckpointMissing(CheckpointError):
-    """A file or a tensor is not there."""
+    """A file or a tensor is missing."""
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A file is there but cannot be read."""
+    """A file exists but cannot be read."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -33,7 +33,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class UnsupportedModel(EngineError):
-    """The folder asks for something that is not implemented."""
+    """The model requires something that is not implemented."""
 
 
 class CacheUnusable(EngineError):

@@ -1,4 +1,4 @@
-"""One forward pass as tensors: what slices become on the device.
+"""One forward pass as tensors: slices on the device.
 
 Legend: B slices, T new tokens of all slices, P page-table entries of all slices.
 """
@@ -18,11 +18,11 @@ from llm_engine.sampling import SequenceSlice
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassInputs:
-    """What a pass needs on the device. Page offsets must be computed in int64 there."""
+    """The inputs of a pass on the device, where page offsets must be computed in int64."""
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64, position of each token in its sequence
-    append_page_T: Tensor  # int64, page that receives the token's K and V; -1: none does
+    append_page_T: Tensor  # int64, page that receives the token's K and V; -1: none
     append_offset_T: Tensor  # int64, its slot within that page
     kv_page_indices: Tensor  # int32 [P]
 
@@ -41,7 +41,7 @@ class ForwardBatch(PassInputs):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBatch:
-    """The same before it is on the device."""
+    """The same batch before it is on the device."""
 
     of_tokens: npt.NDArray[np.int64]  # [4, T]: ids, positions, pages and slots of the append
     page_indptr: npt.NDArray[np.int64]  # [B + 1]
@@ -78,7 +78,7 @@ def build_forward_batch(
 
 
 def send_batch(batch: HostBatch, device: torch.device) -> ForwardBatch:
-    """Send a batch to the device, in two copies that wait for nothing."""
+    """Send a batch to the device, in two asynchronous copies."""
     tables = np.concatenate((batch.page_indptr, batch.page_table)).astype(np.int32)
     num_borders = len(batch.page_indptr)
     of_slices = to_device(tables, device)

@@ -1,6 +1,6 @@
 """The end tokens of generation_config.json, and a check of all its other settings.
 
-In transformers a folder can edit logits, forbid tokens or search with beams. Settings that are not
+In transformers, a folder can edit logits, forbid tokens or search with beams. Settings that are not
 implemented are refused unless they are off: they would change the tokens of every request. Sampling
 defaults belong to the router, whose `model_folder.py` reads them.
 """
@@ -22,7 +22,7 @@ USED = frozenset(
         "top_p",
     }
 )
-# Setting |-> the values, beside null, that change no token
+# Setting |-> the values, besides null, that change no token
 OFF: Mapping[str, tuple[object, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),

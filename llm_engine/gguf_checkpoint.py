@@ -32,18 +32,18 @@ _WITHOUT_A_PLACE = re.compile(rf"{re.escape(ROPE_FACTORS)}|blk\.\d+\.attn_rot_em
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFTensorEntry(TensorEntry):
-    """One tensor as a GGUF file's header describes it; `dtype` is a key of gguf_file.BLOCKS."""
+    """One tensor in a GGUF file's header; `dtype` is a key of gguf_file.BLOCKS."""
 
-    # Heads within each of which the rows of the two rotated halves alternate; 0: none. llama.cpp's
-    # conversion moves them so, because it rotates neighbours and the models rotate halves.
+    # Heads in which the rows of the two rotated halves alternate; 0: none. llama.cpp's conversion
+    # reorders them so, because it rotates neighbours while the models rotate halves.
     num_interleaved_heads: int
 
 
 def read_gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Tensors:
-    """Return the tensors that the model needs, all of them with the shape that it needs.
+    """Return all tensors of the model, with the shapes that it requires.
 
     Raises:
-        CheckpointMissing: If a tensor is not there.
+        CheckpointMissing: If a tensor is missing.
         CheckpointMismatch: If a shape or the set of tensors contradicts the metadata.
     """
     tensors: dict[str, TensorEntry] = {}

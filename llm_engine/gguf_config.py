@@ -1,7 +1,7 @@
-"""The config.json that a GGUF file's metadata amounts to; what is not implemented is refused.
+"""Translates a GGUF file's metadata into config.json; refuses what is not implemented.
 
-Keys of the model's shape are used, known to change nothing, or refused by name: one that is
-overlooked would be another model.
+Keys of the model's shape are used, known to change nothing, or refused by name: ignoring one could
+compute another model.
 """
 
 import struct
@@ -14,7 +14,7 @@ from llm_engine.gguf_file import GGUFHeader, GGUFTensor
 
 # general.architecture |-> architecture in config.json
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # Mistral's files say llama, too
+    "llama": "LlamaForCausalLM",  # also in Mistral's files
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
@@ -22,8 +22,8 @@ ROPE_FACTORS = "rope_freqs.weight"  # one for each frequency, by which it is div
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"  # absent where it is the embedding
 
-# Keys below the architecture's name. A key with a value here must have it: the others are other
-# models. Without one it says nothing about the arithmetic.
+# Keys below the architecture's name. A key with a value here must have it: other values mean other
+# models. A key without one does not affect the arithmetic.
 _USED = {
     "attention.head_count",
     "attention.head_count_kv",
@@ -63,7 +63,7 @@ def model_config(header: GGUFHeader) -> dict[str, Any]:
     """Return the content of config.json.
 
     Raises:
-        UnsupportedModel: If the file asks for something that is not implemented.
+        UnsupportedModel: If the file requires something that is not implemented.
         CheckpointCorrupt: If it contradicts itself.
     """
     fields = ConfigFields(header.metadata, str(header.path))
@@ -125,7 +125,7 @@ def _check_keys(header: GGUFHeader, fields: ConfigFields, name: str) -> None:
 
 def _num_layers(header: GGUFHeader, fields: ConfigFields, name: str) -> int:
     num_layers = fields.integer(f"{name}.block_count")
-    if num_layers > len(header.tensors):  # before anything is repeated so often
+    if num_layers > len(header.tensors):  # before any loop over them
         allowed = f"at most the number of tensors ({len(header.tensors)})"
         raise fields.unsupported(f"{name}.block_count", num_layers, allowed)
     return num_layers
@@ -158,7 +158,7 @@ def _vocab_size(header: GGUFHeader, fields: ConfigFields, name: str) -> int:
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """Return the type in which GPUs are to compute; norms are float32 in all files."""
+    """Return the dtype for GPUs; norms are float32 in all files."""
     types = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(
         frozenset(types), "bfloat16"
@@ -206,7 +206,7 @@ def _rope_factors(tensor: GGUFTensor, header: GGUFHeader, head_dim: int) -> Sequ
 
 
 def _add_window(config: dict[str, Any], fields: ConfigFields, name: str) -> None:
-    """Make a Mistral of a Llama that has a window, unless no request is as long."""
+    """Turn a Llama with a window into a Mistral, unless no request is that long."""
     key = f"{name}.attention.sliding_window"
     if not fields.has(key):
         return

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie. Reads no weights.
+"""The header of a GGUF file: its metadata, and the positions of its tensors. Reads no weights.
 
 Layout: docs/gguf.md of ggml, versions 2 and 3, little-endian. Files come from strangers: each
-length is compared with what is left of the file before anything of that length is read, and each
-count with a limit before anything is repeated so often.
+length is compared with the rest of the file before a read of that length, and each count with a
+limit before a loop of that length.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ TYPE_NAMES = {
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
-# Number of a metadata type |-> format of struct and array; strings and arrays are told apart below.
+# Number of a metadata type |-> format of struct and array; strings and arrays are handled below.
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -66,7 +66,7 @@ Value: TypeAlias = "int | float | bool | str | list[str] | array[int] | array[fl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFTensor:
-    """One tensor as the header describes it."""
+    """One tensor in the header."""
 
     name: str  # "blk.0.attn_q.weight"
     type: str  # a key of BLOCKS
@@ -77,7 +77,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFHeader:
-    """What a file says about itself."""
+    """The header of a file."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -89,7 +89,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     """Read and check the header of one file.
 
     Raises:
-        CheckpointCorrupt: If the file is cut off, or is not what its header says.
+        CheckpointCorrupt: If the file is truncated, or contradicts its header.
         UnsupportedModel: If it has a version, byte order or tensor type that is not implemented.
     """
     try:
@@ -164,7 +164,7 @@ class _HeaderReader:
                 f"metadata key {key} is an array of type {type_id}, which must be "
                 "a string or a number"
             )
-        # array has no truth values; as numbers they are what they are.
+        # array has no booleans; they are kept as numbers.
         values: array[int] | array[float] = array(_SCALARS[type_id].replace("?", "B"))
         values.frombytes(self._bytes(count * values.itemsize, key))
         if sys.byteorder == "big":
@@ -250,7 +250,7 @@ class _HeaderReader:
             raise self._corrupt(f"{what} is not UTF-8: {error}") from error
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """Read an array; vocabularies have hundreds of thousands, so no call for each."""
+        """Read an array without a call per element: vocabularies have hundreds of thousands."""
         data, at, end, unpack = self._data, self._at, len(self._data), _PACKED["Q"].unpack_from
         raw: list[bytes] = []
         while len(raw) < count and at + 8 <= end:
@@ -261,7 +261,7 @@ class _HeaderReader:
             self._at = at
             raw.append(data[begin:at])
         if len(raw) < count:
-            self._string(what)  # tells what is wrong with the next one
+            self._string(what)  # raises the error of the next one
         try:
             return [each.decode() for each in raw]
         except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
 """A Hugging Face folder with everything of a GGUF file but its weights, in the user's cache.
 
-It is written once for each header and each version of the code that writes it; so router and engine
-read the text side and the configuration of a GGUF model as those of any other.
+It is written once per header and version of the writing code, so that router and engine read the
+text side and the configuration of a GGUF model like those of any other.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ def gguf_folder(header: GGUFHeader, *, cache_dir: Path | None = None) -> Path:
 
     Args:
         header: Of the file.
-        cache_dir: Where the folder is; default: the user's cache.
+        cache_dir: Parent of the folder; default: the user's cache.
 
     Raises:
-        UnsupportedModel: If the file asks for something that is not implemented.
+        UnsupportedModel: If the file requires something that is not implemented.
         CheckpointCorrupt: If it contradicts itself.
         CacheUnusable: If nothing can be written there.
     """
@@ -37,7 +37,7 @@ def gguf_folder(header: GGUFHeader, *, cache_dir: Path | None = None) -> Path:
         for name, content in {"config.json": config, **tokenizer_files(header)}.items():
             (folder / name).write_text(content, encoding="utf-8")
 
-    # Of the configuration a part is not in the header.
+    # The header lacks a part of the configuration.
     content = header.digest + config.encode() + _writers_digest()
     identity = hashlib.blake2b(content, digest_size=16).hexdigest()
     return cached_folder(f"gguf-{identity}", write, cache_dir=cache_dir)

@@ -1,8 +1,8 @@
-"""Block-quantized tensors of GGUF files to float32, in torch, so that a GPU can do it, too.
+"""Dequantizes blocks of GGUF files to float32, in torch, so that GPUs can do it, too.
 
 A row is cut into blocks of 32 or 256 elements; a block holds small integers and the scales (and
-minima) that turn them into weights. Layouts: ggml-common.h of ggml; the arithmetic gives the bits
-of the `gguf` package, which the tests compare it with.
+minima) that turn them into weights. Layouts: ggml-common.h of ggml. The result is bit-identical to
+that of the `gguf` package, which the tests compare.
 
 Legend: B blocks, E elements of a block, G groups of a block that have a scale each.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llm_engine.gguf_file import BLOCKS
 
-NIBBLES = (0, 4)  # shifts that take a byte apart
+NIBBLES = (0, 4)  # shifts that split a byte
 PAIRS = (0, 2, 4, 6)
 BITS = tuple(range(8))
 
@@ -99,12 +99,12 @@ def _parts(x: Tensor, count: int) -> Tensor:
 
 
 def _spread(packed: Tensor, shifts: tuple[int, ...], *, transposed: bool = False) -> Tensor:
-    """Take bytes apart into fields of equal width, int8 [B, E].
+    """Split bytes into fields of equal width, int8 [B, E].
 
     Args:
-        packed: uint8 [B, ..., bytes]. All bytes' lowest fields come first, then the next ones.
+        packed: uint8 [B, ..., bytes]. The lowest fields of all bytes come first, then the next.
         shifts: Of the fields in a byte.
-        transposed: All fields of the first byte come first.
+        transposed: Whether all fields of the first byte come first instead.
     """
     mask = (1 << 8 // len(shifts)) - 1
     fields = torch.stack([packed >> shift & mask for shift in shifts], -1 if transposed else -2)
@@ -112,7 +112,7 @@ def _spread(packed: Tensor, shifts: tuple[int, ...], *, transposed: bool = False
 
 
 def _scaled(values: Tensor, scale_BG: Tensor, minimum_BG: Tensor | None = None) -> Tensor:
-    """Return values [B, E] times their group's scale, less its minimum, float32 [B, E]."""
+    """Return values [B, E] times their group's scale, minus its minimum, float32 [B, E]."""
     scaled: Tensor = scale_BG[:, :, None] * _parts(values, scale_BG.shape[1])
     if minimum_BG is not None:
         scaled -= minimum_BG[:, :, None]

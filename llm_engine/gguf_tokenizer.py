@@ -1,9 +1,9 @@
-"""The tokenizer of a GGUF file as Hugging Face's files, which the router reads as any other's.
+"""Converts the tokenizer of a GGUF file to Hugging Face's files, which the router reads.
 
-A GGUF file has a vocabulary, merges or scores, and the name of what cuts a text into words before
-the merges (`tokenizer.ggml.pre`); the rule behind the name is in the programs that read the file.
-The rules here are those of the tokenizers that the models were published with. Where llama.cpp or
-transformers read a GGUF file more coarsely, docs/decisions/0013 says so.
+A GGUF file has a vocabulary, merges or scores, and the name of the rule that splits a text into
+words before the merges (`tokenizer.ggml.pre`); programs that read the file implement the rule. The
+rules here are those of the models' published tokenizers. docs/decisions/0013 lists where llama.cpp
+or transformers are less exact.
 """
 
 import json
@@ -37,15 +37,15 @@ from llm_engine.gguf_vocabulary import (
     read_vocabulary,
 )
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes spaces so
-# What files of SentencePiece models may leave out
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
+# Defaults of fields that files of SentencePiece models may omit
 SENTENCEPIECE_NAMES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 MAX_PIECE_CHARS = 128  # SentencePiece's own limit is 16, unless a model is trained with another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WordRule:
-    """How a byte-level tokenizer cuts a text into words, within which it merges."""
+    """How a byte-level tokenizer splits a text into words, within which it merges."""
 
     split: str = ""  # regular expression of a word; empty: GPT-2's
     single_digits: bool = False  # each digit is a word, before anything else is cut
@@ -88,7 +88,7 @@ _WORD_RULES = {
 
 
 def tokenizer_files(header: GGUFHeader) -> dict[str, str]:
-    """Return name |-> content of all files about text.
+    """Return name |-> content of all text-side files.
 
     Raises:
         UnsupportedModel: If the kind of tokenizer is not implemented.
@@ -122,7 +122,7 @@ def tokenizer_files(header: GGUFHeader) -> dict[str, str]:
 
 
 def _byte_level(fields: ConfigFields, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer, and whether it puts the token of the beginning first."""
+    """Return the tokenizer, and whether it prepends the beginning-of-text token."""
     name = fields.string("tokenizer.ggml.pre")
     if name not in _WORD_RULES:
         allowed = f"one of {', '.join(sorted(_WORD_RULES))}"
@@ -188,10 +188,9 @@ def _merges_of_texts(fields: ConfigFields) -> list[tuple[str, str]]:
 
 
 def _merges_of_scores(fields: ConfigFields, vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges that SentencePiece's scores imply: the pair with the best result first.
+    """Return the merges that SentencePiece's scores imply, the pair with the best result first.
 
-    Pairs with one result are in the order in which Hugging Face's conversion of SentencePiece
-    models has them.
+    Pairs with the same result keep the order of Hugging Face's conversion of SentencePiece models.
     """
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     found = []

@@ -12,10 +12,10 @@ from llm_engine.gguf_file import GGUFHeader
 
 # Values of tokenizer.ggml.token_type
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
-MAX_TOKEN_CHARS = 1024  # in use are up to 512, of blanks
+MAX_TOKEN_CHARS = 1024  # real ones have up to 512, of blanks
 
-# Special tokens that end an answer, besides the one that the file calls so: a file names only one,
-# but chat models end a turn and a text differently. llama.cpp goes by the same texts.
+# Special tokens that end an answer, besides the file's end token: a file names only one, but chat
+# models end a turn and a text differently. llama.cpp uses the same texts.
 END_TEXTS = frozenset({
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
     "<end_of_turn>", "</s>", "<EOT>", "_<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -26,7 +26,7 @@ END_KEYS = (
     "tokenizer.ggml.eom_token_id",
 )
 
-# What a file recommends for sampling |-> field of generation_config.json
+# Recommended sampling setting of a file |-> field of generation_config.json
 SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -55,7 +55,7 @@ def read_vocabulary(header: GGUFHeader, named_by_default: Mapping[str, int]) -> 
 
     Args:
         header: Of the file.
-        named_by_default: Names of special tokens that a file may leave out |-> id.
+        named_by_default: Names of special tokens that a file may omit |-> id.
 
     Raises:
         UnsupportedModel: If a key has a value that it must not have.
@@ -63,7 +63,7 @@ def read_vocabulary(header: GGUFHeader, named_by_default: Mapping[str, int]) -> 
     """
     fields = ConfigFields(header.metadata, str(header.path))
     tokens = read_texts(fields, "tokenizer.ggml.tokens")
-    # The format allows empty ones, and llama.cpp calls them so.
+    # The format allows empty tokens; this is llama.cpp's name for them.
     tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(tokens)]
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     for token_id, token in enumerate(tokens):
@@ -102,7 +102,7 @@ def generation_config(header: GGUFHeader, vocabulary: Vocabulary) -> dict[str, A
         config["bos_token_id"] = vocabulary.named["bos_token"]
     for key, name in SAMPLING_KEYS.items():
         if fields.has(key):
-            config[name] = header.metadata[key]  # the router checks it, as any other folder's
+            config[name] = header.metadata[key]  # the router checks it, as for any other folder
     return config
 
 
@@ -129,7 +129,7 @@ def _named_tokens(
         if fields.has(key) or name in by_default
     }
     special = {UNKNOWN, CONTROL, USER_DEFINED}
-    # A file that marks padding by a word of the language does not mean to hide that word.
+    # If the padding token is an ordinary word, that word must not be hidden.
     return {
         name: token_id
         for name, token_id in named.items()
@@ -145,7 +145,7 @@ def _token_id(fields: ConfigFields, key: str, num_tokens: int, default: int | No
 
 
 def _numbers(header: GGUFHeader, key: str, count: int) -> Sequence[Any]:
-    """Return an array with a number for each token; empty where there is none."""
+    """Return an array with a number for each token; empty if there is none."""
     numbers = header.metadata.get(key, ())
     if not isinstance(numbers, array | tuple) or len(numbers) not in (0, count):
         found = f"{len(numbers)} numbers" if isinstance(numbers, array) else reprlib.repr(numbers)

@@ -9,18 +9,18 @@ from llm_engine.gguf_checkpoint import GGUFTensorEntry
 from llm_engine.gguf_file import BLOCKS
 from llm_engine.gguf_quants import dequantize
 
-CHUNK_ELEMENTS = 4 * 2**20  # bounds what a large tensor takes beside itself, a few times 16 MiB
+CHUNK_ELEMENTS = 4 * 2**20  # bounds temporary memory for a large tensor, a few times 16 MiB
 
 
 def fill_from_gguf(out: Tensor, entry: GGUFTensorEntry) -> None:
-    """Read, dequantize and cast a tensor, on the device where it goes.
+    """Read, dequantize and cast a tensor on its target device.
 
     Args:
         out: Of the entry's shape, contiguous, of any dtype.
         entry: Of the tensor.
 
     Raises:
-        CheckpointCorrupt: If the file has become shorter than its header says.
+        CheckpointCorrupt: If the file is now shorter than its header says.
         OSError: If it cannot be read.
     """
     columns = entry.shape[-1]

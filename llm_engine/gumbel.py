@@ -1,4 +1,4 @@
-"""Random numbers of a draw as a function of (seed, position, token id), and of nothing else.
+"""Random numbers of a draw as a function of (seed, position, token id) alone.
 
 h = mix(base + (token + 1) * GOLDEN) with base = mix(mix(seed + GOLDEN) ^ (position * ODD)), all
 modulo 2**64, where mix is the finalizer of splitmix64: for one (seed, position) these are the
@@ -17,7 +17,7 @@ _MULTIPLIER_2 = 0x94D0_49BB_1331_11EB
 
 
 def draw_base(seed: int, position: int) -> int:
-    """Return the signed 64-bit number that stands for (seed, position)."""
+    """Return the signed 64-bit number that represents (seed, position)."""
     return _signed(_mix(_mix((seed + _GOLDEN) & _MASK) ^ (position * _ODD & _MASK)))
 
 
@@ -42,7 +42,7 @@ def gumbel_noise(bases_R: Tensor, num_tokens: int) -> Tensor:
     """Return standard Gumbel noise for each row and token id, float64 [R, num_tokens], finite.
 
     Uses the upper 52 bits, so that large values, which decide about rare tokens, are as fine as
-    the others: v = (bits + 1/2) / 2**52 is never 0 nor 1, and -log(v) is small where v is near 1.
+    the others: v = (bits + 1/2) / 2**52 is neither 0 nor 1, and -log(v) is small where v is near 1.
     """
     noise = _shift_right(random_bits(bases_R, num_tokens), 12).to(torch.float64)
     noise += 0.5

@@ -1,4 +1,4 @@
-"""Seats of an engine that knows each token before the next step: sequences as lists on the host."""
+"""Seats of an engine that reads each token before the next step: sequences as lists on the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class HostSeats:
     """Turns the decodes of a step into slices."""
 
     def __init__(self) -> None:
-        self._sequences: dict[int, _Sequence] = {}  # seat |-> who holds it
+        self._sequences: dict[int, _Sequence] = {}  # seat |-> its sequence
 
     def change(self, step: EngineStep) -> None:
-        """Take over who left, who came, and whose pages became more."""
+        """Apply ended and started sequences and added pages."""
         for seat in step.ended:
-            self._sequences.pop(seat, None)  # a launch that failed may have been to start it
+            self._sequences.pop(seat, None)  # absent if the launch that should start it failed
         for start in step.started:
             self._sequences[start.seat] = _Sequence(
                 start, list(start.page_ids), list(start.output_token_ids)
@@ -36,11 +36,11 @@ class HostSeats:
     def slices(
         self, seats: tuple[int, ...], allowed: Mapping[int, TokenBits]
     ) -> list[SequenceSlice]:
-        """Return what the seats' sequences compute next; see EngineStep for `allowed`."""
+        """Return the slices of the seats' sequences; see EngineStep for `allowed`."""
         return [_slice(self._sequences[seat], allowed.get(seat)) for seat in seats]
 
     def take(self, seats: tuple[int, ...], drawn: list[SampledToken | None]) -> None:
-        """Append what was drawn; where nothing was, the sequence is about to end."""
+        """Append the drawn tokens; a sequence without one is about to end."""
         for seat, token in zip(seats, drawn, strict=True):
             self._sequences[seat].output.append(0 if token is None else token.token_id)
 

@@ -11,7 +11,7 @@ def check_kernel_shapes(source: Path, config: ModelConfig) -> None:
     """Check that attention kernels support a model's heads.
 
     Args:
-        source: File that the configuration was read from, for errors.
+        source: File of the configuration, for errors.
         config: Of the model.
 
     Raises:

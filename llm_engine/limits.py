@@ -1,3 +1,3 @@
-"""Limits that configurations are checked against; imports nothing."""
+"""Limits for configurations; imports nothing."""
 
 MAX_SEATS = 1024  # sequences that decode at once: rows of the largest recorded step

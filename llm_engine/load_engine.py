@@ -46,28 +46,29 @@ def load_engine(
     memory: MemoryPlan | None = None,
     report_loaded: ReportLoaded = lambda done_bytes, total_bytes: None,
 ) -> Engine:
-    """Load a checkpoint; blocks for as long as the disk needs.
+    """Load a checkpoint; blocks on the disk.
 
     Args:
         model: Folder with config.json and safetensors files, GGUF file, or folder with one.
         page_size: Token slots in a page.
-        num_pages: Pages in the pool; "auto" is as many as `memory` allows.
+        num_pages: Pages in the pool; "auto": as many as `memory` allows.
         device: "cpu", "cuda" or "cuda:1".
         dtype: Of weights, arithmetic and pages. "auto" is the checkpoint's on CUDA and float32 on
             a CPU, where half precision is slow.
         attention: "auto" is Triton on CUDA and torch elsewhere.
-        deterministic: Where attention is Triton, compute also the rest with kernels that give a
+        deterministic: If attention is Triton, compute the rest, too, with kernels that give a
             token the same bits in any batch; False leaves it to torch, which may be faster.
-        num_seats: Most sequences that decode at once, 0 to MAX_SEATS; without any, the engine
-            computes slices only.
-        memory: Budget of "auto"; the defaults of MemoryPlan.
-        report_loaded: Told now and then how far the weights are, unless they load at once.
+        num_seats: Most sequences that decode at once, 0 to MAX_SEATS; with 0 the engine computes
+            only slices.
+        memory: Budget of "auto"; default: that of MemoryPlan.
+        report_loaded: Called now and then with the progress of the weights, unless they load at
+            once.
 
     Raises:
         CheckpointError: If the model is incomplete, damaged or contradicts itself.
-        UnsupportedModel: If it asks for something that is not implemented, or no Triton kernel
+        UnsupportedModel: If it requires something that is not implemented, or no Triton kernel
             supports the shape of its heads.
-        CacheUnusable: If what a GGUF file says cannot be written to the user's cache.
+        CacheUnusable: If a GGUF file's metadata cannot be written to the user's cache.
         NotEnoughMemory: If weights and pages do not fit on the device.
         InvalidLogits: If the model's logits are NaN or infinite.
         ValueError: If an argument is out of range.
@@ -165,7 +166,7 @@ def _plan_num_pages(
         if device.type != "cuda":
             return memory.num_pages_on_cpu(page_bytes=layout.page_bytes)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        # Others may not have taken theirs yet.
+        # Other workers may not have taken theirs yet.
         share = total_bytes // memory.workers_per_gpu - torch.cuda.memory_reserved(device)
         free_bytes = min(free_bytes, share)
         return memory.num_pages_on_cuda(free_bytes=free_bytes, page_bytes=layout.page_bytes)
@@ -190,7 +191,7 @@ def _uses_triton(attention: str, device: torch.device) -> bool:
     return attention == "triton" or (attention == "auto" and device.type == "cuda")
 
 
-# Triton is absent on some hosts, and slow to import on the others: only where it is used.
+# Triton is absent on some hosts, and slow to import on others: imported only where it is used.
 
 
 def _triton_attention(pages: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> AttentionBackend:

@@ -1,15 +1,15 @@
-"""Tells how far the loading of weights is, no more often than somebody looks."""
+"""Reports the progress of loading weights at a limited rate."""
 
 import time
 from collections.abc import Callable
 
-REPORT_PERIOD_S = 0.5  # between two reports; what loads faster needs none
+REPORT_PERIOD_S = 0.5  # between two reports; faster loads report nothing
 
-ReportLoaded = Callable[[int, int], None]  # of the bytes that are loaded, and of all bytes
+ReportLoaded = Callable[[int, int], None]  # loaded bytes, all bytes
 
 
 class LoadProgress:
-    """Counts bytes and reports them now and then, and at the end if it has before."""
+    """Counts bytes and reports them now and then, and at the end if it has reported before."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class LoadProgress:
         self._next_at = clock() + REPORT_PERIOD_S
 
     def advance(self, num_bytes: int) -> None:
-        """Count what has been loaded since the last call."""
+        """Count bytes loaded since the last call."""
         self._done_bytes += num_bytes
         is_end = self._done_bytes == self._total_bytes and self._has_reported
         if is_end or self._clock() >= self._next_at:

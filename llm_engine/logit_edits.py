@@ -28,8 +28,8 @@ class LogitEntries:
 def logit_entries(draws: Sequence[Draw]) -> LogitEntries | None:
     """Return the edits of all rows, None if there are none.
 
-    The repetition penalty holds for tokens of prompt and output, presence and frequency for those
-    of the output.
+    The repetition penalty applies to tokens of prompt and output, presence and frequency penalties
+    to those of the output.
     """
     parts = [
         (np.full(len(tokens), row), tokens, repetition, subtract)
@@ -49,7 +49,7 @@ def logit_entries(draws: Sequence[Draw]) -> LogitEntries | None:
 
 
 def allowed_rows(allowed: Sequence[TokenBits | None]) -> npt.NDArray[np.int32] | None:
-    """Return the bitmaps of all rows, [R, words], where any row has one."""
+    """Return the bitmaps of all rows, [R, words], if any row has one."""
     one = next((bits for bits in allowed if bits is not None), None)
     if one is None:
         return None

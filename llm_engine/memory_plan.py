@@ -1,4 +1,4 @@
-"""How many pages fit beside the weights: a pure calculation, and the error when none does."""
+"""Computes how many pages fit beside the weights; raises if none does. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from llm_engine.errors import NotEnoughMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What a worker may spend on its page pool when it is not told a number of pages."""
+    """The memory budget of a worker's page pool without a fixed number of pages."""
 
     # Of the CUDA memory that is free after the weights are loaded. The rest is for the allocator's
     # rounding, for NCCL and for staging.
@@ -17,7 +17,7 @@ class MemoryPlan:
     activation_reserve_bytes: int = 3 << 30
     # Workers that share a GPU; each may use an equal part of its memory.
     workers_per_gpu: int = 1
-    # On a CPU, in all: its free memory says little about what others on the host will need.
+    # On a CPU, in total: free memory says little about what other processes will need.
     cpu_pool_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
@@ -30,10 +30,10 @@ class MemoryPlan:
                 raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")
 
     def num_pages_on_cuda(self, *, free_bytes: int, page_bytes: int) -> int:
-        """Return how many pages fit into what is free after the weights.
+        """Return how many pages fit into the memory that is free after the weights.
 
         Raises:
-            NotEnoughMemory: If not one does.
+            NotEnoughMemory: If not even one fits.
         """
         budget = int(free_bytes * self.cuda_free_fraction) - self.activation_reserve_bytes
         if budget < page_bytes:
@@ -48,7 +48,7 @@ class MemoryPlan:
         """Return how many pages fit into the budget.
 
         Raises:
-            NotEnoughMemory: If not one does.
+            NotEnoughMemory: If not even one fits.
         """
         if self.cpu_pool_bytes < page_bytes:
             raise NotEnoughMemory(

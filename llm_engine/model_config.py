@@ -1,4 +1,4 @@
-"""config.json of a checkpoint as a checked value; what is not implemented is refused by name.
+"""config.json of a checkpoint as a checked value; refuses by name what is not implemented.
 
 One decoder serves all families: they differ in biases, in the normalization of queries and keys,
 in the sliding window and in rotary scaling, and each of these is a field here.
@@ -22,8 +22,8 @@ FAMILIES = {
 }
 DTYPES = ("float32", "float16", "bfloat16")
 
-# transformers' defaults for missing keys. A null num_key_value_heads stands for as many as query
-# heads, and so does a missing one in a Llama.
+# transformers' defaults for missing keys. A null num_key_value_heads means as many as query heads,
+# and so does a missing one in a Llama.
 DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 DEFAULT_QWEN3_HEAD_DIM = 128  # not derived
 
@@ -39,7 +39,7 @@ class ModelConfig:
     """Shape and arithmetic of a decoder."""
 
     family: str  # a value of FAMILIES
-    dtype: str  # of the weights as published, one of DTYPES
+    dtype: str  # of the published weights, one of DTYPES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -68,7 +68,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
     Raises:
         CheckpointError: If config.json is missing or is not JSON.
-        UnsupportedModel: If it asks for something that is not implemented.
+        UnsupportedModel: If it requires something that is not implemented.
     """
     fields = read_json(model_dir / "config.json")
     family = _read_family(fields)

@@ -1,4 +1,4 @@
-"""A model as it lies on a disk, a Hugging Face folder or a GGUF file, through one door."""
+"""Opens a model on disk, a Hugging Face folder or a GGUF file, in one way."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ GGUF_SUFFIX = ".gguf"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFiles:
-    """What is known of a model before its weights are read."""
+    """Everything known about a model before its weights are read."""
 
     config: ModelConfig
     tensors: Tensors
@@ -32,7 +32,7 @@ def open_model(model: Path) -> ModelFiles:
     Raises:
         CheckpointError: If something is missing, damaged or contradicts itself.
         UnsupportedModel: If the model needs something that is not implemented.
-        CacheUnusable: If what a GGUF file says cannot be written to the user's cache.
+        CacheUnusable: If a GGUF file's metadata cannot be written to the user's cache.
     """
     path = find_gguf(model)
     if path is None:
@@ -66,12 +66,12 @@ def find_gguf(model: Path) -> Path | None:
     """Return the GGUF file that a path means; None: it is a folder in Hugging Face's layout.
 
     Raises:
-        CheckpointMissing: If there are several files that it may mean.
+        CheckpointMissing: If it could mean several files.
     """
     if model.is_file():
         return model
     found = sorted(path for path in model.glob(f"*{GGUF_SUFFIX}") if path.is_file())
-    # Some folders have both; the weights as they were published have more digits.
+    # Some folders have both; the published weights are more precise.
     if not found or any(model.glob("*.safetensors")):
         return None
     if len(found) > 1:
@@ -81,5 +81,5 @@ def find_gguf(model: Path) -> Path | None:
 
 
 def model_name(model: Path) -> str:
-    """Return what a model is called unless somebody chooses a name: as its folder or GGUF file."""
+    """Return a model's default name: that of its folder or GGUF file."""
     return model.name.removesuffix(GGUF_SUFFIX)

@@ -1,4 +1,4 @@
-"""Tells two models apart without reading all of either: copies on several hosts must be one."""
+"""Tells two models apart without reading all of either: hosts must have copies of the same one."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from llm_engine.model_files import open_model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelIdentity:
-    """Equal where two copies of a model give the same tokens."""
+    """Equal for copies of a model that give the same tokens."""
 
     weights: str  # and configuration; see llm_engine.checkpoint.fingerprint
     tokenizer: str  # digest of tokenizer.json
 
     def differences(self, other: "ModelIdentity") -> str:
-        """Return what another model has, in words; empty: it is the same one."""
+        """Return how another model differs, in words; empty: it is the same one."""
         found = []
         if self.weights != other.weights:
             found.append("another configuration or other weights")
@@ -27,13 +27,13 @@ class ModelIdentity:
 
 
 def read_identity(model: Path) -> ModelIdentity:
-    """Return which model lies there; reads some bytes of each tensor, and none of them whole.
+    """Return the identity of a model; reads some bytes of each tensor.
 
     Args:
-        model: As open_model takes it.
+        model: As for open_model.
 
     Raises:
-        EngineError: As open_model does, or because there is no tokenizer.json.
+        EngineError: As open_model does, or if tokenizer.json is missing.
         OSError: A file cannot be read.
     """
     files = open_model(model)

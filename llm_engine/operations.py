@@ -1,4 +1,4 @@
-"""What a decoder computes between attention calls, as torch or as own kernels.
+"""The operations of a decoder between attention calls, in torch or in own kernels.
 
 Implementations: `TorchOperations` here (any device, the reference) and
 `operations_triton.TritonOperations` (CUDA, or Triton's interpreter in tests), whose rows have the
@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 
 class Operations(Protocol):
-    """Two-dimensional where not said otherwise; inputs are not changed unless it says so."""
+    """Tensors are two-dimensional, and inputs are not changed, unless stated otherwise."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T + bias for x [rows, num_in] and weight [num_out, num_in]."""
@@ -23,7 +23,7 @@ class Operations(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to the residual, in its place, and return what rms_norm makes of the sum."""
+        """Add x to the residual in place, and return the rms_norm of the sum."""
         ...
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:

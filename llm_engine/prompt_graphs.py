@@ -1,9 +1,9 @@
-"""Passes of few prompt tokens, repeated from CUDA graphs.
+"""Passes of few prompt tokens, replayed from CUDA graphs.
 
-The host needs some 15 ms to launch the kernels of 32 layers one by one, whatever their size. Up to
-some hundred tokens the device needs less: the end of a prompt, or one token of a prompt that is
-cached, would wait for the host. So these passes lie at fixed addresses, too, padded to one of few
-sizes (docs/decisions/0010-steps-of-decode-are-recorded.md). Their logits and draws follow kernel by
+The host needs about 15 ms to launch the kernels of 32 layers one by one, whatever their size. Up to
+a few hundred tokens the device needs less: the end of a prompt, or one token of a cached prompt,
+would wait for the host. So these passes lie at fixed addresses, too, padded to one of few sizes
+(docs/decisions/0010-steps-of-decode-are-recorded.md). Their logits and draws are launched kernel by
 kernel, while the device computes the layers.
 
 Legend: T tokens, padded or not, D hidden.
@@ -25,8 +25,8 @@ from llm_engine.recordings import CudaGraphRecorder, Recorder, Recordings
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 
-# Tokens of a recording. More than the last keep the device busy for longer than the host. Below 64
-# tokens all take as long: they read the weights once. Above, tiles of matrix products have 64 rows.
+# Tokens of a recording. Beyond the last size, the device takes longer than the host. Up to 64
+# tokens all take the same time, that of reading the weights once. Above, matrix tiles have 64 rows.
 NUM_TOKENS = (16, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768)
 MAX_SLICES = 256
 MAX_PAGES = 1 << 16  # of all slices
@@ -73,7 +73,7 @@ class GraphedPrompts:
         self._recordings: Recordings[int, Tensor] = Recordings((), make_recorder())
 
     def warm_up(self, max_tokens: int) -> None:
-        """Record passes of all sizes, up to a length of sequences; overwrites page 0."""
+        """Record passes of all sizes, up to a sequence length; overwrites page 0."""
         for size in NUM_TOKENS[: bisect_right(NUM_TOKENS, max_tokens)]:
             prompt = SequenceSlice(
                 token_ids=[0] * size,
@@ -85,7 +85,7 @@ class GraphedPrompts:
                 self.hidden_states(build_host_batch([prompt], self._page_size))
 
     def takes(self, batch: HostBatch) -> bool:
-        """Tell whether a batch has prompt tokens alone, and few enough."""
+        """Return whether a batch has only prompt tokens, and few enough."""
         return (
             batch.of_tokens.shape[1] <= NUM_TOKENS[-1]
             and batch.prompt_lens == batch.qo_lens

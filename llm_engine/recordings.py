@@ -1,7 +1,7 @@
-"""CUDA graphs: work that is recorded once, and then repeated by one call of the host.
+"""CUDA graphs: work recorded once, then replayed by one call of the host.
 
-A graph repeats launches with the arguments they were recorded with. So whatever changes from one
-repetition to the next lies at fixed addresses.
+A graph replays launches with their recorded arguments. So data that changes between replays lies at
+fixed addresses.
 """
 
 import logging
@@ -22,15 +22,15 @@ class Recorder(Protocol):
     """Makes recordings."""
 
     def __call__(self, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Return what repeats the launches of `work`, whose kernels must have run before."""
+        """Return a function that replays the launches of `work`, whose kernels have run before."""
         ...
 
 
 class CudaGraphRecorder:
-    """Records what a function launches on the current device.
+    """Records a function's launches on the current device.
 
-    Recordings of one recorder share the memory they work in: they run one after the other, and the
-    result of one is valid until the next one runs.
+    Recordings of one recorder share their working memory: they run one after another, and a result
+    is valid until the next recording runs.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class CudaGraphRecorder:
 
     def __call__(self, work: Callable[[], Result]) -> Callable[[], Result]:
         graph = torch.cuda.CUDAGraph()
-        # Without torch.cuda.graph: it waits for the whole device, also for a transfer that waits
-        # for its peer. And what may not be recorded, other threads may do meanwhile.
+        # Not by torch.cuda.graph, which waits for the whole device, even for a transfer that waits
+        # for its peer. Other threads may meanwhile make calls that cannot be recorded.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
@@ -56,13 +56,13 @@ class CudaGraphRecorder:
 
 
 class Recordings(Generic[Kind, Result]):
-    """Recordings of work by kind, as long as what they have the addresses of remains.
+    """Recordings of work by kind, valid as long as the buffers whose addresses they contain.
 
-    The first work of a kind is launched kernel by kernel, which loads them; the second one is
-    recorded.
+    The first work of a kind is launched kernel by kernel, which loads the kernels; the second one
+    is recorded.
 
     Args:
-        buffers: What recordings have the addresses of, beside what never changes.
+        buffers: Objects whose addresses recordings contain, besides those that never change.
         record: Makes a recording.
     """
 
@@ -72,14 +72,14 @@ class Recordings(Generic[Kind, Result]):
         self._repeats: dict[Kind, Callable[[], Result] | None] = {}  # None: launched once
 
     def hold_for(self, buffers: Sequence[object]) -> bool:
-        """Tell whether these are the buffers, each the same object."""
+        """Return whether these are the buffers, each the same object."""
         return all(own is other for own, other in zip(self._buffers, buffers, strict=True))
 
     def run(self, kind: Kind, work: Callable[[], Result], *, num_rows: int) -> Result:
         """Do work of a kind, by a recording if there is one.
 
         Args:
-            kind: What a recording holds for.
+            kind: What a recording is valid for.
             work: Launches on the current stream and waits for nothing.
             num_rows: For the log.
         """
@@ -91,7 +91,7 @@ class Recordings(Generic[Kind, Result]):
         if repeat is None:
             try:
                 repeat = self._record(work)
-            except torch.OutOfMemoryError:  # slower, but nobody's request fails
+            except torch.OutOfMemoryError:  # slower without it, but no request fails
                 logger.warning("step_not_recorded", extra=fields(rows=num_rows))
                 repeat = work
             self._repeats[kind] = repeat

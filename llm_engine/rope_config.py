@@ -1,4 +1,4 @@
-"""Rotary embedding of a checkpoint as values: which of the known scalings, with which constants."""
+"""The rotary embedding of a checkpoint: one of the known scalings, with its constants."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class LinearRope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Rope:
-    """Long waves are interpolated, short ones kept, those between are blended (Llama 3.1)."""
+    """Long waves are interpolated, short ones kept, those in between blended (Llama 3.1)."""
 
     theta: float
     factor: float
@@ -47,7 +47,7 @@ class YarnRope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactorsRope:
-    """Each frequency divided by a factor of its own, as GGUF files write Llama 3.1's scaling."""
+    """Each frequency divided by its own factor, GGUF's form of Llama 3.1's scaling."""
 
     theta: float
     factors: tuple[float, ...]  # head_dim / 2 of them
@@ -81,7 +81,7 @@ def read_rope_config(config: ConfigFields) -> RopeConfig:
     If a file has both, `rope_scaling` wins, as in transformers.
 
     Raises:
-        UnsupportedModel: If the type or a constant is not one that is implemented.
+        UnsupportedModel: If the type or a constant is not implemented.
     """
     rope = config.nested("rope_scaling" if config.value("rope_scaling") else "rope_parameters")
     # The oldest files say `type`.
@@ -89,7 +89,7 @@ def read_rope_config(config: ConfigFields) -> RopeConfig:
     if rope_type not in ROPE_TYPES:
         raise rope.unsupported("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
     for field in rope.names():
-        # An extension that is overlooked, or settings nested by layer, would change the model.
+        # An ignored extension, or settings nested by layer, would change the model.
         if field not in ROPE_FIELDS:
             raise rope.unsupported(field, "present", f"one of {', '.join(sorted(ROPE_FIELDS))}")
     theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
@@ -125,7 +125,7 @@ def _read_llama3(rope: ConfigFields, theta: float, config: ConfigFields) -> Llam
 
 
 def _read_yarn(rope: ConfigFields, theta: float, config: ConfigFields) -> YarnRope:
-    if theta <= 1:  # turns would not fall with the frequency's index
+    if theta <= 1:  # turns would not decrease with the frequency's index
         raise rope.unsupported("rope_theta", theta, "above 1")
     original = _original_context(rope, config)
     factor = rope.number("factor", config.integer("max_position_embeddings") / original)

@@ -1,6 +1,6 @@
-"""Rotary position embedding: the table of cosines and sines that attention back ends rotate with.
+"""Rotary position embedding: the table of cosines and sines for attention back ends.
 
-The arithmetic is float32 step by step as in transformers: at long positions a more exact phase
+The arithmetic is float32, step by step as in transformers: at long positions a more exact phase
 would be a different model.
 """
 
@@ -68,7 +68,7 @@ def _yarn_frequencies(rope: YarnRope, frequencies: Tensor) -> Tensor:
     head_dim = 2 * len(frequencies)
 
     def pair_with_turns(turns: float) -> float:
-        """Return the (fractional) pair that makes so many turns in the original context."""
+        """Return the (fractional) pair that makes this many turns in the original context."""
         wavelength = rope.original_context_tokens / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

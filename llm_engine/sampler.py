@@ -1,13 +1,13 @@
-"""Draws tokens from logits on the device that holds them; results come back in one go.
+"""Draws tokens from logits on the device that holds them; results come back in one copy.
 
-Order, per row, each step only where asked for: penalties, banned tokens, the mask of a constraint,
-temperature, top-k, top-p over the rest renormalized, min-p relative to the most probable, then
+Order per row, each step only if requested: penalties, banned tokens, the mask of a constraint,
+temperature, top-k, top-p over the renormalized rest, min-p relative to the most probable, then
 Gumbel-max. The filters give a threshold on the logit: a token as probable as the last one kept is
-kept too, so that the set does not depend on how ties are sorted. (Of tokens that tie with the k-th,
-top-p counts the mass of as many as make k.) Masses are integers in units of 2**-40 of the most
-probable token's, so that sums have one value on any device. Greedy rows take the most probable
-token, of several the lowest id. Nothing depends on other rows. `sampler_triton` draws the same
-tokens on GPUs without sorting.
+kept, too, so that the set does not depend on the order of ties. (Of tokens that tie with the k-th,
+top-p counts only as many as make k.) Masses are integers in units of 2**-40 of the most probable
+token's, so that sums have one value on any device. Greedy rows take the most probable token, and
+the lowest id among ties. Nothing depends on other rows. `sampler_triton` draws the same tokens on
+GPUs without sorting.
 
 Legend: R rows (one per draw), V vocabulary, E edited logits.
 """
@@ -34,7 +34,7 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[SampledToken | None
 
     Args:
         logits_RV: Any float dtype; not modified.
-        draws: What to draw from each row.
+        draws: One per row.
 
     Returns:
         None for a row whose largest logit is NaN, inf, or -inf.
@@ -74,9 +74,9 @@ def filter_logits(
 
     Args:
         logits_RV: float32, already divided by the temperature.
-        top_k_R: int64 >= 1; the size of the vocabulary is "off".
-        top_p_R: float64 in (0, 1]; 1 is "off".
-        min_p_R: float64 in [0, 1]; 0 is "off".
+        top_k_R: int64 >= 1; the size of the vocabulary: off.
+        top_p_R: float64 in (0, 1]; 1: off.
+        min_p_R: float64 in [0, 1]; 0: off.
         max_k: The largest of top_k_R, on the host.
     """
     ranked = _largest(logits_RV, max_k)  # [R, max_k], descending
@@ -86,7 +86,7 @@ def filter_logits(
     masses = (relative.exp() * MASS_UNIT + 0.5).long().masked_fill(~is_kept, 0)
     mass_before = (masses.cumsum(dim=-1) - masses).double()
     target = top_p_R.unsqueeze(1) * masses.sum(dim=-1, keepdim=True).double()
-    # A tail whose mass rounds to 0 is part of what top_p = 1 includes.
+    # top_p = 1 includes a tail whose mass rounds to 0.
     is_kept &= (mass_before < target) | (top_p_R.unsqueeze(1) >= 1)
     is_kept[:, 0] = True
     threshold = ranked.masked_fill(~is_kept, torch.inf).amin(dim=-1, keepdim=True)
@@ -111,8 +111,8 @@ def logprobs_of(
 
     Args:
         logits_RV: float32, without edits.
-        draws: Say which rows.
-        tokens_R: What was drawn, int64; what a row without a token (-1) gets has no meaning.
+        draws: One per row; they say which rows want logprobs.
+        tokens_R: Drawn tokens, int64; the result of a row without a token (-1) is meaningless.
     """
     wanted = logprobs_wanted(draws)
     if not wanted:
@@ -189,7 +189,7 @@ def _edit(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _mask(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return logits with -inf for what is not allowed: the same tensor if all is, else a copy."""
+    """Return logits with -inf for tokens that are not allowed: the same tensor if all are."""
     words_R = allowed_rows([draw.allowed for draw in draws])
     if words_R is None:
         return logits_RV

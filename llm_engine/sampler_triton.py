@@ -1,8 +1,8 @@
 """Draws tokens on GPUs with kernels that do not sort; the same tokens as `llm_engine.sampler`.
 
-The arithmetic is that of the torch sampler, except that logarithms and exponentials may differ in
-the last bit of a float64: another token is drawn only where two scores, or a mass and its limit,
-agree in some 12 digits. Logprobs are float32 and may differ in the last bits.
+The arithmetic equals that of the torch sampler, except that logarithms and exponentials may differ
+in the last bit of a float64: the drawn tokens differ only if two scores, or a mass and its limit,
+agree in about 12 digits. Logprobs are float32 and may differ in the last bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from llm_engine.sampling import Draw, SampledToken
 
 MIN_ROWS = 64  # of the buffers, about 64 KB each
 
-ReadTokens = Callable[[], list[SampledToken | None]]  # once the device has come so far
+ReadTokens = Callable[[], list[SampledToken | None]]  # waits for the device
 
 
 class TritonSampler:
@@ -34,11 +34,11 @@ class TritonSampler:
 
         Args:
             logits_RV: Any float dtype; not modified.
-            draws: What to draw from each row.
+            draws: One per row.
 
         Returns:
-            What returns the tokens, once all that is on the stream now has run: None for a row
-            whose largest logit is NaN, inf, or -inf.
+            A function that returns the tokens once everything now on the stream has run: None for
+            a row whose largest logit is NaN, inf, or -inf.
         """
         device = logits_RV.device
         kernels = self._kernels_for(logits_RV)
@@ -76,13 +76,13 @@ def read_later(
     *,
     has_all_logprobs: bool,
 ) -> ReadTokens:
-    """Begin to copy tokens to the host; return what returns them when the copies have ended.
+    """Begin to copy tokens to the host; return a function that waits for them and returns them.
 
     Args:
-        tokens_R: [num_rows], int32; -1 where nothing could be drawn.
+        tokens_R: [num_rows], int32; -1 where no token could be drawn.
         logprobs: Of the rows that want them, or of all.
-        wanted: The rows that want log probabilities |-> how many of the most probable tokens.
-        has_all_logprobs: Whether `logprobs` are of all rows.
+        wanted: Rows that want log probabilities |-> how many of the most probable tokens.
+        has_all_logprobs: Whether `logprobs` cover all rows.
     """
     tokens = _to_host(tokens_R)
     if not wanted:
@@ -120,7 +120,7 @@ def _sampled(
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Begin to copy a tensor to memory of its own on the host."""
+    """Begin to copy a tensor to new memory on the host."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     copy.copy_(tensor, non_blocking=True)
     return copy

@@ -1,8 +1,8 @@
-"""What to draw and what was drawn: values that travel between scheduler, engine and wire.
+"""Draws and drawn tokens: values that travel between scheduler, engine and wire.
 
 A draw is stateless: it depends on the logits of its own sequence, on `seed`, `position` and the
-parameters here, never on the batch or on earlier draws. That is what lets a stream continue on
-another worker with the same tokens.
+parameters here, never on the batch or on earlier draws. So a stream can continue on another worker
+with the same tokens.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kv_cache.layout import num_pages_for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Complete parameters of one request; the router has filled the defaults and checked ranges."""
+    """Complete parameters of one request; the router has filled in defaults and checked ranges."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
@@ -32,7 +32,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: of the drawn token and the k most probable
-    constraint: Constraint | None = None  # what the answer is held to; None: nothing
+    constraint: Constraint | None = None  # of the answer; None: unconstrained
 
     @property
     def has_penalties(self) -> bool:
@@ -73,8 +73,8 @@ class SampledToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
-# What was drawn after a slice, one token per draw. None: no token can be drawn, since the largest
-# logit that may be drawn is NaN or infinite.
+# Tokens drawn after a slice, one per draw. None: no token can be drawn, since the largest allowed
+# logit is NaN or infinite.
 Drawn: TypeAlias = tuple[SampledToken, ...] | None
 
 
@@ -85,9 +85,9 @@ class SequenceSlice:
     The pages already hold K and V of positions [0, start); the pass writes those of
     [start, start + len(token_ids)) and draws tokens after the last of them.
 
-    Positions below `num_prompt_tokens` are prompt, those from there on were drawn. The two are
-    computed by different kernels with different bits; to compute a position again gives the same
-    bits only if it is told apart in the same way. It is a fact about the sequence, not the slice.
+    Positions below `num_prompt_tokens` are prompt, later ones were drawn. Different kernels compute
+    the two, with different bits; recomputing a position gives the same bits only if it is
+    classified in the same way. This is a property of the sequence, not of the slice.
     """
 
     token_ids: Sequence[int]  # new tokens, at least one

@@ -1,4 +1,4 @@
-"""A pass over slices: from the tokens of sequences without a seat to logits and what was drawn.
+"""A pass over slices: from the tokens of sequences without a seat to logits and drawn tokens.
 
 Legend: R rows with draws, V vocabulary.
 """
@@ -17,7 +17,7 @@ from llm_engine.transformer import Decoder
 
 
 class RepeatedPasses(Protocol):
-    """Computes some passes by repeating what was recorded."""
+    """Computes some passes by replaying recordings."""
 
     def takes(self, batch: HostBatch) -> bool: ...
 
@@ -58,7 +58,7 @@ def run_slices(
 def drawn_after(
     slices: Sequence[SequenceSlice], tokens: Sequence[SampledToken | None]
 ) -> list[Drawn]:
-    """Deal the tokens of all draws to their slices."""
+    """Distribute the tokens of all draws to their slices."""
     left = iter(tokens)
     return [_all_or_none([next(left) for _ in each.draws]) for each in slices]
 

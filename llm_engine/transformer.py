@@ -15,7 +15,7 @@ from llm_engine.weights import DecoderWeights, LayerWeights, LinearWeights
 
 
 class Decoder:
-    """Stateless but for the pages that its attention back end writes."""
+    """Stateless except for the pages that its attention back end writes."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Weights of a decoder on their device, filled tensor by tensor from a checkpoint's files.
 
 Projections that read the same input are stored as one matrix, so that a layer has four matrix
-products. Each tensor of a file is cast and copied to its rows of that matrix, dequantized if it is
-of a GGUF file; no second copy of the model ever exists.
+products. Each tensor of a file is cast and copied to its rows of that matrix, and dequantized if it
+comes from a GGUF file; no second copy of the model ever exists.
 """
 
 from collections.abc import Callable
@@ -67,12 +67,12 @@ def load_weights(
     Args:
         config: Of the model.
         tensors: Of its checkpoint.
-        device: Where they go.
-        dtype: To which they are cast.
+        device: Of the result.
+        dtype: Of the result.
         on_loaded: Called after each tensor with its bytes in the file.
 
     Raises:
-        CheckpointCorrupt: If a file that had a good header cannot be read.
+        CheckpointCorrupt: If a file with a valid header cannot be read.
     """
     with ExitStack() as stack:
         loader = _Loader(tensors, stack, device, dtype, on_loaded)
@@ -123,7 +123,7 @@ class _Loader:
         return LinearWeights(weight=weight, bias=self.join(*biases) if has_bias else None)
 
     def join(self, *names: str) -> Tensor:
-        """Return tensors below each other in one."""
+        """Return tensors stacked into one."""
         shapes = [self._tensors[name].shape for name in names]
         num_rows = sum(shape[0] for shape in shapes)
         joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)

@@ -22,7 +22,7 @@ def read_sliding_window(
     """Return how many tokens each token sees, itself included; None: all before it.
 
     Raises:
-        UnsupportedModel: If layers differ in their window, which no plan of attention allows
+        UnsupportedModel: If layers differ in their window, which attention plans do not support
             (docs/decisions/0014-what-a-model-folder-may-say.md), or keys contradict each other.
     """
     window = _read_window(fields, family)
@@ -33,7 +33,7 @@ def read_sliding_window(
     if window is None:
         allowed = "full_attention only, as sliding_window is off"
         raise fields.unsupported(given, fields.value(given), allowed)
-    if window >= max_context_tokens:  # it hides nothing
+    if window >= max_context_tokens:  # hides nothing
         return None
     if family == "llama":
         # transformers gives its mask no window, but lets its cache forget older tokens.

@@ -1,36 +1,35 @@
-"""The address that a host has on a network interface, which has the same name on all hosts."""
+"""Finds a host's address on a network interface, whose name is the same on all hosts."""
 
 import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping
 
-_NAME = re.compile(r"[^\s/,=^:]{1,15}")  # as Linux has them; the rest means something to NCCL
+_NAME = re.compile(r"[^\s/,=^:]{1,15}")  # Linux's rules; other characters are syntax of NCCL
 
 
 class NoAddress(Exception):
-    """This host has no interface of that name, or none with an address that others can use."""
+    """This host has no interface of that name, or it has no address that other hosts can use."""
 
 
 def is_interface(value: object) -> bool:
-    """Tell whether a value can be the name of an interface, or is empty: none is chosen."""
+    """Return whether a value can be the name of an interface, or is empty for none."""
     return isinstance(value, str) and (value == "" or _NAME.fullmatch(value) is not None)
 
 
 def address_on(interface: str, *, option: str = "network_interface") -> str:
     """Return the address of this host on an interface: the first IPv4 one, else the first IPv6 one.
 
-    Link-local addresses of IPv6 are left out: they mean nothing without a zone, which is another
-    one on each host.
+    Link-local IPv6 addresses are ignored: they need a zone, which differs by host.
 
     Args:
         interface: Its name.
-        option: That names it, for the error.
+        option: The option that names it, for the error.
 
     Raises:
-        NoAddress: Names the option, this host, what is wrong and the interfaces that could do.
+        NoAddress: Names the option, this host, the fault and the usable interfaces.
     """
-    import psutil  # only who has chosen an interface needs it
+    import psutil  # needed only if an interface is chosen
 
     # interface |-> its addresses
     addresses: Mapping[str, list[str]] = {
@@ -50,7 +49,7 @@ def address_on(interface: str, *, option: str = "network_interface") -> str:
     elif interface in down:
         reason = "which is down"
     else:
-        reason = "which has no IPv4 address, and no IPv6 address but link-local ones"
+        reason = "which has neither an IPv4 address nor an IPv6 address that is not link-local"
     where = f"{option} is {interface!r}, {reason} on {socket.gethostname()}"
     if not usable:
         raise NoAddress(f"{where}, where no interface has an address")
@@ -59,7 +58,7 @@ def address_on(interface: str, *, option: str = "network_interface") -> str:
 
 
 def _best(addresses: Iterable[str]) -> str:
-    """Return the address to use; empty: there is none."""
+    """Return the address to use; empty: none."""
     parsed = [ipaddress.ip_address(each.partition("%")[0]) for each in addresses]
     good = [each for each in parsed if each.version == 4 or not each.is_link_local]
     return str(min(good, key=lambda each: each.version, default=""))

@@ -7,8 +7,8 @@
         def __post_init__(self) -> None:
             check_options(self)
 
-What is declared here feeds the checks, the flags of the command line and the documentation. Fields
-without `option` are no options: only code sets them.
+Declarations feed the checks, the command line's flags and the documentation. Fields without
+`option` are not options: only code sets them.
 """
 
 import sys
@@ -20,22 +20,22 @@ from functools import cache
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
-Spell = Callable[[str], str]  # name of an option |-> how the reader knows it
+Spell = Callable[[str], str]  # name of an option |-> the reader's spelling
 
 _KEY = "option"  # of a field's metadata
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What an option means, and which values it allows beyond those of its type."""
+    """The meaning of an option, and its limits beyond those of its type."""
 
     meaning: str  # sentences
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     exceeds: str = ""  # another option of the same class
-    accepts: Callable[[Any], bool] | None = None  # instead of type and bounds
-    accepted: str = ""  # what `accepts` accepts, in words
+    accepts: Callable[[Any], bool] | None = None  # replaces type and bounds
+    accepted: str = ""  # the values that `accepts` allows, in words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Option:
 
     @property
     def simple_type(self) -> Any:
-        """The type that a word of the command line is read as: int, float, bool or str."""
+        """The type of a word on the command line: int, float, bool or str."""
         wanted = self._type_of_values
         if typing.get_origin(wanted) is Literal:
             return type(typing.get_args(wanted)[0])
@@ -57,12 +57,12 @@ class Option:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it is a mapping of texts, of which a command line has one entry in each word."""
+        """Whether it is a mapping of texts; on a command line, each word is an entry."""
         return typing.get_origin(self._type_of_values) is Mapping
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The allowed values, where they can be listed."""
+        """The allowed values, if they can be listed."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
     @property
@@ -72,7 +72,7 @@ class Option:
         return self.type
 
     def allows(self, value: Any) -> bool:
-        """Tell whether a value has the type and lies within the bounds, others aside."""
+        """Return whether a value has the type and lies within its own bounds."""
         rule = self.rule
         if rule.accepts is not None:
             return rule.accepts(value)
@@ -83,7 +83,7 @@ class Option:
         if type(value) not in (int, self.simple_type):
             return False
         if self.simple_type is float and not -sys.float_info.max <= value <= sys.float_info.max:
-            return False  # NaN, infinite, or an integer that no float holds
+            return False  # NaN, infinite, or an integer too large for a float
         return (
             (rule.at_least is None or value >= rule.at_least)
             and (rule.above is None or value > rule.above)
@@ -91,7 +91,7 @@ class Option:
         )
 
     def allowed(self, spell: Spell = str) -> str:
-        """Return which values are allowed, in words: "an integer, 1 or more"."""
+        """Return the allowed values in words: "an integer, 1 or more"."""
         rule = self.rule
         if rule.accepts is not None:
             return rule.accepted
@@ -112,7 +112,7 @@ class Option:
 
 
 class OptionName(str):
-    """An option's name within an error, which is spelled as its reader knows it."""
+    """An option's name within an error, in the reader's spelling."""
 
     __slots__ = ()
 
@@ -122,7 +122,7 @@ class WrongOption:
 
     Args:
         template: For str.format.
-        parts: What stands in its places. The first OptionName is the option to blame above all.
+        parts: Its arguments. The first OptionName is the option to blame.
     """
 
     def __init__(self, template: str, *parts: object) -> None:
@@ -137,7 +137,7 @@ class WrongOption:
 
 
 class WrongOptions(ValueError):
-    """A configuration cannot be made; has a line for each wrong option."""
+    """A configuration is invalid; has a line for each wrong option."""
 
     def __init__(self, problems: Sequence[WrongOption]) -> None:
         super().__init__("\n".join(each.told() for each in problems))
@@ -166,12 +166,12 @@ def option(
         accepted=accepted,
     )
     declared: Any = field(default=default, metadata={_KEY: rule})
-    return declared  # type: ignore[no-any-return] # dataclass makes it the default
+    return declared  # type: ignore[no-any-return] # dataclass turns it into the default
 
 
 @cache
 def options_of(owner: Any) -> Mapping[str, Option]:
-    """Return the options of a dataclass by name, in the order of their declaration."""
+    """Return the options of a dataclass by name, in declaration order."""
     hints = typing.get_type_hints(owner)
     return {
         each.name: Option(
@@ -186,7 +186,7 @@ def options_of(owner: Any) -> Mapping[str, Option]:
 
 
 def check_options(config: Any) -> None:
-    """Check each option of a configuration by itself, and those that must exceed another.
+    """Check each option of a configuration, and those that must exceed another.
 
     Raises:
         WrongOptions: Names each wrong option, what was found and what is allowed.

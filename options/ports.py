@@ -1,4 +1,4 @@
-"""A range of ports from which servers take theirs, for hosts behind a firewall."""
+"""A range of ports for servers, for hosts behind a firewall."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LOWEST = 1024  # ports below it need rights
+LOWEST = 1024  # lower ports need privileges
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 
 
@@ -17,7 +17,7 @@ class NoPortFree(Exception):
 
 
 def is_port_range(value: object) -> bool:
-    """Tell whether a value is the text of a range, FIRST-LAST, or empty: any free port."""
+    """Return whether a value is the text of a range, FIRST-LAST, or empty for any free port."""
     if value == "":
         return True
     found = _RANGE.fullmatch(value) if isinstance(value, str) else None
@@ -25,12 +25,12 @@ def is_port_range(value: object) -> bool:
 
 
 def listen_within(port_range: str, host: str, listen: Callable[[int], T]) -> T:
-    """Return what `listen` returns for the first port of a range that is free.
+    """Return the result of `listen` for the first free port of a range.
 
     The search begins at a random port, because processes of a host start at the same time.
 
     Args:
-        port_range: As `is_port_range` takes it. Empty: `listen` is called with 0, once.
+        port_range: As for `is_port_range`. Empty: `listen` is called once, with 0.
         host: Where it listens.
         listen: Listens on a port; raises OSError or RuntimeError if that is taken.
 
@@ -41,14 +41,14 @@ def listen_within(port_range: str, host: str, listen: Callable[[int], T]) -> T:
         return listen(0)
     first, last = map(int, port_range.split("-"))
     num_ports = last - first + 1
-    begin = random.randrange(num_ports)  # noqa: S311 - no secret
+    begin = random.randrange(num_ports)  # noqa: S311 - not a secret
     for index in range(num_ports):
         port = first + (begin + index) % num_ports
         if _is_taken(host, port):  # gRPC would write an error to the log
             continue
         try:
             return listen(port)
-        except (OSError, RuntimeError):  # somebody was faster
+        except (OSError, RuntimeError):  # another process was faster
             continue
     raise NoPortFree(f"port_range is {port_range!r}, and all of its ports are taken on {host}")
 

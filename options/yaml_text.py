@@ -1,4 +1,4 @@
-"""Reads YAML that people write: what it holds, and on which line each key stands."""
+"""Reads YAML that people write: its content, and the line of each key."""
 
 import re
 from collections.abc import Iterator
@@ -6,21 +6,21 @@ from typing import Any
 
 import yaml
 
-Lines = list[tuple[str, int]]  # (path of a key, its line), repeated keys too
+Lines = list[tuple[str, int]]  # (path of a key, its line), including repeated keys
 
 
 class YamlError(Exception):
-    """A text is no plain YAML. The message goes behind a file's name: it begins with the place."""
+    """A text is not plain YAML. The message follows a file's name, so it begins with the place."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e9 as a number, as YAML 1.2 does, not as a text; and keys as they are written."""
+    """Reads 1e9 as a number, as YAML 1.2 does, not as a text; and keys as written."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)  # first: it knows the keys << by their tag
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                key.tag = self.DEFAULT_SCALAR_TAG  # of a text, which true, on and 1 are not
+                key.tag = self.DEFAULT_SCALAR_TAG  # a text, even if it is true, on or 1
 
 
 _Loader.add_implicit_resolver(
@@ -31,10 +31,10 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> tuple[Any, Lines]:
-    """Return what a text holds (None: nothing), and of each key in its mappings path and line.
+    """Return the content of a text (None: empty), and path and line of each key in its mappings.
 
     Raises:
-        YamlError: It is no plain YAML, or nested without end.
+        YamlError: The text is not plain YAML, or is nested too deeply.
     """
     try:
         loader = _Loader(text)
@@ -44,14 +44,14 @@ def parse_yaml(text: str) -> tuple[Any, Lines]:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         raise YamlError(f"{place}: is not plain YAML: {error.problem}") from error
-    except yaml.YAMLError as error:  # a character that no YAML has
+    except yaml.YAMLError as error:  # a character that YAML forbids
         raise YamlError(f": is not plain YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise YamlError(": is nested too deeply; an option is at most two deep") from None
     try:
         return content, list(_keys(node))
     except RecursionError as error:
-        raise YamlError(": has a mapping that holds itself, by an anchor") from error
+        raise YamlError(": has a mapping that contains itself, by an anchor") from error
 
 
 def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@
     with Client("localhost:50051") as client:
         print(client.generate("The page was", max_tokens=16).text)
 
-`AsyncClient` is the same with `await`. Errors are described in `pagewire.errors`.
+`AsyncClient` has the same methods with `await`. `pagewire.errors` describes the errors.
 """
 
 import os
@@ -50,8 +50,8 @@ from pagewire.types import (
     WorkerStatus,
 )
 
-# gRPC reads this when it is imported. By default its threads go on in a forked process, on the
-# parent's connections, and crash it sooner or later, even if it never uses gRPC.
+# gRPC reads this at import. By default its threads continue in a forked process, on the parent's
+# connections, and crash it sooner or later, even if it never uses gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from pagewire.client import Client, Stream
     from pagewire.tls import Tls
 else:
-    # name |-> module that is imported when the name is first used, as it brings gRPC: a command
-    # can take its interrupts before, and a server that packs token ids needs no client.
+    # name |-> module that the name's first use imports, with gRPC: a command can set up its
+    # interrupts before, and a server that packs token ids needs no client.
     _CLIENTS = {
         "Client": "pagewire.client",
         "Stream": "pagewire.client",

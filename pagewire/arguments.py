@@ -1,8 +1,8 @@
-"""Checks what a caller passes, before anything is sent. Pure, but for a token in the environment.
+"""Checks a caller's arguments before anything is sent. Pure, except for a token in the environment.
 
-Ranges and words are those of the router, which judges again and also knows the model's limits.
-Each refusal is an `InvalidRequestError` that names the field as the router does, what was found
-and what is allowed; for options it names all that are wrong.
+Ranges and messages are the router's, which checks again and also knows the model's limits. Each
+refusal is an `InvalidRequestError` that names the field as the router does, what was found and
+what is allowed; for options it names every wrong one.
 """
 
 import json
@@ -26,7 +26,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
-MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC takes much longer ones for none, or for one that has passed
+MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC treats much longer ones as none, or as expired
 MAX_CONSTRAINT_CHOICES = 1000
 MAX_SHOWN_CHARS = 60
 
@@ -57,7 +57,7 @@ def check_address(value: object, field: str = "address") -> str:
 
 
 def check_addresses(value: object) -> tuple[str, ...]:
-    """Return the addresses of routers: of one, or of each in a sequence; at least one."""
+    """Return the addresses of routers, at least one, from one address or a sequence."""
     if not isinstance(value, list | tuple):
         return (check_address(value),)
     if not value:
@@ -66,17 +66,17 @@ def check_addresses(value: object) -> tuple[str, ...]:
 
 
 def check_token(value: object, field: str = "token") -> str:
-    """Return a bearer token; empty: none. What is wrong with one is told without showing it."""
+    """Return a bearer token; empty: none. Errors do not show the token."""
     if not isinstance(value, str):
         raise refused(field, f"a value of type {type(value).__name__}", "a token, str")
     if value and not _TOKEN.fullmatch(value):
-        found = f"{len(value)} characters, not all of which a token can have"
+        found = f"{len(value)} characters, some of which a token cannot have"
         raise refused(field, found, f"1 to {MAX_TOKEN_CHARS} letters, digits and - . _ ~ + / =")
     return value
 
 
 def given_token(value: object = None) -> str:
-    """Return a token; of None what the environment variable PAGEWIRE_TOKEN holds, if anything."""
+    """Return a token; for None, that of the environment variable PAGEWIRE_TOKEN, if any."""
     if value is None:
         return check_token(os.environ.get("PAGEWIRE_TOKEN", "").strip(), TOKEN_VARIABLE)
     return check_token(value)
@@ -92,19 +92,19 @@ def check_timeout_s(field: str, value: object) -> float:
 
 
 def check_resume_s(value: object) -> float:
-    """Return for how many seconds a lost stream looks for a router."""
+    """Return how long a lost stream looks for a router, in seconds."""
     if not _is_number(value) or not 0 <= value <= MAX_TIMEOUT_S:
         raise refused("resume_s", shown_with_type(value), f"seconds, 0 to {MAX_TIMEOUT_S}")
     return float(value)
 
 
 def check_text(field: str, value: object, *, empty: str | None = None) -> str:
-    """Return a text that UTF-8 can carry.
+    """Return a text that UTF-8 can encode.
 
     Args:
         field: Its name in the request.
         value: What the caller gave.
-        empty: What to say of an empty text; None allows it.
+        empty: How the error describes an empty text; None allows it.
     """
     if not isinstance(value, str):
         raise refused(field, shown_with_type(value), "a text, str")
@@ -126,7 +126,7 @@ def check_prompt_text(field: str, value: object) -> str:
 def check_token_ids(
     field: str, value: object, *, allowed: str = "a sequence of token ids"
 ) -> list[int]:
-    """Return token ids; any sequence of integers will do, also an array."""
+    """Return token ids from any sequence of integers, including arrays."""
     token_ids = check_items(field, value, allowed)
     if set(map(type, token_ids)) <= {int} and all(0 <= each <= MAX_UINT32 for each in token_ids):
         return token_ids
@@ -137,14 +137,14 @@ def check_token_ids(
 
 
 def check_flag(field: str, value: object) -> bool:
-    """Return a switch; numbers are none."""
+    """Return a switch; numbers are not accepted."""
     if not isinstance(value, bool):
         raise refused(field, shown_with_type(value), "True or False")
     return value
 
 
 def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
-    """Return the options that are set, with plain Python values; None is as good as absent."""
+    """Return the options that are set, with plain Python values; None counts as absent."""
     checked: dict[str, Any] = {}
     wrong: list[InvalidRequestError] = []
     for name, value in options.items():
@@ -208,7 +208,7 @@ def _integer(field: str, value: object, *, low: int, high: int) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = index(value)  # type: ignore[arg-type]  # also integers of numpy and torch
+        number = index(value)  # type: ignore[arg-type]  # includes integers of numpy and torch
     except (TypeError, ValueError):
         found = shown_with_type(value)
         raise refused(field, found, f"an integer, {low} to {high}") from None
@@ -239,7 +239,7 @@ def _stop_token_ids(field: str, value: object) -> list[int]:
 
 
 def _constraint(field: str, value: object) -> dict[str, Any]:
-    """Return the fields of the message Constraint."""
+    """Return the fields of a Constraint message."""
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in _CONSTRAINTS:
         found = shown_with_type(value)
         raise refused(field, found, f"a mapping with one of {', '.join(_CONSTRAINTS)}")
@@ -276,7 +276,7 @@ def _choice(field: str, value: object) -> dict[str, list[str]]:
 
 
 def check_items(field: str, value: object, allowed: str) -> list[Any]:
-    """Return the items of anything in order with a length, but not of a text or a mapping."""
+    """Return the items of any sized sequence other than a text or a mapping."""
     is_ordered = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if not is_ordered or isinstance(value, (str, bytes, bytearray, memoryview, Mapping)):
         raise refused(field, shown_with_type(value), allowed)
@@ -287,7 +287,7 @@ def check_items(field: str, value: object, allowed: str) -> list[Any]:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it, cut where it is long."""
+    """Return a value as an error shows it, truncated if it is long."""
     if isinstance(value, str | bytes):
         value = value[: MAX_SHOWN_CHARS + 1]
     elif isinstance(value, list | tuple | set | dict):

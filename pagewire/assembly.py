@@ -1,4 +1,4 @@
-"""Puts the deltas of a stream together into a completion. Pure."""
+"""Assembles the deltas of a stream into a completion. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ class _ChoiceSoFar:
 
 
 class CompletionBuilder:
-    """Collects deltas of interleaved choices; `completion` is what has arrived so far."""
+    """Collects deltas of interleaved choices; `completion` is the answer so far."""
 
     def __init__(self, num_choices: int) -> None:
         self._choices = [_ChoiceSoFar() for _ in range(num_choices)]

@@ -35,30 +35,31 @@ DEFAULT_RESUME_S = 30.0
 
 
 class AsyncClient:
-    """Talks to a cluster's routers from one event loop, that of its first call; connects by that.
+    """Talks to a cluster's routers from the event loop of its first call, which also connects.
 
-    `address` is `host:port` of a router, or of whatever stands before several ones, such as a
-    Kubernetes Service; or a sequence of them. One is used until it is lost. A stream that loses its
-    router goes on at the next one, or at the same one when it is back, without a lost, repeated or
-    changed token; it looks for one for `resume_s` seconds (0: not at all). A call that has received
-    nothing yet is made anew, for a second at most; calls other than generations once per address.
+    `address` is the `host:port` of a router, or of a load balancer such as a Kubernetes Service; or
+    a sequence of these. The client uses one until it is lost. A stream that loses its router
+    continues at the next one, or at the same one when it is back, without a lost, repeated or
+    changed token. It looks for a router for `resume_s` seconds (0: not at all). A call that has
+    received nothing yet is repeated, for a second at most; calls other than generations once per
+    address.
 
-    What the reader of a stream has not taken waits in memory, at most the rest of its answer; it
-    holds up no other call.
+    Unread output of a stream waits in memory, at most the rest of its answer, and delays no other
+    call.
 
-    The connection is in clear unless `tls` says how it is encrypted.
-    `token` says for whom calls are made, where the routers want to know it (AuthenticationError);
-    without it the environment variable PAGEWIRE_TOKEN does, if it is set.
+    The connection is in clear unless `tls` is given. `token` identifies the caller's tenant to
+    routers that require one (AuthenticationError); its default is the environment variable
+    PAGEWIRE_TOKEN, if set.
 
-    Close it with `async with`, or with `aclose`; a closed client cannot be used again. Any number
-    of tasks may use one client at the same time.
+    Close it by `async with` or `aclose`; a closed client cannot be used again. Any number of tasks
+    may use one client at the same time.
 
     Every method takes `model`, the name of a served model ("" for the only one), and `timeout_s`,
-    the limit of the whole call in seconds; without it `default_timeout_s` holds. The arguments are
-    checked before anything is sent. Cancelling a call frees all that it holds in the cluster.
+    the limit of the whole call in seconds, by default `default_timeout_s`. Arguments are checked
+    before anything is sent. Cancelling a call frees everything that it holds in the cluster.
 
     Raises:
-        PagewireError: Of the methods; `pagewire.errors` shows the kinds. The constructor and
+        PagewireError: From any method; `pagewire.errors` lists the subclasses. The constructor and
             `stream` raise InvalidRequestError for a wrong argument, `stream` also ClosedError.
     """
 
@@ -84,7 +85,7 @@ class AsyncClient:
 
     @property
     def address(self) -> str:
-        """Where the router is that calls go to, `host:port`."""
+        """The address of the router that gets calls, `host:port`."""
         return self._routers.address
 
     async def generate(
@@ -111,8 +112,9 @@ class AsyncClient:
     ) -> Completion:
         """Generate the next message of a chat; return the whole answer.
 
-        `messages` are `Message` values or mappings as OpenAI's API has them, oldest first; `tools`
-        are its descriptions of functions, for the model's template. Calls of them stay text.
+        `messages` are `Message` values or mappings in the format of OpenAI's API, oldest first;
+        `tools` are function descriptions in its format, for the model's template. The answer
+        contains calls as text.
         """
         return await _collect(
             self.stream_chat(messages, tools=tools, model=model, timeout_s=timeout_s, **sampling),
@@ -126,7 +128,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> "AsyncStream":
-        """Start to generate, and return the deltas as they come; use it with `async with`."""
+        """Start to generate and return a stream of deltas; use it with `async with`."""
         return self._open_stream(generate_request(prompt, model, sampling), timeout_s)
 
     def stream_chat(
@@ -183,7 +185,7 @@ class AsyncClient:
         return status_from(await self._call("GetClusterStatus", request, timeout_s))
 
     async def aclose(self) -> None:
-        """Close the connections; calls that still run raise ClosedError. Harmless when repeated."""
+        """Close the connections; running calls raise ClosedError. Harmless when repeated."""
         await self._routers.aclose()
 
     async def __aenter__(self) -> Self:
@@ -230,8 +232,8 @@ class AsyncClient:
 class AsyncStream:
     """The deltas of one call, for one reader.
 
-    Leaving the `async with` block early cancels the call. A stream that was cancelled by its
-    reader just ends; other ends before the last delta raise a PagewireError.
+    Leaving the `async with` block early cancels the call. A stream that its reader cancels just
+    ends; any other end before the last delta raises a PagewireError.
     """
 
     def __init__(self, call: ResumableCall, inbox: "_Inbox", *, num_choices: int) -> None:
@@ -242,7 +244,7 @@ class AsyncStream:
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; whole once the iteration has ended."""
+        """The answer so far; complete once the iteration has ended."""
         return self._builder.completion
 
     def cancel(self) -> None:
@@ -280,17 +282,17 @@ class AsyncStream:
         self.cancel()
 
     def __del__(self) -> None:
-        # Of a stream that is dropped without `with`; by whichever thread.
+        # A stream dropped without `with`; any thread may run this.
         if not self._inbox.is_closed:
-            with suppress(RuntimeError):  # the loop is closed, and so all is over
+            with suppress(RuntimeError):  # the loop is closed, so the call is over
                 self._loop.call_soon_threadsafe(self._call.cancel)
 
 
 class _Inbox:
-    """Messages of a call, for one reader; those that it has not taken yet wait here."""
+    """Unread messages of a call, for one reader."""
 
     def __init__(self) -> None:
-        self.is_closed = False  # nothing comes any more
+        self.is_closed = False  # no more messages will arrive
         self._messages: deque[inference_pb2.GenerateResponse] = deque()
         self._error: PagewireError | None = None  # after the messages
         self._has_news = asyncio.Event()
@@ -301,13 +303,13 @@ class _Inbox:
         self._has_news.set()
 
     def ended(self, error: PagewireError | None) -> None:
-        """Note the end, which comes behind the messages."""
+        """Note the end, which follows the messages."""
         self.is_closed = True
         self._error = error
         self._has_news.set()
 
     def close(self) -> None:
-        """Drop what waits; there is nothing more."""
+        """Drop unread messages and end."""
         self._messages.clear()
         self.ended(None)
 
@@ -315,7 +317,7 @@ class _Inbox:
         """Wait for a message and return it; None: there are no more.
 
         Raises:
-            PagewireError: The call has failed; after everything that was received before, once.
+            PagewireError: The call has failed; once, after all messages received before.
         """
         while not self._messages and not self.is_closed:
             self._has_news.clear()

@@ -1,8 +1,8 @@
-"""Generate calls on their way to one router: most over one stream, a large one by itself.
+"""Generate calls to one router: most share one stream, large ones go separately.
 
 A message on the stream costs both sides much more than a call in it. So calls that start or end
-within one turn of the event loop travel in one message, and so does what the router has for all of
-them. What comes is handed on at once: a caller that reads slowly holds up no other one.
+within one turn of the event loop share a message, and so do the router's answers to them. Answers
+are passed on at once: a slow reader delays no other caller.
 """
 
 import asyncio
@@ -22,30 +22,30 @@ from pagewire.protos.gathering import READS_MORE_KEY, gather
 from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
 from pagewire.wire import FailureWithin, failure_from, failure_from_status, stream_ended
 
-ENVELOPE_BYTES = 64  # at most, of a GenerateManyRequest around what it starts
+ENVELOPE_BYTES = 64  # most bytes of a GenerateManyRequest around the request it starts
 MAX_MS = 2**32 - 1
-HEADERS_S = 0.05  # that several calls wait at most for what tells whether one message may hold them
-_BROKEN_WRITE = "Internal error from Core"  # as grpc.aio says it
+HEADERS_S = 0.05  # longest wait of several calls for headers that say whether they may share one
+_BROKEN_WRITE = "Internal error from Core"  # grpc.aio's words
 
 Metadata = tuple[tuple[str, str], ...]  # of a call
 
 
 class Receiver(Protocol):
-    """Gets what comes of a call; neither method may raise."""
+    """Gets the output of a call; neither method may raise."""
 
     def received(self, message: inference_pb2.GenerateResponse) -> None:
         """Take the next message."""
 
     def ended(self, failure: FailureWithin | None) -> None:
-        """Take the end, which is the last that comes; None: the answer is whole."""
+        """Take the end, always last; None: the answer is complete."""
 
 
 class RunningCall:
     """One call at one router.
 
     Args:
-        receiver: Of what comes.
-        cancel: Tells the router that nothing more is wanted.
+        receiver: Gets its output.
+        cancel: Tells the router to stop it.
     """
 
     def __init__(self, receiver: Receiver, cancel: Callable[[], None]) -> None:
@@ -54,37 +54,37 @@ class RunningCall:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """End it, in silence; harmless after the end."""
+        """End it silently; harmless after the end."""
         if not self.is_over:
             self.is_over = True
             self._cancel()
 
     def take(self, message: inference_pb2.GenerateResponse) -> None:
-        """Hand on a message."""
+        """Pass on a message."""
         if not self.is_over:
             self._receiver.received(message)
 
     def end(self, failure: FailureWithin | None) -> None:
-        """Hand on the end; the first one counts."""
+        """Pass on the end; only the first one counts."""
         if not self.is_over:
             self.is_over = True
             self._receiver.ended(failure)
 
 
 class CallStream:
-    """One GenerateMany stream, in the event loop that makes it.
+    """One GenerateMany stream, in the event loop that creates it.
 
     Args:
         open_call: Opens it at the router.
-        address: Of the router, for words.
+        address: Of the router, for error messages.
     """
 
     def __init__(self, open_call: Callable[[], Any], address: str) -> None:
-        self.is_open = True  # to calls that start
+        self.is_open = True  # to new calls
         self.is_over = False
         self._call = open_call()
         self._address = address
-        self._calls: dict[int, RunningCall] = {}  # call id |-> those that run
+        self._calls: dict[int, RunningCall] = {}  # call id |-> running call
         self._ids = itertools.count(1)
         self._outbox: deque[inference_pb2.GenerateManyRequest] = deque()
         self._has_mail = asyncio.Event()
@@ -95,7 +95,7 @@ class CallStream:
             loop.create_task(self._read(), name="calls-reader"),
             loop.create_task(self._write(), name="calls-writer"),
         ]
-        # Routers end connections that are old, and nobody else ends a stream that is idle.
+        # Routers end old connections, and nothing else ends an idle stream.
         self._age_limit = loop.call_later(MAX_STREAM_AGE_S, self.retire)
 
     @property
@@ -111,7 +111,7 @@ class CallStream:
         timeout_s: float,
         interval_s: float,
     ) -> RunningCall:
-        """Start a call; its router gives it up after `timeout_s`."""
+        """Start a call; its router aborts it after `timeout_s`."""
         call_id = next(self._ids)
         call = RunningCall(receiver, lambda: self._cancel(call_id))
         self._calls[call_id] = call
@@ -126,13 +126,13 @@ class CallStream:
         return call
 
     def retire(self) -> None:
-        """Start no more calls; the stream ends with the last of those that run."""
+        """Start no more calls; the stream ends with the last running call."""
         self.is_open = False
         if not self._calls:
             self.end(None)
 
     def end(self, failure: FailureWithin | None) -> None:
-        """End the stream, and what runs on it with the failure."""
+        """End the stream, and its running calls with the failure."""
         self.is_open, self.is_over = False, True
         self._age_limit.cancel()
         self._call.cancel()
@@ -166,7 +166,7 @@ class CallStream:
                     await self._call.write(message)
 
     async def _wait_for_headers(self) -> None:
-        """Wait for a moment, so that the calls of a burst on a new stream need one message."""
+        """Wait for a moment, so that a burst of calls on a new stream needs one message."""
         with suppress(TimeoutError):
             async with asyncio.timeout(HEADERS_S):
                 await self._has_headers.wait()
@@ -181,7 +181,7 @@ class CallStream:
                 for result in message.results:
                     self._take(result)
         except grpc.aio.AioRpcError as error:
-            # A write to a stream that has just ended hides how, so that is for the next one to say.
+            # A write to a stream that has just ended hides the reason; a later error shows it.
             if error.details() != _BROKEN_WRITE:
                 failure = partial(failure_from, error, self._address)
         except asyncio.CancelledError:
@@ -194,7 +194,7 @@ class CallStream:
 
     def _take(self, result: inference_pb2.CallResult) -> None:
         call = self._calls.get(result.call_id)
-        if call is None:  # it was cancelled meanwhile
+        if call is None:  # cancelled meanwhile
             return
         if status := result.error_status:
             del self._calls[result.call_id]
@@ -208,12 +208,12 @@ class CallStream:
 
 
 class SingleCall(RunningCall):
-    """A Generate call by itself; a message too large for the router ends no other call with it.
+    """A separate Generate call; a message too large for the router ends no other call with it.
 
     Args:
-        call: The open one.
-        address: Of the router, for words.
-        receiver: Of what comes.
+        call: The open gRPC call.
+        address: Of the router, for error messages.
+        receiver: Gets its output.
     """
 
     def __init__(self, call: Any, address: str, receiver: Receiver) -> None:

@@ -13,7 +13,7 @@ _KEYS = ("role", *_TEXTS, "tool_calls")
 
 
 def check_messages(field: str, value: object) -> list[Message]:
-    """Return the messages of a chat; each may be a Message or a mapping as OpenAI's API has it."""
+    """Return the messages of a chat; each may be a Message or a mapping in OpenAI's format."""
     if isinstance(value, Message):
         raise refused(field, "one Message", "a sequence of messages")
     messages = check_items(field, value, "a sequence of messages")
@@ -39,7 +39,7 @@ def check_tools(field: str, value: object) -> str:
     except RecursionError:
         raise refused(field, "values nested too deeply", "values that JSON has") from None
     except (TypeError, ValueError) as error:
-        raise refused(field, f"a value that is no JSON: {error}", "values that JSON has") from None
+        raise refused(field, f"a value that is not JSON: {error}", "values that JSON has") from None
 
 
 def _message(field: str, value: object) -> Message:
@@ -63,7 +63,7 @@ def _message(field: str, value: object) -> Message:
 
 
 def _check_keys(field: str, value: Mapping[Any, Any]) -> None:
-    # A key that nobody reads would be lost in silence.
+    # An unknown key would otherwise be ignored silently.
     if unknown := [each for each in value if each not in _KEYS]:
         found = f"the unknown key {shown(unknown[0])}"
         raise refused(field, found, f"the keys {', '.join(_KEYS)}")

@@ -29,16 +29,16 @@ LOOK_UP_S = 0.2
 
 
 class Client:
-    """Talks to a cluster's routers; the methods and all arguments are those of `AsyncClient`.
+    """Talks to a cluster's routers, with the methods and arguments of `AsyncClient`.
 
-    Close it with `with`, or with `close`; a closed client cannot be used again. Any number of
-    threads may use one client at the same time. Its calls block their thread, so code in an event
-    loop is better served by `AsyncClient`. A client does not survive a fork: a child process makes
-    its own, before the parent's first call or, best, by the start method spawn.
+    Close it by `with` or `close`; a closed client cannot be used again. Any number of threads may
+    use one client at the same time. Calls block their thread, so code in an event loop should use
+    `AsyncClient`. A client does not survive a fork: a child process must create its own. Fork
+    before the parent's first call or, better, use the start method spawn.
 
     Raises:
-        PagewireError: Of the methods; `pagewire.errors` shows the kinds. The constructor raises
-            InvalidRequestError for a wrong argument.
+        PagewireError: From any method; `pagewire.errors` lists the subclasses. The constructor
+            raises InvalidRequestError for a wrong argument.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Where the router is that calls go to, `host:port`."""
+        """The address of the router that gets calls, `host:port`."""
         return self._client.address
 
     def generate(
@@ -90,8 +90,9 @@ class Client:
     ) -> Completion:
         """Generate the next message of a chat; return the whole answer.
 
-        `messages` are `Message` values or mappings as OpenAI's API has them, oldest first; `tools`
-        are its descriptions of functions, for the model's template. Calls of them stay text.
+        `messages` are `Message` values or mappings in the format of OpenAI's API, oldest first;
+        `tools` are function descriptions in its format, for the model's template. The answer
+        contains calls as text.
         """
         return self._background.run(
             lambda: self._client.chat(
@@ -107,7 +108,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> "Stream":
-        """Start to generate, and return the deltas as they come; use it with `with`."""
+        """Start to generate and return a stream of deltas; use it with `with`."""
 
         async def start() -> AsyncStream:
             return self._client.stream(prompt, model=model, timeout_s=timeout_s, **sampling)
@@ -199,8 +200,8 @@ class Client:
 class Stream:
     """The deltas of one call, for one reader.
 
-    Leaving the `with` block early cancels the call. A stream that was cancelled by its reader, or
-    by another thread, just ends; other ends before the last delta raise a PagewireError.
+    Leaving the `with` block early cancels the call. A stream that its reader or another thread
+    cancels just ends; any other end before the last delta raises a PagewireError.
     """
 
     def __init__(self, stream: AsyncStream, background: "_Background") -> None:
@@ -210,7 +211,7 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; whole once the iteration has ended."""
+        """The answer so far; complete once the iteration has ended."""
         return self._stream.completion
 
     def cancel(self) -> None:
@@ -247,8 +248,8 @@ class Stream:
 class _Background:
     """The process's event loop for its sync clients, on a daemon thread that the first call starts.
 
-    All clients share it because gRPC keeps every loop that it has seen, and may hand it an event
-    even after the last call has ended: a loop for each client would leak and, once closed, fail.
+    All clients share it because gRPC keeps every loop that it has seen, and may pass it an event
+    even after the last call has ended: a loop per client would leak and, once closed, fail.
     """
 
     def __init__(self) -> None:
@@ -256,14 +257,14 @@ class _Background:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process was forked from that of the client; threads stay behind then."""
+        """Whether this process was forked from the client's; its threads then exist only there."""
         return self._pid != os.getpid()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         """Run `work` on the loop and wait; an interrupt of the caller cancels it.
 
-        An interrupt can come between any two steps of this thread. So it makes no coroutine, which
-        could be left without a start, and holds no lock that a future of the loop would wait for.
+        An interrupt can arrive between any two steps of this thread. So the thread creates no
+        coroutine, which might never start, and holds no lock that a future of the loop would need.
         """
         if self.is_foreign:
             raise ClosedError("the client belongs to the process before the fork; make one here")
@@ -279,11 +280,11 @@ class _Background:
             tasks[0].add_done_callback(finish)
 
         def finish(task: asyncio.Task[Answer]) -> None:
-            mark_seen(task)  # also when nobody waits any more
+            mark_seen(task)  # even if the caller no longer waits
             done.put(task)
 
         def cancel() -> None:
-            while tasks:  # emptied: the task holds the error, and the error this frame
+            while tasks:  # emptied: the task references the error, which references this frame
                 tasks.pop().cancel()
 
         try:
@@ -295,9 +296,9 @@ class _Background:
 
 
 def _wait(queue: "SimpleQueue[T]") -> T:
-    """Take from a queue, and look up now and then.
+    """Take from a queue, waking up now and then.
 
-    An interrupt does not end a wait without a timeout if another thread was running when it came.
+    An interrupt does not end a wait without a timeout if another thread ran when it arrived.
     """
     while True:
         with suppress(Empty):

@@ -8,16 +8,16 @@ PagewireError
 │   └── OverloadedError         the cluster is full; try again after `retry_after_s`
 ├── TransportError              the answer did not arrive; the request itself may be fine
 │   ├── ConnectionFailedError   no router answers at the address, or the connection broke
-│   ├── TlsError                one does, but client and router do not agree on how to encrypt
+│   ├── TlsError                a router answers, but the two sides disagree on encryption
 │   ├── UnavailableError        the router answers, but no worker can serve the request now
 │   ├── TimeoutError            `timeout_s` passed
 │   └── CancelledError          the call was cancelled by the other side
 ├── ServerError                 a bug or a broken worker on the cluster's side
 └── ClosedError                 the client was closed, or cannot be used from here
 
-Each carries `code`, the name of the gRPC status it was made from, or of the one that fits an error
-that was found before anything was sent. A call whose router is lost goes on at another one by
-itself, see AsyncClient; after any other TransportError the caller decides.
+Each carries `code`, the name of the gRPC status that caused it, or the fitting one for an error
+found before anything was sent. A call whose router is lost continues at another one by itself, see
+AsyncClient; after any other TransportError the caller decides.
 """
 
 import copyreg
@@ -42,13 +42,13 @@ class PagewireError(Exception):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are otherwise copied by calling the class with `args`, which lack the keywords;
-        # a process pool could then not hand over the error of its worker.
+        # By default exceptions are copied by calling the class with `args`, which lack the
+        # keywords; a process pool could then not pass on the error of its worker.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class RequestError(PagewireError):
-    """The request was refused; sending it again unchanged does not help, unless it says so."""
+    """The request was refused; unless the error says otherwise, retrying it does not help."""
 
 
 class InvalidRequestError(RequestError):
@@ -84,11 +84,11 @@ class ConnectionFailedError(TransportError):
 
 
 class TlsError(TransportError):
-    """A router is there, but one side wants TLS, or does not believe the other's certificate."""
+    """A router answers, but one side requires TLS, or does not trust the other's certificate."""
 
 
 class UnavailableError(TransportError):
-    """The router is there but has no worker for the request at the moment."""
+    """The router answers, but has no worker for the request at the moment."""
 
 
 class TimeoutError(TransportError):  # noqa: A001 - like asyncio's
@@ -100,7 +100,7 @@ class CancelledError(TransportError):
 
 
 class ServerError(PagewireError):
-    """The cluster failed in a way that it should not."""
+    """The cluster failed unexpectedly."""
 
 
 class ClosedError(PagewireError):

@@ -1,8 +1,8 @@
-"""A Generate call that outlives its router: what was received goes along to the next one.
+"""A Generate call that outlives its router: the next one gets everything received so far.
 
-Until the first message has come nothing was delivered, and a lost call is made anew, for a second
-at most: who reaches no router hears of it soon. From then on another router, or the same one when
-it has come back, goes on behind what was received, and is looked for as long as the client allows.
+Before the first message nothing was delivered, and a lost call is repeated, for a second at most,
+so that a client that reaches no router learns it soon. Afterwards another router, or the same one
+when it is back, continues from what was received. The client's limit bounds the search for it.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from pagewire.routers import Routers
 from pagewire.wire import CallFailure, FailureWithin, timed_out
 
 BEGIN_S = 1.0  # for a call that has not begun
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each is twice as long
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each pause doubles
 MAX_LOSSES = 16  # of routers, during one call
 
 
 @dataclass(slots=True)
 class _Received:
-    """What has come of one choice."""
+    """The part of one choice received so far."""
 
     token_ids: bytearray = field(default_factory=bytearray)  # packed
     text_chars: int = 0
@@ -39,26 +39,26 @@ class _Received:
 
 
 class Reader(Protocol):
-    """Gets the messages of a call, whichever routers they come from; neither method may raise."""
+    """Gets the messages of a call from any router; neither method may raise."""
 
     def received(self, message: inference_pb2.GenerateResponse) -> None:
         """Take the next message."""
 
     def ended(self, error: PagewireError | None) -> None:
-        """Take the end, which is the last that comes; None: the answer is whole."""
+        """Take the end, always last; None: the answer is complete."""
 
 
 class ResumableCall:
-    """One call, at one router after the other.
+    """One call, at one router after another.
 
     Args:
-        request: What to send.
-        routers: Where to.
-        reader: Of what comes.
+        request: To send.
+        routers: To send it to.
+        reader: Gets the answer.
         metadata: Of each call.
         timeout_s: Of the whole call.
-        resume_s: How long another router is looked for after each loss; 0: not at all.
-        interval_s: Tokens that come within it travel together.
+        resume_s: How long to look for another router after each loss; 0: not at all.
+        interval_s: Tokens that arrive within it share a message.
 
     Raises:
         ClosedError: The client was closed, or belongs to another event loop or process.
@@ -87,7 +87,7 @@ class ResumableCall:
         self._is_over = False
         self._token = b""
         self._received: dict[int, _Received] = {}  # choice |->
-        self._num_resumed = 0  # calls that went on, and of which something has come
+        self._num_resumed = 0  # continued calls that have received something
         self._explaining: asyncio.Task[None] | None = None
         self._num_losses = 0
         self._lost: PagewireError | None = None  # the error of the latest loss; None: all is well
@@ -97,7 +97,7 @@ class ResumableCall:
         self._timer = self._loop.call_at(self._deadline, self._time_out)
 
     def cancel(self) -> None:
-        """End the call, in silence; harmless after the end."""
+        """End the call silently; harmless after the end."""
         if not self._is_over:
             self._is_over = True
             self._timer.cancel()
@@ -106,7 +106,7 @@ class ResumableCall:
                 self._explaining.cancel()
 
     def received(self, message: inference_pb2.GenerateResponse) -> None:
-        """Hand on a message of the running call."""
+        """Pass on a message of the running call."""
         try:
             self._note(message)
         except ValueError as wrong:
@@ -115,7 +115,7 @@ class ResumableCall:
             self._reader.received(message)
 
     def ended(self, failure: FailureWithin | None) -> None:
-        """Hand on the end of the running call, or plan the next one."""
+        """Pass on the end of the running call, or plan the next one."""
         if not failure:
             self._end(None)
             return
@@ -127,7 +127,7 @@ class ResumableCall:
 
     def _start(self, timeout_s: float) -> None:
         self._address = self._routers.address
-        self._has_begun = False  # something of this call has come
+        self._has_begun = False  # this call has received something
         self._call: RunningCall = self._routers.start(
             self._request,
             self,
@@ -157,27 +157,27 @@ class ResumableCall:
             num_tokens = len(choice.token_ids) // TOKEN_BYTES
             if is_resumed and message.first_index != num_tokens:
                 raise ValueError(
-                    f"token {message.first_index} of choice {message.choice} came instead "
+                    f"token {message.first_index} of choice {message.choice} arrived instead "
                     f"of {num_tokens}, from a router that does not resume calls"
                 )
             choice.token_ids += message.token_ids
         choice.text_chars += len(message.text)
         choice.is_finished = choice.is_finished or bool(message.finish_reason)
         if self._num_resumed > 1 and message.HasField("usage"):
-            # Each router counts the resumption that led to it, and knows of none before.
+            # Each router counts only the resumption that led to it.
             message.usage.stats.resumptions += self._num_resumed - 1
 
     async def _explain(self, failure: CallFailure) -> None:
-        """Find out why no router could be reached, before the call goes on or ends."""
+        """Find out why no router could be reached, before the call continues or ends."""
         error = await self._routers.explain(failure.error, self._address)
         if not self._is_over:
-            # No second attempt mends what is wrong with TLS.
+            # Retrying does not fix TLS.
             self._go_on(CallFailure(error, not isinstance(error, TlsError)))
 
     def _go_on(self, failure: CallFailure) -> None:
-        """Plan the next call, or end with what the failure of this one means."""
+        """Plan the next call, or end with the error of this one."""
         error = failure.error
-        # The routers that are left may have no room yet for what a lost one had.
+        # The remaining routers may have no room yet for the lost one's calls.
         is_crowd = self._lost is not None and isinstance(error, OverloadedError)
         if not failure.is_router_lost and not is_crowd:
             self._end(self._told(error))
@@ -209,14 +209,14 @@ class ResumableCall:
             self._end(error)
 
     def _told(self, error: PagewireError) -> PagewireError:
-        """Return what the caller is told: it knows nothing of a token that is refused."""
+        """Return the caller's error, which must not be that of a token it knows nothing about."""
         if self._lost is not None and self._received and isinstance(error, InvalidRequestError):
-            told = f"{self._lost}; no other router can go on: {error}"
+            told = f"{self._lost}; no other router can continue: {error}"
             return ConnectionFailedError(told, code=self._lost.code)
         return error
 
     def _take_along(self) -> None:
-        """Put what was received into the request."""
+        """Put everything received so far into the request."""
         if not self._received:
             return
         resume = inference_pb2.Resumption(token=self._token)

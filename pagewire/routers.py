@@ -1,4 +1,4 @@
-"""The routers that a client knows, with a connection to each, and the one that it talks to."""
+"""The routers that a client knows, a connection to each, and the one in use."""
 
 import asyncio
 import os
@@ -19,23 +19,23 @@ from pagewire.protos.tls_channel import TlsChannel
 from pagewire.tls import Tls, why_no_connection
 from pagewire.wire import CallFailure, error_from, is_router_lost
 
-MOST_IDLE_STREAMS = 64  # of callers that pause, at each router
+MOST_IDLE_STREAMS = 64  # of idle callers, at each router
 
 CHANNEL_OPTIONS = (
     *MESSAGE_OPTIONS,
-    # A router that hangs, or whose host is gone, leaves the connection open: only pings tell, in
-    # seven seconds at most. Routers end connections that are pinged more often than every 1.5 s.
+    # A router that hangs, or whose host is gone, leaves the connection open: only pings detect it,
+    # in seven seconds at most. Routers end connections pinged more often than every 1.5 s.
     ("grpc.keepalive_time_ms", 3_000),
     ("grpc.keepalive_timeout_ms", 4_000),
-    ("grpc.http2.ping_timeout_ms", 4_000),  # without it a minute, whatever the other one says
-    ("grpc.http2.max_pings_without_data", 0),  # no limit: who reads a stream sends nothing
+    ("grpc.http2.ping_timeout_ms", 4_000),  # otherwise a minute, whatever the option above says
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: the reader of a stream sends nothing
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also the longest time to connect
-    # A router that has come back is found by the caller's next call, not minutes later.
+    # The caller's next call finds a router that is back, not one minutes later.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
-Channel = Any  # grpc.aio.Channel, or what a test puts in its place
+Channel = Any  # grpc.aio.Channel, or a test's substitute
 ChannelFactory = Callable[[str], Channel]
 Explain = Callable[[PagewireError, str], Awaitable[PagewireError]]
 
@@ -58,8 +58,8 @@ class Connector:
         """Open a channel to `host:port`; it connects on first use.
 
         Raises:
-            ClosedError: gRPC has been used by the process that this one was forked from. Its
-                threads are missing here, so calls would hang without end.
+            ClosedError: The process that this one was forked from has used gRPC. Its threads are
+                missing here, so calls would hang forever.
         """
         if _grpc_pid() != os.getpid():
             raise ClosedError(
@@ -71,7 +71,7 @@ class Connector:
         return TlsChannel(address, self._pem, self._server_name, CHANNEL_OPTIONS)
 
     async def explain(self, error: PagewireError, address: str) -> PagewireError:
-        """Return the error of a call that reached nobody; where TLS is the reason, that one."""
+        """Return the error of a call that reached no router; a TlsError if TLS is the reason."""
         if not isinstance(error, ConnectionFailedError):
             return error
         pem = self._pem.current() if self._pem else None
@@ -84,7 +84,7 @@ class _Connection:
 
     channel: Channel
     stub: Any
-    # metadata |-> the stream that calls with it start on, last used last
+    # metadata |-> the stream on which calls with it start, last used last
     streams: OrderedDict[Metadata, CallStream] = field(default_factory=OrderedDict)
 
     def stream(self, metadata: Metadata, address: str) -> CallStream:
@@ -98,7 +98,7 @@ class _Connection:
         return stream
 
     def drop_unused(self) -> None:
-        """Forget streams that take no calls, and end those of callers that have paused longest."""
+        """Forget streams that take no calls, and end those that have been idle longest."""
         for key in [key for key, each in self.streams.items() if not each.is_open]:
             del self.streams[key]
         idle = [key for key, each in self.streams.items() if each.is_idle]
@@ -112,8 +112,8 @@ class Routers:
     Args:
         addresses: One or more, `host:port`; the first one is used first.
         channel_factory: Opens a channel to one of them.
-        explain: Given the error of a call that reached nobody, and the address, finds a better one.
-        token: That says for whom a client's calls are made; empty: none.
+        explain: Finds a better error, given that of a call that reached no router, and the address.
+        token: Identifies the tenant of a client's calls; empty: none.
     """
 
     def __init__(
@@ -130,23 +130,23 @@ class Routers:
         self._channel_factory = channel_factory
         self._current = 0
         self._connections: dict[str, _Connection] = {}  # by address
-        self._streams: set[CallStream] = set()  # with those on which only older calls run
-        self._single_calls: set[SingleCall] = set()  # that run
+        self._streams: set[CallStream] = set()  # including those with only older calls
+        self._single_calls: set[SingleCall] = set()  # running ones
         self._loop: asyncio.AbstractEventLoop | None = None  # of the channels
 
     @property
     def address(self) -> str:
-        """The address of the one that calls go to."""
+        """The address of the router in use."""
         return self.addresses[self._current]
 
     @property
     def has_stream(self) -> bool:
-        """Whether calls have a stream to the router that they go to, so that it is likely there."""
+        """Whether there is a stream to the router in use, so that it is likely alive."""
         connection = self._connections.get(self.address)
         return connection is not None and any(each.is_open for each in connection.streams.values())
 
     async def call(self, method: str, request: object, timeout_s: float, metadata: Metadata) -> Any:
-        """Make a call that changes nothing: at the next router, if one is lost.
+        """Make a call that changes nothing, at the next router if one is lost.
 
         Raises:
             PagewireError: The call has failed.
@@ -181,7 +181,7 @@ class Routers:
         timeout_s: float,
         interval_s: float,
     ) -> RunningCall:
-        """Start a generate call; tokens of it that come within `interval_s` travel together.
+        """Start a generate call; its tokens that arrive within `interval_s` share a message.
 
         Raises:
             ClosedError: The client was closed, or belongs to another event loop or process.
@@ -199,10 +199,9 @@ class Routers:
         return stream.start(request, receiver, timeout_s=timeout_s, interval_s=interval_s)
 
     def leave(self, address: str) -> None:
-        """Have calls go to the next router, unless they go to another one than this already.
+        """Use the next router, unless another one than this is in use already.
 
-        Where there is no other one they go to this one anew: behind the address may be another
-        router than the one that the stream leads to.
+        If there is no other one, reconnect to this address: another router may now be behind it.
         """
         if address == self.address:
             self._current = (self._current + 1) % len(self.addresses)
@@ -211,11 +210,11 @@ class Routers:
                 stream.retire()
 
     def channel(self) -> Channel:
-        """Return the channel to the router that calls go to."""
+        """Return the channel to the router in use."""
         return self._connection().channel
 
     async def move(self, addresses: Sequence[str]) -> None:
-        """Have calls go to the routers at these addresses; others are lost."""
+        """Use the routers at these addresses; calls to others are lost."""
         if tuple(addresses) == tuple(self.addresses):
             return
         current = self.address if self.addresses else ""
@@ -236,10 +235,10 @@ class Routers:
             await asyncio.gather(*(each.channel.close() for each in connections.values()))
 
     def _connection(self) -> _Connection:
-        """Return the connection to the router that calls go to."""
+        """Return the connection to the router in use."""
         if self.is_closed:
             raise closed()
-        # A channel belongs to the event loop that is running when it is made.
+        # A channel belongs to the event loop that runs when it is created.
         loop = asyncio.get_running_loop()
         if self._connections and self._loop is not loop:
             raise ClosedError("the client belongs to another event loop; make one in each")
@@ -253,12 +252,12 @@ class Routers:
 
 
 async def no_better(error: PagewireError, _: str) -> PagewireError:
-    """Explain nothing: where the channels are others' own."""
+    """Explain nothing: the channels are the caller's own."""
     return error
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call that brings a bearer token; empty: none."""
+    """Return the metadata of a call with a bearer token; empty: none."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -269,5 +268,5 @@ def closed() -> ClosedError:
 
 @cache
 def _grpc_pid() -> int:
-    """Return the process that used gRPC first; a forked one inherits the answer."""
+    """Return the process that used gRPC first; a forked process inherits the answer."""
     return os.getpid()

@@ -1,4 +1,4 @@
-"""How a client is connected to routers: its files for TLS, and why no connection came about."""
+"""How a client connects to routers: its TLS files, and why a connection failed."""
 
 import asyncio
 import os
@@ -16,9 +16,9 @@ PROBE_S = 1.0  # for a router to greet
 _NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*|[\da-fA-F:.]+", re.ASCII)
 
 _IN_CLEAR = "takes connections over TLS only, and this one is in clear; see tls, or --tls"
-_NO_TLS = "does not speak TLS, and this client does; connect without"
+_NO_TLS = "does not speak TLS, but this client does; connect without TLS"
 _NO_CERTIFICATE = (
-    "wants a certificate of an authority that it knows from each client; see "
+    "requires from each client a certificate of an authority that it trusts; see "
     "tls.certificate_file, or --certificate-file"
 )
 
@@ -27,21 +27,21 @@ _NO_CERTIFICATE = (
 class Tls:
     """Connect over TLS. Files are in PEM, and read again when they change.
 
-    Without any of them routers need a certificate of a public authority, and the client has none.
+    Without files, routers need a certificate of a public authority, and the client shows none.
     """
 
-    # Whose certificates are believed; empty: gRPC's own list of public authorities, or the file
-    # that the environment variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.
+    # Authority whose certificates are trusted; empty: gRPC's own list of public authorities, or the
+    # file that the environment variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.
     authority_file: str | os.PathLike[str] = ""
-    certificate_file: str | os.PathLike[str] = ""  # that the client shows; with it goes its key
+    certificate_file: str | os.PathLike[str] = ""  # that the client shows; requires key_file
     key_file: str | os.PathLike[str] = ""  # without a passphrase
-    server_name: str = ""  # for which a router's certificate must be; empty: the address's host
+    server_name: str = ""  # name in a router's certificate; empty: the address's host
 
     def load(self) -> LivePem:
         """Read the files.
 
         Raises:
-            InvalidRequestError: One cannot be used; names it.
+            InvalidRequestError: A file cannot be used; names it.
         """
         files = {
             name: PemFile(option=f"tls.{name}", path=os.fspath(path))
@@ -70,21 +70,21 @@ class Tls:
 
 
 def check_tls(value: object) -> "Tls | None":
-    """Return what a client was given for TLS."""
+    """Return a client's TLS argument."""
     if value is None or isinstance(value, Tls):
         return value
     raise refused("tls", shown(value), "pagewire.Tls(...), or None for a connection in clear")
 
 
 async def why_no_connection(address: str, pem: Pem | None, server_name: str) -> TlsError | None:
-    """Return why nothing can be said to a router, if that is because of TLS.
+    """Return why a router cannot be reached, if TLS is the reason.
 
-    gRPC tells of a closed socket, and the reason stays where it was found; so this connects again.
+    gRPC reports only a closed socket, so this connects again to find the reason.
 
     Args:
         address: Of the router.
-        pem: As of the channel; None: it is in clear.
-        server_name: Likewise; empty: the host of the address.
+        pem: That of the channel; None: it is in clear.
+        server_name: That of the channel; empty: the host of the address.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -99,21 +99,21 @@ async def why_no_connection(address: str, pem: Pem | None, server_name: str) -> 
             if pem is None:
                 return _error(address, _IN_CLEAR)
             with suppress(ConnectionError):
-                # A router speaks first. gRPC closes without a word where it misses a certificate.
+                # A router speaks first. Without a certificate gRPC closes silently.
                 if await reader.read(1):
                     return None
             return _error(address, _NO_CERTIFICATE)
     except ssl.SSLError as error:
         return _told(address, error, is_plain=pem is None)
     except (OSError, TimeoutError, ValueError):
-        return None  # nobody is there, or it speaks no TLS at all
+        return None  # nothing listens there, or it does not speak TLS
     finally:
         if writer:
             writer.transport.abort()
 
 
 def _credulous() -> ssl.SSLContext:
-    """Return a context that finds out whether a server speaks TLS, and is used for nothing else."""
+    """Return a context that only finds out whether a server speaks TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -125,13 +125,13 @@ def _told(address: str, error: ssl.SSLError, *, is_plain: bool) -> TlsError | No
     if is_plain:
         return _error(address, _IN_CLEAR) if "ALERT" in reason else None
     if isinstance(error, ssl.SSLCertVerificationError):
-        told = f"shows a certificate that is not believed: {error.verify_message}"
+        told = f"shows a certificate that is not trusted: {error.verify_message}"
         return _error(address, told)
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         return _error(address, _NO_CERTIFICATE)
     if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:
         return _error(address, _NO_TLS)
-    told = f"cannot be connected to over TLS: {reason.replace('_', ' ').lower() or error}"
+    told = f"cannot be reached over TLS: {reason.replace('_', ' ').lower() or error}"
     return _error(address, told)
 
 

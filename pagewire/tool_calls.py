@@ -14,23 +14,23 @@ def forced_calls(
     function: str | None = None,
     is_parallel: bool = True,
 ) -> Constraint:
-    """Return the constraint by which an answer calls functions, and says nothing else.
+    """Return the constraint of an answer that calls functions and contains nothing else.
 
-    Each call is in the format that the model's chat template teaches, and its arguments follow the
-    JSON Schema of the function's parameters.
+    Each call is in the format of the model's chat template, and its arguments follow the JSON
+    Schema of the function's parameters.
 
     Args:
         model: From `list_models`.
-        tools: Of the chat, as OpenAI's API has them.
+        tools: Of the chat, in the format of OpenAI's API.
         function: Name of the only function that may be called; None: any of them.
-        is_parallel: Whether several calls are allowed; Llama 3 makes one all the same.
+        is_parallel: Whether several calls are allowed; Llama 3 makes one regardless.
 
     Raises:
-        InvalidRequestError: The template teaches no format that is known, a tool is no function,
-            or there is none of this name.
+        InvalidRequestError: The template has no known format of calls, a tool is not a function,
+            or none has this name.
     """
     if model.tool_call_format is None:
-        allowed = "a model whose chat template teaches a format of calls that is known"
+        allowed = "a model whose chat template has a known format of tool calls"
         raise refused("model", shown(model.name), allowed)
     given = [_function(each, f"tools[{i}]") for i, each in enumerate(tools)]
     chosen = [each for each in given if function in (None, each["name"])]

@@ -1,18 +1,18 @@
-"""The caller's span, below which a router traces a call. Nothing of OpenTelemetry is imported."""
+"""The caller's span, the parent of a router's trace of a call. Imports nothing of OpenTelemetry."""
 
 import sys
 from contextvars import ContextVar
 
-# What a caller gives by itself, as a W3C traceparent; empty: see `traceparent`.
+# The caller's own W3C traceparent; empty: see `traceparent`.
 caller_span: ContextVar[str] = ContextVar("caller_span", default="")
 
 
 def traceparent() -> str:
-    """Return the span that is active here, given or of OpenTelemetry; empty: there is none."""
+    """Return the active span, the caller's own or OpenTelemetry's; empty: none."""
     if own := caller_span.get():
         return own
     api = sys.modules.get("opentelemetry.trace")
-    if api is None:  # a program that traces has imported it
+    if api is None:  # a program with tracing would have imported it
         return ""
     span = api.get_current_span().get_span_context()
     if not span.is_valid:

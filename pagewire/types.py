@@ -1,4 +1,4 @@
-"""What the client takes and returns: plain frozen values, no protobuf."""
+"""Arguments and results of the client: plain frozen values, no protobuf."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from typing import Any, TypedDict
 
 
 class Constraint(TypedDict, total=False):
-    """What an answer is held to: one of these."""
+    """The form that an answer must take: exactly one of these."""
 
     json_schema: Mapping[str, Any] | str  # a JSON text that follows this schema
     json_object: bool  # True: any JSON object
     regex: str  # a text that this expression matches as a whole
     choice: Sequence[str]  # one of these texts, up to 1,000
     grammar: str  # a text of this grammar, in EBNF or Lark
-    tool_calls: Mapping[str, Any] | str  # calls of functions and nothing else; see `forced_calls`
+    tool_calls: Mapping[str, Any] | str  # function calls and nothing else; see `forced_calls`
 
 
 class SamplingOptions(TypedDict, total=False):
     """How tokens are drawn; the keyword arguments of `generate`, `stream`, `chat`, `stream_chat`.
 
-    An absent option, or None, takes the model's default, then the one stated last below.
+    An absent option, or None, takes the model's default, otherwise the one stated last below.
     """
 
     temperature: float | None  # 0 is greedy, else 0.001 .. 1000; 1
@@ -30,15 +30,15 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float | None  # -2 .. 2; 0 is off
     frequency_penalty: float | None  # -2 .. 2; 0 is off
     seed: int | None  # 0 .. 2**64 - 1; drawn by the router
-    max_tokens: int | None  # per choice, 1 .. 2**32 - 1, cut to what the context holds; all of that
-    min_tokens: int | None  # up to max_tokens; nothing ends a choice, or is looked for, before; 0
+    max_tokens: int | None  # per choice, 1 .. 2**32 - 1, cut to the room in the context; all of it
+    min_tokens: int | None  # up to max_tokens; nothing ends a choice before; 0
     stop: str | Sequence[str] | None  # generation ends before the first of these, up to 16; none
     stop_token_ids: Sequence[int] | None  # generation ends at any of these, up to 256; none
-    ignore_eos: bool | None  # go on past the model's end tokens; False
+    ignore_eos: bool | None  # continue past the model's end tokens; False
     n: int | None  # independent choices, 1 .. 64; 1
-    logprobs: int | None  # 0: of the drawn token, k <= 20: and of the k most probable; none
+    logprobs: int | None  # 0: of the drawn token, k <= 20: also of the k most probable; none
     skip_special_tokens: bool | None  # leave special tokens out of the text; True
-    constraint: Constraint | None  # what each choice is held to; nothing
+    constraint: Constraint | None  # the form of each choice; none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,11 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a chat; what is empty does not exist for the model's template."""
+    """One message of a chat; empty fields do not exist for the model's template."""
 
     role: str  # "system", "user", "assistant", "tool" or another role of the model's template
     content: str
-    reasoning_content: str = ""  # what the assistant thought before
+    reasoning_content: str = ""  # the assistant's reasoning before its content
     tool_calls: tuple[ToolCall, ...] = ()  # functions that the assistant called
     tool_call_id: str = ""  # of the call whose result this is
     name: str = ""  # of the speaker, or of the function whose result this is
@@ -73,7 +73,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """What one message of a stream adds to one choice."""
+    """The part of one choice that one message of a stream carries."""
 
     request_id: str
     choice: int  # 0 .. n-1
@@ -91,31 +91,31 @@ class Choice:
     """One generated continuation."""
 
     text: str
-    token_ids: tuple[int, ...]  # all drawn ones, also those of a stop, which text lacks
+    token_ids: tuple[int, ...]  # all drawn ones, including those of a stop, which text lacks
     logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
-    finish_reason: str | None  # "stop", "length"; None: the stream was left before its end
+    finish_reason: str | None  # "stop", "length"; None: the reader left the stream early
     stopped_by: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a call cost and where; sums over all attempts, so work repeated after a fault shows.
+    """Cost of a call, by place; sums over all attempts, so work repeated after a fault shows.
 
-    What a worker had computed that died before it told is missing.
+    Work that a worker did not report before it died is missing.
     """
 
     prompt_tokens: int
     completion_tokens: int  # of all choices
     decode_cached_tokens: int  # prompt tokens found in the decode worker's cache
     prefill_cached_tokens: int  # prompt tokens found in the prefill worker's cache
-    prefill_computed_tokens: int  # by prefill workers; after an interruption also emitted ones
+    prefill_computed_tokens: int  # by prefill workers; emitted ones, too, after an interruption
     decode_computed_tokens: int  # the same, by the decode worker itself
     pages_moved: int  # from prefill to decode workers
     bytes_moved: int
     preemptions: int
     prefill_retries: int
-    resumptions: int  # times the stream went on on another decode worker
-    cached_tokens: int  # prompt tokens that nobody computed for this call; no sum
+    resumptions: int  # times the stream continued on another decode worker
+    cached_tokens: int  # prompt tokens that no worker computed for this call; not a sum
     ttft_ms: float  # arrival at the router to the first token
     total_ms: float  # arrival to the end
     tpot_ms: float  # mean time per output token after the first
@@ -124,11 +124,11 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A complete answer."""
 
     request_id: str
     choices: tuple[Choice, ...]  # n of them
-    usage: Usage | None  # None: the stream was left before its end
+    usage: Usage | None  # None: the reader left the stream early
 
     @property
     def text(self) -> str:
@@ -156,7 +156,7 @@ class Tokens:
     """A tokenized text or chat."""
 
     token_ids: tuple[int, ...]
-    text: str  # what was tokenized: for a chat the rendered template
+    text: str  # the tokenized text: for a chat, the rendered template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,10 +169,10 @@ class Model:
     page_size: int  # token slots in a page
     has_chat_template: bool
     max_choices: int  # largest n of a request
-    tool_call_format: str | None  # "llama3_json", "hermes", "mistral"; None: none that is known
+    tool_call_format: str | None  # "llama3_json", "hermes", "mistral"; None: unknown
     has_reasoning: bool  # the chat template knows <think>
     max_request_bytes: int  # the router reads no longer message
-    max_request_fields: int  # nor one with more fields, if it has more than 64 KiB
+    max_request_fields: int  # nor one of more than 64 KiB with more fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +192,7 @@ class PageCounts:
 class WorkerStatus:
     """One worker as a router sees it. Counters are totals since the worker's start.
 
-    The numbers are those of its last heartbeat, also when it is dead, and 0 before the first.
+    The numbers are from its last heartbeat, even if it is dead, and 0 before the first.
     """
 
     worker_id: str
@@ -206,20 +206,20 @@ class WorkerStatus:
     waiting: int  # requests
     queued_tokens: int  # prompt tokens not computed yet
     pages: PageCounts
-    looked_up_tokens: int  # prompt tokens that were looked up in the cache
-    cached_tokens: int  # of them, those that were found
+    looked_up_tokens: int  # prompt tokens looked up in the cache
+    cached_tokens: int  # of these, those found
     computed_tokens: int  # prompt tokens
     generated_tokens: int
     pages_moved: int
     bytes_moved: int
     transfer_failures: int
     preemptions: int
-    needed_bytes: int  # of all pages of prompts that another worker was to prefill
-    steps_ahead: int  # of `steps`, those launched before the last one's tokens were known
+    needed_bytes: int  # of all pages of prompts that prefill workers were to compute
+    steps_ahead: int  # of `steps`, those launched before the previous one's tokens were known
 
     @property
     def is_living(self) -> bool:
-        """Whether it answers, so that its numbers still hold."""
+        """Whether it answers, so that its numbers are current."""
         return self.state in ("ready", "draining")
 
     @property
@@ -230,19 +230,19 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HotPrefix:
-    """A prefix that prompts found in a cache, without what is in it."""
+    """A prefix that prompts found in a cache, without its content."""
 
     prefix_id: str  # tells prefixes apart
     num_tokens: int
     num_hits: int  # prompts whose longest known prefix it was
-    workers: tuple[str, ...]  # that hold it now
+    workers: tuple[str, ...]  # ids of workers that hold it now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantStatus:
     """One tenant at one router. All but active_requests are sums since the router's start."""
 
-    name: str  # "(cluster)" is whoever started the cluster
+    name: str  # "(cluster)": callers with the cluster's own token
     active_requests: int
     requests: int  # generations that began
     refused_requests: int  # because of a limit, or because the cluster was full
@@ -255,21 +255,21 @@ class Encryption:
     """How one kind of a router's connections is protected."""
 
     encrypted: bool  # by TLS
-    expires_at_s: int | None  # of the router's certificate, since 1970; None: it has none
+    expires_at_s: int | None  # when the router's certificate expires, Unix time; None: it has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
-    """What one router knows, or where `is_partial` what it tells a tenant that is no operator."""
+    """One router's view, or with `is_partial` the part that an ordinary tenant sees."""
 
     workers: tuple[WorkerStatus, ...]
     active_requests: int
     finished_requests: int
     resumed_requests: int
     index_pages: int  # page hashes in the router's prefix index
-    is_stopping: bool = False  # it takes no requests any more, and ends
-    hot_prefixes: tuple[HotPrefix, ...] = ()  # those that most prompts had lately, most first
-    front_tls: Encryption | None = None  # of its clients' connections; None: it does not say
+    is_stopping: bool = False  # it takes no more requests, and ends
+    hot_prefixes: tuple[HotPrefix, ...] = ()  # those that most recent prompts had, most first
+    front_tls: Encryption | None = None  # of its clients' connections; None: not reported
     cluster_tls: Encryption | None = None  # of its own to workers and controller; likewise
-    tenants: tuple[TenantStatus, ...] = ()  # none where the router tells no callers apart
-    is_partial: bool = False  # of the caller's tenant alone: there are no workers
+    tenants: tuple[TenantStatus, ...] = ()  # empty without a tenants file
+    is_partial: bool = False  # of the caller's tenant alone, without workers

@@ -1,4 +1,4 @@
-"""Protobuf messages to the client's values and back, and gRPC failures to its exceptions."""
+"""Converts protobuf messages to the client's values and back, and gRPC failures to exceptions."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,9 @@ from pagewire.types import (
 )
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
-_NO_GRPC = "Failed parsing HTTP/2"  # as gRPC says it of HTTP/1.1, SSH and others
+_NO_GRPC = "Failed parsing HTTP/2"  # gRPC's words for HTTP/1.1, SSH and others
 _STOPS = "ROUTER_STOPS"  # reason of a router's UNAVAILABLE
-_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # as gRPC says it
+_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # gRPC's words
 
 Prompt = str | Sequence[int]
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -196,22 +196,22 @@ def _encryption(response: inference_pb2.GetClusterStatusResponse, name: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """How a generate call ended at a router, if not well."""
+    """How a generate call failed at a router."""
 
     error: errors.PagewireError
-    is_router_lost: bool = False  # another router may do what this one did not
+    is_router_lost: bool = False  # another router may succeed
 
 
-# Makes a failure, given the limit of the call in seconds, which the words may name.
+# Makes a failure, given the limit of the call in seconds, which the message may name.
 FailureWithin = Callable[[float], CallFailure]
 
 
 def is_router_lost(failure: grpc.aio.AioRpcError) -> bool:
-    """Return whether another router may do what this one did not: it is gone, or stops."""
+    """Return whether another router may succeed: this one is gone, or stops."""
     if failure.code() is not grpc.StatusCode.UNAVAILABLE or _NO_GRPC in (failure.details() or ""):
         return False
     details = _details(failure)
-    return not details.code or _is_stopping(details)  # where no router is, nobody says anything
+    return not details.code or _is_stopping(details)  # without a router there are no details
 
 
 def failure_from(failure: grpc.aio.AioRpcError, address: str, timeout_s: float) -> CallFailure:
@@ -220,7 +220,7 @@ def failure_from(failure: grpc.aio.AioRpcError, address: str, timeout_s: float) 
 
 
 def failure_from_status(serialized: bytes, address: str, timeout_s: float) -> CallFailure:
-    """Convert a google.rpc.Status with which GenerateMany ends one of its calls."""
+    """Convert the google.rpc.Status that ends a call of GenerateMany."""
     try:
         status = status_pb2.Status.FromString(serialized)
     except DecodeError:
@@ -235,13 +235,13 @@ def failure_from_status(serialized: bytes, address: str, timeout_s: float) -> Ca
 
 
 def stream_ended(address: str, _timeout_s: float) -> CallFailure:
-    """Return what calls end with whose stream a router has ended in silence."""
+    """Return the failure of calls whose stream a router ended without a status."""
     told = f"the router at {address} ended the stream"
     return CallFailure(errors.ConnectionFailedError(told, code="UNAVAILABLE"), is_router_lost=True)
 
 
 def timed_out(address: str, timeout_s: float, said: str = "") -> errors.TimeoutError:
-    """Make the error of a call that took too long; `said` is what the router knows of it."""
+    """Make the error of a call that took too long; `said` is the router's message."""
     told = f"{address}: no complete answer within timeout_s = {timeout_s:g}"
     code = grpc.StatusCode.DEADLINE_EXCEEDED.name
     return errors.TimeoutError(f"{told}: {said}" if said else told, code=code)
@@ -255,20 +255,20 @@ def error_from(
     message = failure.details() or code.name
     match code:
         case grpc.StatusCode.RESOURCE_EXHAUSTED if sizes := _TOO_LARGE.search(message):
-            # Of a connection with another limit than ours; waiting would not help.
+            # The connection's limit differs from ours; waiting would not help.
             return refused("request", f"a request of {sizes[1]} bytes", f"at most {sizes[2]} bytes")
         case grpc.StatusCode.UNAVAILABLE if _is_from_server(failure):
             pass
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.UNIMPLEMENTED:
-            # A router has all methods; what lacks one is a worker, or no part of Pagewire at all.
+            # A router has all methods; a server without one is a worker or not Pagewire.
             is_other = code is grpc.StatusCode.UNIMPLEMENTED or _NO_GRPC in message
             other = f"something answers at {address}, but it is not a Pagewire router"
             told = other if is_other else f"no connection to {address}"
             if code is grpc.StatusCode.UNIMPLEMENTED:
-                message += " A router that is older than this client lacks methods, too."
+                message += " An older router than this client may also lack the method."
             return errors.ConnectionFailedError(f"{told}: {message}", code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            # The router that was first to notice knows more.
+            # If the router noticed first, its message says more.
             return timed_out(address, timeout_s, message if failure.trailing_metadata() else "")
     return _error_told(code, message, _details(failure))
 
@@ -332,9 +332,9 @@ def _chat(field: str, messages: Messages, tools: Tools | None) -> inference_pb2.
 
 
 def _sized(field: str, request: Request) -> Request:
-    """Refuse a request that the connection would refuse, with less clear words.
+    """Refuse a request that gRPC would refuse less clearly.
 
-    A router may take less, and says so.
+    A router's own limit may be lower; it reports that itself.
     """
     if request.ByteSize() > MAX_MESSAGE_BYTES:
         found = f"a request of {request.ByteSize()} bytes"
@@ -348,7 +348,7 @@ def _token_logprob(token_id: int, entry: common_pb2.TokenLogprobs) -> TokenLogpr
 
 
 def usage_from(usage: inference_pb2.Usage) -> Usage:
-    """Decode what a call cost."""
+    """Decode the cost of a call."""
     stats = usage.stats
     return Usage(
         prompt_tokens=usage.prompt_tokens,

@@ -1,4 +1,4 @@
-"""Whether a prompt can be computed here at all, before it costs anything."""
+"""Checks whether a prompt can be computed here at all, before any work."""
 
 from kv_cache.layout import num_pages_for
 from prefill_worker.config import PrefillConfig

@@ -1,9 +1,9 @@
 """One Prefill call: a prompt, and the sender of its pages.
 
 Life of an attempt:
-1. grant     the prompt is queued; the receiver is told
-2. pages     handed to the sender chunk by chunk, as the step loop finishes them
-3. result    the first tokens, told to the receiver as soon as they are drawn
+1. grant     queue the prompt, and notify the receiver
+2. pages     pass them to the sender chunk by chunk, as the step loop finishes them
+3. result    send the first tokens to the receiver as soon as they are drawn
 4. end       all pages acknowledged, or the sender failed: the messages end, and the pages are
              released when nothing can read them any more
 """
@@ -55,7 +55,7 @@ class Attempt:
         self._scheduler = scheduler
         self._page_bytes = storage.page_bytes
         self._has_failed = False
-        # What to tell the receiver; None ends the call. Bounded by the prompt's chunks.
+        # Messages for the receiver; None ends the call. Bounded by the prompt's chunks.
         self._messages: asyncio.Queue[PrefillMessage | None] = asyncio.Queue()
         self._sender = Sender(
             ticket=start.ticket,
@@ -74,7 +74,7 @@ class Attempt:
         self._on_change()
 
     async def run(self) -> None:
-        """Return when nothing is left of the prompt, whatever its outcome."""
+        """Return when nothing of the prompt is left, whatever its outcome."""
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         outcome = "done"
@@ -109,16 +109,16 @@ class Attempt:
         await self._release_pages()
 
     async def messages(self) -> AsyncIterator[PrefillMessage]:
-        """Yield what to tell the receiver, until the attempt ends."""
+        """Yield messages for the receiver until the attempt ends."""
         while (message := await self._messages.get()) is not None:
             yield message
 
     async def handle(self, message: ReceiverMessage) -> None:
-        """Take a message of the receiver."""
+        """Take a message from the receiver."""
         self._sender.driver.post(message)
 
     def call_ended(self) -> None:
-        """Stop, unless everything is acknowledged: the receiver cannot be told or heard."""
+        """Stop, unless everything is acknowledged: the receiver cannot be reached."""
         self._sender.driver.stream_lost("the call ended")
 
     def fail(self, failure: PrefillFailure) -> None:

@@ -17,19 +17,19 @@ class PrefillConfig:
         16, "Prompts that hold pages and share the steps.", at_least=1
     )
     max_queued_prompts: int = option(
-        1024, "Prompts that wait; more are refused before any work.", at_least=1
+        1024, "Waiting prompts; more are refused before any work.", at_least=1
     )
     max_overtakes: int = option(
-        8, "Later prompts that may be admitted before one that waits.", at_least=0
+        8, "Later prompts that may be admitted before a waiting one.", at_least=0
     )
     chunk_pages: int = option(16, "Pages handed to the transfer at a time.", at_least=1)
     max_failed_passes: int = option(
-        3, "Failed passes in a row, probes included; then the worker starts anew.", at_least=1
+        3, "Consecutive failed passes, probes included; then the worker restarts.", at_least=1
     )
     start_s: float = option(
-        5.0, "From the opening of a Prefill call to its first message.", above=0
+        5.0, "Longest time from the opening of a Prefill call to its first message.", above=0
     )
-    heartbeat_s: float = option(0.5, "Between two heartbeats to a router.", above=0)
+    heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)
 
     transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
     hash_key: bytes = field(

@@ -1,10 +1,10 @@
-"""Why a prefill worker refuses a connection or a prompt, beside what worker/errors.py names.
+"""Reasons why a prefill worker refuses a connection or a prompt, besides those in worker/errors.py.
 
 WorkerError
 ├── InvalidPrompt        the prompt contradicts the contract or the model's limits
-├── WrongReceiver        the call names another receiver than its caller
+├── WrongReceiver        the call names a receiver other than its caller
 ├── IncompatibleLayout   the two workers cannot exchange pages
-├── ConnectionUnknown    the named connection does not exist any more; call Connect again
+├── ConnectionUnknown    the named connection no longer exists; call Connect again
 ├── ConnectionFailed     the connection could not be made
 └── TransportUnknown     this worker does not offer the transport
 
@@ -19,7 +19,7 @@ class InvalidPrompt(WorkerError):
 
 
 class WrongReceiver(WorkerError):
-    """The call names another receiver than its caller."""
+    """The call names a receiver other than its caller."""
 
 
 class IncompatibleLayout(WorkerError):
@@ -27,7 +27,7 @@ class IncompatibleLayout(WorkerError):
 
 
 class ConnectionUnknown(WorkerError):
-    """The named connection does not exist any more."""
+    """The named connection no longer exists."""
 
 
 class ConnectionFailed(WorkerError):

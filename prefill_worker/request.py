@@ -1,11 +1,11 @@
 """A prompt on its prefill worker.
 
 Life of a prompt:
-1. WAITING    for a place, for pages, or for others that compute pages of its prefix
+1. WAITING    for a place, for pages, or for other prompts that compute pages of its prefix
 2. COMPUTING  all its pages are reserved; each step computes some of its tokens
 3. DONE       the first tokens are drawn; a lease holds its pages until no transfer reads them
 
-Its finished pages are handed to the transfer chunk by chunk, in COMPUTING and at its end.
+Its finished pages go to the transfer chunk by chunk, during and at the end of COMPUTING.
 """
 
 import enum
@@ -17,7 +17,7 @@ from llm_engine.sampling import SampledToken, SamplingParams
 
 
 class PromptState(enum.Enum):
-    """Where a prompt is in its life."""
+    """The state of a prompt."""
 
     WAITING = "waiting"
     COMPUTING = "computing"
@@ -29,14 +29,14 @@ class Prompt:
     """One attempt's work. Owned by the scheduler from submission to its end."""
 
     request_id: str  # for logs
-    tokens: tuple[int, ...]  # the prompt, after a resumption also emitted ones
+    tokens: tuple[int, ...]  # the prompt and, after a resumption, emitted tokens
     prompt_len: int  # how many of them are the prompt; the rest is output
     params: SamplingParams
     choices: tuple[int, ...]  # whose next token to draw
-    first_page: int  # pages before it are not wanted
+    first_page: int  # pages before it are not needed
     salt: bytes = b""
-    allowed: TokenBits | None = None  # what may be drawn under a constraint; None: anything
-    is_suspect: bool = False  # a pass failed that computed for its request: it computes alone
+    allowed: TokenBits | None = None  # tokens that a constraint allows; None: all
+    is_suspect: bool = False  # a pass of its request failed: it runs alone
     traceparent: str = ""  # of the receiver's span; empty: not traced
 
     arrival: int = -1  # 0, 1, 2 ...
@@ -47,7 +47,7 @@ class Prompt:
     num_computed: int = 0  # tokens whose K and V are in the pages, cached ones included
     num_launched: int = 0  # tokens behind them that steps in flight compute
     num_in_flight: int = 0  # steps in flight that touch its pages
-    num_handed_pages: int = 0  # pages before this one were handed to the transfer, or not wanted
+    num_handed_pages: int = 0  # pages before this one went to the transfer, or were not needed
     lease: Lease | None = None  # of the handed pages, when DONE
     is_read: bool = True  # a transfer may read the handed pages
     is_ended: bool = False  # cancelled or failed; freed when no step in flight touches its pages

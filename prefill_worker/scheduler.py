@@ -1,13 +1,13 @@
-"""Decides on a prefill worker which prompts get pages, and what each step computes.
+"""Decides which prompts get pages on a prefill worker, and what each step computes.
 
 Pure: no clock, no task, no engine. The step loop calls `next_step`, launches the plan, and reports
-with `complete_step`, after `end_undrawn`, or with `fail_step`; between the two no page that the
-plan touches is given back, and further steps may be planned.
+with `complete_step`, after `end_undrawn`, or with `fail_step`. In between, no page that the plan
+touches is released, and further steps may be planned.
 
-Who goes first: the prompt with the longest cached prefix, because it costs least and its pages may
-be evicted if it waits; but a prompt is passed over at most `max_overtakes` times while it could
-run. A prompt whose next pages are being computed for another one waits for them, so nothing is
-computed twice; it is parked by the page that it waits for and holds up nobody. An admitted prompt
+Order: the prompt with the longest cached prefix goes first, because it costs least and its pages
+may be evicted if it waits; but a runnable prompt is passed over at most `max_overtakes` times. A
+prompt whose next pages are being computed for another one waits for them, so nothing is computed
+twice; it is parked at the page that it waits for and delays no other prompt. An admitted prompt
 holds all pages that it will ever need: no two half-finished prompts wait for each other.
 """
 
@@ -33,7 +33,7 @@ from worker.load import WorkerTotals
 from worker.parking import Parking
 from worker.suspects import SuspectTurns
 
-ADMISSION_WINDOW = 16  # waiting prompts of which the next is chosen
+ADMISSION_WINDOW = 16  # waiting prompts among which the next is chosen
 MAX_LOOKS = 64  # matches in one step; bounds the cost of a long queue
 
 
@@ -46,7 +46,7 @@ class Runnable:
 
 
 def pick_next(runnable: Sequence[Runnable], max_overtakes: int) -> Prompt | None:
-    """Return the prompt to admit, of those that are runnable, oldest first."""
+    """Return the prompt to admit; `runnable` has the oldest first."""
     for each in runnable:
         if each.prompt.num_overtakes >= max_overtakes:
             return each.prompt
@@ -56,10 +56,10 @@ def pick_next(runnable: Sequence[Runnable], max_overtakes: int) -> Prompt | None
 
 
 class Scheduler:
-    """All prompts of a prefill worker and who holds which pages.
+    """All prompts of a prefill worker, and the pages that each holds.
 
-    Invariants: a prompt is waiting, parked, computing or none of it; the queues are sorted by
-    arrival and by admission; a computing prompt has all its pages.
+    Invariants: a prompt is in at most one of the states waiting, parked and computing; the queues
+    are sorted by arrival and by admission; a computing prompt has all its pages.
     """
 
     def __init__(self, *, config: PrefillConfig, cache: PrefixCache, page_size: int) -> None:
@@ -90,14 +90,14 @@ class Scheduler:
         return sum(len(prompt.tokens) - prompt.num_computed for prompt in prompts)
 
     def submit(self, prompt: Prompt) -> None:
-        """Take a prompt that `admission.check_prompt` accepts."""
+        """Queue a prompt that `admission.check_prompt` accepts."""
         prompt.arrival = next(self._arrivals)
         prompt.num_handed_pages = prompt.first_page
         self._waiting.append(prompt)
         self._is_admission_due = True
 
     def end(self, prompt: Prompt) -> None:
-        """Cancel or fail a prompt: no later step computes it, then its pages are freed."""
+        """Cancel or fail a prompt: no later step computes it, and then its pages are freed."""
         prompt.is_ended = True
         self._has_ended_prompts = True
 
@@ -109,7 +109,7 @@ class Scheduler:
             self._is_admission_due = True
 
     def next_step(self) -> StepPlan:
-        """Free what ended, admit, and choose what the next step computes; may be nothing."""
+        """Free ended prompts, admit, and plan the next step, which may be empty."""
         self.free_ended()
         for prompt in self._parked.take_woken():
             bisect.insort(self._waiting, prompt, key=lambda each: each.arrival)
@@ -127,7 +127,7 @@ class Scheduler:
         return plan
 
     def free_ended(self) -> None:
-        """Free the pages of prompts that ended, but for those that a step in flight touches."""
+        """Free the pages of ended prompts, except those that a step in flight touches."""
         if not self._has_ended_prompts:
             return
         self._waiting = [prompt for prompt in self._waiting if not prompt.is_ended]
@@ -140,7 +140,7 @@ class Scheduler:
         self._has_ended_prompts = any(prompt.num_in_flight for prompt in ended)
 
     def complete_step(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        """Apply what a plan's step computed, and drew after each chunk."""
+        """Apply the results of a plan's step, with the tokens drawn after each chunk."""
         self._count_in_flight(plan, -1)
         progress: list[Progress] = []
         for chunk, tokens in zip(plan.chunks, result.slices, strict=True):
@@ -150,7 +150,7 @@ class Scheduler:
             assert prompt.pages is not None
             if prompt.num_computed != chunk.start:
                 assert prompt.is_ended, "a chunk is missing"
-                continue  # the step before failed, and what this one read had no meaning
+                continue  # the previous step failed, so this one read meaningless values
             prompt.num_computed += chunk.num_tokens
             self.totals.computed_tokens += chunk.num_tokens
             self._cache.commit(prompt.pages, prompt.num_computed // self._page_size)
@@ -166,13 +166,13 @@ class Scheduler:
     def end_undrawn(self, plan: StepPlan, result: StepResult) -> list[Prompt]:
         """End the prompts for which no token could be drawn, and return them.
 
-        What their chunks computed is not committed, so that nobody finds it in the cache.
+        The pages of their chunks are not committed, so that no prompt finds them in the cache.
         """
         computed = zip(plan.chunks, result.slices, strict=True)
         return self._end_all(chunk for chunk, tokens in computed if tokens is None)
 
     def fail_step(self, plan: StepPlan) -> list[Prompt]:
-        """End all prompts that took part in a step that failed, and return them."""
+        """End all prompts of a failed step, and return them."""
         self._count_in_flight(plan, -1)
         return self._end_all(plan.chunks)
 
@@ -224,7 +224,7 @@ class Scheduler:
             if self._match_or_park(picked) is None:
                 continue
             if not self._reserve(picked):
-                break  # others must not take the pages that this one waits for
+                break  # other prompts must not take the pages that this one waits for
             self._waiting.remove(picked)
             self._computing.append(picked)
             for other in self._waiting:
@@ -235,7 +235,7 @@ class Scheduler:
         return admitted
 
     def _match_or_park(self, prompt: Prompt) -> PrefixMatch | None:
-        """Look up a waiting prompt; one whose prefix is pending is parked, and None returned."""
+        """Look up a waiting prompt; park it and return None if its prefix is pending."""
         match = self._cache.match(prompt.tokens, prompt.salt)
         if match.last_pending_page is None:
             return match
@@ -295,12 +295,12 @@ class Scheduler:
         return ready
 
     def _stop_computing(self, prompt: Prompt) -> None:
-        """Give the pages back: full ones stay in the tree, handed ones until they are read."""
+        """Release the pages: full ones stay in the tree, handed ones until they are read."""
         assert prompt.pages is not None
         assert not prompt.num_in_flight, "a step in flight touches its pages"
         self._computing.remove(prompt)
         if prompt.is_read and prompt.num_handed_pages > prompt.first_page:
-            # One lease of all: each page is pinned once, however many chunks it is sent in.
+            # One lease for all: each page is pinned once, however many chunks there are.
             prompt.lease = self._cache.lease(prompt.pages, prompt.num_handed_pages)
         self._cache.release(prompt.pages)
         self._is_admission_due = True

@@ -34,14 +34,14 @@ STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
     InvalidPrompt: grpc.StatusCode.INVALID_ARGUMENT,
     WrongReceiver: grpc.StatusCode.PERMISSION_DENIED,
     IncompatibleLayout: grpc.StatusCode.FAILED_PRECONDITION,
-    ConnectionUnknown: grpc.StatusCode.ABORTED,  # decode workers connect anew on this code
+    ConnectionUnknown: grpc.StatusCode.ABORTED,  # decode workers reconnect on this code
     ConnectionFailed: grpc.StatusCode.UNAVAILABLE,
     TransportUnknown: grpc.StatusCode.UNIMPLEMENTED,  # decode workers try their next transport
 }
 
 
 class PrefillSink(Protocol):
-    """What calls ask of the worker."""
+    """The worker, as calls see it."""
 
     @property
     def start_s(self) -> float:
@@ -67,7 +67,7 @@ class PrefillSink(Protocol):
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
-    """Reads starts and transfer messages into the worker and writes what attempts have to tell."""
+    """Passes starts and transfer messages to the worker, and attempts' messages back."""
 
     def __init__(self, sink: PrefillSink) -> None:
         self._sink = sink
@@ -141,7 +141,7 @@ def register_prefill_service(server: grpc.aio.Server, sink: PrefillSink) -> None
 
 
 async def _read(requests: AsyncIterator[worker_pb2.PrefillRequest], attempt: Attempt) -> None:
-    """Hand the receiver's messages to the attempt until it says no more."""
+    """Pass the receiver's messages to the attempt until they end."""
     try:
         async for request in requests:
             await attempt.handle(receiver_message_from_proto(request.transfer))

@@ -1,4 +1,4 @@
-"""What one engine step computes: decided by the scheduler, executed by the step loop."""
+"""The plan of one engine step, made by the scheduler and executed by the step loop."""
 
 from dataclasses import dataclass
 
@@ -23,11 +23,11 @@ class PromptChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step. `ready` needs no engine: pages that were in the cache already."""
+    """One step. `ready` needs no engine: its pages were already in the cache."""
 
     chunks: tuple[PromptChunk, ...]
     ready: tuple[ReadyPages, ...]
-    is_partial: bool = False  # not all that may be admitted was looked at
+    is_partial: bool = False  # some admissible prompts were not examined
 
     @property
     def is_empty(self) -> bool:
@@ -53,7 +53,7 @@ class StepPlan:
         return tuple(StepPlan(chunks=chunks, ready=()) for chunks in parts)
 
     def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
-        """Return what the engine does, one slice per chunk."""
+        """Return the engine's work, one slice per chunk."""
         pages = [chunk.prompt.pages for chunk in self.chunks]
         return EngineStep(
             copies=tuple(copy for each in pages if each for copy in each.twin_copies),

@@ -22,7 +22,7 @@ class PrefillStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillResult:
-    """The first tokens and what they cost."""
+    """The first tokens and their cost."""
 
     tokens: tuple[SampledToken, ...]  # one per choice
     num_cached_tokens: int
@@ -44,7 +44,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
     """Read the first message.
 
     Raises:
-        ValueError: If token ids are cut off.
+        ValueError: If token ids are truncated.
         TransferError: If the ticket is malformed.
     """
     prompt = Prompt(

@@ -50,7 +50,7 @@ def make_prefill_worker(
     transports: Sequence[Transport],
     run_blocking: RunBlocking = asyncio.to_thread,
 ) -> WorkerHost:
-    """Make one prefill worker; see WorkerContext for what is not said here.
+    """Make one prefill worker; see WorkerContext for the other arguments.
 
     Args:
         config: Limits and deadlines.
@@ -87,24 +87,24 @@ class PrefillWorker:
         self._accepted = AcceptedConnections(context.transports)
         self._attempts: dict[Prompt, Attempt] = {}  # until nothing is left of them
 
-    # What the host asks for.
+    # Interface of the host.
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add PrefillService to a server."""
         register_prefill_service(server, self)
 
     def planned(self, plan: StepPlan) -> None:
-        """Hand over pages that were in the cache already."""
+        """Pass on pages that were already in the cache."""
         self.progressed(plan.ready)
 
     def progressed(self, progress: Sequence[Progress]) -> None:
-        """Give finished pages and first tokens to their attempts."""
+        """Pass finished pages and first tokens to their attempts."""
         for each in progress:
             attempt = self._attempts[each.prompt]
             try:
                 attempt.progressed(each)
             except Exception:
-                # A bug that one attempt meets must not end the others.
+                # A bug in one attempt must not end the others.
                 logger.exception(
                     "progress_crashed", extra=fields(request_id=each.prompt.request_id)
                 )
@@ -131,7 +131,7 @@ class PrefillWorker:
         """Close the connections."""
         await self._accepted.close()
 
-    # What calls ask for (see server.PrefillSink).
+    # Interface of calls (see server.PrefillSink).
 
     @property
     def start_s(self) -> float:
@@ -215,7 +215,7 @@ class PrefillWorker:
         return attempt
 
     async def _set_mask(self, prompt: Prompt) -> None:
-        """Find out what may be drawn for a prompt that is held to a form."""
+        """Find the tokens that a prompt's constraint allows."""
         constraint = prompt.params.constraint
         if constraint is None:
             return

@@ -1,4 +1,4 @@
-"""Addresses: "host:port", with brackets around the colons of IPv6, and whom they reach."""
+"""Addresses: "host:port", with brackets around IPv6 hosts, and whether other hosts reach them."""
 
 import ipaddress
 
@@ -9,7 +9,7 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this host reaches an address."""
+    """Return whether only this host can reach an address."""
     address = ipaddress.ip_address(host.partition("%")[0])  # without its zone
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback

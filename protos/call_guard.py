@@ -1,16 +1,16 @@
-"""Keeps from a server's handlers what no client should send: silence, floods, malformed bytes.
+"""Protects a server's handlers from silent calls, floods and malformed bytes.
 
-By itself grpc.aio reads the request of a unary call before any handler runs and without a deadline,
-and it answers a request that it cannot parse with UNKNOWN and a traceback in the log. This
-interceptor serves every method as a stream of bytes, which looks the same on the wire, and reads
-the requests itself:
+By default grpc.aio reads the request of a unary call before any handler runs, without a deadline,
+and answers a request that it cannot parse with UNKNOWN and a traceback in the log. This interceptor
+serves every method as a stream of bytes, which looks the same on the wire, and reads the requests
+itself:
 
-- A call that sends no request for `request_s` ends with DEADLINE_EXCEEDED.
-- While more than `max_silent` calls are without a request, the oldest of them ends with
+- A call that sends no request within `request_s` ends with DEADLINE_EXCEEDED.
+- While more than `max_silent` calls have no request, the oldest of them ends with
   RESOURCE_EXHAUSTED: a request that arrives in parts takes memory.
-- A method with `max_calls` open calls refuses more with RESOURCE_EXHAUSTED. Where callers are
-  known, one that has many of them is refused earlier, and others find some left: protos/shares.py.
-- Bytes that are no message of the method's type end the call with INVALID_ARGUMENT.
+- A method with `max_calls` open calls refuses more with RESOURCE_EXHAUSTED. If callers are known,
+  one with many open calls is refused earlier, which leaves some to others: protos/shares.py.
+- Bytes that are not a message of the method's type end the call with INVALID_ARGUMENT.
 - So does a request of more than `max_fields` fields, before it is parsed: millions of tiny fields
   would stop the event loop for a second.
 """
@@ -33,7 +33,7 @@ from protos.field_count import has_more_fields
 from protos.shares import may_take
 
 MAX_SILENT = 128
-YOUNG_S = 0.5  # a burst of calls is accepted faster than its requests are read
+YOUNG_S = 0.5  # bursts of calls are accepted faster than their requests are read
 REQUEST_S = 10.0  # for the largest request over a slow line
 
 Serve = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
@@ -41,7 +41,7 @@ Parse = Callable[[bytes], Awaitable[Any]]
 
 
 class CallRefused(grpc.RpcError):  # type: ignore[misc] # grpc has no types
-    """The guard ends the call. An RpcError, as handlers expect of a stream that breaks."""
+    """The guard ends the call. An RpcError, as handlers expect when a stream breaks."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -52,11 +52,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Guards all methods of one server, in the server's event loop.
 
     Args:
-        max_calls: Open calls of one method.
-        max_fields: Of a request with all messages in it; None for trusted clients: not counted.
-        max_silent: Calls whose request has not arrived; those younger than YOUNG_S do not count.
+        max_calls: Most open calls of one method.
+        max_fields: Of a request with all nested messages; None: not counted, for trusted clients.
+        max_silent: Most calls without a request, not counting those younger than YOUNG_S.
         request_s: Longest time from the beginning of a call to the end of its request.
-        caller: Returns who makes the current call; None: callers are not told apart.
+        caller: Returns the caller of the current call; None: callers are not told apart.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             async with asyncio.timeout(self._request_s) as silence.limit:
                 if self._trimming is None:
                     self._trim()
-                # Shielded: gRPC keeps some memory of each operation that is cancelled.
+                # Shielded: gRPC leaks some memory for each cancelled operation.
                 return await asyncio.shield(reading)
         except TimeoutError:
             if silence.is_ended:
@@ -174,7 +174,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             ) from None
 
     def _trim(self) -> None:
-        """End the oldest silent calls while there are too many, but none that is young."""
+        """End the oldest silent calls while there are too many, except young ones."""
         loop = asyncio.get_running_loop()
         self._trimming = None
         while len(self._silent) > self._max_silent:
@@ -259,7 +259,7 @@ async def _bad_text(method: str, raw: bytes) -> str:
 
 
 def _responding(method: str, handler: Any) -> Serve:
-    """Return what runs a handler of any kind and writes its responses."""
+    """Return a function that runs a handler of any kind and writes its responses."""
     function: Any = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )

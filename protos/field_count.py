@@ -1,7 +1,7 @@
 """Counts the fields of a serialized message without parsing it.
 
-A parser makes an object of every field: twelve megabytes of empty messages become six million of
-them, in a second during which nothing else runs.
+A parser creates an object for every field: twelve megabytes of empty messages become six million
+objects, in a second during which nothing else runs.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ _MAX_VARINT_BYTES = 10
 
 
 def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
-    """Return whether a message, with the messages in it, has more than `limit` fields.
+    """Return whether a message, including nested ones, has more than `limit` fields.
 
-    Elements of packed numbers count by their bytes. Looks at no more than `limit` fields.
+    Elements of packed numbers count by their bytes. It reads no more than `limit` fields.
 
     Args:
         raw: The serialized message.
@@ -21,7 +21,7 @@ def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
         limit: Most fields.
 
     Raises:
-        ValueError: The bytes are no message; more of that is the parser's business.
+        ValueError: The bytes are not a message. The parser finds faults that this misses.
 
     Source: protobuf's encoding (https://protobuf.dev/programming-guides/encoding/).
     """

@@ -1,7 +1,7 @@
 """Regenerates the protobuf modules in pagewire/protos; `--check` fails when they are out of date.
 
-A client carries them in its package, and a process registers each .proto file once, by its name: so
-that is where its module lies, which no other library has.
+Clients carry them in their package. A process registers each .proto file once, under its name: the
+module's path, which no other library uses.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 MODULES = Path("pagewire/protos")  # below the root
-# Takes the files of this folder for those of the other one, as their imports of each other do.
+# Makes protoc see this folder's files under the other folder, as their imports do.
 SEEN_AS = f"-I{MODULES}={FOLDER}"
 
 

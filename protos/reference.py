@@ -1,7 +1,7 @@
 """Makes the page of the gRPC interface from the .proto files and their comments (make docs).
 
-It reads the few forms in which these files are written: a comment above each service, method,
-message, field, enum and value. A test compares what it finds with the descriptors.
+It parses the few forms that these files use: a comment above each service, method, message, field,
+enum and value. A test compares the result with the descriptors.
 """
 
 import re
@@ -15,10 +15,10 @@ FILES = ("inference.proto", "common.proto", "worker.proto", "controller.proto")
 INTRODUCTION = """\
 # gRPC
 
-Made from the comments of the files in [protos/](../../protos) when this site is built. The router
-serves `pagewire.v1.InferenceService` to clients. The other services are calls within a cluster,
-which need a proof of their caller ([Security](../security.md)); [Protocol](../protocol.md) tells
-how they work together. Every server also offers the standard health service and reflection.
+Generated from the comments of the files in [protos/](../../protos) when this site is built. The
+router serves `pagewire.v1.InferenceService` to clients. The other services are calls within a
+cluster, which need a proof of their caller ([Security](../security.md)); [Protocol](../protocol.md)
+explains how they interact. Every server also offers the standard health service and reflection.
 
 ```sh
 grpcurl -plaintext -d '{"text": "The page was", "sampling": {"max_tokens": 4}}' \\
@@ -38,8 +38,8 @@ class Member:
     name: str
     form: str  # its types or its number
     comment: str
-    callers: str = ""  # of a method: as the contract names them
-    choice: str = ""  # of a field: the oneof that it is one of
+    callers: str = ""  # of a method, as the contract names them
+    choice: str = ""  # the oneof of a field
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,10 +53,10 @@ class Block:
 
 
 def read_blocks(text: str) -> Iterator[Block]:
-    """Yield what a .proto file declares, in order; an extension is left out.
+    """Yield the declarations of a .proto file in order, except extensions.
 
     Raises:
-        ValueError: If a line has a form that is not known here.
+        ValueError: If a line has an unknown form.
     """
     block: Block | None = None
     comments: list[str] = []
@@ -156,5 +156,5 @@ def _choice(member: Member) -> str:
 
 
 def _escaped(comment: str) -> str:
-    """Return a comment whose characters mean themselves in a cell of a table."""
+    """Return a comment with escapes for the cell of a table."""
     return re.sub(r"([|<>*\[\]])", r"\\\1", comment)

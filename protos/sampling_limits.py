@@ -1,6 +1,6 @@
-"""What sampling parameters may be: routers tell clients, and workers do not take a router's word.
+"""Limits of sampling parameters: routers check requests, and workers check again.
 
-Floats travel as float32. Rounding takes no value over a limit, but for a top_p below 1e-45.
+Floats travel as float32. Rounding moves no value over a limit, except a top_p below 1e-45.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,14 @@ MAX_CHOICES = 64  # n of any request
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 256
 MAX_SEED = 2**64 - 1
-# Divisors of logits: beyond these float32 overflows, and the draw would be of NaN.
+# Divisors of logits: beyond these float32 overflows, and the draw would see NaN.
 MIN_DIVISOR, MAX_DIVISOR = 1e-3, 1e3
 DIVISORS = f"{MIN_DIVISOR:g} to {MAX_DIVISOR:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a sampling parameter may have, also as a model's default."""
+    """The values that a sampling parameter, or a model's default for it, may have."""
 
     holds: Callable[[float], bool]  # False for NaN
     allowed: str

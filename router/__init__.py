@@ -1,1 +1,1 @@
-"""Who serves a request: validation, prefix index, policy, worker registry, streaming. No torch."""
+"""Serving of requests: validation, prefix index, policy, worker registry, streaming. No torch."""

@@ -20,9 +20,9 @@ class RouterActor:
     """One router; `__init__` returns when it serves. It never touches CUDA.
 
     Args:
-        settings: What to start.
-        controller_name: Of the actor that tells the workers. A name, because Ray cannot start an
-            actor again whose arguments hold a handle that is gone.
+        settings: Of the router.
+        controller_name: Of the actor that knows the workers. A name, because Ray cannot restart an
+            actor whose arguments hold a handle that is gone.
     """
 
     async def __init__(self, settings: RouterSettings, controller_name: str) -> None:  # type: ignore[misc] # Ray awaits it
@@ -44,15 +44,15 @@ class RouterActor:
         return self._address
 
     async def cluster_token(self) -> str:
-        """Return the token with which whoever may use this Ray calls; empty: none is needed."""
+        """Return the token for callers that may use this Ray; empty: none is needed."""
         return self._process.cluster_token
 
     async def misfits(self) -> dict[str, str]:
-        """Return the workers that serve another model than the others, and in what it differs."""
+        """Return the workers whose model differs from the others', and how it differs."""
         return self._process.router.registry.misfits()
 
     async def ready_workers(self) -> dict[str, int]:
-        """Return the workers that requests go to: name |-> which start."""
+        """Return the workers that get requests: name |-> incarnation."""
         registry = self._process.router.registry
         ready = [*registry.ready("prefill"), *registry.ready("decode")]
         return {each.member.worker_id: each.member.incarnation for each in ready}
@@ -62,7 +62,7 @@ class RouterActor:
         await self._process.stop(grace_s)
 
     async def restart(self, grace_s: float) -> None:
-        """Begin to end: let what runs go on for `grace_s`; then Ray starts it anew.
+        """Begin to end: running requests get `grace_s`; then Ray restarts the router.
 
         Returns at once; a second call changes nothing.
         """
@@ -81,7 +81,7 @@ class RouterActor:
         os._exit(1)
 
     async def _find_controller(self) -> str:
-        """Return where the controller is now: its port may be another one after each start."""
+        """Return the controller's current address; its port may change at each start."""
         try:
             call: Any = ray.get_actor(self._controller_name).address.remote()
             return str(await asyncio.wait_for(call, FIND_TIMEOUT_S))

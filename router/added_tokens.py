@@ -33,7 +33,7 @@ class WrongToken(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderTokens:
-    """What a tokenizer gets in addition to tokenizer.json."""
+    """A tokenizer's settings in addition to tokenizer.json."""
 
     named: Mapping[str, str]  # name, such as bos_token |-> text
     added: tuple[AddedToken, ...]  # in the order of their ids; known tokens get these flags
@@ -41,7 +41,7 @@ class FolderTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFiles:
-    """The files beside tokenizer.json; empty where there is none."""
+    """The files beside tokenizer.json; a missing one is empty."""
 
     config: Settings = field(default_factory=dict)  # tokenizer_config.json
     special_tokens_map: Settings = field(default_factory=dict)
@@ -115,7 +115,7 @@ def _named_tokens(settings: Settings, own_names: Settings) -> dict[str, AddedTok
 
 
 def _is_own_name(name: str) -> bool:
-    """Whether a key may name a token; add_bos_token does not, but has no text either."""
+    """Return whether a key may name a token; add_bos_token does not, but has no text either."""
     return name.endswith("_token") and name not in STANDARD_NAMES
 
 

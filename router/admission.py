@@ -1,4 +1,4 @@
-"""Lets requests in: bounds their number, turns prompts into tokens, completes their parameters."""
+"""Admits requests: bounds their number, tokenizes prompts, completes their parameters."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -81,8 +81,8 @@ class Admission:
         """Hold a place among the active requests.
 
         Raises:
-            Overloaded: There is none, or none for this tenant: none is to have them all.
-            RouterStops: It takes nothing new.
+            Overloaded: No place is free, or none for this tenant, which must not have all.
+            RouterStops: The router takes no new requests.
         """
         if self.is_closed:
             raise RouterStops("the router is stopping")
@@ -130,7 +130,7 @@ class Admission:
     async def detokenize(
         self, model_name: str, packed: bytes, *, skip_special_tokens: bool, with_pieces: bool
     ) -> tuple[str, list[str]]:
-        """Return the text of packed token ids, and if asked for the text of each by itself."""
+        """Return the text of packed token ids and, if requested, the text of each one."""
         model = await self._model()
         check_model(model_name, model)
         check_packed_token_ids("token_ids", packed)
@@ -151,11 +151,11 @@ class Admission:
         time_remaining_s: float | None,
         resumption: Resumption | None = None,
     ) -> tuple[Generation, bytes]:
-        """Check a request and make it ready for dispatch; return also its resume token.
+        """Check a request and prepare it for dispatch; return it with its resume token.
 
         Raises:
             InvalidRequest: A field is wrong.
-            NoWorker: No worker has told yet which model it serves.
+            NoWorker: No worker has reported its model yet.
             Overloaded: The tenant has used too many tokens.
         """
         tenant = account.tenant.rules
@@ -192,7 +192,7 @@ class Admission:
             page_size=model.page_size,
             arrived_at=arrived_at,
             deadline_at=asyncio.get_running_loop().time() + timeout_s,
-            # What is held to a form is the answer, from its first token on.
+            # The constraint applies to the answer, from its first token on.
             begins_in_reasoning=sampling.constraint is None
             and isinstance(prompt, Chat)
             and begins_in_reasoning(text),

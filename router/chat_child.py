@@ -1,10 +1,10 @@
-"""The process in which a chat template runs: what router/chat_renderer.py starts.
+"""The process in which a chat template runs; router/chat_renderer.py starts it.
 
-It is told the template, and answers each chat with one of
+It receives the template, and answers each chat with one of
 
     {"text": ...}      the rendering
     {"refused": ...}   the template does not accept these messages
-    {"tools": ...}     the tools are none: what they are
+    {"tools": ...}     the tools are invalid: what they are
     {"error": ...}     the template failed
 """
 

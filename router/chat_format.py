@@ -1,6 +1,6 @@
-"""What a chat template tells about the answers of its model: how they call functions, and reason.
+"""Recognizes a model's formats of tool calls and reasoning by its chat template.
 
-The template shows the model the format that it was trained with, so its text has the format's
+The template shows the format that the model was trained with, so its text has the format's
 markers. Pure.
 """
 
@@ -10,7 +10,7 @@ REASONING_BEGINS = "<think>"
 
 
 class ToolCallFormat(Enum):
-    """How a model writes the functions that it calls; see protos/inference.proto."""
+    """The format of a model's tool calls; see protos/inference.proto."""
 
     LLAMA3_JSON = "llama3_json"
     HERMES = "hermes"
@@ -22,7 +22,7 @@ _NO_JSON_WITHIN_TAGS = ("<function=", "<arg_key>")
 
 
 def tool_call_format(template: str) -> ToolCallFormat | None:
-    """Return the format of the tool calls that a template (its Jinja text) teaches, if known."""
+    """Return the format of tool calls in a template (its Jinja text), if known."""
     if "tools" not in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -36,10 +36,10 @@ def tool_call_format(template: str) -> ToolCallFormat | None:
 
 
 def has_reasoning(template: str) -> bool:
-    """Tell whether a template (its Jinja text) knows reasoning."""
+    """Return whether a template (its Jinja text) knows reasoning."""
     return REASONING_BEGINS in template
 
 
 def begins_in_reasoning(rendered: str) -> bool:
-    """Tell whether a rendered chat has begun the reasoning that its answer goes on with."""
+    """Return whether a rendered chat ends within reasoning that its answer continues."""
     return rendered.rstrip().endswith(REASONING_BEGINS)

@@ -1,4 +1,4 @@
-"""Renders chats in child processes, so that a template can harm nothing but its own process."""
+"""Renders chats in child processes, so that a template can harm only its own process."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from router.errors import (
 logger = logging.getLogger(__name__)
 
 BYTES_PER_CHAR = 6  # the most in JSON, of a control character
-ANSWER_BYTES = 8192  # what an answer without text can take
+ANSWER_BYTES = 8192  # most bytes of an answer without text
 PROBE = ({"role": "user", "content": "Hello"},)
 
 Messages = Sequence[Mapping[str, Any]]
@@ -42,10 +42,10 @@ class ChatRenderer(Protocol):
 
 
 def check_template(template: ChatTemplate) -> None:
-    """Start a child with the template and render a small chat; call it where no event loop runs.
+    """Start a child with the template and render a small chat; call it outside an event loop.
 
     Raises:
-        ChatTemplateError: The template cannot be compiled, or passes a limit.
+        ChatTemplateError: The template cannot be compiled, or exceeds a limit.
     """
 
     async def check() -> None:
@@ -59,7 +59,7 @@ def check_template(template: ChatTemplate) -> None:
 
 
 class ChildRenderer:
-    """Implements ChatRenderer with a few children that are kept."""
+    """Implements ChatRenderer with a few warm children."""
 
     def __init__(
         self, template: ChatTemplate, *, num_children: int = 2, limits: ChildLimits | None = None

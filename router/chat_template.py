@@ -1,10 +1,10 @@
 """Renders a chat with the model's own Jinja template, which is untrusted code from the folder.
 
-The template runs in Jinja's immutable sandbox and sees plain values only. What it writes is
-bounded, and what makes huge strings or numbers at one stroke (products, powers, padding) is
-bounded or gone. That is the inner wall: a template still finds ways to take time and memory, so
-routers render in a child process with limits (router/chat_renderer.py). Compiling is part of it,
-because Jinja then computes what is constant.
+The template runs in Jinja's immutable sandbox and sees only plain values. Its output is bounded,
+and operations that make huge strings or numbers at once (products, powers, padding) are bounded or
+removed. That is the inner wall: a template can still take much time and memory, so routers render
+in a child process with limits (router/chat_renderer.py). Compilation happens there, too, because
+Jinja then evaluates constants.
 """
 
 import json
@@ -29,7 +29,7 @@ _PADDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 
 
 class ChatTemplate:
-    """A chat template, parsed when it is made and compiled when it is first used.
+    """A chat template, parsed at construction and compiled at its first use.
 
     Args:
         source: Jinja text.
@@ -38,7 +38,7 @@ class ChatTemplate:
         now: Date for `strftime_now`.
 
     Raises:
-        ChatTemplateError: The text is no template.
+        ChatTemplateError: The text is not a template.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ChatTemplate:
             raise ChatTemplateError(f"does not compile: {_in_words(error)}") from error
 
     def compile(self) -> None:
-        """Compile the template, which may take any time and memory.
+        """Compile the template, which may take any amount of time and memory.
 
         Raises:
-            ChatTemplateError: It names a filter or a test that there is not.
+            ChatTemplateError: It names a filter or a test that does not exist.
         """
         _ = self._compiled
 
@@ -80,17 +80,17 @@ class ChatTemplate:
         """Return the prompt text for a chat, up to where the assistant's answer begins.
 
         Args:
-            messages: As transformers hands them to a template: role, content, and what else a
-                message has (tool_calls, tool_call_id, name, reasoning_content); but arguments of
-                calls are text. The template sees the object, or the text where it is none.
-            tools_json: Functions that the model may call, as OpenAI's API describes them: a JSON
+            messages: As transformers passes them to a template: role, content, and a message's
+                other fields (tool_calls, tool_call_id, name, reasoning_content), except that call
+                arguments are text. The template sees their object, or the text if it is not JSON.
+            tools_json: Functions that the model may call, in the format of OpenAI's API: a JSON
                 array of objects; empty: none.
 
         Raises:
             WrongTools: tools_json is something else.
-            RefusedByTemplate: The template does not accept these messages, and says why.
+            RefusedByTemplate: The template rejects these messages, with a reason.
             ChatTemplateError: The template failed or broke a rule of the sandbox.
-            MemoryError: It needed more memory than the process may have.
+            MemoryError: It needed more memory than the process may use.
         """
         tools = _tools(tools_json)
         pieces: list[str] = []

@@ -1,10 +1,10 @@
-"""Work in child processes, where it can harm nothing but the process it is in.
+"""Runs work in child processes, where it can harm only its own process.
 
 Life of a child (router/child_side.py):
     STARTING  gets ready
     IDLE      waits for a question, warm
-    BUSY      answers one
-    GONE      it passed a limit of time or memory; another one is started in its place
+    BUSY      answers a question
+    GONE      it exceeded a limit of time or memory; another one replaces it
 
 Children inherit no environment, no open files and no connections, and end with the router.
 """
@@ -48,7 +48,7 @@ Answer = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildLimits:
-    """What one answer may take."""
+    """Limits of one answer."""
 
     cpu_s: float = 2.0  # processor time
     wall_s: float = 10.0  # on a host that has others to serve
@@ -57,16 +57,16 @@ class ChildLimits:
 
 
 class ChildPool:
-    """A few children that are kept, all of one kind.
+    """A few warm children of one kind.
 
     Args:
         module: Has the `main` that children run.
-        settings: What they are told first; read when one starts.
-        check_ready: Takes the answer to the settings, and raises what is wrong with it.
-        num_children: That are kept.
+        settings: Their first message; read when a child starts.
+        check_ready: Takes the answer to the settings, and raises if it is wrong.
+        num_children: Number of children.
         limits: Of each answer.
-        max_answer_bytes: Longer ones pass a limit.
-        busy: What the error says when too many wait: "chats wait to be rendered".
+        max_answer_bytes: Longer answers exceed a limit.
+        busy: Text of the error when too many wait: "chats wait to be rendered".
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ChildPool:
         """Return the answer of some child.
 
         Raises:
-            ChildLimit: To answer takes more than it may.
+            ChildLimit: The answer exceeds a limit.
             Overloaded: Too many questions wait.
         """
         if self._num_waiting >= MAX_WAITING:
@@ -225,7 +225,7 @@ class _Child:
         return cls(process, reader, writer, limits, max_answer_bytes)
 
     async def ask(self, question: Mapping[str, object], wall_s: float) -> dict[str, str]:
-        """Return the answer to a message; ChildLimit means that the child is of no more use."""
+        """Return the answer to a message; after ChildLimit the child cannot be used again."""
         encoded = json.dumps(question, ensure_ascii=False).encode()
         try:
             async with asyncio.timeout(wall_s):

@@ -1,13 +1,13 @@
-"""What a child process of the router does before, between and after its work; see child_pool.py.
+"""The child process of a router around its work; see child_pool.py.
 
-Standard input is a socket to the router. Each message on it is a JSON object behind its length,
-four bytes big-endian. The first one brings the settings, with the limits; the answer to it is {}
-once the child is ready. Each later one is answered with what the work returns, or with
+Standard input is a socket to the router. Each message on it is a JSON object after its length, four
+bytes big-endian. The first one carries the settings, with the limits; its answer is {} once the
+child is ready. The answer to each later one is the result of the work, or
 
-    {"exceeded": ...}  it passed a limit; the process ends
+    {"exceeded": ...}  it exceeded a limit; the process ends
 
-Work that takes more processor time than it may ends the process by a signal. The process also ends
-with its router: the socket does, and what runs then has its time limit.
+Work that exceeds its processor time ends the process by a signal. The process also ends with its
+router: the socket closes, and running work has its time limit.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Tries constraints before a worker gets them, in child processes, which alone they can end.
+"""Tries constraints before a worker gets them, in child processes that they may crash.
 
-A constraint that a child compiles within its limits, a worker compiles as well: what is counted is
-the same there, and there is more room. See docs/decisions/0032-answers-held-to-a-form.md.
+If a child compiles a constraint within its limits, so does a worker: the counts are the same there,
+and the limits higher. See docs/decisions/0032-answers-held-to-a-form.md.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class ConstraintChecker(Protocol):
         """Return if a worker can compile a constraint.
 
         Raises:
-            InvalidConstraint: It is wrong, or passes a limit.
+            InvalidConstraint: It is wrong, or exceeds a limit.
             NoVocabulary: The model's tokenizer cannot be used.
             Overloaded: Too many wait to be tried.
         """

@@ -1,4 +1,4 @@
-"""Takes a request's messages to its client, and notices a client that stopped reading."""
+"""Delivers a request's messages to its client, and notices a client that stopped reading."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -12,17 +12,17 @@ Message = TypeVar("Message")
 
 
 class Delivery(Generic[Message]):
-    """The messages of one call on their way.
+    """The delivery of one call's messages.
 
-    A write that the client holds up is never cancelled: gRPC would keep its memory, and could
-    not send a status behind it. It is left alone and ends with the call.
+    A write that the client blocks is never cancelled: gRPC would keep its memory, and could not
+    send a status after it. It is left alone and ends with the call.
 
     Args:
-        messages: What to write, in order.
-        begin: Sends the headers, before the first message; None: they were sent. gRPC would send
-            them with it, and then no status while the client holds it up.
+        messages: To write, in order.
+        begin: Sends the headers before the first message; None: already sent. gRPC would send them
+            with the message, and then no status while the client blocks it.
         write: Returns when the client has room for the next message.
-        timeout_s: Longest time that one write may take.
+        timeout_s: Longest time of one write.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Delivery(Generic[Message]):
         """Write all messages.
 
         Raises:
-            SlowClient: The client took nothing for too long.
+            SlowClient: The client read nothing for too long.
         """
         loop = asyncio.get_running_loop()
         writing = loop.create_task(self._write_all())

@@ -1,13 +1,13 @@
 """Turns a stream of token ids into text, never splitting a character.
 
-Tokens that come together make one piece, unless it would end with half a character.
+Tokens that arrive together make one piece, unless it would end with half a character.
 
-The text of all pieces equals `decode` of all ids. A decoder looks at its neighbours (a leading
-space goes, bytes join to characters), so each piece is decoded behind the tokens of the piece
-before it, and the text of those is cut off. Text that ends in U+FFFD may be half a character and
-waits for more tokens. One difference remains, for tokenizers with byte-fallback tokens: where
-a malformed byte follows complete characters of the same run, `decode` replaces the whole run; the
-stream keeps the characters it has sent.
+The text of all pieces equals `decode` of all ids. Decoding depends on neighbours (a leading space
+is dropped, bytes join to characters), so each piece is decoded together with the previous piece's
+tokens, whose text is then cut off. Text that ends in U+FFFD may be half a character and waits for
+more tokens. One difference remains, for tokenizers with byte-fallback tokens: if a malformed byte
+follows complete characters of the same run, `decode` replaces the whole run; the stream keeps the
+characters that it has sent.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _MAX_CHARACTER_TOKENS = 3  # an incomplete character has at most three bytes, ea
 
 
 class Decoder(Protocol):
-    """What the detokenizer needs of a tokenizer."""
+    """The interface that the detokenizer needs of a tokenizer."""
 
     def has_text(self, token_id: int) -> bool: ...
 
@@ -53,11 +53,11 @@ class Detokenizer:
         return ""
 
     def finish(self) -> str:
-        """Return what is still waiting, as it stands."""
+        """Return the waiting text as it is."""
         return self._send(self._decoder.decode(self._window), len(self._window))
 
     def _send(self, text: str, num_tokens: int) -> str:
-        """Return the unsent part of `text`, which is that of the first tokens of the window."""
+        """Return the unsent part of `text`, the text of the window's first tokens."""
         if text.startswith(self._sent_text):
             new_text = text[len(self._sent_text) :]
         else:  # sent characters turned malformed; see the module's docstring

@@ -1,16 +1,16 @@
-"""Gets requests served: places them on decode workers, receives their tokens, resumes them.
+"""Dispatches requests: places them on decode workers, receives their tokens, resumes them.
 
 Life of a request here:
-0. WAITING    with a tenants file, while the workers have enough: see router/tenants/turns.py
+0. WAITING    with a tenants file, while the workers have enough work: see router/tenants/turns.py
 1. PLACED     the policy chose a decode worker; load is counted there
 2. SUBMITTED  on the one session that this router has with that worker
-3. STREAMING  each message of the session feeds the `Generation`s it names; the client's call takes
-              from them at its own pace and never holds up the session
-4. FINISHED   all choices ended, or an error of the request's own came
+3. STREAMING  each message of the session feeds the `Generation`s it names; the client's call reads
+              from them at its own pace and never blocks the session
+4. FINISHED   all choices ended, or the request failed with an error of its own
 
-When a session breaks, its worker dies, refuses or skips a token, the request goes back to 1 with
-what it has emitted, as the next attempt; late messages of earlier attempts are dropped. Leaving
-`Dispatcher.serve` in whatever way cancels what is left at the worker.
+When a session breaks, or its worker dies, refuses or skips a token, the request goes back to 1 with
+its emitted tokens, as the next attempt; late messages of earlier attempts are dropped. Leaving
+`Dispatcher.serve` in any way cancels the rest at the worker.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Dispatcher:
 
     @asynccontextmanager
     async def serve(self, generation: Generation, pace: Pace) -> AsyncIterator[Stream]:
-        """Drive a request while the body runs; leaving it cancels what is not finished."""
+        """Drive a request while the body runs; leaving it cancels unfinished choices."""
         stream = Stream(generation, self._pacer, pace)
         request_id = generation.request.request_id
         driver = asyncio.create_task(self._drive(stream), name=f"request-{request_id}")
@@ -94,7 +94,7 @@ class Dispatcher:
                 await asyncio.wait([driver], timeout=1)
 
     def check_room(self) -> None:
-        """Refuse a request that not even the smallest prompt would let start in time."""
+        """Refuse a request that could not start in time even with the smallest prompt."""
         now = asyncio.get_running_loop().time()
         smallest = Demand(num_pages=1, mean_pages=1.0, num_sequences=1)
         waits = [
@@ -146,8 +146,8 @@ class Dispatcher:
 
     async def _attempt_until_done(self, stream: Stream) -> None:
         generation = stream.generation
-        # Names of workers that are not tried again while there is another. Names, because one whose
-        # engine fails comes back, idle, and would be the first choice again and again.
+        # Names of workers that are not tried again while there is another one. Names, because a
+        # worker whose engine fails comes back idle, and would always be the first choice.
         refused: set[str] = set()
         num_lost = 0
         patience_ends_at: float | None = None  # with workers that take nothing more
@@ -195,7 +195,7 @@ class Dispatcher:
         is_new = generation.num_tokens == 0
         wait_s = self._config.worker_wait_s if is_new else self._config.resume_wait_s
         if refused and not self._others(refused):
-            # Whoever is left has just refused: give it, or a new worker, a moment.
+            # The remaining workers have just refused: give them, or a new one, a moment.
             await self._registry.wait_changed(loop.time() + self._config.retry_delay_s)
         until = loop.time() + wait_s
         while not (ready := self._registry.ready("decode")):
@@ -218,7 +218,7 @@ class Dispatcher:
                     return self._place_now(generation, self._others(refused) or decode_workers)
 
     def _has_room(self, generation: Generation) -> bool:
-        """Tell whether a request would start soon; where no worker is, it waits for one."""
+        """Return whether a request would start soon; without workers, it waits for one."""
         decode_workers = self._registry.ready("decode")
         if not decode_workers:
             return True
@@ -228,7 +228,7 @@ class Dispatcher:
     def _decide(
         self, generation: Generation, decode_workers: list[Worker]
     ) -> tuple[RouteDecision, int]:
-        """Choose workers; return also how many pages of the prompt some worker holds."""
+        """Choose workers; also return how many pages of the prompt some worker holds."""
         now = asyncio.get_running_loop().time()
         request = generation.request
         overlaps = self._index.match(request.page_hashes, now)

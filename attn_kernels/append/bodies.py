@@ -14,8 +14,8 @@ def rotate(x_low, x_high, cos, sin):
 
 @triton.jit
 def to_page(x, scale):
-    # What a page stores of x: x, or x / scale in fp8 if there is a scale. What e4m3 cannot hold
-    # becomes the largest value that it can; NaN is neither above nor below, and stays.
+    # A page's value for x: x, or x / scale in fp8 if there is a scale. Values beyond e4m3's range
+    # become its largest value; NaN is neither above nor below, and stays.
     if scale is not None:
         x = tl.div_rn(x.to(tl.float32), scale)
         x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))

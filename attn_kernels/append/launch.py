@@ -38,8 +38,8 @@ def rotate_and_append(
     i + rotary_dim / 2. The others are copied.
 
     Args:
-        q: [num_tokens, num_qo_heads, head_dim], dtype of the pool, or bfloat16 or float16 for one
-            of fp8; tokens may have any stride.
+        q: [num_tokens, num_qo_heads, head_dim], dtype of the pool, or bfloat16 or float16 for an
+            fp8 pool; tokens may have any stride.
         k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, likewise.
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; mutated.
         layer: Layer of the pool to write.
@@ -48,8 +48,8 @@ def rotate_and_append(
         append_page: [num_tokens], int64, page that receives the token; negative writes nothing.
         append_offset: [num_tokens], int64, slot within that page.
         k_scale, v_scale: [num_layers, num_kv_heads], float32, positive; for a pool of fp8 (e4m3)
-            only. A page holds values divided by their head's scale; what lies beyond 448 then
-            becomes 448, with its sign, and NaN stays NaN.
+            only. A page holds values divided by their head's scale; values beyond 448 then become
+            448, with their sign, and NaN stays NaN.
 
     Returns:
         The rotated queries, newly allocated and contiguous.

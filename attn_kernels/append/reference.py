@@ -1,4 +1,4 @@
-"""What rotating and appending computes."""
+"""Reference of rotating and appending."""
 
 import torch
 from torch import Tensor

@@ -1,1 +1,1 @@
-"""Decode attention that reads what requests share once."""
+"""Decode attention that reads shared prefixes once."""

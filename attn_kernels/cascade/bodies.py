@@ -1,9 +1,9 @@
 """Kernel body of cascade attention's shared part: one read of a prefix serves many requests.
 
 A row of the tile is one query head of one request; all rows see all keys, so no score is masked.
-Keys are folded as the decode kernel folds them: splits of SPLIT_LEN tokens at absolute multiples,
-in key order. What is stored for each row is a slot among the partial results of its request, which
-the decode kernel then folds with those of the request's own keys.
+Keys are folded as in the decode kernel: splits of SPLIT_LEN tokens at absolute multiples, in key
+order. Each row stores a slot among the partial results of its request, which the decode kernel then
+folds with those of the request's own keys.
 """
 
 import triton
@@ -78,8 +78,8 @@ def shared_prefix_kernel(
         if k_scale_ptr is not None:  # that of values waits for the decode kernel's output
             my_scale_log2 *= tl.load(k_scale_ptr + layer * NUM_KV_HEADS + my_kv_head)
 
-        # A slot for each segment; where its beginning belongs to another item, for each split (it
-        # could not be folded in key order yet). One slot if bits do not matter.
+        # A slot for each segment; if its beginning belongs to another item, a slot for each split
+        # (which could not be folded in key order yet). One slot if bits do not matter.
         begin = my_begin
         while begin < my_end:
             end = my_end

@@ -2,7 +2,7 @@
 
 A persistent program per multiprocessor, in three partitions as in paged_prefill_hopper.py: a warp
 that copies keys and values page by page into rings in shared memory, and two warpgroups of 64 query
-rows each, whose products with the next keys run while they compute weights of the present ones.
+rows each, whose products with the next keys run while they compute weights of the current ones.
 
 Source: FlashAttention-3 (Shah et al., 2024): warp specialization, ping-pong scheduling.
 """
@@ -445,7 +445,7 @@ def shared_prefix_hopper_kernel(
     # Grid: (num_programs,), at most one for each multiprocessor
     if OVERLAPS:
         gdc_launch_dependents()
-    # Without a unit a program does not even set up; it would read one unasked.
+    # A program without a unit must not set up: it would read one.
     if gl.program_id(0) < gl.load(plan_ptr) * NUM_KV_HEADS:
         attend_units(
             q_ptr, pages_desc, page_indices_ptr, plan_ptr, partial_acc_ptr, partial_stats_ptr,

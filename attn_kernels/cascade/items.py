@@ -2,8 +2,8 @@
 
 An item is a tile of query rows and a range of a run's splits, for each key-value head. It fills a
 slot for each segment that it begins, and one for each split of a segment that another item begins:
-only a segment's first splits may be folded before the others are there, if the result is to have
-the bits of flat decode. If not, each item fills one slot.
+if the result must be bit-identical to flat decode, only a segment's first splits may be folded
+before the others exist. Otherwise each item fills one slot.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ MAX_SEGMENTS = 4  # of an item
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedRun:
-    """Tokens that are read once for all members."""
+    """Tokens read once for all members."""
 
     begin: int  # tokens [begin, end), both at borders of splits; 0 without a parent
     end: int
@@ -65,9 +65,9 @@ def cut_runs(
         runs: One or more, parents before children.
         table_starts: Index of each request's first page in the page table.
         rule: Where splits and segments end.
-        model: What work costs.
+        model: Costs of the work.
         max_slots: Most slots of all requests; the coarsest cut is returned even if it has more.
-        is_exact: Whether the result must have the bits of flat decode.
+        is_exact: Whether the result must be bit-identical to flat decode.
     """
     shapes = tuple((run.begin, run.end, len(run.members), run.parent) for run in runs)
     item_splits = _item_splits_for(shapes, rule, model, max_slots, is_exact)

@@ -1,7 +1,7 @@
-"""Cascade attention: a prefix that requests of a batch share is read once for all of them.
+"""Cascade attention: reads a prefix that requests of a batch share once for all of them.
 
-Two launches a layer. The first one takes the shared prefixes, tile by tile of query rows, and
-leaves partial results; the second one is paged decode attention, which takes the rest of each
+Two launches per layer. The first one processes the shared prefixes, tile by tile of query rows, and
+stores partial results. The second one is paged decode attention, which processes the rest of each
 request and folds everything in key order. It starts while the first one still runs and waits for it
 only before it folds.
 """
@@ -98,10 +98,10 @@ def shared_tile(
 class CascadeAttention:
     """Attention of one new token per request, over the prefix tree of the batch.
 
-    As `DecodeAttention`, with the page tables given to `plan`. With a sliding window only requests
-    that lie within it share: the others each begin at another token. `run` launches for one layer:
-    flat decode alone if the plan shares nothing (`num_shared_items` tells). A CUDA graph replays
-    for later plans of the kind it was captured with, sharing or flat.
+    Like `DecodeAttention`, but `plan` gets the page tables. With a sliding window, only requests
+    that lie within it share: the others each begin at a different token. `run` launches for one
+    layer: only flat decode if the plan shares nothing (see `num_shared_items`). A CUDA graph serves
+    later plans of its kind, sharing or flat.
 
     Args:
         pages: The pool, [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
@@ -109,22 +109,22 @@ class CascadeAttention:
         scale: Factor of the scores, usually head_dim ** -0.5.
         max_requests: Most requests of a plan.
         max_kv_tokens: Most tokens of a plan, summed over its requests, shared ones for each.
-        sliding_window: Number of last tokens that a query sees, itself included; None is all.
+        sliding_window: Number of last tokens that a query sees, itself included; None: all.
         soft_cap: If given, a score s becomes soft_cap * tanh(s / soft_cap).
-        k_scale, v_scale: What keys and values of a pool of fp8 (e4m3) are multiplied by,
-            [num_layers, num_kv_heads], float32, positive; None for any other pool.
-        is_exact: Whether results have the bits of flat decode (in half precision), whatever the
-            batch shares. False takes up to 19 % less time; other in the last bits of float32.
+        k_scale, v_scale: Factors of keys and values of an fp8 (e4m3) pool, [num_layers,
+            num_kv_heads], float32, positive; None for any other pool.
+        is_exact: Whether results are bit-identical to flat decode (in half precision), whatever the
+            batch shares. False takes up to 19 % less time, and differs in the last float32 bits.
         rule: Where keys are cut.
-        decode_tile: How the decode kernel is compiled, for flat plans too; None takes the shipped
+        decode_tile: How the decode kernel is compiled, for flat plans, too; None: the shipped
             choice for each.
-        tile: How the shared part's kernel is compiled; None takes the shipped choice.
-        num_programs: Programs of the shared part's launch; None takes what the device holds.
+        tile: How the shared part's kernel is compiled; None: the shipped choice.
+        num_programs: Programs of the shared part's launch; None: as many as run at once.
 
     Attributes:
-        decode: Reads what requests do not share, and folds.
-        flat: Reads everything, where nothing is shared.
-        model: What work costs, fitted; may be replaced between plans.
+        decode: Reads the parts that requests do not share, and folds.
+        flat: Reads everything if nothing is shared.
+        model: Fitted costs; may be replaced between plans.
         num_early_lanes: Lanes of decode whose programs start beside those of a shared part that is
             on every multiprocessor; as many requests or fewer take no others while it has one equal
             item for each of its programs.
@@ -249,14 +249,14 @@ class CascadeAttention:
             kv_lens: Tokens of each request, the new one included; 0 gives a row of zeros.
             table_starts: Index of each request's first page in `page_indices`.
             page_indices: Page ids of all requests, on the host.
-            rows: Row of each request in q and out, each once; None is 0, 1, 2, ...
-            nodes: The prefix tree of the batch, if it is known; None finds it in the page tables.
+            rows: Row of each request in q and out, each once; None: 0, 1, 2, ...
+            nodes: The prefix tree of the batch, if known; None: found in the page tables.
 
         Raises:
             CapacityError: If the batch is larger than the buffers.
             PageTableError: If a request has a page outside the pool, or begins before the table.
             ShapeError: If arguments differ in length, a length is negative, a row is negative or
-                given twice, or the tree has members that the batch has not.
+                given twice, or the tree has members that the batch lacks.
         """
         batch = self.decode.check_plan(kv_lens, rows=rows, table_starts=table_starts)
         lens, starts = batch.kv_lens, batch.table_starts
@@ -291,22 +291,22 @@ class CascadeAttention:
             is_exact=self.is_exact,
         )
         items = self._plan_own(shared, batch)
-        # Only now: a batch that is refused leaves the last plan as it was.
+        # Only now: a refused batch leaves the last plan unchanged.
         self._shared, self._batch = shared, batch
         if shared.num_items > 0:
             self._copy(shared, items)
         return shared.estimate
 
     def plan_next_step(self, kv_lens: Integers) -> None:
-        """Plan the next step of the same batch: each request has the same pages and some more.
+        """Plan the next step of the same batch: each request keeps its pages and may have more.
 
-        What is shared stays as it is; only requests' own parts are planned again.
+        Shared parts stay the same; only requests' own parts are planned again.
 
         Raises:
             CapacityError: If the batch is larger than the buffers.
             PlanError: If nothing is planned.
-            ShapeError: If the batch has another number of requests, or one has become shorter than
-                what it shares, or shares and has become longer than the sliding window.
+            ShapeError: If the number of requests differs, or a request has become shorter than its
+                shared part, or shares and has become longer than the sliding window.
         """
         shared = self._shared
         if shared is None:
@@ -333,11 +333,11 @@ class CascadeAttention:
 
         Args:
             q: Rotated queries, [num_rows, num_qo_heads, head_dim], contiguous, dtype of the pool,
-                or bfloat16 or float16 for one of fp8.
+                or bfloat16 or float16 for an fp8 pool.
             layer: Layer of the pool.
             kv_page_indices: Page ids of all requests as planned, int32, on the device.
-            out: Shaped as q, of any float dtype, not in q's memory; None makes a new one with
-                q's. Written at the planned rows, other rows are left as they are.
+            out: Shaped as q, of any float dtype, not in q's memory; None: a new one with q's
+                dtype. Only the planned rows are written.
             lse: If given, [num_rows, num_qo_heads], float32, receives the log-sum-exp of the
                 scores (natural log).
 
@@ -398,7 +398,7 @@ class CascadeAttention:
         )
 
     def _plan_own(self, shared: CascadePlan, batch: DecodeBatch) -> DecodeItems:
-        """Plan what requests do not share."""
+        """Plan the parts that requests do not share."""
         if shared.num_items == 0:
             return self.flat.plan_batch(batch)
         # One item for each program, all equal: they end together. Where they end one after the
@@ -427,7 +427,7 @@ class CascadeAttention:
             )
 
     def _copy(self, shared: CascadePlan, items: DecodeItems) -> None:
-        """Bring the items, and their query rows behind them, to the device."""
+        """Copy the items, followed by their query rows, to the device."""
         self._first_slots = items.first_slots
         first_row = 1 + shared.num_items * ITEM_FIELDS
         num_heads, group = self.decode.num_qo_heads, self.decode.group
@@ -447,11 +447,11 @@ class CascadeAttention:
 
 
 def _check_members(nodes: Sequence[PrefixNode], num_requests: int) -> None:
-    """Check that a tree which a cache knows is one of the batch."""
+    """Check that a tree from a cache fits the batch."""
     for node in nodes:
         check_within("members of nodes", node.members, num_requests, ShapeError)
 
 
 def _hopper_refusal(pages: Tensor) -> str | None:
-    """Say what about the shape of a pool the Hopper kernel is not written for."""
+    """Return what the Hopper kernel does not support in a pool's shape."""
     return hopper_refusal(pages, head_dims=HOPPER_HEAD_DIMS, page_sizes=HOPPER_PAGE_SIZES)

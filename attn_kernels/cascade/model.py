@@ -1,4 +1,4 @@
-"""What cascade and flat attention cost on a device: arithmetic for the planner."""
+"""Costs of cascade and flat attention on a device: arithmetic for the planner."""
 
 import math
 from dataclasses import dataclass, replace
@@ -40,11 +40,11 @@ LONG_SHARED_US = 10.0  # what the shared part's busiest program takes beyond it 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CascadeModel:
-    """What the work costs on a device, to choose a side; times of one layer in us.
+    """Costs of the work on a device, for choosing a side; times of one layer in us.
 
-    The defaults are fitted to one H200 with head_dim 128 and half precision, to the forests of
-    benchmarks.cascade_border: so that none is shared that is slower for it, and few are not shared
-    that would be faster. A layer's time is sums and norms of the parts', not a simulation.
+    The defaults are fitted to one H200 with head_dim 128 and half precision, on the forests of
+    benchmarks.cascade_border, so that sharing never slows one down and is rarely missed where it
+    would be faster. A layer's time is sums and norms of its parts, not a simulation.
     """
 
     num_kv_heads: int
@@ -86,7 +86,7 @@ class CascadeModel:
     margin: float = 0.9  # cascade must be estimated faster than flat by this factor
 
     def sharing_all(self) -> Self:
-        """Return the model in which reading what others read never pays: for warm-up and tests."""
+        """Return the model in which repeated reads never pay off: for warm-up and tests."""
         return replace(self, repeated_bytes_per_us=1e-3, margin=math.inf)
 
     def read_us(self, num_tokens: int) -> float:
@@ -94,7 +94,7 @@ class CascadeModel:
         return num_tokens * self.token_bytes / self.hbm_bytes_per_us
 
     def reread_us(self, num_tokens: int) -> float:
-        """Return what tokens that others read as well count where nodes are chosen."""
+        """Return the cost of tokens that other requests read, too, when nodes are chosen."""
         return num_tokens * self.token_bytes / self.repeated_bytes_per_us
 
     def flat_us(

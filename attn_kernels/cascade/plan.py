@@ -1,9 +1,9 @@
-"""Pure planning of cascade attention: which prefixes to read once for all, and in which pieces.
+"""Pure planning of cascade attention: which prefixes to read once, and in which pieces.
 
-1. share     chooses for each node of the prefix tree: it is read once for all of its members, or
-             absorbed, that is read by each child and each request with what they read anyway
+1. share     chooses for each node of the prefix tree whether it is read once for all members, or
+             absorbed: each child and each request reads it together with its own keys
 2. cut       makes the work items of the shared part; the rest is for the decode kernel
-3. estimate  compares the whole with flat decode, where every request reads all of its keys
+3. estimate  compares the result with flat decode, in which every request reads all of its keys
 
 Source: the choice between sharing and absorbing is FastTree's (MLSys 2025), here decided for the
 whole tree at once, so that the order of children does not matter.
@@ -20,7 +20,7 @@ from attn_kernels.cascade.model import CascadeModel
 from attn_kernels.cascade.prefix_tree import IntArray, PrefixNode
 from attn_kernels.decode.plan import SplitRule, lane_excess
 
-MAX_ABSORBED = 8  # nodes in a row that a descendant may read in their stead
+MAX_ABSORBED = 8  # consecutive absorbed nodes that a descendant may read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class CascadeEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CascadePlan:
-    """The shared part of a batch, and what is left to the decode kernel."""
+    """The shared part of a batch, and the rest for the decode kernel."""
 
     fields: npt.NDArray[np.int32]  # [num_items, ITEM_FIELDS], longest first
     members: IntArray  # indices of requests, run after run; items name ranges of it
@@ -56,16 +56,16 @@ def plan_cascade(
     max_slots: int,
     is_exact: bool,
 ) -> CascadePlan:
-    """Choose what to share and cut it into work items; flat if that is estimated faster.
+    """Choose what to share and cut it into work items; flat if estimated to be faster.
 
     Args:
         nodes: The prefix tree with borders at multiples of the split length, parents first.
         kv_lens: Tokens of each request.
         table_starts: Index of each request's first page in the page table.
         rule: Where to cut.
-        model: What work costs.
+        model: Costs of the work.
         max_slots: Most shared slots, summed over requests; beyond them the plan is flat.
-        is_exact: Whether results must have the bits of flat decode.
+        is_exact: Whether results must be bit-identical to flat decode.
     """
     runs = share(nodes, model)
     flat_us = _flat_us(nodes, kv_lens, model, rule)
@@ -100,8 +100,8 @@ def plan_cascade(
 def share(nodes: Sequence[PrefixNode], model: CascadeModel) -> list[SharedRun]:
     """Choose the nodes to share so that the sum of the device's times is least.
 
-    An absorbed node's keys are read by its children, who may in turn leave them to theirs. The
-    choice is exact for up to MAX_ABSORBED nodes absorbed in a row.
+    Its children read an absorbed node's keys, or may leave them to their own children. The choice
+    is exact for up to MAX_ABSORBED consecutive absorbed nodes.
 
     Returns:
         Runs, parents before children.
@@ -187,7 +187,7 @@ def _cascade_us(
 
 
 def _num_repeated(parts: Sequence[PrefixNode] | Sequence[SharedRun]) -> int:
-    """Count the tokens that members would read again, after a first one has read them."""
+    """Count the tokens that members would read again after the first one."""
     return sum((len(part.members) - 1) * (part.end - part.begin) for part in parts)
 
 

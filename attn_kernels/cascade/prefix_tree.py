@@ -1,8 +1,8 @@
 """Finds the prefixes that requests of a batch share, from their page tables, in numpy on the host.
 
-A page belongs to one prefix: requests that have the same page at the same place have the same
-tokens before it, because a prefix cache shares a page only along a path of its radix tree. So a
-page stands for its whole prefix, and one page of each unit of tokens is compared.
+A page belongs to one prefix: requests with the same page at the same place have the same tokens
+before it, because a prefix cache shares a page only along a path of its radix tree. So a page
+represents its whole prefix, and comparing one page of each unit of tokens suffices.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixNode:
-    """A run of tokens that its members, and nobody else, have in the same pages."""
+    """A run of tokens that exactly its members have in the same pages."""
 
     begin: int  # tokens [begin, end)
     end: int
@@ -25,7 +25,7 @@ class PrefixNode:
 
 
 def within_window(kv_lens: IntArray, sliding_window: int | None) -> tuple[IntArray, IntArray]:
-    """Return the tokens that each request reads, and those of which it may share a prefix.
+    """Return the tokens that each request reads, and those in which it may share a prefix.
 
     A request longer than the window sees only the end of its tokens, and shares nothing.
     """
@@ -86,10 +86,10 @@ def prefix_tree(
 def aligned_tree(
     nodes: Sequence[PrefixNode], kv_lens: npt.NDArray[np.integer], *, unit_len: int
 ) -> list[PrefixNode]:
-    """Bring a tree that a prefix cache knows, with borders anywhere, to borders at whole units.
+    """Move the borders of a prefix cache's tree to whole units.
 
-    What a border loses falls to the children. A node is cut where its shorter members keep the
-    rest to themselves.
+    Tokens after a moved border belong to the children. A node is cut where its shorter members do
+    not share the rest.
 
     Args:
         nodes: Parents before children; a node begins where its parent ends.
@@ -153,7 +153,7 @@ def _nodes(common: Sequence[int], requests: IntArray, unit_len: int) -> list[Pre
 
 
 def check_tree(nodes: Sequence[PrefixNode]) -> None:
-    """Assert what holds for every tree: nodes are whole, nested, and parents come first."""
+    """Assert the invariants of a tree: nodes are whole, nested, and parents come first."""
     for index, node in enumerate(nodes):
         assert node.begin < node.end
         assert len(node.members) > 1

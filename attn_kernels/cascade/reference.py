@@ -1,4 +1,4 @@
-"""What cascade attention computes."""
+"""Reference of cascade attention."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ from attn_kernels.decode.reference import DecodeAttention
 
 
 class CascadeAttention:
-    """What `launch.CascadeAttention` computes: decode, whatever is shared."""
+    """Reference of `launch.CascadeAttention`: decode, whatever is shared."""
 
     def __init__(
         self,

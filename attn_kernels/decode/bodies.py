@@ -2,8 +2,8 @@
 
 A request's keys are cut into splits at absolute multiples of SPLIT_LEN, and splits form segments of
 SEGMENT_LEN. Its result is the fold over segments of the fold over each segment's splits, both in
-key order, so the bits do not depend on how the planner hands out the work: a work item is any run
-of splits of one request, and a program takes a lane of items for one key-value head.
+key order, so the bits do not depend on how the planner distributes the work: a work item is any run
+of splits of one request, and a program processes a lane of items for one key-value head.
 
 Partial results lie in slots. A slot holds a state (acc, m, total) and a flag, 1 if a segment ends
 with it. The state is the fold of a segment's first splits, one to all of them, or a single later

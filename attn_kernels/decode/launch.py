@@ -78,8 +78,8 @@ def decode_tile(
     Args:
         pages: The pool.
         is_hopper: Whether the device is a Hopper GPU; None looks.
-        beside_shared: Whether the kernel reads what requests do not share, and folds that into
-            what another launch has read for all of them.
+        beside_shared: Whether the kernel reads only the parts that requests do not share, and folds
+            them with the results of another launch for the shared part.
     """
     head_dim = pages.shape[-1]
     element_bytes = pages.element_size()
@@ -271,7 +271,7 @@ class DecodeAttention:
     def check_plan(
         self, kv_lens: Integers, *, rows: Integers | None, table_starts: Integers | None
     ) -> DecodeBatch:
-        """Check the arguments of `plan` that say what the batch is."""
+        """Check the arguments of `plan` that describe the batch."""
         return check_batch(
             kv_lens,
             rows=rows,
@@ -441,7 +441,7 @@ class DecodeAttention:
         )
 
     def _first_tokens(self, batch: DecodeBatch) -> npt.NDArray[np.int64]:
-        """Return the first token of each request that is read: its tile is read whole."""
+        """Return the first token read of each request: its tile is read whole."""
         if self.sliding_window is None:
             return np.zeros_like(batch.kv_lens)
         first_tokens = np.maximum(batch.kv_lens - self.sliding_window, 0)
@@ -462,7 +462,7 @@ class DecodeAttention:
 
 
 def _hopper_refusal(pages: Tensor) -> str | None:
-    """Say what about a pool the Hopper kernel is not written for, and what it takes."""
+    """Return what the Hopper kernel does not support in a pool, and what it supports."""
     if pages.element_size() > 2:
         return f"{pages.dtype}, only floats of 8 and 16 bits"
     return hopper_refusal(pages, head_dims=HOPPER_HEAD_DIMS, page_sizes=HOPPER_PAGE_SIZES)

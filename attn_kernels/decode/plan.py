@@ -192,7 +192,7 @@ def plan_decode(
     first_private: Integers | None = None,
     num_shared_slots: Integers | None = None,
 ) -> DecodeItems:
-    """Cut requests into items and deal them to lanes.
+    """Cut requests into items and distribute them to lanes.
 
     Args:
         kv_lens: Tokens of each request; 0 gives a row of zeros.
@@ -296,7 +296,7 @@ def lane_excess(kv_lens: Array, *, num_lanes: int, rule: SplitRule) -> float:
 def _deal(
     num_splits: Array, phases: Array | None, num_lanes: int, rule: SplitRule
 ) -> tuple[Array, Array, Array, bool]:
-    """Deal requests to lanes, as equally as cuts between splits allow.
+    """Distribute requests to lanes, as equally as cuts between splits allow.
 
     Args:
         num_splits: Splits of each request.
@@ -435,12 +435,12 @@ def _items(
 
 
 def _tokens(num_splits: Array, split_len: int) -> Array:
-    """Return what requests cost, in tokens."""
+    """Return the costs of requests, in tokens."""
     return num_splits * split_len + ITEM_TOKENS
 
 
 def _without_gaps(lane: Array) -> Array:
-    """Number lanes, which ascend, so that those without items are the last ones."""
+    """Number lanes, which ascend, so that lanes without items come last."""
     is_new = np.zeros(len(lane), dtype=np.int64)
     np.greater(lane[1:], lane[:-1], out=is_new[1:], casting="unsafe")
     return accumulate(is_new)

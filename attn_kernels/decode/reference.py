@@ -1,4 +1,4 @@
-"""What decode attention computes."""
+"""Reference of decode attention."""
 
 from itertools import accumulate
 
@@ -10,7 +10,7 @@ from attn_kernels.prefill.reference import PrefillAttention, as_ints
 
 
 class DecodeAttention:
-    """What `launch.DecodeAttention` computes: prefill of one token per request."""
+    """Reference of `launch.DecodeAttention`: prefill of one token per request."""
 
     def __init__(
         self,

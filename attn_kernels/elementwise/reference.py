@@ -1,4 +1,4 @@
-"""What the operations between matrix products compute."""
+"""Reference of the operations between matrix products."""
 
 import torch
 from torch import Tensor

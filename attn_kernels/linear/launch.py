@@ -59,7 +59,7 @@ def linear(
 
 
 def shipped_tiles(x: Tensor, weight: Tensor) -> tuple[Tile, ...]:
-    """Return all tiles that may be chosen for inputs and weights like these."""
+    """Return all tiles that may be chosen for such inputs and weights."""
     tiles: tuple[Tile, ...] = linear_tiles(x.dtype)
     return (*tiles, *HOPPER_TILES) if _takes_hopper(x, weight) else tiles
 

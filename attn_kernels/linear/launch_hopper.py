@@ -15,14 +15,14 @@ BOX_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank
 
 
 class _Box(TensorDescriptor):  # type: ignore[misc]  # Triton has no types
-    """A descriptor whose checks `check` has made, once and not for each launch."""
+    """A descriptor without per-launch checks, which `check` has already made."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether `check` would pass, but for the device."""
+    """Return whether `check` would pass, apart from the device."""
     return (
         x.dtype in HALF_DTYPES
         and all(size and size % 8 == 0 for size in weight.shape)
@@ -31,7 +31,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def check(x: Tensor, weight: Tensor) -> None:
-    """Check what of checked arguments only this kernel demands: the copy engine's alignment."""
+    """Check this kernel's own requirement: alignment for the copy engine."""
     check_tensor("x", x, shape=(None, None), dtype=HALF_DTYPES, device=None)
     for name, size in zip(("num_out", "num_in"), weight.shape, strict=True):
         if not size or size % 8:

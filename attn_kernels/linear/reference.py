@@ -1,4 +1,4 @@
-"""What a linear layer computes."""
+"""Reference of a linear layer."""
 
 from torch import Tensor
 

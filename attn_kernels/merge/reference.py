@@ -1,4 +1,4 @@
-"""What the merge of attention states computes."""
+"""Reference of the merge of attention states."""
 
 import torch
 from torch import Tensor

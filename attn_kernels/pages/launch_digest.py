@@ -1,4 +1,4 @@
-"""Multilinear digest of pages, for the check that a transfer brought what was sent."""
+"""Multilinear digest of pages, by which a receiver verifies a transfer."""
 
 import torch
 import triton

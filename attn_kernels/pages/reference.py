@@ -1,4 +1,4 @@
-"""What copies and digests of pages compute."""
+"""Reference of copies and digests of pages."""
 
 import torch
 from torch import Tensor

@@ -29,7 +29,7 @@ class HopperTile:
 
 
 def is_for(pages: Tensor) -> bool:
-    """Tell whether the kernel is written for a pool and its device."""
+    """Return whether the kernel supports a pool and its device."""
     return on_hopper(pages) and _refusal(pages) is None
 
 
@@ -75,7 +75,7 @@ class HopperPrefill:
         self._pages_desc = TensorDescriptor.from_tensor(pages.view(-1, head_dim), box, layout)
 
     def plan(self, batch: PrefillBatch) -> None:
-        """Deal the query tiles of a batch to programs and copy the table to the device."""
+        """Distribute the query tiles of a batch to programs and copy the table to the device."""
         _, _, _, num_kv_heads, _, head_dim = self._pages.shape
         table = plan_units(
             batch,
@@ -103,7 +103,7 @@ class HopperPrefill:
         self._buffer.send(used)
 
     def check(self, out: Tensor, q: Tensor) -> None:
-        """Check what of a run's tensors only this kernel demands."""
+        """Check requirements of this kernel alone on a run's tensors."""
         check_aligned("q", q)
         check_aligned("out", out)
 
@@ -150,7 +150,7 @@ class HopperPrefill:
 
 
 def _refusal(pages: Tensor) -> str | None:
-    """Say what about a pool the kernel is not written for, and what it takes."""
+    """Return what the kernel does not support in a pool, and what it supports."""
     if pages.dtype not in HALF_DTYPES:
         return f"{pages.dtype}, only 16-bit floats"
     return hopper_refusal(pages, head_dims=HEAD_DIMS, page_sizes=PAGE_SIZES)

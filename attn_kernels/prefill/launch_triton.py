@@ -85,7 +85,7 @@ class TritonPrefill:
         self._buffer.send(sent.size)
 
     def check(self, out: Tensor, q: Tensor) -> None:
-        """Demand nothing more of a run's tensors."""
+        """Require nothing more of a run's tensors."""
 
     def launch(
         self,

@@ -1,4 +1,4 @@
-"""Cuts prefill chunks into tiles of rows and deals these to programs; pure, on the host."""
+"""Cuts prefill chunks into tiles of rows and distributes these to programs; pure, on the host."""
 
 import heapq
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class PrefillCapacity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillNeeds:
-    """What a batch needs of the tensors of a run, at least."""
+    """Minimum sizes of a run's tensors for a batch."""
 
     num_rows: int  # of q
     num_borders: int  # of kv_page_indptr
@@ -63,7 +63,7 @@ class PrefillNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTable:
-    """What each program of a persistent kernel does, in order."""
+    """The work of each program of a persistent kernel, in order."""
 
     unit_indptr: NDArray[np.int32]  # [num_programs + 1], first unit of each program
     units: NDArray[np.int32]  # [num_units, UNIT_FIELDS]
@@ -126,7 +126,7 @@ def _check_apart(first_rows: NDArray[np.int64], qo_lens: NDArray[np.int64]) -> N
 
 
 def needs_of(batch: PrefillBatch, page_size: int) -> PrefillNeeds:
-    """Return what a checked batch needs of a run; chunks without new tokens read nothing."""
+    """Return a checked batch's requirements; chunks without new tokens read nothing."""
     is_read = batch.qo_lens > 0
     if not is_read.any():
         return PrefillNeeds(num_rows=0, num_borders=0, num_entries=0)

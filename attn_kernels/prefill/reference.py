@@ -1,4 +1,4 @@
-"""What prefill attention computes."""
+"""Reference of prefill attention."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -71,7 +71,7 @@ def paged_attention(
 
 
 class PrefillAttention:
-    """What `launch.PrefillAttention` computes: `paged_attention` of planned rows."""
+    """Reference of `launch.PrefillAttention`: `paged_attention` of planned rows."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""The running sequences of a decode batch as they lie on the device: one seat for each."""
+"""The running sequences of a decode batch on the device: one seat for each."""

@@ -1,4 +1,4 @@
-"""Kernel bodies that bring a step of decode from the seats to its rows, and its tokens back."""
+"""Kernel bodies that gather a decode step's rows from the seats, and write its tokens back."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ PRESENCE = tl.constexpr(10)
 FREQUENCY = tl.constexpr(11)
 NUM_FIELDS = tl.constexpr(12)
 
-# Bits of a mark: what a sequence's history says of a token of the vocabulary.
+# Bits of a mark: occurrences of a vocabulary token in a sequence's history.
 IS_SEEN = tl.constexpr(1)  # in the prompt or in the output
 IS_END = tl.constexpr(2)  # ends the sequence
 ONE_DRAWN = tl.constexpr(4)  # the rest counts occurrences in the output
@@ -103,7 +103,7 @@ def write_seats_kernel(
     state_ptr,  # [num_seats, NUM_FIELDS], int64
     marks_ptr,  # [num_marks_rows, vocab_size], int32
     row_seats_ptr,  # [num_rows], int32; -1: a row that only fills up
-    tokens_ptr,  # [num_rows], int32: what was drawn; -1: nothing could be
+    tokens_ptr,  # [num_rows], int32: drawn tokens; -1: none could be drawn
     num_rows,
     vocab_size,
     BLOCK: tl.constexpr,

@@ -1,4 +1,4 @@
-"""The device batch: what each running sequence needs for its next step, without asking the host.
+"""The device batch: everything that a running sequence needs for its next step without the host.
 
 A sequence keeps its seat from its first step to its last. A step names the seats that take part,
 one row each: `read` gathers what the model's layers and the sampler need of them, and `write` puts
@@ -171,7 +171,7 @@ class DeviceSeats:
         return out
 
     def set_masks(self, num_rows: int, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
-        """Let some of the first `num_rows` rows draw what their bitmaps allow, the others anything.
+        """Restrict some of the first `num_rows` rows to the tokens that their bitmaps allow.
 
         Args:
             num_rows: Of the step.

@@ -1,4 +1,4 @@
-"""What the kernels of the seats must compute, slowly, in torch; see launch.py for the arguments."""
+"""Reference of the seats' kernels, in torch; launch.py describes the arguments."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ TOKEN, LENGTH = bodies.TOKEN.value, bodies.LENGTH.value
 
 
 def read(state: Tensor, page_table: Tensor, row_seats: Tensor, page_size: int) -> dict[str, Tensor]:
-    """Return what `DeviceSeats.read` gathers; `params` is [6, num_rows], int64."""
+    """Return the results of `DeviceSeats.read`; `params` is [6, num_rows], int64."""
     has_seat = row_seats >= 0
     seats = row_seats.clamp(min=0).long()
     rows = torch.where(has_seat.unsqueeze(1), state[seats], 0)

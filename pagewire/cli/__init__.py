@@ -2,6 +2,6 @@
 
 import os
 
-# gRPC reads this when it is imported. It tells of each connection that a stopping router ends, as
-# if something were wrong; its errors still come.
+# gRPC reads this at import. By default it reports each connection that a stopping router ends as if
+# something were wrong. Errors are still reported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

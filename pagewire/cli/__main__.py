@@ -1,13 +1,13 @@
-"""The entry of the command `pagewire`: the server's command line where that is installed.
+"""The entry point of `pagewire`: the server's command line if that is installed.
 
-It imports the commands so that an interrupt ends in silence.
+It imports the commands so that an interrupt ends silently.
 """
 
 from typing import Any
 
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 
-SERVER = "pagewire.command"  # group of entry points, in which the server names its command line
+SERVER = "pagewire.command"  # group of entry points where the server names its command line
 
 
 def main() -> None:

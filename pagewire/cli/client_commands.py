@@ -1,7 +1,7 @@
 """The commands that talk to a running cluster: pagewire generate, chat, status, top.
 
-How a command finds its router is a function, whose parameters are flags of the command: that of a
-client takes an address, that of a whole installation looks for a cluster.
+A function finds the router of a command, and its parameters are flags of the command: a client's
+function takes an address, a whole installation's looks for a cluster.
 """
 
 import inspect
@@ -37,15 +37,15 @@ from pagewire.cli.units import invalid_byte
 DEFAULT_ADDRESS = "localhost:50051"
 ANSWER_TIMEOUT_S = 5.0
 STATUS_PERIOD_S = 0.5
-WIDE_COLUMNS = 165  # that the wide table of workers takes
+WIDE_COLUMNS = 165  # width of the wide table of workers
 LONG_WAIT_S = 2.0  # for a first token; only longer waits are shown
-INTERRUPTED = 128 + signal.SIGINT  # an exit code, as shells know it
+INTERRUPTED = 128 + signal.SIGINT  # exit code, by the convention of shells
 
 Connect = Callable[[], AbstractContextManager[Client]]
 
-AddressFlag = Annotated[str, typer.Option("--address", help="Where the router is, host:port.")]
+AddressFlag = Annotated[str, typer.Option("--address", help="Address of the router, host:port.")]
 TlsFlag = Annotated[
-    bool, typer.Option("--tls", help="Connect over TLS; the flags below do so, too.")
+    bool, typer.Option("--tls", help="Connect over TLS; implied by the flags below.")
 ]
 AuthorityFlag = Annotated[
     str,
@@ -58,19 +58,17 @@ KeyFlag = Annotated[str, typer.Option("--key-file", help="Its private key, PEM."
 ServerNameFlag = Annotated[
     str,
     typer.Option(
-        "--server-name", help="Name of the routers' certificate; empty: the address's host."
+        "--server-name", help="Name in the routers' certificate; empty: the address's host."
     ),
 ]
 ModelFlag = Annotated[str, typer.Option("--model", help="Served model name; empty: the only one.")]
 TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Longest time for an answer.")]
 TemperatureFlag = Annotated[
     float | None,
-    typer.Option(
-        "--temperature", help="0, which is greedy, or 0.001 to 1000. Default: the model's."
-    ),
+    typer.Option("--temperature", help="0 for greedy, or 0.001 to 1000. Default: the model's."),
 ]
 TopPFlag = Annotated[
-    float | None, typer.Option("--top-p", help="Above 0 to 1; 1 is off. Default: the model's.")
+    float | None, typer.Option("--top-p", help="Above 0, up to 1; 1 is off. Default: the model's.")
 ]
 TopKFlag = Annotated[int | None, typer.Option("--top-k", help="0 is off. Default: the model's.")]
 MinPFlag = Annotated[
@@ -81,18 +79,18 @@ RepetitionFlag = Annotated[
     typer.Option("--repetition-penalty", help="0.001 to 1000; 1 is off. Default: the model's."),
 ]
 PresenceFlag = Annotated[
-    float | None, typer.Option("--presence-penalty", help="-2 to 2. Default: 0, which is off.")
+    float | None, typer.Option("--presence-penalty", help="-2 to 2; 0 is off. Default: 0.")
 ]
 FrequencyFlag = Annotated[
-    float | None, typer.Option("--frequency-penalty", help="-2 to 2. Default: 0, which is off.")
+    float | None, typer.Option("--frequency-penalty", help="-2 to 2; 0 is off. Default: 0.")
 ]
 SeedFlag = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
 MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]
 MinTokensFlag = Annotated[
-    int | None, typer.Option("--min-tokens", help="No end before so many. Default: 0.")
+    int | None, typer.Option("--min-tokens", help="Fewest tokens to generate. Default: 0.")
 ]
 StopFlag = Annotated[
-    list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
+    list[str] | None, typer.Option("--stop", help="Stop before this text; may be repeated.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -104,7 +102,7 @@ def add_client_commands(
 
     Args:
         app: The command line.
-        find: Opens a client of the router; its parameters are flags of each of them.
+        find: Opens a client of the router; its parameters become flags of each command.
     """
     for each in (generate, chat, status, top):
         app.command(each.__name__, cls=StrictCommand)(_with_flags_of(find, each))
@@ -120,7 +118,7 @@ def named_router(
     server_name: ServerNameFlag = "",
     token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:
-    """Open a client of the router at an address, whose calls need not last long."""
+    """Open a client of the router at an address, for short calls."""
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
     token = token_of(token_file)
     with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S, tls=files) as client:
@@ -130,7 +128,7 @@ def named_router(
 def tls_of(
     is_asked: bool, authority_file: str, certificate_file: str, key_file: str, server_name: str
 ) -> Tls | None:
-    """Return what flags say of TLS; any of them asks for it."""
+    """Return the TLS settings of the flags; any flag enables TLS."""
     if not (is_asked or authority_file or certificate_file or key_file or server_name):
         return None
     return Tls(
@@ -157,12 +155,12 @@ def generate(
     min_tokens: MinTokensFlag = None,
     stop: StopFlag = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on beyond the model's end tokens.")
+        bool, typer.Option("--ignore-eos", help="Continue past the model's end tokens.")
     ] = False,
     timeout_s: TimeoutFlag = 600.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Continue a text, streaming; the account goes to standard error."""
+    """Continue a text, streaming; usage goes to standard error."""
     text = _decoded(sys.stdin.buffer.read(), 0) if prompt == "-" else prompt
     options = SamplingOptions(
         max_tokens=max_tokens,
@@ -180,7 +178,7 @@ def generate(
     )
     with connect() as client:
         if as_json:
-            from rich.console import Console  # takes time, and a text needs none
+            from rich.console import Console  # slow, and not needed for text
 
             completion = client.generate(text, model=model, timeout_s=timeout_s, **options)
             Console().print_json(data=_completion_fields(completion))
@@ -198,7 +196,7 @@ def generate(
             f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}"
             f"{''.join(f' {name}={count}' for name, count in faults.items() if count)}\n"
         )
-        # The router cuts max_tokens to what the context holds.
+        # The router cuts max_tokens to the room in the context.
         if answer.finish_reason == "length" and usage.completion_tokens < max_tokens:
             context_tokens = usage.prompt_tokens + usage.completion_tokens
             sys.stderr.write(
@@ -221,17 +219,17 @@ def chat(
 ) -> None:
     """Chat on the terminal; an empty line, Ctrl-D or Ctrl-C ends it.
 
-    From a pipe, each line that is not empty is a question.
+    From a pipe, each non-empty line is a question.
     """
     options = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
-    check_sampling(options)  # not only with the first question
+    check_sampling(options)  # before the first question
     check_timeout_s("timeout_s", timeout_s)
     messages = [Message(role="system", content=system)] if system else []
     try:
         with connect() as client:
-            # Before the first question: is anybody there, with this model and a chat template?
+            # Before the first question: is there a router with this model and a chat template?
             probe = [*messages, Message(role="user", content="?")]
             client.tokenize_chat(probe, model=model)
             for question in _questions():
@@ -243,11 +241,11 @@ def chat(
                 except PagewireError as error:
                     if not sys.stdin.isatty():
                         raise
-                    messages.pop()  # the conversation goes on without the question
+                    messages.pop()  # the conversation continues without the question
                     sys.stderr.write(f"error: {told_by_flags(error, context.command.params)}\n")
                     continue
                 messages.append(Message(role="assistant", content=answer.text))
-    except KeyboardInterrupt:  # the client has cancelled the answer on its way here
+    except KeyboardInterrupt:  # the client has already cancelled the answer
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -255,13 +253,13 @@ def status(
     connect: Connect,
     once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     wide: Annotated[
-        bool, typer.Option("--wide", help=f"All columns; for a window of {WIDE_COLUMNS}.")
+        bool, typer.Option("--wide", help=f"All columns; takes {WIDE_COLUMNS} characters a line.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show workers, pages, hit rates and sums, live with rates until Ctrl-C.
+    """Show workers, pages, hit rates and totals, live with rates until Ctrl-C.
 
-    A router that stops answering is asked again until it does. Where nobody watches, one table.
+    If the router stops answering, keep asking. If the output is not a terminal, print one table.
     """
     with interrupts_end_at_once():
         from rich.console import Console, Group, RenderableType
@@ -277,7 +275,7 @@ def status(
             return
         out = Console()
         if once or not out.is_terminal:
-            if wide and out.width < WIDE_COLUMNS:  # lines are wanted, also in a pipe
+            if wide and out.width < WIDE_COLUMNS:  # whole lines, even in a pipe
                 out = Console(width=WIDE_COLUMNS)
             out.print(status_table(client.status(), is_wide=wide))
             return
@@ -295,7 +293,7 @@ def status(
             while not stopped.wait(STATUS_PERIOD_S):
                 try:
                     table = ask()
-                except TransportError:  # a router that died is back in seconds
+                except TransportError:  # a dead router is back in seconds
                     silence = router_silence(time.monotonic() - answered_at)
                     live.update(Group(table, Text(silence)), refresh=True)
                 else:
@@ -306,7 +304,7 @@ def status(
 def top(
     connect: Connect,
     interval_s: Annotated[
-        float, typer.Option("--interval", help="Seconds between two answers, 0.1 to 3600.")
+        float, typer.Option("--interval", help="Seconds between two updates, 0.1 to 3600.")
     ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print the rates of one interval and exit.")
@@ -314,9 +312,9 @@ def top(
 ) -> None:
     """Watch rates and loads on the whole terminal, until q or Ctrl-C.
 
-    It asks for nothing but the cluster's status. Where nobody watches, it is as --once.
+    It requests only the cluster's status. If the output is not a terminal, it acts as with --once.
     """
-    if not 0.1 <= interval_s <= 3600:  # not a number is neither
+    if not 0.1 <= interval_s <= 3600:  # also catches NaN
         raise refused("interval_s", f"{interval_s:g}", "0.1 to 3600 seconds")
     with interrupts_end_at_once():
         from pagewire.cli.top import print_once, watch
@@ -330,7 +328,7 @@ def top(
 def _with_flags_of(
     find: Callable[..., AbstractContextManager[Client]], command: Callable[..., None]
 ) -> Callable[..., None]:
-    """Return a function for typer, with the parameters of `find` in place of `connect`."""
+    """Return a function for typer with the parameters of `find` in place of `connect`."""
     own = inspect.signature(find).parameters.values()
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command).parameters.values():
@@ -348,7 +346,7 @@ def _with_flags_of(
 
 
 def _decoded(content: bytes, offset: int) -> str:
-    """Return the text of what standard input has at an offset."""
+    """Decode bytes that standard input has at an offset."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -405,7 +403,7 @@ def _long_wait_shown() -> Iterator[None]:
         )
         shown.callback(line.stop)
         line.start(refresh=True)
-        out.show_cursor()  # which Live hides; a stop by Ctrl-Z would leave it so
+        out.show_cursor()  # Live hides it, and Ctrl-Z would leave it hidden
 
     timer = threading.Timer(LONG_WAIT_S, show)
     timer.daemon = True

@@ -14,10 +14,10 @@ from pagewire.cli.standard_output import OutputLost, guard_standard_output
 
 SUMMARY = "Disaggregated LLM serving: a prefix is computed once, moved once, read once."
 EXIT_CODES = (
-    "Exit codes: 0 all went well, which for serve is to be stopped when it was ready; 1 something "
-    "did not, and standard error says what, unless the reader of the output left; 2 the command "
-    "line, the configuration or the request was wrong, whether it was refused here or by the "
-    "router; 129, 130, 143 SIGHUP, SIGINT or SIGTERM came before the end."
+    "Exit codes: 0 success; for serve: stopped after becoming ready; 1 failure, explained on "
+    "standard error unless the reader of the output left; 2 wrong command line, configuration or "
+    "request, refused here or by the router; 129, 130, 143 ended early by SIGHUP, SIGINT or "
+    "SIGTERM."
 )
 SERVER_COMMANDS = (
     *("demo", "doctor", "down", "drain", "gateway", "restart", "router", "router-keys", "scale"),
@@ -27,10 +27,10 @@ INSTALL_SERVER = "pip install 'pagewire[server]'"
 
 
 class ClientCommands(TyperGroup):
-    """Says of the commands that the server brings how to get them."""
+    """Explains how to install the server's commands."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, or None for a slip."""
+        """Return a command, or None for an unknown one."""
         if cmd_name in SERVER_COMMANDS:
             sys.stderr.write(f"error: `pagewire {cmd_name}` needs the server: {INSTALL_SERVER}\n")
             raise typer.Exit(2)
@@ -38,7 +38,7 @@ class ClientCommands(TyperGroup):
 
 
 def make_app(commands: type[TyperGroup], *, epilog: str) -> typer.Typer:
-    """Return a command line without commands, with what all of them share."""
+    """Return a command line without commands, with the options that all of them share."""
     return typer.Typer(
         cls=commands,
         callback=_options,
@@ -46,13 +46,13 @@ def make_app(commands: type[TyperGroup], *, epilog: str) -> typer.Typer:
         epilog=epilog,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # its tables cut long flags, its boxes are unlike all other errors
+        rich_markup_mode=None,  # its tables cut long flags, its boxes differ from all other errors
         add_completion=False,
     )
 
 
 def print_versions(names: Iterable[str]) -> None:
-    """Print the versions of distributions, a line for each."""
+    """Print the versions of distributions, one per line."""
     for name in names:
         sys.stdout.write(f"{name} {_version_of(name)}\n")
 
@@ -62,7 +62,7 @@ def run(app: Callable[[], None], *, remedy: str) -> None:
 
     Args:
         app: The command line.
-        remedy: What to say where no router answers.
+        remedy: Advice if no router answers.
     """
     try:
         guard_standard_output()
@@ -78,13 +78,13 @@ def run(app: Callable[[], None], *, remedy: str) -> None:
 
 
 def version() -> None:
-    """Print the versions of Pagewire and of what it runs on."""
+    """Print the versions of Pagewire and its dependencies."""
     print_versions(("pagewire", "grpcio", "protobuf"))
 
 
 def main() -> None:
     """Run the commands of a client."""
-    run(app, remedy="No router answers there now; --address names another one.")
+    run(app, remedy="No router answers there; name another one by --address.")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -101,7 +101,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Take the options that need no command."""
+    """Handle the options that need no command."""
 
 
 def _version_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Interrupts while modules are imported: small itself, because before it nothing catches one."""
+"""Interrupts during imports. This module is small, because nothing catches one before it."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """While entered, let SIGINT end the process in silence; for imports, in the main thread.
+    """Let SIGINT end the process silently meanwhile; for imports, in the main thread.
 
-    An exception would come out of whatever is being imported: as a traceback or, out of C++, as an
-    abort. Enter it only where nothing is to be cleaned up. SIGINT stays ignored where it is.
+    An exception would leave an import as a traceback or, from C++, as an abort. Use it only where
+    there is nothing to clean up. If SIGINT is ignored, it stays ignored.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:

@@ -1,6 +1,6 @@
-"""How fast a cluster works: what its sums have grown by between two answers of a router.
+"""Rates of a cluster: the growth of its totals between two answers of a router.
 
-A worker's sums are those of its last heartbeat, so the time between them is that between two
+A worker's totals are from its last heartbeat, so its rates divide by the time between two
 heartbeats, not between two answers.
 """
 
@@ -11,16 +11,16 @@ from typing import final
 
 from pagewire import ClusterStatus, WorkerStatus
 
-WINDOW_S = 5.0  # ten heartbeats, as they are by default
+WINDOW_S = 5.0  # ten heartbeats by default
 
-# What tells one start of a worker from the next, whose sums begin anew.
+# Tells one start of a worker from the next, whose totals restart from zero.
 WorkerStart = tuple[str, int]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerRates:
-    """What a worker does in a second, and how much of the prompts it found."""
+    """A worker's rates per second, and its cache hit rate."""
 
     generated_tokens_per_s: float
     computed_tokens_per_s: float  # of prompts
@@ -31,13 +31,13 @@ class WorkerRates:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a cluster did in a window of time; None and a missing worker are not known yet."""
+    """A cluster's rates in a window of time; None or a missing worker: not known yet."""
 
     seconds: float  # of the window
-    requests_per_s: float | None  # that the router answered in full
+    requests_per_s: float | None  # answered in full by the router
     generated_tokens_per_s: float
     computed_tokens_per_s: float
-    bytes_moved_per_s: float  # each page once, though both of its workers tell of it
+    bytes_moved_per_s: float  # each page once, though both of its workers report it
     hit_rate: float | None
     workers: Mapping[WorkerStart, WorkerRates]
 
@@ -46,7 +46,7 @@ class Rates:
 class Answer:
     """A router's answer."""
 
-    at: float  # s, by any clock that never goes back
+    at: float  # s, by any monotonic clock
     status: ClusterStatus
 
 
@@ -54,8 +54,8 @@ class RateWindow:
     """The answers of the last seconds.
 
     Args:
-        window_s: How long an answer counts. There are rates from the second answer on, also where
-            they come less often.
+        window_s: How long an answer counts. From the second answer on there are rates, even if
+            answers are less frequent.
     """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
@@ -63,7 +63,7 @@ class RateWindow:
         self._answers: deque[Answer] = deque()
 
     def add(self, answer: Answer) -> Rates | None:
-        """Take the newest answer; return the rates since the oldest, None with the first one."""
+        """Add the newest answer; return the rates since the oldest, or None for the first one."""
         self._answers.append(answer)
         while len(self._answers) > 2 and answer.at - self._answers[1].at >= self._window_s:
             self._answers.popleft()
@@ -71,7 +71,7 @@ class RateWindow:
 
 
 def rates_between(earlier: Answer, later: Answer) -> Rates | None:
-    """Return the rates between two answers; None if no time lies between them."""
+    """Return the rates between two answers; None if no time has passed."""
     seconds = later.at - earlier.at
     if seconds <= 0:
         return None
@@ -91,7 +91,7 @@ def rates_between(earlier: Answer, later: Answer) -> Rates | None:
     finished = later.status.finished_requests - earlier.status.finished_requests
     return Rates(
         seconds=seconds,
-        # Fewer than before: another router has answered.
+        # Negative: another router has answered.
         requests_per_s=finished / seconds if finished >= 0 else None,
         generated_tokens_per_s=sum(each.generated_tokens_per_s for each in rates.values()),
         computed_tokens_per_s=sum(each.computed_tokens_per_s for each in rates.values()),
@@ -103,7 +103,7 @@ def rates_between(earlier: Answer, later: Answer) -> Rates | None:
 
 def _worker_rates(old: WorkerStatus, new: WorkerStatus, seconds: float) -> WorkerRates:
     def per_s(before: int, after: int) -> float:
-        # Below a millisecond both answers tell of the same heartbeat.
+        # Below a millisecond both answers report the same heartbeat.
         return (after - before) / seconds if seconds > 0.001 else 0.0
 
     return WorkerRates(

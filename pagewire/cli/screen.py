@@ -1,4 +1,4 @@
-"""The whole terminal for a while, by the control sequences that every terminal knows."""
+"""A full-screen terminal, by control sequences that every terminal knows."""
 
 import os
 import select
@@ -13,7 +13,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Self
 
-# To the other screen, so that what stood there comes back; cursor hidden; lines cut, not wrapped.
+# The alternate screen, so that the old content comes back; cursor hidden; lines cut, not wrapped.
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 HOME = "\x1b[H"
@@ -21,30 +21,30 @@ ERASE_REST_OF_LINE = "\x1b[K"
 ERASE_BELOW = "\x1b[J"
 QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SIGNALS = (*QUIT_SIGNALS, signal.SIGTSTP, signal.SIGWINCH)
-QUIT_KEYS = b"qQ\x03"  # the last one: Ctrl-C, of a terminal that sends it as a key
-NUDGE = b"\0"  # which is no signal
+QUIT_KEYS = b"qQ\x03"  # the last one: Ctrl-C, if the terminal sends it as a key
+NUDGE = b"\0"  # not a signal number
 
 
 class Event(Enum):
     """Why a wait ended."""
 
     QUIT = "quit"
-    CHANGE = "change"  # of the terminal's size, or somebody nudged
+    CHANGE = "change"  # of the terminal's size, or a nudge
     TIMEOUT = "timeout"
 
 
 class Screen:
-    """The terminal of standard output; keys come from standard input where that is one, too.
+    """The terminal of standard output; keys come from standard input if that is a terminal, too.
 
-    Use it with `with`, in the main thread: what was there before comes back also after an error,
-    and while the process is suspended by Ctrl-Z.
+    Use it with `with`, in the main thread: the old content comes back even after an error, and
+    while Ctrl-Z suspends the process.
     """
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe()
         for each in (self._reader, self._writer):
             os.set_blocking(each, False)
-        # Signals arrive as bytes, so that one that comes just before a wait ends it.
+        # Signals arrive as bytes, so that one just before a wait still ends it.
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {each: signal.signal(each, lambda *_: None) for each in SIGNALS}
         self._keys: int | None = None
@@ -73,18 +73,18 @@ class Screen:
         return shutil.get_terminal_size()
 
     def nudge(self) -> None:
-        """End a wait; for other threads, also when the screen was left."""
-        with suppress(BlockingIOError):  # enough wait there already
+        """End a wait; for other threads, even after the screen was left."""
+        with suppress(BlockingIOError):  # the pipe is full, so the wait ends anyway
             os.write(self._writer, NUDGE)
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Show lines, and nothing else; those that do not fit are left out."""
+        """Show these lines alone; those that do not fit are left out."""
         shown = f"{ERASE_REST_OF_LINE}\r\n".join(lines[: self.size.lines])
         sys.stdout.write(f"{HOME}{shown}{ERASE_REST_OF_LINE}{ERASE_BELOW}")
         sys.stdout.flush()
 
     def wait(self, timeout_s: float) -> Event:
-        """Wait for a key that ends, a signal, a nudge or the time."""
+        """Wait for a quit key, a signal, a nudge or the timeout."""
         sources = [self._reader] if self._keys is None else [self._reader, self._keys]
         ready, _, _ = select.select(sources, [], [], max(timeout_s, 0.0))
         if not ready:

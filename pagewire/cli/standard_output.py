@@ -1,4 +1,4 @@
-"""Standard output of the command line, whose failures are told from other errors of the system."""
+"""Standard output of the command line, with its failures kept apart from other system errors."""
 
 import io
 import sys
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class OutputLost(Exception):
-    """Standard output takes nothing: a disk is full, or it is closed."""
+    """Standard output accepts nothing: a disk is full, or it is closed."""
 
 
 def say(line: str) -> None:
@@ -15,16 +15,16 @@ def say(line: str) -> None:
 
 
 def guard_standard_output() -> None:
-    """Let sys.stdout raise OutputLost, and write `?` for what a terminal does not know.
+    """Let sys.stdout raise OutputLost, and write `?` for characters that it cannot encode.
 
-    A reader that leaves stays a BrokenPipeError, with which typer ends in silence.
+    If the reader leaves, it still raises BrokenPipeError, which typer handles silently.
 
     Raises:
         OutputLost: It is closed.
     """
     if sys.stdout is None:
         raise OutputLost("standard output is closed")
-    # Line by line: what fails at the interpreter's own exit, nobody can handle.
+    # Line by line: a failure at the interpreter's exit could not be handled.
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_StandardOutput(sys.stdout.fileno(), "w", closefd=False)),
         encoding=sys.stdout.encoding,
@@ -34,7 +34,7 @@ def guard_standard_output() -> None:
 
 
 class _StandardOutput(io.FileIO):
-    """Fails once: what is written on the way out goes nowhere."""
+    """Fails once: later output is discarded."""
 
     _is_lost = False
 

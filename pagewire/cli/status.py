@@ -17,24 +17,24 @@ from pagewire.cli.units import format_bytes, format_count, format_rate
 from pagewire.protos.pem import utc
 
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
-SOON_S = 7 * 86_400  # that a certificate is still valid, and should have been renewed
+SOON_S = 7 * 86_400  # a certificate that expires within this time should have been renewed
 STOPPING = "the cluster is being stopped; run `pagewire down` again"
 
 
 def status_table(
     status: ClusterStatus, rates: Rates | None = None, *, is_wide: bool = False
 ) -> RenderableType:
-    """Draw what a router knows: what matters most in 80 columns, or all of it in about 165.
+    """Draw a router's view: the most important part in 80 columns, or all of it in about 165.
 
-    Of a worker that does not live the numbers are unknown: its last ones say nothing any more.
+    A dead worker has no numbers: its last ones are out of date.
 
     Args:
-        rates: What the sums of the table grew by lately, where that is known.
+        rates: Recent growth of the totals in the table, if known.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     columns = _WIDE if is_wide else _NARROW
     for name in columns:
-        # Folded, never cut: where the terminal is too narrow, a row grows higher.
+        # Folded, never cut: in a narrow terminal, rows grow higher.
         justify: JustifyMethod = "left" if name in _IDENTITY else "right"
         table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
     for worker in sorted(status.workers, key=lambda each: (each.pool, each.worker_id)):
@@ -44,7 +44,7 @@ def status_table(
         f"requests: {status.active_requests} active, {status.finished_requests} finished, "
         f"{status.resumed_requests} resumed · pages in the index: {status.index_pages}"
     )
-    # Of workers and the index a tenant that is no operator is told nothing.
+    # Only operators see workers and the index.
     parts: list[RenderableType] = [] if status.is_partial else [table, Text(summary)]
     if rates and not status.is_partial:
         parts.append(Text(rates_line(rates)))
@@ -58,7 +58,7 @@ def status_table(
 
 
 def _connections(front: Encryption, cluster: Encryption) -> Text:
-    """Tell how connections are protected, and until when."""
+    """Say how connections are protected, and until when."""
     told = Text()
     for name, each in (("clients", front), ("within the cluster", cluster)):
         told.append(f"{' · ' if told else ''}{name}: ")
@@ -93,7 +93,7 @@ def router_silence(seconds: float) -> str:
 
 
 def rates_line(rates: Rates) -> str:
-    """Return the rates of a cluster in one line: what its sums grew by lately."""
+    """Return the recent rates of a cluster in one line."""
     parts = [
         f"{'-' if rates.requests_per_s is None else format_rate(rates.requests_per_s)} requests/s",
         f"{format_rate(rates.generated_tokens_per_s)} tokens/s",
@@ -105,7 +105,7 @@ def rates_line(rates: Rates) -> str:
 
 
 def status_json(status: ClusterStatus) -> str:
-    """Return the same as one JSON object, with null for what is unknown."""
+    """Return the same as one JSON object, with null for unknown values."""
     content = asdict(status)
     content["workers"] = [_worker_fields(worker) for worker in status.workers]
     return json.dumps(content, indent=2)
@@ -115,7 +115,7 @@ def _worker_fields(worker: WorkerStatus) -> dict[str, Any]:
     values = asdict(worker) | {"hit_rate": worker.hit_rate}
     if not worker.is_living:
         values |= dict.fromkeys(values.keys() - _IDENTITY_FIELDS)
-    # As in the logs; as a number it is more than many readers of JSON can hold.
+    # As in the logs; as a number it is too large for many JSON parsers.
     return values | {"incarnation": f"{worker.incarnation:016x}"}
 
 
@@ -167,6 +167,6 @@ _OF_TENANTS: dict[str, JustifyMethod] = {
     "tokens\nof prompts": "right",
     "tokens\ngenerated": "right",
 }
-# What no heartbeat tells: columns, and fields of WorkerStatus.
+# Known without a heartbeat: columns, and fields of WorkerStatus.
 _IDENTITY = {"worker", "state", "address", "incarnation"}
 _IDENTITY_FIELDS = {"worker_id", "incarnation", "address", "pool", "state", "heartbeat_age_ms"}

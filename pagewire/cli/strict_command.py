@@ -1,4 +1,4 @@
-"""A command whose errors speak of its parameters as they stand on the command line."""
+"""A command whose errors name its parameters as typed on the command line."""
 
 import re
 from collections.abc import Iterable
@@ -12,16 +12,16 @@ from pagewire.arguments import check_sampling, check_timeout_s
 
 
 class StrictCommand(TyperCommand):
-    """Refuses options given twice, tells what is allowed, and names flags for a request's fields.
+    """Refuses options given twice, says what is allowed, and names flags for a request's fields.
 
-    Of two values for one option the parser would take the last, in silence.
+    If an option has two values, the parser would silently take the last.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, with these two errors added; both end with exit code 2."""
+        """Parse as usual, but add these two errors; both end with exit code 2."""
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
         seen = set()
-        parameter: Any  # typer has a class of its own for it, which it does not show
+        parameter: Any  # of a private class of typer
         for parameter in order:
             is_option = parameter.param_type_name == "option"
             if is_option and parameter.name in seen and not parameter.multiple:
@@ -31,16 +31,16 @@ class StrictCommand(TyperCommand):
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             name = (error.param and error.param.name) or ""
-            if (found := given.get(name)) is not None:  # None: it is missing
+            if (found := given.get(name)) is not None:  # None: missing
                 error.message = self.explain(name, found)
             raise
 
     def explain(self, name: str, found: str) -> str:
-        """Return what was found and what is allowed for a value that is no number.
+        """Return what was found and what is allowed for a value that is not a number.
 
         Args:
             name: Of the parameter: `temperature`.
-            found: What stands on the command line.
+            found: As typed on the command line.
         """
         try:
             if name == "timeout_s":
@@ -52,7 +52,7 @@ class StrictCommand(TyperCommand):
         return f"found {found!r}"
 
     def invoke(self, ctx: Any) -> Any:
-        """Run as usual; a refused request is told by flags."""
+        """Run as usual; the error of a refused request names flags."""
         try:
             return super().invoke(ctx)
         except PagewireError as error:
@@ -61,12 +61,12 @@ class StrictCommand(TyperCommand):
 
 
 def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
-    """Return an error's lines, with --max-tokens for sampling.max_tokens where they begin with it.
+    """Return an error's lines, replacing sampling.max_tokens by --max-tokens at their beginnings.
 
-    The same for `--stop` and `sampling.stop[0]`, and for the argument `prompt` and `prompt.text`.
+    Likewise `sampling.stop[0]` by `--stop`, and `prompt.text` by the argument `prompt`.
 
     Args:
-        error: Of the client or of the router, whose fields are named as in the request.
+        error: Of the client or the router, which name fields as in the request.
         parameters: Of the command; fields that none of them sets keep their names.
     """
     spellings = {each.name: each.opts[0] for each in parameters}

@@ -1,6 +1,6 @@
-"""The token that commands of a client call with: from a file or the environment, never from a flag.
+"""The token of a client's commands: from a file or the environment, never from a flag.
 
-What stands on a command line is seen by all users of the host.
+All users of a host can read its command lines.
 """
 
 from pathlib import Path
@@ -14,16 +14,16 @@ TokenFileFlag = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
-        help=f"File with the token that says for whom to call. Default: {TOKEN_VARIABLE}.",
+        help=f"File with the tenant's token. Default: {TOKEN_VARIABLE}.",
     ),
 ]
 
 
 def token_of(file: Path | None) -> str:
-    """Return the token that a file holds, or without one the environment; empty: neither does.
+    """Return the token of a file or, without one, of the environment; empty: neither has one.
 
     Raises:
-        InvalidRequestError: Nobody can read the file, or it holds something else.
+        InvalidRequestError: The file cannot be read, or contains something else.
     """
     if file is None:
         return given_token()

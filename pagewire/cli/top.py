@@ -1,4 +1,4 @@
-"""What `pagewire top` shows: the rates of a cluster, and each worker's, in any width."""
+"""The view of `pagewire top`: the rates of a cluster and of each worker, in any width."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ UNKNOWN = "-"
 GAP = "  "
 REVERSE, PLAIN = "\x1b[7m", "\x1b[0m"
 TITLE = "pagewire top: q ends"
-LINE_COLUMNS = 80  # of what goes to a pipe
+LINE_COLUMNS = 80  # of output to a pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Column:
     header: str
     cell: Callable[[WorkerStatus, WorkerRates | None], str]
     is_left: bool = False
-    needs_life: bool = True  # what a worker that does not live told last says nothing
+    needs_life: bool = True  # blank for a dead worker, whose last value is out of date
 
 
 def top_lines(
@@ -34,9 +34,8 @@ def top_lines(
 
     Args:
         rates: None: not known yet.
-        columns: That no line exceeds. Of the table the last columns are left out, of a longer line
-            the end.
-        lines: That all of it may take; None: any number. Workers that do not fit are counted.
+        columns: Longest line. The table loses its last columns, other lines their ends.
+        lines: Most lines; None: any number. The last one counts workers that do not fit.
     """
     if status.is_partial:
         own = f"requests: {status.active_requests} active"
@@ -63,9 +62,9 @@ def print_once(client: Client, interval_s: float) -> None:
 def watch(client: Client, interval_s: float) -> None:
     """Show the rates on the whole terminal until q or Ctrl-C; raises PagewireError.
 
-    A router that stops answering is asked again until it does.
+    If the router stops answering, it keeps asking.
     """
-    from pagewire.cli.screen import Event, Screen  # which not every system has
+    from pagewire.cli.screen import Event, Screen  # not available on every system
 
     asked_at = answered_at = time.monotonic()
     status = client.status()
@@ -85,7 +84,7 @@ def watch(client: Client, interval_s: float) -> None:
         while True:
             size = screen.size
             note = silence or TITLE
-            # The terminal's last line stays empty: some scroll after its last character.
+            # The last line stays empty: some terminals scroll after its last character.
             shown = top_lines(status, rates, columns=size.columns, lines=size.lines - 2)
             screen.draw([f"{REVERSE}{note[: size.columns].ljust(size.columns)}{PLAIN}", *shown])
             if screen.wait(asked_at + interval_s - time.monotonic()) is Event.QUIT:
@@ -96,7 +95,7 @@ def watch(client: Client, interval_s: float) -> None:
                 if isinstance(answer, ClusterStatus):
                     status, answered_at, silence = answer, now, ""
                     rates = window.add(Answer(now, status))
-                elif isinstance(answer, TransportError):  # a router that died is back in seconds
+                elif isinstance(answer, TransportError):  # a dead router is back in seconds
                     silence = router_silence(now - answered_at)
                 else:
                     raise answer
@@ -104,7 +103,7 @@ def watch(client: Client, interval_s: float) -> None:
                 asked_at = now
                 if not is_asking:
                     is_asking = True
-                    # Beside the keys, which work also while a router is silent.
+                    # In a thread, so that keys work while a router is silent.
                     threading.Thread(target=ask, name="top", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Sizes, counts and places of bytes as people read them."""
+"""Formats sizes, counts and positions of bytes for people."""
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -32,10 +32,10 @@ def format_rate(per_s: float) -> str:
 
 
 def invalid_byte(error: UnicodeDecodeError, offset: int = 0) -> str:
-    """Name the byte that UTF-8 does not have there: byte 0xe9 at offset 3.
+    """Name the byte that is invalid in UTF-8: byte 0xe9 at offset 3.
 
     Args:
         error: Of the decoding.
-        offset: Of what was decoded.
+        offset: Of the decoded bytes.
     """
     return f"byte 0x{error.object[error.start]:02x} at offset {offset + error.start}"

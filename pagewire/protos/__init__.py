@@ -1,4 +1,4 @@
-"""What both ends of a connection share: the modules generated from protos/*.proto, and few others.
+"""Shared by both ends of a connection: the modules generated from protos/*.proto, and a few others.
 
-It imports nothing else of the project, so every part may import it.
+It imports nothing else of the project, so every package may import it.
 """

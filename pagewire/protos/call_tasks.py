@@ -1,8 +1,7 @@
-"""What asyncio leaves open of tasks and calls: who was cancelled, and whose error nobody sees.
+"""Tells apart cancellations of tasks and of calls, and silences errors that no task reads.
 
-A call that is cancelled, by itself or because its channel is closed, raises the same CancelledError
-in whoever waits for it as the cancellation of the waiting task does. So does a task that several
-wait for.
+A call that is cancelled, by itself or because its channel closes, raises the same CancelledError
+in the waiting task as a cancellation of that task. So does a task that several tasks wait for.
 """
 
 import asyncio
@@ -10,15 +9,15 @@ from typing import Any
 
 
 def is_own_cancellation() -> bool:
-    """Tell, where a CancelledError was caught, whether the current task itself is cancelled.
+    """Return, after a CancelledError, whether the current task itself was cancelled.
 
-    If not, what it waited for was.
+    If not, the call or task that it waited for was.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def mark_seen(future: "asyncio.Future[Any]") -> None:
-    """Keep asyncio from complaining that nobody asks for an exception; of a future that is done."""
+    """Keep asyncio from warning that the exception of a finished future was never retrieved."""
     if not future.cancelled():
         future.exception()

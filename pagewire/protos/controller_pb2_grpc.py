@@ -47,8 +47,8 @@ class ControllerServiceServicer:
     """
 
     def WatchMembers(self, request_iterator, context):
-        """Tells a router which workers there are: all of them at once, and again at each change and every second. Silence
-        of six seconds means that the controller is gone; the router then keeps what it knows, and asks again.
+        """Sends a router the complete list of workers: at once, at each change and every second. Six seconds of silence mean
+        that the controller is gone; the router then keeps what it knows, and asks again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""Puts requests that wait for a stream into one message, which costs less than one for each."""
+"""Puts requests that wait for a stream into one message, which is cheaper than one each."""
 
 from collections import deque
 from typing import Any, TypeVar
@@ -6,17 +6,17 @@ from typing import Any, TypeVar
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 
 READS_MORE_KEY = "pagewire-reads-more"  # header of a router that reads GenerateManyRequest.more
-MAX_MORE = 255  # requests that travel within another one
-ENVELOPE_BYTES = 16  # at most, of one of them
+MAX_MORE = 255  # requests within another one
+ENVELOPE_BYTES = 16  # most bytes around each of them
 
 # A GenerateManyRequest or a SessionRequest
 Request = TypeVar("Request", bound=Any)
 
 
 def gather(waiting: deque[Request]) -> Request:
-    """Take requests from the front of a queue that has some, as the first with `more` in it.
+    """Take requests from a non-empty queue; return the first with the others in its `more`.
 
-    What they take together is no large message, if none of them is one.
+    The result is not a large message unless one of them is.
     """
     first = waiting.popleft()
     num_bytes = first.ByteSize()

@@ -7,24 +7,24 @@ MESSAGE_OPTIONS = (
 )
 MAX_PENDING_CALLS = 1_000_000
 LISTEN_OPTIONS = (
-    # gRPC cancels calls that wait to be accepted, above 1,000 at random; the router's admission
-    # refuses instead.
+    # By default gRPC randomly cancels calls beyond 1,000 that wait to be accepted; the router's
+    # admission refuses instead.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not shared
     ("grpc.server_handshake_timeout_ms", 10_000),  # of TLS; its default is two minutes
 )
 
-# A message up to this size parses within 10 ms, whatever it holds; of a larger one a server counts
-# the fields first.
+# A message up to this size parses within 10 ms, whatever it contains; a server first counts the
+# fields of a larger one.
 LARGE_REQUEST_BYTES = 64 * 2**10
 
-# Of a GenerateMany stream: its caller starts calls on another one then, because routers end
-# connections that are old, and a stream stays on the connection that it began on.
+# Of a GenerateMany stream: afterwards its caller starts calls on another one, because routers end
+# old connections, and a stream stays on the connection on which it began.
 MAX_STREAM_AGE_S = 300.0
 
-# A process that hangs, or a host that is gone, leaves its connections open: only pings tell. gRPC's
-# own threads send and answer them, also while Python computes or its event loop is late.
+# A process that hangs, or a host that is gone, leaves its connections open: only pings detect it.
+# gRPC's own threads send and answer them, even while Python computes or its event loop is late.
 PING_AFTER_MS = 1000  # without data
 PING_TIMEOUT_MS = 2000
 WORKER_CHANNEL_OPTIONS = (  # of channels to workers
@@ -39,7 +39,7 @@ WORKER_CHANNEL_OPTIONS = (  # of channels to workers
 WORKER_SERVER_OPTIONS = (
     *MESSAGE_OPTIONS,
     *LISTEN_OPTIONS,
-    # Otherwise a server ends connections that are pinged so often.
+    # Otherwise a server ends connections pinged this often.
     ("grpc.http2.min_ping_interval_without_data_ms", PING_AFTER_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
 )

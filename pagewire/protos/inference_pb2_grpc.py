@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Offered by routers to clients. Where the router has a tenants file (docs/tenants.md), each call says for whom it is made
-    by the metadata `authorization: Bearer TOKEN`, and ends with UNAUTHENTICATED otherwise.
+    """Offered by routers to clients. If the router has a tenants file (docs/tenants.md), each call needs the metadata
+    `authorization: Bearer TOKEN` with a tenant's token, and ends with UNAUTHENTICATED otherwise.
     """
 
     def __init__(self, channel):
@@ -69,8 +69,8 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Offered by routers to clients. Where the router has a tenants file (docs/tenants.md), each call says for whom it is made
-    by the metadata `authorization: Bearer TOKEN`, and ends with UNAUTHENTICATED otherwise.
+    """Offered by routers to clients. If the router has a tenants file (docs/tenants.md), each call needs the metadata
+    `authorization: Bearer TOKEN` with a tenant's token, and ends with UNAUTHENTICATED otherwise.
     """
 
     def Generate(self, request, context):
@@ -81,11 +81,11 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Makes any number of Generate calls over one stream, for front ends: one message carries what all calls have for
-        the caller at a moment, which costs both sides a fraction of a message per call. The end of the stream cancels the
-        calls that still run; a caller that has closed its side still gets the rest of them. Routers end old connections
-        with all that is on them: a caller starts no call on a stream of more than five minutes. All calls of a stream are
-        made for the tenant whose token came with the stream.
+        """Makes any number of Generate calls over one stream, for front ends: one message carries everything that all calls
+        have for the caller at a moment, which costs both sides a fraction of a message per call. The end of the stream
+        cancels running calls; a caller that has closed its side still gets their rest. Routers end old connections with all
+        their streams, so a caller starts no call on a stream older than five minutes. All calls of a stream belong to the
+        tenant whose token came with the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,14 +106,14 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that are served, and says for whom the call is made.
+        """Lists the served models, and names the caller's tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetClusterStatus(self, request, context):
-        """Workers, pages and hit rates, as `pagewire status` shows them. A tenant that is no operator is told of itself alone.
+        """Workers, pages and hit rates, as `pagewire status` shows them. A tenant other than an operator sees only itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,8 +161,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Offered by routers to clients. Where the router has a tenants file (docs/tenants.md), each call says for whom it is made
-    by the metadata `authorization: Bearer TOKEN`, and ends with UNAUTHENTICATED otherwise.
+    """Offered by routers to clients. If the router has a tenants file (docs/tenants.md), each call needs the metadata
+    `authorization: Bearer TOKEN` with a tenant's token, and ends with UNAUTHENTICATED otherwise.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Certificates, keys and authorities from PEM files, checked, and read again when they change.
 
-Both ends of a connection share it, so it needs nothing but Python's own `ssl`: a certificate is
-checked by a handshake in memory, which finds whatever a peer would find.
+Both ends of a connection share this module, so it needs only Python's own `ssl`: it checks a
+certificate by a handshake in memory, which finds whatever a peer would find.
 """
 
 import logging
@@ -31,8 +31,8 @@ class PemError(Exception):
     """A file cannot be used for TLS.
 
     Args:
-        option: That names the file.
-        told: The file, and what is wrong with it. No key is in it.
+        option: The option that names the file.
+        told: The file, and what is wrong with it; never key material.
     """
 
     def __init__(self, option: str, told: str) -> None:
@@ -43,7 +43,7 @@ class PemError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PemFile:
-    """A file, and how whoever gave it knows it."""
+    """A file, and the option that names it."""
 
     option: str  # "tls.key_file"
     path: str
@@ -53,42 +53,42 @@ class PemFile:
 class PemFiles:
     """The files of one side of a connection."""
 
-    certificate: PemFile | None = None  # with what leads to its authority; with it goes the key
+    certificate: PemFile | None = None  # with its chain to the authority; requires the key
     key: PemFile | None = None
-    authorities: tuple[PemFile, ...] = ()  # who the other side's certificate must be from
-    sides: tuple[Side, ...] = ("client",)  # that the certificate is shown as
-    # Whether the other side has the same authorities: then they must know this certificate, too.
+    authorities: tuple[PemFile, ...] = ()  # of the other side's certificate
+    sides: tuple[Side, ...] = ("client",)  # on which the certificate is shown
+    # Whether the other side has the same authorities, which must then cover this certificate, too.
     is_mutual: bool = False
-    name: PemFile | None = None  # for which the certificate must be; as `path`, with its option
+    name: PemFile | None = None  # that the certificate must have; in `path`, with its option
 
     @property
     def all(self) -> tuple[PemFile, ...]:
-        """The files that there are."""
+        """All files that are set."""
         return tuple(each for each in (self.certificate, self.key, *self.authorities) if each)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pem:
-    """What the files held, and it fits together."""
+    """The content of files that fit together."""
 
     certificate: bytes = b""
     key: bytes = field(default=b"", repr=False)
     authority: bytes = b""
-    names: tuple[str, ...] = ()  # of hosts, for which the certificate is
+    names: tuple[str, ...] = ()  # hosts in the certificate
     expires_at: float = 0.0  # Unix time; 0: there is no certificate
 
 
 class LivePem:
-    """Files whose renewal is noticed; one that is not whole, or wrong, changes nothing.
+    """Files that are read again after a renewal; an incomplete or wrong renewal changes nothing.
 
-    Any thread may ask.
+    Any thread may use it.
 
     Args:
-        files: Where to look.
-        refused: Told, once for each, of a renewal that is not used.
+        files: To read.
+        refused: Called once for each renewal that is not used.
 
     Raises:
-        PemError: The files cannot be used as they are.
+        PemError: The files cannot be used.
     """
 
     def __init__(self, files: PemFiles, refused: Callable[[PemError], None] | None = None) -> None:
@@ -99,9 +99,9 @@ class LivePem:
         self._pem = read_pem(files)
 
     def current(self) -> Pem:
-        """Return what holds now: the same object until the files change."""
+        """Return the current content: the same object until the files change."""
         with self._lock:
-            # Before the files are read: what changes meanwhile is looked at next time.
+            # Before the files are read: the next call sees changes made meanwhile.
             stamp = _stamp(self._files)
             if stamp != self._stamp:
                 self._stamp = stamp
@@ -113,11 +113,11 @@ class LivePem:
 
 
 def read_pem(files: PemFiles) -> Pem:
-    """Read files and check all that can be known of them.
+    """Read files and check everything that can be checked locally.
 
     Raises:
-        PemError: One cannot be read, is not PEM, or does not fit the others; or a certificate is
-            not valid now, or for another use or name.
+        PemError: A file cannot be read, is not PEM, or does not fit the others; or a certificate is
+            not valid now, or is for another use or name.
     """
     certificate, key = (_read(each) if each else b"" for each in (files.certificate, files.key))
     parts = []
@@ -137,7 +137,7 @@ def read_pem(files: PemFiles) -> Pem:
     if now >= expires_at:
         raise PemError(files.certificate.option, f"{path} has expired, on {utc(expires_at)}")
     if now < not_before:
-        told = f"{path} is not valid yet, only from {utc(not_before)}"
+        told = f"{path} is not valid before {utc(not_before)}"
         raise PemError(files.certificate.option, told)
     pem = Pem(
         certificate=certificate,
@@ -163,13 +163,13 @@ def is_for(pem: Pem, host: str) -> bool:
         if error.verify_code in (_HOSTNAME_MISMATCH, _IP_MISMATCH):
             return False
         raise
-    except ValueError:  # no name that a host can have
+    except ValueError:  # not a possible host name
         return False
     return True
 
 
 def server_context(pem: Pem) -> ssl.SSLContext:
-    """Return the context of a server; with an authority, clients must have a certificate of it."""
+    """Return a server's context; with an authority, clients must have a certificate of it."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, pem.certificate, pem.key)
     if pem.authority:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -178,7 +178,7 @@ def server_context(pem: Pem) -> ssl.SSLContext:
 
 
 def client_context(pem: Pem) -> ssl.SSLContext:
-    """Return the context of a client; without an authority it believes those of the system."""
+    """Return a client's context; without an authority it trusts the system's."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, pem.certificate, pem.key)
     if pem.authority:
         context.load_verify_locations(cadata=pem.authority.decode())
@@ -188,16 +188,16 @@ def client_context(pem: Pem) -> ssl.SSLContext:
 
 
 def utc(at: float) -> str:
-    """Return a Unix time as people read it."""
+    """Format a Unix time for people."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
 
 
 def _warn(error: PemError) -> None:
-    log.warning("a renewed file is not used, the one before is: %s", error)
+    log.warning("a renewed file is not used; the previous one stays in use: %s", error)
 
 
 def _stamp(files: PemFiles) -> tuple[tuple[int, ...], ...]:
-    """Return what differs when a file has changed."""
+    """Return a value that differs after a file has changed."""
     return tuple(_file_stamp(each.path) for each in files.all)
 
 
@@ -213,7 +213,7 @@ def _read(file: PemFile) -> bytes:
     try:
         with Path(file.path).open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # the latter for a path that none can be
+    except (OSError, ValueError) as error:  # ValueError: an impossible path
         reason = getattr(error, "strerror", None) or error
         raise PemError(file.option, f"{file.path} cannot be read: {reason}") from error
     if len(content) > MAX_FILE_BYTES:
@@ -224,7 +224,7 @@ def _read(file: PemFile) -> bytes:
 def _check_certificates(file: PemFile, content: bytes) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode())
-    except ValueError as error:  # SSLError is none, UnicodeDecodeError is one
+    except ValueError as error:  # UnicodeDecodeError, but not SSLError
         raise PemError(file.option, f"{file.path} holds no certificate in PEM") from error
     except ssl.SSLError as error:
         raise PemError(file.option, f"{file.path} holds no certificate in PEM") from error
@@ -240,14 +240,14 @@ def _check_pair(certificate: PemFile, key: PemFile, shown: bytes, secret: bytes)
         if error.reason == "KEY_VALUES_MISMATCH":
             told = f"{key.path} is not the key of {certificate.path} ({certificate.option})"
             raise PemError(key.option, told) from error
-        if error.reason:  # too weak a signature, as a rule
+        if error.reason:  # usually too weak a signature
             told = f"{certificate.path} cannot be used: {_words(error.reason)}"
             raise PemError(certificate.option, told) from error
         raise PemError(key.option, f"{key.path} holds no private key in PEM") from error
 
 
 def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, Any]:
-    """Return what a certificate says, to a peer that believes it as it is."""
+    """Return a certificate's content as seen by a peer that trusts it."""
     assert files.certificate
     pem = Pem(certificate=certificate, key=key)
     shown: dict[str, Any] = {}
@@ -275,17 +275,17 @@ def _check_mutual(files: PemFiles, pem: Pem) -> None:
 def _show(
     pem: Pem, side: Side, *, trusted: bytes, is_timeless: bool = False, host: str = ""
 ) -> dict[str, Any]:
-    """Show a certificate to a peer, and return what it reads there.
+    """Show a certificate to a peer, and return the content that the peer reads.
 
     Args:
-        pem: What to show.
-        side: That shows it.
-        trusted: What the peer believes, in PEM: an authority, or the certificate itself.
-        is_timeless: Whether it is valid at any time.
+        pem: To show.
+        side: The side that shows it.
+        trusted: What the peer trusts, in PEM: an authority, or the certificate itself.
+        is_timeless: Whether to ignore the certificate's dates.
         host: That a client asks for; empty: any.
 
     Raises:
-        SSLError: The peer does not believe it.
+        SSLError: The peer does not trust it.
     """
     server = _context(ssl.PROTOCOL_TLS_SERVER, pem.certificate, pem.key)
     client = _context(ssl.PROTOCOL_TLS_CLIENT, pem.certificate, pem.key)
@@ -316,7 +316,7 @@ def _context(protocol: int, certificate: bytes, key: bytes) -> ssl.SSLContext:
 
 
 class _EncryptedKey(Exception):
-    """A key that nobody can read."""
+    """The key has a passphrase."""
 
 
 def _refuse_passphrase() -> str:
@@ -325,12 +325,12 @@ def _refuse_passphrase() -> str:
 
 @contextmanager
 def _file_of(content: bytes) -> Iterator[str]:
-    """Yield the path of a file with what was read and checked: `ssl` reads pairs from files only.
+    """Yield the path of a file with checked content: `ssl` reads pairs only from files.
 
-    On Linux it is in memory alone.
+    On Linux the file exists only in memory.
     """
     if not hasattr(os, "memfd_create"):
-        with tempfile.NamedTemporaryFile() as file:  # its owner's alone
+        with tempfile.NamedTemporaryFile() as file:  # readable only by its owner
             file.write(content)
             file.flush()
             yield file.name
@@ -345,7 +345,7 @@ def _file_of(content: bytes) -> Iterator[str]:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """Return what OpenSSL says, in words."""
+    """Return OpenSSL's reason in words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return str(error.verify_message)
     return _words(error.reason or str(error))

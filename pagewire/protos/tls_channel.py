@@ -1,4 +1,4 @@
-"""A channel over TLS that goes by renewed files: from the next call on, over a new connection."""
+"""A TLS channel that picks up renewed files: the next call uses a new connection."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,15 +12,15 @@ Options = Sequence[tuple[str, Any]]
 
 
 class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
-    """gRPC's own channels keep what they were made with, so this one makes another.
+    """Replaces its gRPC channel after a renewal: gRPC's channels keep their first credentials.
 
-    Calls that run stay on their connection, which is closed with the last of them.
+    Running calls stay on their connection, which closes with the last of them.
 
     Args:
         address: To connect to.
-        pem: What to prove itself with and whom to believe; without an authority, gRPC's own list
-            of public ones.
-        server_name: That the server's certificate must have; empty: the host of the address.
+        pem: Its own certificate and the authority that it trusts; without an authority, gRPC's own
+            list of public ones.
+        server_name: Name in the server's certificate; empty: the host of the address.
         options: Of gRPC.
     """
 
@@ -31,7 +31,7 @@ class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
         self._live = pem
         self._pem = pem.current()
         self._link = self._open()
-        self._older: set[_Link] = set()  # of files that were renewed, with calls that run
+        self._older: set[_Link] = set()  # from before a renewal, with running calls
         self._closing: set[asyncio.Task[None]] = set()
 
     def unary_unary(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
 
 
 class _Link:
-    """One of gRPC's channels, with the calls that run on it."""
+    """A gRPC channel and the number of its running calls."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel

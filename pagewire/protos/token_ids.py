@@ -1,4 +1,4 @@
-"""Token ids as messages carry them: packed little-endian uint32."""
+"""Token ids as they appear in messages: packed little-endian uint32."""
 
 import struct
 import sys
@@ -19,14 +19,14 @@ def unpack_token_ids(packed: bytes) -> list[int]:
         ValueError: If the length is not a multiple of four bytes.
     """
     if len(packed) % TOKEN_BYTES:
-        raise ValueError(f"token ids take {len(packed)} bytes, which is no multiple of 4")
+        raise ValueError(f"token ids take {len(packed)} bytes, which is not a multiple of 4")
     return list(struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed))
 
 
 def largest_token_id(packed: bytes) -> int:
-    """Return the largest of ids that `pack_token_ids` packed, at least one.
+    """Return the largest id of a non-empty result of `pack_token_ids`.
 
-    A tenth of the time that unpacking takes.
+    It takes a tenth of the time of unpacking.
     """
     if sys.byteorder == "big":
         return max(unpack_token_ids(packed))

@@ -64,14 +64,14 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Heartbeats until the caller leaves; see Heartbeat for how often. Silence means death.
+        """Sends heartbeats until the caller leaves; see Heartbeat for their period. Silence means death.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeCacheEvents(self, request, context):
-        """Changes of the prefix cache from a point on, or a snapshot and then changes.
+        """Sends changes of the prefix cache from a given point, or a snapshot and then changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,7 +224,7 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Meet(self, request, context):
-        """Names prefill workers that requests may need, so that connections to them are made beforehand. Returns at once.
+        """Names prefill workers that requests may need, so that the decode worker connects to them in advance. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,14 +337,14 @@ class PrefillServiceServicer:
     """
 
     def Connect(self, request, context):
-        """Makes the connection that pages will move over; both sides run their half of the set-up while this call is open.
+        """Makes the connection for pages; both sides run their half of the set-up while this call is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request_iterator, context):
-        """Computes a prompt and hands over the pages that the receiver lacks. One call per attempt; its end aborts it.
+        """Computes a prompt and sends the pages that the receiver lacks. One call per attempt; its end aborts the attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -66,10 +66,12 @@ def test_a_signal_to_a_second_up_ends_that_and_not_the_cluster(running, monkeypa
     with StopSignals() as signals, pytest.raises(Interrupted) as interruption:
         bring_up(CONFIG, signals, said.append)
 
-    goes_on = "the cluster goes on; `pagewire status` shows it"
+    goes_on = "the cluster still runs; `pagewire status` shows it"
     assert str(interruption.value) == f"stopped by SIGINT before it was done; {goes_on}"
     assert interruption.value.exit_code == 130
-    assert said == ["a cluster with this configuration runs already: prefill-0, decode-0 on cpu"]
+    assert said == [
+        "a cluster with this configuration is already running: prefill-0, decode-0 on cpu"
+    ]
 
 
 def test_a_signal_to_an_up_on_a_ray_that_was_left_tells_of_that_ray(running, monkeypatch):
@@ -83,7 +85,7 @@ def test_a_signal_to_an_up_on_a_ray_that_was_left_tells_of_that_ray(running, mon
     monkeypatch.setattr(module, "check_start", lambda config, say: "cpu")
     monkeypatch.setattr(module, "deploy", deploy)
 
-    with StopSignals() as signals, pytest.raises(Interrupted, match="what ran before goes on"):
+    with StopSignals() as signals, pytest.raises(Interrupted, match="what ran before still runs"):
         bring_up(CONFIG, signals, lambda line: None)
 
 

@@ -108,7 +108,7 @@ def test_a_port_in_use_ends_it_with_what_helps():
 def test_its_port_is_not_that_of_a_router_in_the_help():
     words = " ".join(CliRunner().invoke(commands.app, ["gateway", "--help"]).output.split())
 
-    assert "Where clients connect; 0: a free port. [default: 8000" in words
+    assert "Port for clients; 0: a free port. [default: 8000" in words
 
 
 def test_it_connects_and_serves_over_tls(tmp_path):

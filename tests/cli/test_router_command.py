@@ -366,7 +366,7 @@ def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None
         ("--controller", "nowhere", "error: --controller: found 'nowhere'; allowed: host:port"),
         ("--router-tenants-file", tmp_path / "none", "none: cannot be read: No such file"),
         ("--keys", tmp_path / "none", "none cannot be read: No such file"),
-        ("--keys", secret, "holds no keys of a router; `pagewire router-keys` writes them"),
+        ("--keys", secret, "contains no keys of a router; `pagewire router-keys` writes them"),
         ("--model", folder, "tokenizer.json is missing"),
         ("--host", "no.invalid", "host is 'no.invalid'; it must be a name or an address"),
         ("--router-max-connections", 0, "--router-max-connections is 0; it must"),

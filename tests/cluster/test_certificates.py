@@ -163,7 +163,7 @@ def test_serve_ends_with_one_line_that_names_option_and_file(
         f"error: tls.certificate_file: {tls.certificate_file} is not from "
     )
     assert foreign.stderr.count("\n") == open_in_clear.stderr.count("\n") == 1
-    assert "where other hosts connect, in clear" in open_in_clear.stderr
+    assert "in clear on 0.0.0.0, where other hosts can connect" in open_in_clear.stderr
 
 
 def test_doctor_tells_what_is_encrypted_and_until_when(authority: Authority) -> None:

@@ -191,7 +191,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("model: !!python/name:os.system", ["line 1, column 8: is not plain YAML: could not"]),
         ("router: !!map [1]", ["line 1, column 9: is not plain YAML: expected a mapping node"]),
         ("model: \x01", ["cluster.yaml: is not plain YAML: unacceptable character #x0001"]),
-        ("router: &a {b: *a}", ["cluster.yaml: has a mapping that holds itself, by an anchor"]),
+        ("router: &a {b: *a}", ["cluster.yaml: has a mapping that contains itself, by an anchor"]),
         ("model: " + "[" * 1000, ["cluster.yaml: is nested too deeply"]),
         ("router: " + "{a: " * 1000 + "1" + "}" * 1000, ["cluster.yaml: is nested too deeply"]),
         ("- " * 1000, ["cluster.yaml: is nested too deeply"]),

@@ -90,7 +90,7 @@ def host():
             assert code == 0, errors
             *_, ready = output.splitlines()
             assert ready.startswith("ready: pagewire serves"), output
-            assert "runs already: prefill-0, decode-0 on cpu" in output
+            assert "already running: prefill-0, decode-0 on cpu" in output
             host.address = ready.partition(" on ")[2].partition(" ")[0]
             yield host
             code, output, errors = host.run("down", "--grace-s", "0")

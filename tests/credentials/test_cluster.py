@@ -53,7 +53,7 @@ def test_a_header_is_good_for_nothing_but_its_own_call(
 
 
 def test_a_header_for_another_start_is_refused_by_name() -> None:
-    with pytest.raises(WrongIncarnation, match="incarnation 5 is asked for, this is 6"):
+    with pytest.raises(WrongIncarnation, match="the call is for incarnation 5, this is 6"):
         credentials_of("prefill", "prefill-0", 6).check(METHOD, HEADER)
 
 

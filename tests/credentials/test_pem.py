@@ -107,7 +107,7 @@ FAULTS: list[tuple[Callable[[TlsConfig, Authority], TlsConfig], str, str]] = [
     (others_key, "key_file", "{} is not the key of "),
     (encrypted_key, "key_file", "{} is encrypted; it must be a key without a passphrase"),
     (expired, "certificate_file", "{} has expired, on 20"),
-    (early, "certificate_file", "{} is not valid yet, only from 20"),
+    (early, "certificate_file", "{} is not valid before 20"),
     (others_authority, "certificate_file", "{} is not from "),
     (others_name, "certificate_file", "{} is for worker.example.org, not for pagewire (tls.serv"),
 ]
@@ -168,7 +168,7 @@ def test_a_chain_with_an_intermediate_is_believed(tmp_path: Path) -> None:
         ),
         (
             lambda: TlsConfig(server_name=".x"),
-            "server_name is '.x'; it must be a name as hosts have it, such as pagewire",
+            "server_name is '.x'; it must be a host name, such as pagewire",
         ),
         (
             lambda: FrontTlsConfig(key_file="b"),

@@ -202,10 +202,13 @@ def changed(**fields: Any) -> str:
         (changed(functions=[{"name": "é"}]), r"functions\[0\].name"),
         (changed(functions=[{"name": "f" * 129}]), r"functions\[0\].name"),
         (changed(functions=[{"name": "f", "parameters": []}]), "parameters of 'f'.*a list"),
-        (changed(functions=[{"name": "f", "parameters": True}]), "parameters of 'f'.*no object"),
+        (
+            changed(functions=[{"name": "f", "parameters": True}]),
+            "parameters of 'f'.*not an object",
+        ),
         (
             changed(functions=[{"name": "f", "parameters": {"type": "array"}}]),
-            "parameters of 'f'.*no object",
+            "parameters of 'f'.*not an object",
         ),
         (
             changed(functions=[{"name": "f", "parameters": {"x-guidance": {}}}]),

@@ -248,5 +248,5 @@ def test_calls_that_no_template_teaches_cannot_be_forced(
     assert caught.value.param == "tools"
     with Client(served.router_address) as client:
         [model] = client.list_models()
-        with pytest.raises(InvalidRequestError, match="teaches a format of calls"):
+        with pytest.raises(InvalidRequestError, match="has a known format of tool calls"):
             forced_calls(model, TOOLS)

@@ -31,8 +31,8 @@ def test_the_address_that_others_can_use_is_found(
     [
         ("eth7", "which does not exist"),
         ("eth1", "which is down"),
-        ("eth2", "which has no IPv4 address, and no IPv6 address but link-local ones"),
-        ("eth3", "which has no IPv4 address, and no IPv6 address but link-local ones"),
+        ("eth2", "which has neither an IPv4 address nor an IPv6 address that is not link-local"),
+        ("eth3", "which has neither an IPv4 address nor an IPv6 address that is not link-local"),
         ("eth", "which does not exist"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_router_that_is_not_there_is_told_in_two_lines():
     assert result.returncode == 1
     error, remedy = result.stderr.splitlines()
     assert error.startswith("error: no connection to 127.0.0.1:1: ")
-    assert remedy == "No router answers there now; --address names another one."
+    assert remedy == "No router answers there; name another one by --address."
 
 
 def test_the_command_of_the_server_replaces_that_of_the_client(tmp_path):

@@ -219,7 +219,7 @@ def test_a_router_that_begins_anew_instead_of_going_on_is_found_out():
     async def begins_anew(request, context):
         yield response("a", [1], resume_token=b"t1")
 
-    with pytest.raises(pagewire.ServerError, match="token 0 of choice 0 came instead of 3"):
+    with pytest.raises(pagewire.ServerError, match="token 0 of choice 0 arrived instead of 3"):
         generate([begins(dies=stops), begins_anew])
 
 

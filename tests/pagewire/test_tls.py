@@ -48,7 +48,7 @@ def test_a_name_is_expected_where_the_address_is_another(authority: Authority) -
         with Client(address, tls=replace(tls, server_name="grpc.example.org")) as client:
             assert client.generate("x").text == "Hello"
 
-    assert "a certificate that is not believed: IP address mismatch" in str(caught.value)
+    assert "a certificate that is not trusted: IP address mismatch" in str(caught.value)
 
 
 def test_a_client_with_a_certificate_is_let_in_where_one_is_wanted(authority: Authority) -> None:
@@ -58,13 +58,16 @@ def test_a_client_with_a_certificate_is_let_in_where_one_is_wanted(authority: Au
             assert client.generate("x").text == "Hello"
 
 
-WANTS = "wants a certificate of an authority that it knows from each client; see tls.certificate"
+WANTS = (
+    "requires from each client a certificate of an authority that it trusts; see tls.certificate"
+)
 FAULTS = {
     "in clear": "takes connections over TLS only, and this one is in clear; see tls, or --tls",
     "in clear where certificates are wanted": "takes connections over TLS only, and this one is in",
-    "over TLS to a server in clear": "does not speak TLS, and this client does; connect without",
-    "who believes another authority": "a certificate that is not believed: unable to get local",
-    "who believes public authorities": "shows a certificate that is not believed: ",
+    "over TLS to a server in clear": "does not speak TLS, but this client does; connect without "
+    "TLS",
+    "who believes another authority": "a certificate that is not trusted: unable to get local",
+    "who believes public authorities": "shows a certificate that is not trusted: ",
     "without a certificate": WANTS,
     "with one of another authority": WANTS,
 }
@@ -174,6 +177,6 @@ def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authori
         f"error: the router at {address} takes connections over TLS only, and this one is in "
         "clear; see tls, or --tls\n"
     )
-    assert "shows a certificate that is not believed" in public.stderr
+    assert "shows a certificate that is not trusted" in public.stderr
     assert half.returncode == 2
     assert half.stderr.startswith("error: --certificate-file: found none; allowed: a file, as")

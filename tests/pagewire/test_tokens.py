@@ -115,7 +115,7 @@ def test_commands_read_a_token_from_a_file_or_the_environment(tmp_path, monkeypa
     [
         (None, "No such file"),
         (b"", "nothing in"),
-        (b"two words", "found 9 characters, not all of which a token can have"),
+        (b"two words", "found 9 characters, some of which a token cannot have"),
         (b"\xff\xfe", "found 2 characters"),
     ],
 )

@@ -171,7 +171,7 @@ def test_an_attempt_uses_no_connection_and_no_ticket_of_another_worker() -> None
 
 BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "empty": ({"token_ids": b"", "prompt_len": 0}, "INVALID_ARGUMENT", "prompt_len is 0"),
-    "cut off": ({"token_ids": b"abc"}, "INVALID_ARGUMENT", "no multiple of 4"),
+    "cut off": ({"token_ids": b"abc"}, "INVALID_ARGUMENT", "not a multiple of 4"),
     "no number": (
         {"sampling": sampling_to_proto(SamplingParams(top_p=math.nan))},
         "INVALID_ARGUMENT",
