@@ -11,8 +11,8 @@ from credentials.config import TlsSettings
 from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
-from observability.serving_process import settle_process
 from observability.logs import configure_logging
+from observability.serving_process import settle_process
 from options.interfaces import address_on
 from pagewire import Tls, UnavailableError
 

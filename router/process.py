@@ -21,8 +21,8 @@ from credentials.config import TlsSettings
 from credentials.door import ClusterLinks, front_door
 from credentials.party import CONTROLLER_NAME, Party
 from credentials.secret import RouterKeys
-from observability.serving_process import settle_process
 from observability.logs import fields
+from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.interfaces import address_on
 from protos.addresses import join_address
