@@ -182,7 +182,8 @@ def test_a_request_beyond_what_the_router_reads_is_refused_and_ends_no_other(fol
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [call] * 30_000}]},
         ):
             path = CHAT if "messages" in body else TEXT
-            answer = exchange(served.host_and_port, request(path, json.dumps(body)))
+            data = request(path, json.dumps(body))
+            answer = exchange(served.host_and_port, data, timeout_s=30)
 
             assert answer.status in (400, 413), answer.body[:300]
             assert b"allowed: at most" in answer.body or b"characters" in answer.body
