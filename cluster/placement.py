@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # Ray has no public name for it
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.certificates import own_client
 from cluster.config import LOOPBACK, ClusterConfig
@@ -16,6 +18,7 @@ from cluster.deployment import Deployment
 from cluster.devices import gpus_of_pools, visible_gpu
 from cluster.environment import worker_environment
 from cluster.errors import StartError
+from cluster.places import Amounts, Node, Place
 from cluster.router_settings import router_settings
 from cluster.scaling import pool_of
 from decode_worker.actor import DecodeActor
@@ -55,20 +58,46 @@ def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -
         raise StartError(f"cannot start {name}: {error}") from error
 
 
-def place_worker(deployment: Deployment, worker_id: str) -> Any:
-    """Place a worker of either pool."""
+def hosts_now() -> tuple[list[Node], Mapping[str, Amounts]]:
+    """Return the hosts of the attached Ray, and what it has not given away on each, by node."""
+    nodes: list[Node] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes, available_resources_per_node()  # type: ignore[no-untyped-call]
+
+
+def needs_of(deployment: Deployment, worker_id: str) -> Amounts:
+    """Return what Ray gives a worker, by resource."""
+    asked = _resources(deployment, worker_id)
+    needs = {"GPU": float(asked["num_gpus"]), **asked["resources"]}
+    return {name: amount for name, amount in needs.items() if amount}
+
+
+def place_worker(deployment: Deployment, worker_id: str, where: Place) -> Any:
+    """Place a worker of either pool.
+
+    Without its host, which may be gone when Ray starts it again, it takes as much of another one.
+    While its host lives it waits for room there.
+    """
     config = deployment.config
     is_prefill = pool_of(worker_id) == "prefill"
     pool = config.prefill_worker if is_prefill else config.decode_worker
     return place(
         PrefillActor if is_prefill else DecodeActor,
         worker_id,
-        _resources(deployment, worker_id),
+        {**_resources(deployment, worker_id), **_scheduling(where)},
         _settings(deployment, worker_id),
         replace(pool, transfer_deadlines=config.transfer, hash_key=deployment.secret.page_hash_key),
         deployment.secret.keys_of(pool_of(worker_id), worker_id),
         CONTROLLER_NAME,
     )
+
+
+def _scheduling(where: Place) -> dict[str, Any]:
+    """Return Ray's options for a place."""
+    others = dict(where.resources)
+    options = {"num_gpus": others.pop("GPU", 0), "resources": others}
+    if where.node_id:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(where.node_id, soft=True)
+    return options
 
 
 def place_router(deployment: Deployment) -> Any:

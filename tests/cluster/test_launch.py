@@ -189,6 +189,8 @@ def placed(monkeypatch):
     monkeypatch.setattr(
         controller_module, "MemberServer", lambda *_, port_range: RouterThatHears([])
     )
+    monkeypatch.setattr(ray.util, "list_named_actors", list)
+    monkeypatch.setattr(controller_module, "hosts_now", lambda: ([], {}))
     return placed
 
 

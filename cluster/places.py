@@ -1,0 +1,110 @@
+"""What workers take of which of Ray's hosts, and which hosts new ones get."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from cluster.assignment import Room, Wish, assign
+from cluster.errors import PlacementError
+from cluster.scaling import pool_of
+
+Node = Mapping[str, Any]  # as ray.nodes() describes it
+Amounts = Mapping[str, float]  # resource |-> amount
+
+# Less of a resource marks hosts of a kind, and limits nothing: then Ray spreads workers.
+LEAST_ROOM = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What a worker takes of a host."""
+
+    node_id: str = ""  # empty: wherever Ray finds room
+    resources: Amounts = field(default_factory=dict)  # of Ray
+
+
+def choose_places(
+    needs: Mapping[str, Amounts],
+    taken: Mapping[str, Place],
+    nodes: Sequence[Node],
+    available: Mapping[str, Amounts],
+) -> dict[str, Place]:
+    """Return the place of each new worker, without a host where none has room.
+
+    Args:
+        needs: Of the new workers, by name.
+        taken: Places of the workers that there are, also of those that still wait for theirs.
+        nodes: Of Ray.
+        available: What Ray has not given away on each, by node_id.
+    """
+    limited = {name: each for name, each in needs.items() if _is_limited(each)}
+    node_of = assign(_rooms(taken, nodes, available), _wishes(limited)) if limited else {}
+    return {
+        name: Place(node_id=node_of.get(name, ""), resources=each) for name, each in needs.items()
+    }
+
+
+def check_room(places: Mapping[str, Place]) -> None:
+    """Refuse new workers for which no host has room.
+
+    Raises:
+        PlacementError: Says who has none, what they need, and what to do.
+    """
+    without = {
+        n: each for n, each in places.items() if not each.node_id and _is_limited(each.resources)
+    }
+    if not without:
+        return
+    needed = " and ".join(dict.fromkeys(told_amounts(each.resources) for each in without.values()))
+    raise PlacementError(
+        f"no host has room for {', '.join(without)}, {len(without)} of {len(places)} new workers: "
+        f"each needs {needed}; add hosts to the Ray cluster, or ask for fewer"
+    )
+
+
+def told_amounts(amounts: Amounts) -> str:
+    """Return amounts as people read them: 1 GPU and 1 pagewire-decode."""
+    return " and ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items()))
+
+
+def _is_limited(amounts: Amounts) -> bool:
+    return max(amounts.values(), default=0.0) >= LEAST_ROOM
+
+
+def _rooms(
+    taken: Mapping[str, Place], nodes: Sequence[Node], available: Mapping[str, Amounts]
+) -> list[Room]:
+    living = [each for each in nodes if each["Alive"]]
+    rooms = []
+    for node in sorted(living, key=lambda each: (each["NodeManagerAddress"], each["NodeID"])):
+        node_id = node["NodeID"]
+        there = {name: each for name, each in taken.items() if each.node_id == node_id}
+        free = {}
+        for name, total in node["Resources"].items():
+            # A worker that waits for its place has not taken it yet, and others of this Ray may
+            # have taken what no worker has.
+            promised = sum(each.resources.get(name, 0.0) for each in there.values())
+            free[name] = min(available.get(node_id, {}).get(name, 0.0), total - promised)
+        num_prefill = sum(pool_of(name) == "prefill" for name in there)
+        room = Room(
+            node_id=node_id,
+            free=free,
+            num_prefill=num_prefill,
+            num_decode=len(there) - num_prefill,
+        )
+        rooms.append(room)
+    return rooms
+
+
+def _wishes(needs: Mapping[str, Amounts]) -> list[Wish]:
+    """Put workers together that are alike."""
+
+    def kind(name: str) -> tuple[Any, ...]:
+        return pool_of(name), sorted(needs[name].items())
+
+    return [
+        Wish(role=pool_of(alike[0]), needs=needs[alike[0]], worker_ids=alike)
+        for _, group in groupby(sorted(needs, key=kind), key=kind)
+        for alike in [list(group)]
+    ]
