@@ -1,5 +1,6 @@
 """The commands that run a cluster that outlives them: pagewire up, down, scale, drain, restart."""
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, Optional
@@ -28,6 +29,14 @@ PrefillFlag = Annotated[
 DecodeFlag = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option("--decode", help="Number of decode workers to have."),
+]
+PoolFlag = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(
+        "--pool",
+        metavar="<name=number>",
+        help="Number of workers to have in a pool of the section pools; once for each pool.",
+    ),
 ]
 GraceFlag = Annotated[
     Optional[float],  # noqa: UP045
@@ -85,16 +94,28 @@ def down(config: ClusterConfig, grace_s: float | None) -> None:
 
 
 def scale(
-    config: ClusterConfig, prefill: int | None, decode: int | None, grace_s: float | None
+    config: ClusterConfig,
+    prefill: int | None,
+    decode: int | None,
+    pool: list[str] | None,
+    grace_s: float | None,
 ) -> None:
     """Have more workers, or fewer: those that leave finish what they have first."""
-    wanted: dict[Any, int] = {
-        pool: number
-        for pool, number in (("prefill", prefill), ("decode", decode))
+    wanted: dict[str, int] = {
+        role: number
+        for role, number in (("prefill", prefill), ("decode", decode))
         if number is not None
     }
+    for each in pool or ():
+        name, _, number = each.partition("=")
+        if not re.fullmatch(r"-?\d{1,9}", number) or name in wanted:
+            raise ConfigError(
+                f"--pool is {each!r}; it must be a pool and the number of its workers, once for "
+                "each pool, as in small=4"
+            )
+        wanted[name] = int(number)
     if not wanted:
-        raise ConfigError("nothing to do; give --prefill, --decode, or both")
+        raise ConfigError("nothing to do; give --prefill, --decode or --pool")
     with _running(config) as controller:
         from cluster.scale_out import scale_cluster
 
@@ -147,9 +168,10 @@ app.command("up", cls=config_command(serve_defaults))(with_config_flags(up, serv
 _GRACE = flag_parameter("grace_s", GraceFlag, None)
 _PREFILL = flag_parameter("prefill", PrefillFlag, None)
 _DECODE = flag_parameter("decode", DecodeFlag, None)
+_POOL = flag_parameter("pool", PoolFlag, None)
 for _command, _parameters in (
     (down, [_GRACE]),
-    (scale, [_PREFILL, _DECODE, _GRACE]),
+    (scale, [_PREFILL, _DECODE, _POOL, _GRACE]),
     (drain, [flag_parameter("worker", WorkerArgument), _GRACE]),
     (restart, [flag_parameter("names", NamesArgument, None), _GRACE]),
 ):

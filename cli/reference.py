@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.config_options import ConfigOption, config_options
+from cluster.config_options import ConfigOption, config_options, pool_options
 from cluster.environment import FORWARDED_PREFIXES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -11,12 +11,13 @@ INTRODUCTION = """\
 
 Written by `make docs`; a test compares it with the code.
 
-Every option can stand in a YAML file (`pagewire serve --config cluster.yaml`) and is a flag of
-`serve`, `up` and `demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags
-override the file, the file overrides the defaults, some of which differ in `demo` and on CPUs:
-`--help` shows what the command really uses. Unknown options, options given twice, and values that
-are not allowed end the command with exit code 2 and a line for each, which names the file or the
-flag, the option and, of a value, what was found and what is allowed.
+Every option can stand in a YAML file (`pagewire serve --config cluster.yaml`) and, but for those
+of `pools`, is a flag of `serve`, `up` and `demo`: `router.max_active_requests` is
+`--router-max-active-requests`. Flags override the file, the file overrides the defaults, some of
+which differ in `demo` and on CPUs: `--help` shows what the command really uses. Unknown options,
+options given twice, and values that are not allowed end the command with exit code 2 and a line for
+each, which names the file or the flag, the option and, of a value, what was found and what is
+allowed.
 
 ```yaml
 model: /models/llama-3-8b
@@ -41,6 +42,30 @@ SECTIONS = {
     "decode_worker": "Decode workers: `decode_worker`",
     "transfer": "Page transfer, both sides: `transfer`",
 }
+POOLS = """
+## Pools: `pools`
+
+Workers of a role that are alike are a pool. There are the pools prefill and decode, and more of
+either role by the names that this section gives them. It stands in files alone. `pagewire scale
+--pool small=4` changes the number of workers of such a pool while the cluster serves.
+
+```yaml
+prefill: 2
+decode: 4
+ray_address: auto
+pools:
+  decode:
+    accelerator_type: H100
+  small:
+    role: decode
+    workers: 6
+    accelerator_type: L4
+    num_pages: 2048
+```
+
+| option | default | meaning |
+|---|---|---|
+"""
 ENVIRONMENT = {  # what Pagewire itself reads of it
     "CUDA_VISIBLE_DEVICES": "GPUs of this host that workers may be given; unset: all",
     "PAGEWIRE_KERNEL_CHECKS": "`1`: before a launch, page ids, positions, scales and what else "
@@ -65,6 +90,7 @@ def configuration_page() -> str:
         options = [each for each in config_options().values() if each.section == section]
         parts += [f"\n## {title}\n\n| option | default | meaning |\n|---|---|---|\n"]
         parts += [_row(option) for option in options]
+    parts += [POOLS, *map(_row, pool_options("NAME").values())]
     return "".join(parts) + _environment()
 
 

@@ -103,7 +103,8 @@ class ControllerActor:
         config = self._deployment.config
         self._check_open()
         actors = {ROUTER_NAME: place_router(self._deployment)}
-        for name, where in self._places_for(worker_ids(config.prefill, config.decode)).items():
+        names = worker_ids(config.prefill, config.decode, config.further_pools)
+        for name, where in self._places_for(names).items():
             actors[name] = self._place(name, where)
         if config.http_port:
             actors[GATEWAY_NAME] = place_gateway(self._deployment)
@@ -119,12 +120,12 @@ class ControllerActor:
         )
 
     async def scale(
-        self, wanted: dict[PoolName, int], grace_s: float
+        self, wanted: Mapping[str, int], grace_s: float
     ) -> tuple[dict[str, Any], ScalePlan]:
         """Have that many workers; return the handles of those that start, and who comes and goes.
 
         Args:
-            wanted: By pool; a pool that is absent stays as it is.
+            wanted: By the key of a pool; one that is absent stays as it is.
             grace_s: For what runs on those that leave.
 
         Raises:

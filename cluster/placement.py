@@ -19,12 +19,15 @@ from cluster.devices import gpus_of_pools, visible_gpu
 from cluster.environment import worker_environment
 from cluster.errors import StartError
 from cluster.places import Amounts, Node, Place
+from cluster.pool_config import pool_of
 from cluster.router_settings import router_settings
-from cluster.scaling import pool_of
+from cluster.scaling import role_of
 from decode_worker.actor import DecodeActor
+from decode_worker.config import DecodeConfig
 from http_gateway.actor import GatewayActor
 from llm_engine.model_files import model_name
 from prefill_worker.actor import PrefillActor
+from prefill_worker.config import PrefillConfig
 from router.actor import RouterActor
 from worker.own_host import HostOptions
 from worker.process import WorkerSettings
@@ -78,15 +81,18 @@ def place_worker(deployment: Deployment, worker_id: str, where: Place) -> Any:
     While its host lives it waits for room there.
     """
     config = deployment.config
-    is_prefill = pool_of(worker_id) == "prefill"
-    pool = config.prefill_worker if is_prefill else config.decode_worker
+    is_prefill = role_of(worker_id) == "prefill"
     return place(
         PrefillActor if is_prefill else DecodeActor,
         worker_id,
         {**_resources(deployment, worker_id), **_scheduling(where)},
         _settings(deployment, worker_id),
-        replace(pool, transfer_deadlines=config.transfer, hash_key=deployment.secret.page_hash_key),
-        deployment.secret.keys_of(pool_of(worker_id), worker_id),
+        replace(
+            _of_worker(config, worker_id),
+            transfer_deadlines=config.transfer,
+            hash_key=deployment.secret.page_hash_key,
+        ),
+        deployment.secret.keys_of(role_of(worker_id), worker_id),
         CONTROLLER_NAME,
     )
 
@@ -156,7 +162,7 @@ def at_home(deployment: Deployment) -> dict[str, Any]:
 def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
     """Return what Ray gives a worker: a GPU, unless several share one; and a host of its pool."""
     config, device = deployment.config, deployment.device
-    pool, _, index = worker_id.partition("-")
+    pool, _, index = worker_id.rpartition("-")
     variables = worker_environment(
         device,
         config.cpu_threads,
@@ -173,7 +179,10 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
         variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, deployment.visible_gpus)
     return {
         "num_gpus": int(has_own_gpu),
-        "resources": {f"pagewire-{pool}": 1} if config.pool_resources else {},
+        "resources": {
+            **config.pool(pool).amounts,
+            **({f"pagewire-{pool}": 1} if config.pool_resources else {}),
+        },
         "runtime_env": {"env_vars": variables},
     }
 
@@ -188,10 +197,20 @@ def host_options(config: ClusterConfig, device: str) -> HostOptions:
     )
 
 
+def _of_worker(config: ClusterConfig, worker_id: str) -> PrefillConfig | DecodeConfig:
+    """Return the limits of a worker, with what its pool has otherwise."""
+    own = config.pool(pool_of(worker_id)).max_step_tokens
+    changes: dict[str, Any] = {} if own is None else {"max_step_tokens": own}
+    if role_of(worker_id) == "prefill":
+        return replace(config.prefill_worker, **changes)
+    return replace(config.decode_worker, **changes)
+
+
 def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
     config = deployment.config
     assert config.model is not None
-    is_decode = pool_of(worker_id) == "decode"
+    is_decode = role_of(worker_id) == "decode"
+    pool = config.pool(pool_of(worker_id))
     return WorkerSettings(
         worker_id=worker_id,
         model_dir=config.model,
@@ -201,10 +220,10 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         deterministic=config.deterministic,
         num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
         page_size=config.page_size,
-        num_pages=config.num_pages,
-        gpu_memory_fraction=config.gpu_memory_fraction,
+        num_pages=config.num_pages if pool.num_pages is None else pool.num_pages,
+        gpu_memory_fraction=pool.gpu_memory_fraction or config.gpu_memory_fraction,
         workers_per_gpu=config.workers_per_gpu,
-        cpu_pages_bytes=config.cpu_pages_mib * 2**20,
+        cpu_pages_bytes=(pool.cpu_pages_mib or config.cpu_pages_mib) * 2**20,
         cpu_threads=config.cpu_threads,
         host="" if config.ray_address or config.network_interface else LOOPBACK,
         by_host=host_options(config, deployment.device),

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.assignment import Room, Wish, assign
 from cluster.errors import PlacementError
-from cluster.scaling import pool_of
+from cluster.scaling import role_of
 
 Node = Mapping[str, Any]  # as ray.nodes() describes it
 Amounts = Mapping[str, float]  # resource |-> amount
@@ -51,16 +51,32 @@ def check_room(places: Mapping[str, Place]) -> None:
     Raises:
         PlacementError: Says who has none, what they need, and what to do.
     """
-    without = {
-        n: each for n, each in places.items() if not each.node_id and _is_limited(each.resources)
-    }
-    if not without:
-        return
-    needed = " and ".join(dict.fromkeys(told_amounts(each.resources) for each in without.values()))
-    raise PlacementError(
-        f"no host has room for {', '.join(without)}, {len(without)} of {len(places)} new workers: "
-        f"each needs {needed}; add hosts to the Ray cluster, or ask for fewer"
-    )
+    homeless = [name for name, each in places.items() if not each.node_id]
+    _refuse({n: places[n].resources for n in homeless if _is_limited(places[n].resources)})
+
+
+def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
+    """Refuse a pool for whose workers the hosts would not do even if they were empty.
+
+    Args:
+        needs: Of its workers, by name.
+        nodes: Of Ray.
+
+    Raises:
+        PlacementError: Says who has no host, what they need, and what to do.
+    """
+    all_free = {each["NodeID"]: each["Resources"] for each in nodes}
+    found = assign(_rooms({}, nodes, all_free), _wishes(needs))
+    _refuse({name: each for name, each in needs.items() if each and name not in found})
+
+
+def _refuse(homeless: Mapping[str, Amounts]) -> None:
+    if homeless:
+        needed = " or ".join(dict.fromkeys(map(told_amounts, homeless.values())))
+        raise PlacementError(
+            f"no host has room for {', '.join(homeless)}: each needs {needed}; add hosts to the "
+            "Ray cluster, or ask for fewer"
+        )
 
 
 def told_amounts(amounts: Amounts) -> str:
@@ -86,7 +102,7 @@ def _rooms(
             # have taken what no worker has.
             promised = sum(each.resources.get(name, 0.0) for each in there.values())
             free[name] = min(available.get(node_id, {}).get(name, 0.0), total - promised)
-        num_prefill = sum(pool_of(name) == "prefill" for name in there)
+        num_prefill = sum(role_of(name) == "prefill" for name in there)
         room = Room(
             node_id=node_id,
             free=free,
@@ -101,10 +117,10 @@ def _wishes(needs: Mapping[str, Amounts]) -> list[Wish]:
     """Put workers together that are alike."""
 
     def kind(name: str) -> tuple[Any, ...]:
-        return pool_of(name), sorted(needs[name].items())
+        return role_of(name), sorted(needs[name].items())
 
     return [
-        Wish(role=pool_of(alike[0]), needs=needs[alike[0]], worker_ids=alike)
+        Wish(role=role_of(alike[0]), needs=needs[alike[0]], worker_ids=alike)
         for _, group in groupby(sorted(needs, key=kind), key=kind)
         for alike in [list(group)]
     ]

@@ -1,7 +1,7 @@
 """Adds workers to a running cluster and lets others go, and waits until that is so."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -14,8 +14,7 @@ from cluster.errors import StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import ROUTER_NAME
 from cluster.readiness import wait_ready, wait_until_served
-from cluster.scaling import ScalePlan, told_counts
-from router.membership import PoolName
+from cluster.scaling import ScalePlan, find_pool, told_workers
 
 LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
 LOOK_PERIOD_S = 0.1
@@ -25,13 +24,13 @@ Say = Callable[[str], None]
 
 
 def scale_cluster(
-    controller: Any, wanted: dict[PoolName, int], grace_s: float | None, say: Say
+    controller: Any, wanted: Mapping[str, int], grace_s: float | None, say: Say
 ) -> None:
     """Have that many workers; return when those that start serve and those that leave are gone.
 
     Args:
         controller: Handle of the cluster's.
-        wanted: By pool; a pool that is absent stays as it is.
+        wanted: By the name of a pool; one that is absent stays as it is.
         grace_s: For what runs on those that leave; None: the cluster's stop_grace_s.
         say: Told what happens.
 
@@ -43,7 +42,8 @@ def scale_cluster(
         facts: ClusterFacts = ask(controller.facts.remote())
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     with told_at_interrupt(f"what has begun goes on; {SHOWN}"):
-        actors, plan = ask(controller.scale.remote(wanted, grace_s))
+        by_key = {find_pool(facts.config, name, "--pool"): each for name, each in wanted.items()}
+        actors, plan = ask(controller.scale.remote(by_key, grace_s))
     with told_at_interrupt(_goes_on(plan)):
         if plan.starts:
             say(f"starting {', '.join(plan.starts)}")
@@ -54,8 +54,7 @@ def scale_cluster(
                 _wait_served(actors, facts.config, say)
         _wait_gone(plan.drains, grace_s)
     facts = ask(controller.facts.remote())
-    counts = facts.workers.counts
-    say(f"the cluster has {told_counts(counts['prefill'], counts['decode'])}")
+    say(f"the cluster has {told_workers(facts.workers.staying)}")
 
 
 def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Say) -> None:

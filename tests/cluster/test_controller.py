@@ -326,7 +326,7 @@ def test_workers_for_which_no_gpu_is_free_are_refused_before_any_is_placed(monke
         await world.start()
         with pytest.raises(
             PlacementError,
-            match="no host has room for decode-3, 1 of 2 new workers: each needs 1 GPU; add",
+            match="no host has room for decode-3: each needs 1 GPU; add",
         ):
             await world.controller.scale({"decode": 4}, 1.0)
         assert world.told == []

@@ -67,7 +67,7 @@ def test_workers_without_room_are_refused_with_what_they_need():
         check_room(places)
 
     assert str(refusal.value) == (
-        "no host has room for decode-0, 1 of 3 new workers: each needs 1 GPU and 1 "
-        "pagewire-decode; add hosts to the Ray cluster, or ask for fewer"
+        "no host has room for decode-0: each needs 1 GPU and 1 pagewire-decode; add hosts to the "
+        "Ray cluster, or ask for fewer"
     )
     check_room({"decode-1": Place()})
