@@ -1,4 +1,4 @@
-"""The commands that run a cluster that outlives them: pagewire up, down, scale, drain, restart."""
+"""The commands that run a cluster that outlives them: pagewire up, down, scale, move and others."""
 
 import re
 from collections.abc import Iterator
@@ -47,6 +47,11 @@ NamesArgument = Annotated[
     typer.Argument(help="Of workers, router-0 or http-gateway-0.", metavar="NAME"),
 ]
 WorkerArgument = Annotated[str, typer.Argument(help="Name of a worker, as in `pagewire status`.")]
+
+ToFlag = Annotated[
+    str,
+    typer.Option("--to", metavar="<pool>", help="prefill, decode, or one of the section pools."),
+]
 
 
 def up(config: ClusterConfig) -> None:
@@ -130,6 +135,17 @@ def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
         drain_worker(controller, worker, grace_s, say)
 
 
+def move(config: ClusterConfig, worker: str, to: str, grace_s: float | None) -> None:
+    """Have a worker finish what it has and leave, and one of another pool take its place.
+
+    The new one has the same GPU or host. No request fails.
+    """
+    with _running(config) as controller:
+        from cluster.scale_out import move_worker
+
+        move_worker(controller, worker, to, grace_s, say)
+
+
 def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | None) -> None:
     """Start workers, router and HTTP gateway anew, one after another; without NAMEs all of them.
 
@@ -173,6 +189,7 @@ for _command, _parameters in (
     (down, [_GRACE]),
     (scale, [_PREFILL, _DECODE, _POOL, _GRACE]),
     (drain, [flag_parameter("worker", WorkerArgument), _GRACE]),
+    (move, [flag_parameter("worker", WorkerArgument), flag_parameter("to", ToFlag), _GRACE]),
     (restart, [flag_parameter("names", NamesArgument, None), _GRACE]),
 ):
     _names = [each.name for each in _parameters]

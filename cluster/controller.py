@@ -31,13 +31,14 @@ from cluster.placement import (
     place_router,
     place_worker,
 )
-from cluster.places import Place, check_room, choose_places
+from cluster.places import Place, check_move, check_room, choose_places
 from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,
     check_drain,
     check_restart,
     is_worker,
+    plan_move,
     plan_scale,
     worker_ids,
 )
@@ -150,6 +151,29 @@ class ControllerActor:
         self._check_open()
         check_drain(self._workers(), worker_id)
         await self._dismiss((worker_id,), grace_s)
+
+    async def move(self, worker_id: str, pool: str, grace_s: float) -> tuple[str, Any]:
+        """Have a worker leave, and one of another pool take its place: the same GPU or host.
+
+        Args:
+            worker_id: Who leaves.
+            pool: The key of the pool that gets one more.
+            grace_s: For what runs on the one that leaves.
+
+        Returns:
+            The name and the handle of the new one. Ray starts it when the place is free.
+
+        Raises:
+            ClusterError: Nothing has changed.
+        """
+        self._check_open()
+        config, device = self._deployment.config, self._deployment.device
+        name = plan_move(self._workers(), config, device, worker_id, pool)
+        place = self._membership.places[worker_id]
+        check_move(worker_id, place, config.pool(pool).amounts, hosts_now()[0])
+        actor = self._place(name, place)
+        await self._dismiss((worker_id,), grace_s)
+        return name, actor
 
     async def restart(self, worker_id: str, grace_s: float) -> None:
         """Have a worker finish what it has within `grace_s` seconds, and begin anew.

@@ -70,6 +70,29 @@ def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
     _refuse({name: each for name, each in needs.items() if each and name not in found})
 
 
+def check_move(worker_id: str, place: Place, needs: Amounts, nodes: Sequence[Node]) -> None:
+    """Refuse to put a worker of another pool in the place of one whose host it cannot use.
+
+    Args:
+        worker_id: Who has the place.
+        place: That of it.
+        needs: What workers of the other pool take of a host beside GPUs.
+        nodes: Of Ray.
+
+    Raises:
+        PlacementError: Names the host, and what it lacks.
+    """
+    host = next((each for each in nodes if each["NodeID"] == place.node_id), None)
+    if host is None:
+        raise PlacementError(f"the host of {worker_id} is gone; nothing has changed")
+    if lacking := [name for name in needs if name not in host["Resources"]]:
+        where = f"{host['NodeManagerHostname']} ({host['NodeManagerAddress']})"
+        raise PlacementError(
+            f"{worker_id} is on {where}, which does not have {', '.join(lacking)}, as workers of "
+            "the other pool must; nothing has changed"
+        )
+
+
 def _refuse(homeless: Mapping[str, Amounts]) -> None:
     if homeless:
         needed = " or ".join(dict.fromkeys(map(told_amounts, homeless.values())))

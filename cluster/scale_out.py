@@ -10,7 +10,7 @@ from cluster.attach import ask, router_address
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
-from cluster.errors import StartError
+from cluster.errors import ClusterError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import ROUTER_NAME
 from cluster.readiness import wait_ready, wait_until_served
@@ -51,7 +51,12 @@ def scale_cluster(
             say(_draining(plan.drains, grace_s))
         if plan.starts:
             with told_at_interrupt(_goes_on(plan, ended=plan.starts)):
-                _wait_served(actors, facts.config, say)
+                try:
+                    _wait_served(actors, facts.config, say)
+                except BaseException:
+                    for actor in actors.values():
+                        ray.kill(actor, no_restart=True)
+                    raise
         _wait_gone(plan.drains, grace_s)
     facts = ask(controller.facts.remote())
     say(f"the cluster has {told_workers(facts.workers.staying)}")
@@ -74,6 +79,43 @@ def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Sa
     say(f"{worker_id} has left")
 
 
+def move_worker(
+    controller: Any, worker_id: str, pool: str, grace_s: float | None, say: Say
+) -> None:
+    """Have a worker leave, and one of another pool take its place; return when that one serves.
+
+    Args:
+        controller: Handle of the cluster's.
+        worker_id: Who leaves.
+        pool: The name of the pool that gets one more.
+        grace_s: For what runs on the one that leaves; None: the cluster's stop_grace_s.
+        say: Told what happens.
+
+    Raises:
+        ClusterError: What was wrong and what to do. A worker that does not start is not left.
+        Interrupted: By Ctrl-C; both go on.
+    """
+    with told_at_interrupt(NOTHING_CHANGED):
+        facts: ClusterFacts = ask(controller.facts.remote())
+        key = find_pool(facts.config, pool, "--to")
+    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
+    with told_at_interrupt(f"what has begun goes on; {SHOWN}"):
+        name, actor = ask(controller.move.remote(worker_id, key, grace_s))
+    with told_at_interrupt(f"{worker_id} goes on to leave, and {name} to start; {SHOWN}"):
+        say(_draining([worker_id], grace_s))
+        _wait_gone([worker_id], grace_s)
+        say(f"starting {name} in its place")
+        try:
+            _wait_served({name: actor}, facts.config, say)
+        except ClusterError as error:
+            ray.kill(actor, no_restart=True)
+            raise StartError(
+                f"{worker_id} has left, and {name} does not take its place: {error}"
+            ) from error
+    facts = ask(controller.facts.remote())
+    say(f"the cluster has {told_workers(facts.workers.staying)}")
+
+
 def _goes_on(plan: ScalePlan, ended: Collection[str] = ()) -> str:
     """Say what becomes of a plan for which nobody waits any more."""
     parts = [
@@ -94,16 +136,9 @@ def _draining(names: Collection[str], grace_s: float) -> str:
 
 def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> None:
     deadline = time.monotonic() + config.start_timeout_s
-    try:
-        wait_ready(actors, deadline, config.start_timeout_s, say, lambda: None)
-        router = ray.get_actor(ROUTER_NAME)
-        wait_until_served(
-            router_address(), own_client(config), router, actors, deadline, lambda: None
-        )
-    except BaseException:
-        for actor in actors.values():
-            ray.kill(actor, no_restart=True)
-        raise
+    wait_ready(actors, deadline, config.start_timeout_s, say, lambda: None)
+    router = ray.get_actor(ROUTER_NAME)
+    wait_until_served(router_address(), own_client(config), router, actors, deadline, lambda: None)
 
 
 def _wait_gone(names: Collection[str], grace_s: float) -> None:

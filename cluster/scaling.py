@@ -138,6 +138,43 @@ def plan_scale(
     return ScalePlan(starts=tuple(starts), drains=tuple(drains))
 
 
+def plan_move(
+    workers: ClusterWorkers, config: ClusterConfig, device: str, worker_id: str, pool: str
+) -> str:
+    """Return the name of the worker of another pool that is to take the place of one that leaves.
+
+    Args:
+        workers: That the cluster has.
+        config: It was started with.
+        device: "cpu" or "cuda".
+        worker_id: Who is to leave.
+        pool: The key of its next pool.
+
+    Raises:
+        ConfigError: Says what was found, what is allowed, and that nothing has changed.
+    """
+    _check_known(workers, "WORKER", worker_id)
+    to = pool if pool in ROLES else pool.partition("-")[2]
+    if pool_of(worker_id) == pool:
+        raise ConfigError(f"--to is {to!r}, where {worker_id} is already; nothing has changed")
+    if role_of(pool) == "prefill" and not workers.of_role("prefill"):
+        raise ConfigError(f"--to is {to!r}; {_reason('prefill', ())}")
+    if device == "cuda" and config.workers_per_gpu > 1:
+        raise ConfigError(
+            f"workers_per_gpu is {config.workers_per_gpu}; to move workers it must be 1, because "
+            "each has its GPU from the start"
+        )
+    if worker_id not in workers.answering:
+        raise ConfigError(
+            f"WORKER is {worker_id!r}, which has not been heard of lately; it can move when it "
+            "serves; see `pagewire status`"
+        )
+    if len(workers.of(pool)) == MOST_WORKERS:
+        raise ConfigError(f"--to is {to!r}, which has {MOST_WORKERS} workers already, the most")
+    _check_remaining(workers, role_of(worker_id), [worker_id], verb="moved")
+    return next(_free_names(workers, pool))
+
+
 def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
     """Refuse to let a worker go that is unknown, or without which nothing would be served.
 
@@ -157,11 +194,7 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
     """
-    if worker_id in workers.leaving:
-        raise ConfigError(f"NAME is {worker_id!r}, which is to leave; nothing has changed")
-    if worker_id not in workers.staying:
-        names = ", ".join(workers.names)
-        raise ConfigError(f"NAME is {worker_id!r}; it must be one of {names}")
+    _check_known(workers, "NAME", worker_id)
     if worker_id not in workers.answering:
         raise ConfigError(
             f"NAME is {worker_id!r}, which has not been heard of lately; it begins anew by "
@@ -169,18 +202,29 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
         )
 
 
-def _check_remaining(workers: ClusterWorkers, role: str, gone: Collection[str]) -> None:
+def _check_known(workers: ClusterWorkers, argument: str, worker_id: str) -> None:
+    """Refuse a name that an argument gives of a worker that is not there, or leaves."""
+    if worker_id in workers.leaving:
+        raise ConfigError(f"{argument} is {worker_id!r}, which is to leave; nothing has changed")
+    if worker_id not in workers.staying:
+        names = ", ".join(workers.names)
+        raise ConfigError(f"{argument} is {worker_id!r}; it must be one of {names}")
+
+
+def _check_remaining(
+    workers: ClusterWorkers, role: str, gone: Collection[str], *, verb: str = "drained"
+) -> None:
     found = workers.of_role(role)
     named = " and ".join(gone)
     if len(gone) == len(found):
         raise ConfigError(
-            f"{named} cannot be drained: {_reason(role, found)}; add one first with "
+            f"{named} cannot be {verb}: {_reason(role, found)}; add one first with "
             f"`pagewire scale --{role} {len(workers.of(role)) + 1}`"
         )
     others = [each for each in found if each not in gone]
     if not workers.answering.intersection(others):
         raise ConfigError(
-            f"{named} cannot be drained now: of the {role} workers that would remain, "
+            f"{named} cannot be {verb} now: of the {role} workers that would remain, "
             f"{', '.join(others)}, none has been heard of lately; see `pagewire status`"
         )
 

@@ -40,6 +40,7 @@ FLAGS = {
         --ray-address --server-name --tls --token-file""",
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --pool --prefill --ray-address",
+    "move": "--config --grace-s --help --ray-address --to",
     "drain": "--config --grace-s --help --ray-address",
     "restart": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",

@@ -19,8 +19,14 @@ from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
 
 NODES = [
-    {"NodeID": "n1", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"GPU": 4.0}},
-    {"NodeID": "n2", "NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": {"GPU": 4.0}},
+    {
+        "NodeID": f"n{number}",
+        "NodeManagerAddress": f"10.0.0.{number}",
+        "NodeManagerHostname": "ab"[number - 1],
+        "Alive": True,
+        "Resources": {"GPU": 4.0},
+    }
+    for number in (1, 2)
 ]
 
 
@@ -351,6 +357,54 @@ def test_a_new_worker_gets_the_host_of_those_that_it_talks_with(monkeypatch):
     asyncio.run(main())
 
 
+def test_one_that_moves_leaves_its_place_to_one_of_the_other_pool(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        await world.start()
+
+        assert await world.controller.move("prefill-1", "decode", 7.0) == ("decode-2", "decode-2")
+
+        assert world.told == [
+            ("place", "decode-2"),
+            ("router-0", worker_names(), ["prefill-1"]),
+            ("applied",),
+            ("drain", "prefill-1", 7.0),
+        ]
+        assert world.placed == {"decode-2": Place(node_id="n1", resources={"GPU": 1.0})}
+        world.names.append("decode-2")
+        assert (await world.controller.facts()).workers.counts == {"prefill": 1, "decode": 3}
+        with pytest.raises(ConfigError, match="prefill-0 cannot be moved: the last prefill worker"):
+            await world.controller.move("prefill-0", "decode", 7.0)
+
+        await world.controller.worker_left("prefill-1", 1)
+        world.names.remove("prefill-1")
+        await world.announce("decode-2", incarnation=2)
+        name, _ = await world.controller.move("decode-2", "prefill", 7.0)
+        assert name == "prefill-1"
+        assert world.placed["prefill-1"] == world.placed["decode-2"], "the same place again"
+
+    asyncio.run(main())
+
+
+def test_one_whose_host_the_other_pool_cannot_use_stays(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        options = {
+            "ray_address": "auto",
+            "pools.small.role": "decode",
+            "pools.small.accelerator_type": "L4",
+        }
+        config = load_config(None, {"model": "/models/tiny", **options})
+        world.deployment = replace(world.deployment, config=config)
+        await world.start()
+        lacks = r"on a \(10.0.0.1\), which does not have accelerator_type:L4"
+        with pytest.raises(PlacementError, match=lacks):
+            await world.controller.move("decode-1", "decode-small", 7.0)
+        assert world.told == []
+
+    asyncio.run(main())
+
+
 def test_where_a_worker_is_counts_until_it_has_left(monkeypatch):
     async def main():
         world = World(monkeypatch, device="cuda")
@@ -388,6 +442,7 @@ def test_a_cluster_that_stops_changes_no_more(world):
             world.controller.deploy(),
             world.controller.scale({"decode": 3}, 1.0),
             world.controller.drain("decode-1", 1.0),
+            world.controller.move("decode-1", "prefill", 1.0),
         ):
             with pytest.raises(Stopping, match="run `pagewire down` again"):
                 await change

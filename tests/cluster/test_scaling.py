@@ -12,6 +12,7 @@ from cluster.scaling import (
     check_drain,
     find_pool,
     is_worker,
+    plan_move,
     plan_scale,
     role_of,
     told_counts,
@@ -172,6 +173,82 @@ def test_a_worker_that_is_unknown_or_needed_is_not_drained(worker_id, running, w
         check_drain(running, worker_id)
 
     assert str(refusal.value).startswith(words)
+
+
+def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
+    assert plan_move(TWO_AND_TWO, CONFIG, "cpu", "prefill-1", "decode") == "decode-2"
+    assert plan_move(TWO_AND_TWO, CONFIG, "cuda", "decode-0", "prefill") == "prefill-2"
+    assert plan_move(WITH_SMALL, SMALL, "cpu", "decode-small-0", "decode") == "decode-2"
+    assert plan_move(WITH_SMALL, SMALL, "cpu", "decode-1", "decode-small") == "decode-small-2"
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "pool", "running", "words"),
+    [
+        ("decode-7", "prefill", TWO_AND_TWO, "WORKER is 'decode-7'; it must be one of prefill-0, "),
+        (
+            "decode-1",
+            "prefill",
+            workers("prefill-0", "decode-0", leaving=["decode-1"]),
+            "WORKER is 'decode-1', which is to leave; nothing has changed",
+        ),
+        (
+            "decode-1",
+            "decode",
+            TWO_AND_TWO,
+            "--to is 'decode', where decode-1 is already; nothing has changed",
+        ),
+        (
+            "prefill-0",
+            "decode",
+            workers("prefill-0", "decode-0"),
+            "prefill-0 cannot be moved: the last prefill worker must stay; to do without, start "
+            "the cluster anew; add one first with `pagewire scale --prefill 2`",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("prefill-0", "decode-0", leaving=["decode-1"]),
+            "decode-0 cannot be moved: the last decode worker must stay",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("prefill-0", "decode-0", "decode-1", silent=["decode-1"]),
+            "decode-0 cannot be moved now: of the decode workers that would remain, decode-1, ",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("prefill-0", "decode-0", "decode-1", silent=["decode-0"]),
+            "WORKER is 'decode-0', which has not been heard of lately; it can move when it serves",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("decode-0", "decode-1"),
+            "--to is 'prefill'; the cluster was started without prefill workers",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers(*worker_ids(1024, 2)),
+            "--to is 'prefill', which has 1024 workers already, the most",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_move_stays_with_what_was_found(worker_id, pool, running, words):
+    with pytest.raises(ConfigError) as refusal:
+        plan_move(running, CONFIG, "cpu", worker_id, pool)
+
+    assert str(refusal.value).startswith(words)
+
+
+def test_workers_that_share_gpus_do_not_move():
+    shared = load_config(None, {"model": "/models/tiny", "workers_per_gpu": 2})
+
+    with pytest.raises(ConfigError, match=r"workers_per_gpu is 2; to move workers it must be 1"):
+        plan_move(TWO_AND_TWO, shared, "cuda", "decode-1", "prefill")
 
 
 def config(**options):
