@@ -276,6 +276,7 @@ class ClusterConfig:
             ray_address=self.ray_address,
             device=self.device,
             workers_per_gpu=self.workers_per_gpu,
+            max_running_sequences=self.decode_worker.max_running_sequences,
         )
         if self.http_port and self.http_port == self.port:
             problems.append(

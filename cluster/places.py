@@ -66,8 +66,9 @@ def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
         PlacementError: Says who has no host, what they need, and what to do.
     """
     all_free = {each["NodeID"]: each["Resources"] for each in nodes}
+    needs = {name: each for name, each in needs.items() if each}
     found = assign(_rooms({}, nodes, all_free), _wishes(needs))
-    _refuse({name: each for name, each in needs.items() if each and name not in found})
+    _refuse({name: each for name, each in needs.items() if name not in found})
 
 
 def check_move(worker_id: str, place: Place, needs: Amounts, nodes: Sequence[Node]) -> None:

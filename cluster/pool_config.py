@@ -11,10 +11,8 @@ from typing import Any, Literal
 
 from options.option import OptionName, WrongOption, check_options, option
 
-ROLES: tuple[Literal["prefill", "decode"], ...] = (
-    "prefill",
-    "decode",
-)  # and the names of their first pools
+# And the names of their first pools.
+ROLES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 SECTION = "pools"
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 ACCEPTED_NAME = "a lower-case letter, then at most 31 lower-case letters, digits and underscores"
@@ -105,6 +103,7 @@ def pool_problems(
     ray_address: str,
     device: str,
     workers_per_gpu: int,
+    max_running_sequences: int,
 ) -> Iterator[WrongOption]:
     """Yield what is wrong with the pools of a configuration, beside single values."""
     for name, pool in pools.items():
@@ -137,6 +136,15 @@ def pool_problems(
                 "prefill workers",
                 own("role"),
                 OptionName("prefill"),
+            )
+        is_decode = "decode" in (name, pool.role)
+        if is_decode and pool.max_step_tokens and pool.max_step_tokens <= max_running_sequences:
+            yield WrongOption(
+                "{} is {!r}; it must exceed {}, which is {!r}",
+                own("max_step_tokens"),
+                pool.max_step_tokens,
+                OptionName("decode_worker.max_running_sequences"),
+                max_running_sequences,
             )
         for option_name in ("accelerator_type", "resources"):
             if not ray_address and (value := getattr(pool, option_name)):
