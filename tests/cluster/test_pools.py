@@ -25,8 +25,8 @@ def host():
         options = OPTIONS | {"model": str(host.folder / "model"), "pools": {"spare": SPARE}}
         host.config.write_text(json.dumps(options))
         code, output, errors = host.run("up", "--config", str(host.config))
+        assert code == 0, errors
         try:
-            assert code == 0, errors
             assert "starting 1 prefill and 2 decode workers on cpu" in output
             yield host
             assert host.run("down", "--grace-s", "0")[0] == 0
