@@ -158,6 +158,5 @@ def _end(head: LocalHead) -> None:
 
 def _told(facts: ClusterFacts) -> str:
     workers = facts.workers
-    names = [*workers.of("prefill"), *workers.of("decode")]
     leaving = f"; {', '.join(sorted(workers.leaving))} leave" if workers.leaving else ""
-    return f"{', '.join(names)} on {facts.device}{leaving}"
+    return f"{', '.join(workers.names)} on {facts.device}{leaving}"

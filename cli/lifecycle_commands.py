@@ -1,5 +1,6 @@
-"""Commands for a cluster that outlives them: pagewire up, down, scale, drain, restart."""
+"""Commands for a cluster that outlives them: pagewire up, down, scale, move and others."""
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, Optional
@@ -29,6 +30,14 @@ DecodeFlag = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option("--decode", help="New number of decode workers."),
 ]
+PoolFlag = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(
+        "--pool",
+        metavar="<name=number>",
+        help="Number of workers to have in a pool of the section pools; once for each pool.",
+    ),
+]
 GraceFlag = Annotated[
     Optional[float],  # noqa: UP045
     typer.Option("--grace-s", min=0.0, help=GRACE_HELP),
@@ -38,6 +47,11 @@ NamesArgument = Annotated[
     typer.Argument(help="Names of workers, router-0 or http-gateway-0.", metavar="NAME"),
 ]
 WorkerArgument = Annotated[str, typer.Argument(help="Name of a worker, as in `pagewire status`.")]
+
+ToFlag = Annotated[
+    str,
+    typer.Option("--to", metavar="<pool>", help="prefill, decode, or one of the section pools."),
+]
 
 
 def up(config: ClusterConfig) -> None:
@@ -85,16 +99,28 @@ def down(config: ClusterConfig, grace_s: float | None) -> None:
 
 
 def scale(
-    config: ClusterConfig, prefill: int | None, decode: int | None, grace_s: float | None
+    config: ClusterConfig,
+    prefill: int | None,
+    decode: int | None,
+    pool: list[str] | None,
+    grace_s: float | None,
 ) -> None:
     """Add or remove workers: those that leave first finish their requests."""
-    wanted: dict[Any, int] = {
-        pool: number
-        for pool, number in (("prefill", prefill), ("decode", decode))
+    wanted: dict[str, int] = {
+        role: number
+        for role, number in (("prefill", prefill), ("decode", decode))
         if number is not None
     }
+    for each in pool or ():
+        name, _, number = each.partition("=")
+        if not re.fullmatch(r"-?\d{1,9}", number) or name in wanted:
+            raise ConfigError(
+                f"--pool is {each!r}; it must be a pool and the number of its workers, once for "
+                "each pool, as in small=4"
+            )
+        wanted[name] = int(number)
     if not wanted:
-        raise ConfigError("nothing to do; give --prefill, --decode, or both")
+        raise ConfigError("nothing to do; give --prefill, --decode or --pool")
     with _running(config) as controller:
         from cluster.scale_out import scale_cluster
 
@@ -107,6 +133,17 @@ def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
         from cluster.scale_out import drain_worker
 
         drain_worker(controller, worker, grace_s, say)
+
+
+def move(config: ClusterConfig, worker: str, to: str, grace_s: float | None) -> None:
+    """Have a worker finish what it has and leave, and one of another pool take its place.
+
+    The new one has the same GPU or host. No request fails.
+    """
+    with _running(config) as controller:
+        from cluster.scale_out import move_worker
+
+        move_worker(controller, worker, to, grace_s, say)
 
 
 def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | None) -> None:
@@ -147,10 +184,12 @@ app.command("up", cls=config_command(serve_defaults))(with_config_flags(up, serv
 _GRACE = flag_parameter("grace_s", GraceFlag, None)
 _PREFILL = flag_parameter("prefill", PrefillFlag, None)
 _DECODE = flag_parameter("decode", DecodeFlag, None)
+_POOL = flag_parameter("pool", PoolFlag, None)
 for _command, _parameters in (
     (down, [_GRACE]),
-    (scale, [_PREFILL, _DECODE, _GRACE]),
+    (scale, [_PREFILL, _DECODE, _POOL, _GRACE]),
     (drain, [flag_parameter("worker", WorkerArgument), _GRACE]),
+    (move, [flag_parameter("worker", WorkerArgument), flag_parameter("to", ToFlag), _GRACE]),
     (restart, [flag_parameter("names", NamesArgument, None), _GRACE]),
 ):
     _names = [each.name for each in _parameters]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.config_options import ConfigOption, config_options
+from cluster.config_options import ConfigOption, config_options, pool_options
 from cluster.environment import FORWARDED_PREFIXES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -11,12 +11,12 @@ INTRODUCTION = """\
 
 Written by `make docs`; a test compares it with the code.
 
-Set options in a YAML file (`pagewire serve --config cluster.yaml`) or as flags of `serve`, `up` and
-`demo`: `router.max_active_requests` is `--router-max-active-requests`. Flags override the file, the
-file overrides the defaults, some of which differ in `demo` and on CPUs: `--help` shows those of the
-command. Unknown options, repeated options and invalid values end the command with exit code 2. One
-line for each names the file or the flag, the option and, for a value, what was found and what is
-allowed.
+Set options in a YAML file (`pagewire serve --config cluster.yaml`) or, except those of `pools`, as
+flags of `serve`, `up` and `demo`: `router.max_active_requests` is `--router-max-active-requests`.
+Flags override the file, the file overrides the defaults, some of which differ in `demo` and on
+CPUs: `--help` shows those of the command. Unknown options, repeated options and invalid values end
+the command with exit code 2. One line for each names the file or the flag, the option and, for a
+value, what was found and what is allowed.
 
 ```yaml
 model: /models/llama-3-8b
@@ -41,6 +41,30 @@ SECTIONS = {
     "decode_worker": "Decode workers: `decode_worker`",
     "transfer": "Page transfer, both sides: `transfer`",
 }
+POOLS = """
+## Pools: `pools`
+
+A pool is a set of workers with the same role and options. The pools prefill and decode always
+exist; this section, which only files can have, sets their needs and adds pools of either role.
+`pagewire scale --pool small=4` changes the number of a pool's workers while the cluster serves.
+
+```yaml
+prefill: 2
+decode: 4
+ray_address: auto
+pools:
+  decode:
+    accelerator_type: H100
+  small:
+    role: decode
+    workers: 6
+    accelerator_type: L4
+    num_pages: 2048
+```
+
+| option | default | meaning |
+|---|---|---|
+"""
 ENVIRONMENT = {  # variables that Pagewire itself reads
     "CUDA_VISIBLE_DEVICES": "GPUs of this host that workers may use; unset: all",
     "PAGEWIRE_KERNEL_CHECKS": "`1`: before each launch, check page ids, positions, scales and "
@@ -67,6 +91,7 @@ def configuration_page() -> str:
         options = [each for each in config_options().values() if each.section == section]
         parts += [f"\n## {title}\n\n| option | default | meaning |\n|---|---|---|\n"]
         parts += [_row(option) for option in options]
+    parts += [POOLS, *map(_row, pool_options("NAME").values())]
     return "".join(parts) + _environment()
 
 

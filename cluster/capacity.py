@@ -107,7 +107,7 @@ def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, comman
 def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:
     """Return what all workers of a configuration take of a host without GPUs."""
     pages = pages_of_worker(needs, config, None) * needs.page_bytes
-    num_workers = config.prefill + config.decode
+    num_workers = config.num_workers("prefill") + config.num_workers("decode")
     return CLUSTER_BYTES + num_workers * (PROCESS_BYTES + needs.weights_bytes + pages)
 
 
@@ -133,7 +133,7 @@ def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory)
     option = "num_pages" if config.num_pages else "cpu_pages_mib"
     pages = pages_of_worker(needs, config, None) * needs.page_bytes
     return (
-        f"{config.prefill + config.decode} workers need about "
+        f"{config.num_workers('prefill') + config.num_workers('decode')} workers need about "
         f"{format_bytes(host_bytes(needs, config))}, with {format_bytes(pages)} for pages each, as "
         f"{option} is {getattr(config, option)}; {format_bytes(memory.free_bytes)} of "
         f"{format_bytes(memory.total_bytes)} are free"

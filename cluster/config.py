@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.pool_config import PoolConfig, pool_key, pool_problems
 from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from decode_worker.config import DecodeConfig
 from http_gateway.config import GatewayConfig
@@ -203,6 +204,26 @@ class ClusterConfig:
     prefill_worker: PrefillConfig = field(default_factory=PrefillConfig)
     decode_worker: DecodeConfig = field(default_factory=DecodeConfig)
     transfer: TransferDeadlines = field(default_factory=TransferDeadlines)
+    pools: Mapping[str, PoolConfig] = field(default_factory=dict)  # by name
+
+    @property
+    def further_pools(self) -> dict[str, int]:
+        """How many workers each pool has beside prefill and decode, by its key."""
+        return {
+            pool_key(name, each): 1 if each.workers is None else each.workers
+            for name, each in self.pools.items()
+            if each.role
+        }
+
+    def pool(self, key: str) -> PoolConfig:
+        """Return what is particular about a pool; see pool_key."""
+        found = (each for name, each in self.pools.items() if pool_key(name, each) == key)
+        return next(found, PoolConfig())
+
+    def num_workers(self, role: str) -> int:
+        """Return how many workers of a role there are at the start, in all pools."""
+        others = sum(n for key, n in self.further_pools.items() if key.startswith(f"{role}-"))
+        return others + (self.prefill if role == "prefill" else self.decode)
 
     @property
     def tls_settings(self) -> TlsSettings:
@@ -259,6 +280,14 @@ class ClusterConfig:
                     OptionName("pool_resources"),
                 )
             )
+        problems += pool_problems(
+            self.pools,
+            num_prefill=self.prefill,
+            ray_address=self.ray_address,
+            device=self.device,
+            workers_per_gpu=self.workers_per_gpu,
+            max_running_sequences=self.decode_worker.max_running_sequences,
+        )
         if self.http_port and self.http_port == self.port:
             problems.append(
                 WrongOption(

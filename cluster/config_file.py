@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.config_options import SECTIONS, ConfigOption, config_options, path_in
+from cluster.config_options import (
+    SECTIONS,
+    config_options,
+    find_option,
+    path_in,
+    pool_named,
+    pool_options,
+)
 from cluster.errors import ConfigError
+from cluster.pool_config import SECTION as POOLS
+from cluster.pool_config import PoolConfig
 from options.option import WrongOption, WrongOptions
 from options.yaml_text import Lines, YamlError, parse_yaml
 from pagewire.cli.units import invalid_byte
@@ -40,11 +49,11 @@ def load_config(
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}  # option path |-> where its value is from, unless a flag gave it
     lines: dict[str, int] = {}  # path of an option or section |-> line of its last use in the file
-    options = config_options()
     wrong: list[tuple[int, str]] = []  # with its line; 0: not of the file
 
     def spell(name: str) -> str:
-        return options[name].flag if name in overrides else name
+        option = find_option(name) if name in overrides else None
+        return option.flag if option else name
 
     def refuse(name: str, message: str) -> None:
         if name in overrides:  # a flag is place enough
@@ -63,11 +72,16 @@ def load_config(
         for name, value in _flatten(content):
             values[name], origin[name] = value, f"{path}, line {lines[name]}"
     values |= overrides
-    for name in [name for name in values if name not in options]:
-        refuse(name, _unknown(name, values.pop(name), options))
-    for name in [name for name in values if not options[name].allows(values[name])]:
-        allowed = options[name].allowed(spell)
-        refuse(name, f"{spell(name)} is {_shown(values.pop(name))}; it must be {allowed}")
+    for name in [name for name in values if find_option(name) is None]:
+        refuse(name, _unknown(name, values.pop(name)))
+    without_role = set()  # pools of which more is not known
+    for name, option in [(name, find_option(name)) for name in values]:
+        assert option is not None
+        if not option.allows(values[name]):
+            allowed = option.allowed(spell)
+            refuse(name, f"{spell(name)} is {_shown(values.pop(name))}; it must be {allowed}")
+            without_role |= {pool_named(name)} if option.option.name == "role" else set()
+    values = {name: each for name, each in values.items() if pool_named(name) not in without_role}
     for name, value in defaults(values).items():
         values.setdefault(name, value)
         origin.setdefault(name, "default")
@@ -76,7 +90,9 @@ def load_config(
         # without what was wrong.
         for section, problem in made:
             blamed = [path_in(section, name) for name in problem.names]
-            blamed = [name for name in blamed if name in values]
+            # What is missing is told where the rest of its pool is.
+            rest = [name for name in values if pool_named(name) == pool_named(blamed[0]) != ""]
+            blamed = [name for name in blamed if name in values] or rest
             if not blamed:
                 continue  # all of it is blamed for another problem
             refuse(blamed[0], problem.told(lambda name: spell(path_in(section, name))))  # noqa: B023
@@ -92,8 +108,10 @@ def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOpt
     groups: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in SECTIONS}}
     for path, value in values.items():
         section, _, name = path.rpartition(".")
-        groups[section][name] = value
+        groups.setdefault(section, {})[name] = value
     whole = groups.pop("")
+    names = dict.fromkeys(name for name in map(pool_named, values) if name)
+    of_pools = {name: groups.pop(f"{POOLS}.{name}") for name in names}
     if "model" in whole:
         whole["model"] = Path(whole["model"])
     if whole.get("network_interface"):
@@ -106,6 +124,12 @@ def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOpt
             whole[section] = SECTIONS[section](**group)
         except WrongOptions as error:
             problems += [(section, each) for each in error.problems]
+    whole[POOLS] = {}
+    for name, group in of_pools.items():
+        try:
+            whole[POOLS][name] = PoolConfig(**group)
+        except WrongOptions as error:
+            problems += [(f"{POOLS}.{name}", each) for each in error.problems]
     if problems:
         return problems
     try:
@@ -134,9 +158,9 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], Lines]:
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         path = f"{prefix}{name}"
-        option = config_options().get(path)
+        option = find_option(path)
         is_section = isinstance(value, Mapping) and not (option and option.is_mapping)
-        if is_section and (value or path in SECTIONS):
+        if is_section and (value or path in SECTIONS or path == POOLS):
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value
@@ -146,9 +170,14 @@ def _shown(value: object) -> str:
     return "empty" if value is None else repr(value)
 
 
-def _unknown(name: str, value: object, options: Mapping[str, ConfigOption]) -> str:
-    if name in SECTIONS:
-        example = next(each.path for each in options.values() if each.section == name)
+def _unknown(name: str, value: object) -> str:
+    if name == POOLS:
+        return f"{name} is {_shown(value)}; it must be a mapping of names to the options of pools"
+    pool = pool_named(name)
+    options = pool_options(pool) if pool else config_options()
+    section = name if name in SECTIONS or name == f"{POOLS}.{pool}" else ""
+    if section:
+        example = next(each.path for each in options.values() if each.section == section)
         return (
             f"{name} is {_shown(value)}; {name} is a section: it must be a mapping of options such "
             f"as {example}"

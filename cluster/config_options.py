@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from cluster.config import ClusterConfig
+from cluster.pool_config import SECTION, PoolConfig
 from options.option import Option, Spell, options_of
 
 # The configuration classes within the cluster's, by name.
@@ -74,6 +75,27 @@ def config_options() -> Mapping[str, ConfigOption]:
         for option in options_of(owner).values()
     ]
     return {each.path: each for each in found}
+
+
+@cache
+def pool_options(name: str) -> Mapping[str, ConfigOption]:
+    """Return the options of a pool by path; they stand in files, and have no flags."""
+    section = f"{SECTION}.{name}"
+    found = [ConfigOption(section=section, option=each) for each in options_of(PoolConfig).values()]
+    return {each.path: each for each in found}
+
+
+def pool_named(path: str) -> str:
+    """Return the name of the pool whose section or option a path is; empty: it is of none."""
+    section, _, rest = path.partition(".")
+    return rest.partition(".")[0] if section == SECTION else ""
+
+
+def find_option(path: str) -> ConfigOption | None:
+    """Return the option at a path, if there is one."""
+    if name := pool_named(path):
+        return pool_options(name).get(path)
+    return config_options().get(path)
 
 
 def path_in(section: str, name: str) -> str:

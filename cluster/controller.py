@@ -11,6 +11,7 @@ workers tell it how far they are, and the launcher asks: they themselves answer 
 import asyncio
 import logging
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,22 +20,25 @@ import ray
 
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
-from cluster.errors import PlacementError, Stopping
+from cluster.errors import Stopping
 from cluster.membership import HEARD_S, Membership
 from cluster.placement import (
     GATEWAY_NAME,
     ROUTER_NAME,
-    has_own_gpus,
+    hosts_now,
+    needs_of,
     place_gateway,
     place_router,
     place_worker,
 )
+from cluster.places import Place, check_move, check_room, choose_places
 from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,
     check_drain,
     check_restart,
     is_worker,
+    plan_move,
     plan_scale,
     worker_ids,
 )
@@ -100,8 +104,9 @@ class ControllerActor:
         config = self._deployment.config
         self._check_open()
         actors = {ROUTER_NAME: place_router(self._deployment)}
-        for name in worker_ids(config.prefill, config.decode):
-            actors[name] = self._place(name)
+        names = worker_ids(config.prefill, config.decode, config.further_pools)
+        for name, where in self._places_for(names).items():
+            actors[name] = self._place(name, where)
         if config.http_port:
             actors[GATEWAY_NAME] = place_gateway(self._deployment)
         return actors
@@ -116,12 +121,12 @@ class ControllerActor:
         )
 
     async def scale(
-        self, wanted: dict[PoolName, int], grace_s: float
+        self, wanted: Mapping[str, int], grace_s: float
     ) -> tuple[dict[str, Any], ScalePlan]:
         """Have that many workers; return the handles of those that start, and who comes and goes.
 
         Args:
-            wanted: By pool; a pool that is absent stays as it is.
+            wanted: By the key of a pool; one that is absent stays as it is.
             grace_s: For what runs on those that leave.
 
         Raises:
@@ -130,10 +135,10 @@ class ControllerActor:
         self._check_open()
         config, device = self._deployment.config, self._deployment.device
         plan = plan_scale(self._workers(), config, device, wanted)
-        needs_free_gpus = has_own_gpus(device, config.workers_per_gpu) and not config.pool_resources
-        if plan.starts and needs_free_gpus:
-            _check_free_gpus(len(plan.starts))
-        actors = {name: self._place(name) for name in plan.starts}
+        places = self._places_for(plan.starts)
+        if not config.pool_resources:  # hosts do not join later
+            check_room(places)
+        actors = {name: self._place(name, where) for name, where in places.items()}
         await self._dismiss(plan.drains, grace_s)
         return actors, plan
 
@@ -146,6 +151,29 @@ class ControllerActor:
         self._check_open()
         check_drain(self._workers(), worker_id)
         await self._dismiss((worker_id,), grace_s)
+
+    async def move(self, worker_id: str, pool: str, grace_s: float) -> tuple[str, Any]:
+        """Have a worker leave, and one of another pool take its place: the same GPU or host.
+
+        Args:
+            worker_id: Who leaves.
+            pool: The key of the pool that gets one more.
+            grace_s: For what runs on the one that leaves.
+
+        Returns:
+            The name and the handle of the new one. Ray starts it when the place is free.
+
+        Raises:
+            ClusterError: Nothing has changed.
+        """
+        self._check_open()
+        config, device = self._deployment.config, self._deployment.device
+        name = plan_move(self._workers(), config, device, worker_id, pool)
+        place = self._membership.places[worker_id]
+        check_move(worker_id, place, config.pool(pool).amounts, hosts_now()[0])
+        actor = self._place(name, place)
+        await self._dismiss((worker_id,), grace_s)
+        return name, actor
 
     async def restart(self, worker_id: str, grace_s: float) -> None:
         """Have a worker finish what it has within `grace_s` seconds, and begin anew.
@@ -181,9 +209,16 @@ class ControllerActor:
     # What workers tell.
 
     async def announce_worker(
-        self, worker_id: str, incarnation: int, address: str, pool: PoolName, is_leaving: bool
+        self,
+        worker_id: str,
+        incarnation: int,
+        address: str,
+        pool: PoolName,
+        is_leaving: bool,
+        node_id: str,
+        resources: Mapping[str, float],
     ) -> None:
-        """Enter one start of a worker; idempotent."""
+        """Enter one start of a worker, and what it has of its host; idempotent."""
         member = WorkerMember(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -199,6 +234,7 @@ class ControllerActor:
                 ),
             )
             self._publish()
+        self._membership.settle(worker_id, incarnation, Place(node_id=node_id, resources=resources))
         if (grace_s := self._membership.grace_of(member)) is not None:
             # It has not heard it yet, or it has died since and come back.
             with suppress(ValueError):  # it has just ended
@@ -243,10 +279,19 @@ class ControllerActor:
     def _heard_of(self) -> frozenset[str]:
         return self._membership.heard_since(_now() - HEARD_S)
 
-    def _place(self, worker_id: str) -> Any:
+    def _places_for(self, names: Iterable[str]) -> dict[str, Place]:
+        """Return the places of these workers; some of them may exist already."""
+        existing = frozenset(ray.util.list_named_actors())
+        places = {name: Place(resources=needs_of(self._deployment, name)) for name in names}
+        new = {name: each.resources for name, each in places.items() if name not in existing}
+        known = self._membership.places
+        known_of_these = {name: known[name] for name in places if name in known}
+        return places | known_of_these | choose_places(new, known, *hosts_now())
+
+    def _place(self, worker_id: str, where: Place) -> Any:
         self._loaded.pop(worker_id, None)
-        self._membership.place(worker_id)
-        return place_worker(self._deployment, worker_id)
+        self._membership.place(worker_id, where)
+        return place_worker(self._deployment, worker_id, where)
 
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
         """Have workers leave: first the routers send them nothing more."""
@@ -290,16 +335,6 @@ def own_address(config: ClusterConfig) -> str:
         return LOOPBACK
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
-
-
-def _check_free_gpus(num_needed: int) -> None:
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-    num_free = int(free.get("GPU", 0))
-    if num_needed > num_free:
-        raise PlacementError(
-            f"{num_needed} more workers need a GPU each, and {num_free} of them are free; add "
-            "hosts to the Ray cluster, or ask for fewer"
-        )
 
 
 def _now() -> float:

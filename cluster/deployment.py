@@ -1,17 +1,19 @@
 """What a cluster is started from, whenever one of its processes is: kept by its controller."""
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.config_options import config_options
+from cluster.config_options import config_options, pool_options
 from cluster.errors import ConfigError
+from cluster.pool_config import ROLES, pool_key
+from cluster.pool_config import SECTION as POOLS
 from credentials.secret import ClusterSecret
 
 # Of whoever starts a cluster or asks for it, not of the cluster.
 OF_THE_CALLER = {"ray_address", "start_timeout_s"}
-COUNTS = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,19 +42,35 @@ def check_same(
         ConfigError: Has a line for each option that differs, with both values.
     """
     before, now = dict(_values(running)), dict(_values(asked))
+    counts = _counts(running)
+    names = dict.fromkeys([*running.pools, *asked.pools])
+    options = ChainMap(*(dict(pool_options(name)) for name in names), dict(config_options()))
     wrong = []
-    for path in config_options():
-        if path in OF_THE_CALLER or before[path] == now[path]:
-            continue
-        if path in COUNTS and now[path] == num_running[path]:
+    for path, option in options.items():
+        found, wanted = before.get(path, option.default), now.get(path, option.default)
+        if path in OF_THE_CALLER or found == wanted:
             continue
         remedy = "`pagewire down` ends it"
-        if path in COUNTS:
-            remedy = f"`pagewire scale --{path} {now[path]}` changes that"
-        found = num_running[path] if path in COUNTS else before[path]
-        wrong.append(f"{path} is {now[path]}; the running cluster has {found}; {remedy}")
+        if path in counts:
+            pool, flag = counts[path]
+            found = num_running.get(pool, 0)
+            if wanted == found:
+                continue
+            remedy = f"`pagewire scale {flag}{wanted}` changes that"
+        told = (repr(each) if each in (None, "") else each for each in (wanted, found))
+        wrong.append("{} is {}; the running cluster has {}; {}".format(path, *told, remedy))
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+
+def _counts(config: ClusterConfig) -> dict[str, tuple[str, str]]:
+    """Return which options are numbers of workers: of which pool, and how to change it."""
+    further = {
+        f"{POOLS}.{name}.workers": (pool_key(name, each), f"--pool {name}=")
+        for name, each in config.pools.items()
+        if each.role
+    }
+    return {role: (role, f"--{role} ") for role in ROLES} | further
 
 
 def _values(config: ClusterConfig) -> Iterator[tuple[str, Any]]:
@@ -63,6 +81,11 @@ def _values(config: ClusterConfig) -> Iterator[tuple[str, Any]]:
             yield from (
                 (f"{each.name}.{own.name}", getattr(value, own.name)) for own in fields(value)
             )
+        elif each.name == POOLS:
+            for name, pool in value.items():
+                values = {own.name: getattr(pool, own.name) for own in fields(pool)}
+                values["workers"] = config.further_pools.get(pool_key(name, pool))
+                yield from ((f"{POOLS}.{name}.{option}", own) for option, own in values.items())
         elif each.name == "model" and value is not None:
             yield each.name, value.resolve()
         else:

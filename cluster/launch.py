@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,12 @@ from cluster.placement import (
     at_home,
     has_own_gpus,
     home_resource,
+    hosts_now,
+    needs_of,
     place,
 )
+from cluster.places import check_pool
+from cluster.pool_config import pool_of
 from cluster.preflight import choose_device
 from cluster.private_folder import RayToken, private_folder
 from cluster.ray_hosts import check_hosts
@@ -43,7 +48,7 @@ from cluster.readiness import (
     wait_ready,
     wait_until_served,
 )
-from cluster.scaling import is_worker, told_counts
+from cluster.scaling import is_worker, told_counts, worker_ids
 from credentials.errors import KeyFileError
 from credentials.key_file import read_secret
 from credentials.secret import ClusterSecret
@@ -137,7 +142,7 @@ def start_cluster(
     else:
         watch.say(starting(config, device))
         watch.check()
-        num_gpus = config.prefill + config.decode
+        num_gpus = config.num_workers("prefill") + config.num_workers("decode")
         num_gpus = num_gpus if has_own_gpus(device, config.workers_per_gpu) else 0
         local_ray = start_local_ray(num_gpus, shows_worker_logs=shows_worker_logs)
     try:
@@ -186,6 +191,8 @@ def deploy(
         environment=environment,
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
+    if config.pools and not config.pool_resources:  # no hosts join later
+        _check_pools(deployment)
     options = {
         **at_home(deployment),
         "get_if_exists": False,
@@ -200,6 +207,15 @@ def deploy(
         if not is_own_ray:  # if it was lost, nobody would answer
             kill_cluster()
         raise
+
+
+def _check_pools(deployment: Deployment) -> None:
+    """Refuse pools for whose workers the hosts would not do even if they were empty."""
+    config = deployment.config
+    nodes, _ = hosts_now()
+    names = worker_ids(config.prefill, config.decode, config.further_pools)
+    for _, pool in groupby(names, key=pool_of):
+        check_pool({name: needs_of(deployment, name) for name in pool}, nodes)
 
 
 def _secret(config: ClusterConfig) -> ClusterSecret:
@@ -351,4 +367,5 @@ def device_of_ray(config: ClusterConfig) -> str:
 
 def starting(config: ClusterConfig, device: str) -> str:
     """Return the line that says what is started."""
-    return f"starting {told_counts(config.prefill, config.decode)} on {device}"
+    counts = told_counts(config.num_workers("prefill"), config.num_workers("decode"))
+    return f"starting {counts} on {device}"

@@ -5,8 +5,10 @@ and controller have died together: it comes back as one that stays.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 
+from cluster.places import Place
 from router.membership import WorkerMember
 
 HEARD_S = 6.0  # three announcements; a worker that is silent for longer may not be there
@@ -19,6 +21,7 @@ class Membership:
     def __init__(self) -> None:
         self._members: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
         self._heard_at: dict[str, float] = {}  # worker_id |-> when it has announced itself last
+        self._places: dict[str, Place] = {}  # worker_id |-> what it has, or is to have, of a host
         self._replaced: dict[str, deque[int]] = {}  # worker_id |-> starts that others came after
         self._restarting: dict[str, int] = {}  # worker_id |-> start that ends to begin anew
         self._leaving: dict[str, float] = {}  # worker_id |-> seconds for what runs there
@@ -45,6 +48,11 @@ class Membership:
     def gone(self) -> frozenset[str]:
         """The names of those that were forgotten; Ray may still list them for a moment."""
         return frozenset(self._gone)
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """What each worker has of a host, as far as that is known."""
+        return self._places
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._members
@@ -76,8 +84,15 @@ class Membership:
             changed = True
         return changed
 
-    def place(self, worker_id: str) -> None:
+    def settle(self, worker_id: str, incarnation: int, place: Place) -> None:
+        """Note where the latest start of a worker is; of another start it says nothing."""
+        member = self._members.get(worker_id)
+        if member is not None and member.incarnation == incarnation:
+            self._places[worker_id] = place
+
+    def place(self, worker_id: str, place: Place) -> None:
         """Note that a worker is placed: what was said of an earlier one of its name is over."""
+        self._places[worker_id] = place
         self._leaving.pop(worker_id, None)
         self._gone.pop(worker_id, None)
 
@@ -106,6 +121,7 @@ class Membership:
         """Forget a worker that is gone."""
         member = self._members.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
+        self._places.pop(worker_id, None)
         self._replaced.pop(worker_id, None)
         self._restarting.pop(worker_id, None)
         self._leaving.pop(worker_id, None)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # Ray has no public name for it
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.certificates import own_client
 from cluster.config import LOOPBACK, ClusterConfig
@@ -16,12 +18,16 @@ from cluster.deployment import Deployment
 from cluster.devices import shared_gpu, visible_gpu
 from cluster.environment import worker_environment
 from cluster.errors import StartError
+from cluster.places import Amounts, Node, Place
+from cluster.pool_config import pool_of
 from cluster.router_settings import router_settings
-from cluster.scaling import pool_of
+from cluster.scaling import role_of
 from decode_worker.actor import DecodeActor
+from decode_worker.config import DecodeConfig
 from http_gateway.actor import GatewayActor
 from llm_engine.model_files import model_name
 from prefill_worker.actor import PrefillActor
+from prefill_worker.config import PrefillConfig
 from router.actor import RouterActor
 from worker.own_host import HostOptions
 from worker.process import WorkerSettings
@@ -55,20 +61,49 @@ def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -
         raise StartError(f"cannot start {name}: {error}") from error
 
 
-def place_worker(deployment: Deployment, worker_id: str) -> Any:
-    """Place a worker of either pool."""
+def hosts_now() -> tuple[list[Node], Mapping[str, Amounts]]:
+    """Return the hosts of the attached Ray, and what it has not given away on each, by node."""
+    nodes: list[Node] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes, available_resources_per_node()  # type: ignore[no-untyped-call]
+
+
+def needs_of(deployment: Deployment, worker_id: str) -> Amounts:
+    """Return what Ray gives a worker, by resource."""
+    asked = _resources(deployment, worker_id)
+    needs = {"GPU": float(asked["num_gpus"]), **asked["resources"]}
+    return {name: amount for name, amount in needs.items() if amount}
+
+
+def place_worker(deployment: Deployment, worker_id: str, where: Place) -> Any:
+    """Place a worker of either pool.
+
+    Without its host, which may be gone when Ray starts it again, it takes as much of another one.
+    While its host lives it waits for room there.
+    """
     config = deployment.config
-    is_prefill = pool_of(worker_id) == "prefill"
-    pool = config.prefill_worker if is_prefill else config.decode_worker
+    is_prefill = role_of(worker_id) == "prefill"
     return place(
         PrefillActor if is_prefill else DecodeActor,
         worker_id,
-        _resources(deployment, worker_id),
+        {**_resources(deployment, worker_id), **_scheduling(where)},
         _settings(deployment, worker_id),
-        replace(pool, transfer_deadlines=config.transfer, hash_key=deployment.secret.page_hash_key),
-        deployment.secret.keys_of(pool_of(worker_id), worker_id),
+        replace(
+            _of_worker(config, worker_id),
+            transfer_deadlines=config.transfer,
+            hash_key=deployment.secret.page_hash_key,
+        ),
+        deployment.secret.keys_of(role_of(worker_id), worker_id),
         CONTROLLER_NAME,
     )
+
+
+def _scheduling(where: Place) -> dict[str, Any]:
+    """Return Ray's options for a place."""
+    others = dict(where.resources)
+    options = {"num_gpus": others.pop("GPU", 0), "resources": others}
+    if where.node_id:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(where.node_id, soft=True)
+    return options
 
 
 def place_router(deployment: Deployment) -> Any:
@@ -127,7 +162,7 @@ def at_home(deployment: Deployment) -> dict[str, Any]:
 def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
     """Return what Ray gives a worker: a GPU, unless several share one; and a host of its pool."""
     config, device = deployment.config, deployment.device
-    pool, _, index = worker_id.partition("-")
+    pool, _, index = worker_id.rpartition("-")
     variables = worker_environment(
         device,
         config.cpu_threads,
@@ -142,7 +177,10 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
         variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, deployment.visible_gpus)
     return {
         "num_gpus": int(has_own_gpu),
-        "resources": {f"pagewire-{pool}": 1} if config.pool_resources else {},
+        "resources": {
+            **config.pool(pool).amounts,
+            **({f"pagewire-{pool}": 1} if config.pool_resources else {}),
+        },
         "runtime_env": {"env_vars": variables},
     }
 
@@ -157,10 +195,20 @@ def host_options(config: ClusterConfig, device: str) -> HostOptions:
     )
 
 
+def _of_worker(config: ClusterConfig, worker_id: str) -> PrefillConfig | DecodeConfig:
+    """Return the limits of a worker, with what its pool has otherwise."""
+    own = config.pool(pool_of(worker_id)).max_step_tokens
+    changes: dict[str, Any] = {} if own is None else {"max_step_tokens": own}
+    if role_of(worker_id) == "prefill":
+        return replace(config.prefill_worker, **changes)
+    return replace(config.decode_worker, **changes)
+
+
 def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
     config = deployment.config
     assert config.model is not None
-    is_decode = pool_of(worker_id) == "decode"
+    is_decode = role_of(worker_id) == "decode"
+    pool = config.pool(pool_of(worker_id))
     return WorkerSettings(
         worker_id=worker_id,
         model_dir=config.model,
@@ -170,10 +218,10 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         deterministic=config.deterministic,
         num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
         page_size=config.page_size,
-        num_pages=config.num_pages,
-        gpu_memory_fraction=config.gpu_memory_fraction,
+        num_pages=config.num_pages if pool.num_pages is None else pool.num_pages,
+        gpu_memory_fraction=pool.gpu_memory_fraction or config.gpu_memory_fraction,
         workers_per_gpu=config.workers_per_gpu,
-        cpu_pages_bytes=config.cpu_pages_mib * 2**20,
+        cpu_pages_bytes=(pool.cpu_pages_mib or config.cpu_pages_mib) * 2**20,
         cpu_threads=config.cpu_threads,
         host="" if config.ray_address or config.network_interface else LOOPBACK,
         by_host=host_options(config, deployment.device),

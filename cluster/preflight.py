@@ -78,7 +78,8 @@ def check_metrics_port_free(config: ClusterConfig) -> None:
 def choose_device(config: ClusterConfig, num_gpus: int) -> str:
     """Return where the workers compute on hosts with so many GPUs; PlacementError: too few."""
     device = resolve_device(config.device, num_gpus)
-    check_gpus(device, config.prefill, config.decode, config.workers_per_gpu, num_gpus)
+    num_prefill, num_decode = config.num_workers("prefill"), config.num_workers("decode")
+    check_gpus(device, num_prefill, num_decode, config.workers_per_gpu, num_gpus)
     return device
 
 

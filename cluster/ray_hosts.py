@@ -93,7 +93,7 @@ def _takes(node: Node, config: ClusterConfig, device: str) -> bool:
     """Return whether Ray may place a worker on a host."""
     resources = node["Resources"]
     if config.pool_resources:
-        pools = ("prefill", "decode") if config.prefill else ("decode",)
+        pools = [*(["prefill"] if config.prefill else []), "decode", *config.further_pools]
         return any(f"pagewire-{pool}" in resources for pool in pools)
     return device != "cuda" or "GPU" in resources
 

@@ -36,12 +36,12 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
         facts: ClusterFacts = ask(controller.facts.remote())
     workers = facts.workers
     fronts = [name for name in (ROUTER_NAME, GATEWAY_NAME) if name in named_actors()]
-    names = names or [*workers.of("prefill"), *workers.of("decode"), *fronts]
+    names = names or [*workers.names, *fronts]
     for name in names:
         if is_worker(name):
             check_restart(workers, name)
         elif name not in fronts:
-            allowed = ", ".join([*workers.of("prefill"), *workers.of("decode"), *fronts])
+            allowed = ", ".join([*workers.names, *fronts])
             raise ConfigError(f"NAME is {name!r}; it must be one of {allowed}")
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     for number, name in enumerate(names, 1):

@@ -1,7 +1,7 @@
 """Adds workers to a running cluster and lets others go, and waits until that is so."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -10,12 +10,11 @@ from cluster.attach import ask, router_address
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
-from cluster.errors import StartError
+from cluster.errors import ClusterError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import ROUTER_NAME
 from cluster.readiness import wait_ready, wait_until_served
-from cluster.scaling import ScalePlan, told_counts
-from router.membership import PoolName
+from cluster.scaling import ScalePlan, find_pool, told_workers
 
 LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
 LOOK_PERIOD_S = 0.1
@@ -25,13 +24,13 @@ Say = Callable[[str], None]
 
 
 def scale_cluster(
-    controller: Any, wanted: dict[PoolName, int], grace_s: float | None, say: Say
+    controller: Any, wanted: Mapping[str, int], grace_s: float | None, say: Say
 ) -> None:
     """Have that many workers; return when those that start serve and those that leave are gone.
 
     Args:
         controller: Handle of the cluster's.
-        wanted: By pool; a pool that is absent stays as it is.
+        wanted: By the name of a pool; one that is absent stays as it is.
         grace_s: For what runs on those that leave; None: the cluster's stop_grace_s.
         say: Told what happens.
 
@@ -43,7 +42,8 @@ def scale_cluster(
         facts: ClusterFacts = ask(controller.facts.remote())
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     with told_at_interrupt(f"what has begun goes on; {SHOWN}"):
-        actors, plan = ask(controller.scale.remote(wanted, grace_s))
+        by_key = {find_pool(facts.config, name, "--pool"): each for name, each in wanted.items()}
+        actors, plan = ask(controller.scale.remote(by_key, grace_s))
     with told_at_interrupt(_goes_on(plan)):
         if plan.starts:
             say(f"starting {', '.join(plan.starts)}")
@@ -51,11 +51,15 @@ def scale_cluster(
             say(_draining(plan.drains, grace_s))
         if plan.starts:
             with told_at_interrupt(_goes_on(plan, ended=plan.starts)):
-                _wait_served(actors, facts.config, say)
+                try:
+                    _wait_served(actors, facts.config, say)
+                except BaseException:
+                    for actor in actors.values():
+                        ray.kill(actor, no_restart=True)
+                    raise
         _wait_gone(plan.drains, grace_s)
     facts = ask(controller.facts.remote())
-    counts = facts.workers.counts
-    say(f"the cluster has {told_counts(counts['prefill'], counts['decode'])}")
+    say(f"the cluster has {told_workers(facts.workers.staying)}")
 
 
 def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Say) -> None:
@@ -73,6 +77,43 @@ def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Sa
         say(_draining([worker_id], grace_s))
         _wait_gone([worker_id], grace_s)
     say(f"{worker_id} has left")
+
+
+def move_worker(
+    controller: Any, worker_id: str, pool: str, grace_s: float | None, say: Say
+) -> None:
+    """Have a worker leave, and one of another pool take its place; return when that one serves.
+
+    Args:
+        controller: Handle of the cluster's.
+        worker_id: Who leaves.
+        pool: The name of the pool that gets one more.
+        grace_s: For what runs on the one that leaves; None: the cluster's stop_grace_s.
+        say: Told what happens.
+
+    Raises:
+        ClusterError: What was wrong and what to do. A worker that does not start is not left.
+        Interrupted: By Ctrl-C; both go on.
+    """
+    with told_at_interrupt(NOTHING_CHANGED):
+        facts: ClusterFacts = ask(controller.facts.remote())
+        key = find_pool(facts.config, pool, "--to")
+    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
+    with told_at_interrupt(f"what has begun goes on; {SHOWN}"):
+        name, actor = ask(controller.move.remote(worker_id, key, grace_s))
+    with told_at_interrupt(f"{worker_id} goes on to leave, and {name} to start; {SHOWN}"):
+        say(_draining([worker_id], grace_s))
+        _wait_gone([worker_id], grace_s)
+        say(f"starting {name} in its place")
+        try:
+            _wait_served({name: actor}, facts.config, say)
+        except ClusterError as error:
+            ray.kill(actor, no_restart=True)
+            raise StartError(
+                f"{worker_id} has left, and {name} does not take its place: {error}"
+            ) from error
+    facts = ask(controller.facts.remote())
+    say(f"the cluster has {told_workers(facts.workers.staying)}")
 
 
 def _goes_on(plan: ScalePlan, ended: Collection[str] = ()) -> str:
@@ -95,16 +136,9 @@ def _draining(names: Collection[str], grace_s: float) -> str:
 
 def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> None:
     deadline = time.monotonic() + config.start_timeout_s
-    try:
-        wait_ready(actors, deadline, config.start_timeout_s, say, lambda: None)
-        router = ray.get_actor(ROUTER_NAME)
-        wait_until_served(
-            router_address(), own_client(config), router, actors, deadline, lambda: None
-        )
-    except BaseException:
-        for actor in actors.values():
-            ray.kill(actor, no_restart=True)
-        raise
+    wait_ready(actors, deadline, config.start_timeout_s, say, lambda: None)
+    router = ray.get_actor(ROUTER_NAME)
+    wait_until_served(router_address(), own_client(config), router, actors, deadline, lambda: None)
 
 
 def _wait_gone(names: Collection[str], grace_s: float) -> None:

@@ -5,15 +5,17 @@ policy of routers and the sizes of steps differ between a cluster with and one w
 """
 
 import itertools
-from collections.abc import Collection
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
+from cluster.pool_config import MOST_WORKERS, NAME, ROLES, pool_key, pool_of
 from router.membership import PoolName
 
-POOLS: tuple[PoolName, ...] = ("prefill", "decode")
-MOST_WORKERS = 1024  # of a pool, as in the configuration
+WORKER = re.compile(rf"({'|'.join(ROLES)})(-{NAME.pattern})?-\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +28,21 @@ class ClusterWorkers:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many stay, by pool."""
-        return {pool: len(self.of(pool)) for pool in POOLS}
+        """How many stay, by pool; of prefill and decode also that none does."""
+        return dict.fromkeys(ROLES, 0) | Counter(map(pool_of, self.staying))
 
-    def of(self, pool: PoolName) -> list[str]:
+    @property
+    def names(self) -> list[str]:
+        """The names of those that stay, prefill first, in the order of pools and numbers."""
+        return [each for role in ROLES for each in self.of_role(role)]
+
+    def of(self, pool: str) -> list[str]:
         """Return those of a pool that stay, in the order of their numbers."""
-        return sorted((each for each in self.staying if pool_of(each) == pool), key=_number)
+        return sorted((each for each in self.staying if pool_of(each) == pool), key=_order)
+
+    def of_role(self, role: str) -> list[str]:
+        """Return those of a role that stay, in the order of pools and numbers."""
+        return sorted((each for each in self.staying if role_of(each) == role), key=_order)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,31 +53,52 @@ class ScalePlan:
     drains: tuple[str, ...]
 
 
+def told_workers(names: Collection[str]) -> str:
+    """Return how many workers these are, as people read it."""
+    num_prefill = sum(role_of(each) == "prefill" for each in names)
+    return told_counts(num_prefill, len(names) - num_prefill)
+
+
 def told_counts(num_prefill: int, num_decode: int) -> str:
     """Return the numbers of workers as people read them: 2 prefill and 1 decode worker."""
     prefill = f"{num_prefill} prefill and " if num_prefill else ""
     return f"{prefill}{num_decode} decode worker{'' if num_decode == 1 else 's'}"
 
 
-def worker_ids(num_prefill: int, num_decode: int) -> list[str]:
-    """Return the names of a new cluster's workers, prefill first."""
-    prefill = [f"prefill-{index}" for index in range(num_prefill)]
-    return prefill + [f"decode-{index}" for index in range(num_decode)]
+def worker_ids(
+    num_prefill: int, num_decode: int, further_pools: Mapping[str, int] = {}
+) -> list[str]:
+    """Return the names of a new cluster's workers, prefill first, then those of further pools."""
+    pools = {"prefill": num_prefill, "decode": num_decode, **further_pools}
+    return [f"{pool}-{index}" for pool, number in pools.items() for index in range(number)]
 
 
-def pool_of(worker_id: str) -> PoolName:
-    """Return the pool of a worker's name."""
-    return "prefill" if worker_id.startswith("prefill") else "decode"
+def role_of(name: str) -> PoolName:
+    """Return the role of a worker or of a pool, by its name or key alone."""
+    return "prefill" if name.startswith("prefill") else "decode"
 
 
 def is_worker(name: str) -> bool:
     """Return whether the name of an actor is that of a worker."""
-    pool, _, number = name.partition("-")
-    return pool in POOLS and number.isdigit()
+    return WORKER.fullmatch(name) is not None
+
+
+def find_pool(config: ClusterConfig, name: str, flag: str) -> str:
+    """Return the key of a pool that somebody has named with a flag.
+
+    Raises:
+        ConfigError: There is none by that name.
+    """
+    if name in ROLES:
+        return name
+    if name not in config.pools:
+        names = ", ".join(dict.fromkeys([*ROLES, *config.pools]))
+        raise ConfigError(f"{flag} is {name!r}; it must be one of {names}")
+    return pool_key(name, config.pools[name])
 
 
 def plan_scale(
-    workers: ClusterWorkers, config: ClusterConfig, device: str, wanted: dict[PoolName, int]
+    workers: ClusterWorkers, config: ClusterConfig, device: str, wanted: Mapping[str, int]
 ) -> ScalePlan:
     """Return what is to start and what is to leave; the highest numbers leave.
 
@@ -74,7 +106,7 @@ def plan_scale(
         workers: That the cluster has.
         config: It was started with.
         device: "cpu" or "cuda".
-        wanted: By pool, how many; a pool that is absent stays as it is.
+        wanted: By the key of a pool, how many; a pool that is absent stays as it is.
 
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
@@ -82,28 +114,65 @@ def plan_scale(
     starts: list[str] = []
     drains: list[str] = []
     for pool, number in wanted.items():
-        found = workers.of(pool)
-        least = 1 if pool == "decode" or found else 0
-        most = MOST_WORKERS if pool == "decode" or found else 0
+        found, role = workers.of(pool), role_of(pool)
+        of_role = workers.of_role(role)
+        is_without = role == "prefill" and not of_role
+        least = 0 if is_without or len(of_role) > len(found) else 1
+        most = 0 if is_without else MOST_WORKERS
         if not least <= number <= most:
             raise ConfigError(
-                f"--{pool} is {number}; it must be {_range(least, most)}: {_reason(pool, found)}"
+                f"{_flag(pool)} is {number}; it must be {_range(least, most)}: "
+                f"{_reason(role, of_role)}"
             )
         if number > len(found):
-            taken = workers.staying | workers.leaving
-            names = (f"{pool}-{index}" for index in itertools.count())
-            free = (name for name in names if name not in taken)
-            starts += itertools.islice(free, number - len(found))
+            starts += itertools.islice(_free_names(workers, pool), number - len(found))
         drains += found[number:]
     if starts and device == "cuda" and config.workers_per_gpu > 1:
         raise ConfigError(
             f"workers_per_gpu is {config.workers_per_gpu}; to add workers to a running cluster it "
             "must be 1, because each has its GPU from the start"
         )
-    for pool in POOLS:
-        if gone := [each for each in drains if pool_of(each) == pool]:
-            _check_remaining(workers, pool, gone)
+    for role in ROLES:
+        if gone := [each for each in drains if role_of(each) == role]:
+            _check_remaining(workers, role, gone)
     return ScalePlan(starts=tuple(starts), drains=tuple(drains))
+
+
+def plan_move(
+    workers: ClusterWorkers, config: ClusterConfig, device: str, worker_id: str, pool: str
+) -> str:
+    """Return the name of the worker of another pool that is to take the place of one that leaves.
+
+    Args:
+        workers: That the cluster has.
+        config: It was started with.
+        device: "cpu" or "cuda".
+        worker_id: Who is to leave.
+        pool: The key of its next pool.
+
+    Raises:
+        ConfigError: Says what was found, what is allowed, and that nothing has changed.
+    """
+    _check_known(workers, "WORKER", worker_id)
+    to = pool if pool in ROLES else pool.partition("-")[2]
+    if pool_of(worker_id) == pool:
+        raise ConfigError(f"--to is {to!r}, where {worker_id} is already; nothing has changed")
+    if role_of(pool) == "prefill" and not workers.of_role("prefill"):
+        raise ConfigError(f"--to is {to!r}; {_reason('prefill', ())}")
+    if device == "cuda" and config.workers_per_gpu > 1:
+        raise ConfigError(
+            f"workers_per_gpu is {config.workers_per_gpu}; to move workers it must be 1, because "
+            "each has its GPU from the start"
+        )
+    if worker_id not in workers.answering:
+        raise ConfigError(
+            f"WORKER is {worker_id!r}, which has not been heard of lately; it can move when it "
+            "serves; see `pagewire status`"
+        )
+    if len(workers.of(pool)) == MOST_WORKERS:
+        raise ConfigError(f"--to is {to!r}, which has {MOST_WORKERS} workers already, the most")
+    _check_remaining(workers, role_of(worker_id), [worker_id], verb="moved")
+    return next(_free_names(workers, pool))
 
 
 def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
@@ -113,10 +182,10 @@ def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
     """
     if worker_id not in workers.staying | workers.leaving:
-        names = ", ".join([*workers.of("prefill"), *workers.of("decode")])
+        names = ", ".join(workers.names)
         raise ConfigError(f"WORKER is {worker_id!r}; it must be one of {names}")
     if worker_id in workers.staying:
-        _check_remaining(workers, pool_of(worker_id), [worker_id])
+        _check_remaining(workers, role_of(worker_id), [worker_id])
 
 
 def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
@@ -125,11 +194,7 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
     """
-    if worker_id in workers.leaving:
-        raise ConfigError(f"NAME is {worker_id!r}, which is to leave; nothing has changed")
-    if worker_id not in workers.staying:
-        names = ", ".join([*workers.of("prefill"), *workers.of("decode")])
-        raise ConfigError(f"NAME is {worker_id!r}; it must be one of {names}")
+    _check_known(workers, "NAME", worker_id)
     if worker_id not in workers.answering:
         raise ConfigError(
             f"NAME is {worker_id!r}, which has not been heard of lately; it begins anew by "
@@ -137,33 +202,58 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
         )
 
 
-def _check_remaining(workers: ClusterWorkers, pool: PoolName, gone: Collection[str]) -> None:
-    found = workers.of(pool)
+def _check_known(workers: ClusterWorkers, argument: str, worker_id: str) -> None:
+    """Refuse a name that an argument gives of a worker that is not there, or leaves."""
+    if worker_id in workers.leaving:
+        raise ConfigError(f"{argument} is {worker_id!r}, which is to leave; nothing has changed")
+    if worker_id not in workers.staying:
+        names = ", ".join(workers.names)
+        raise ConfigError(f"{argument} is {worker_id!r}; it must be one of {names}")
+
+
+def _check_remaining(
+    workers: ClusterWorkers, role: str, gone: Collection[str], *, verb: str = "drained"
+) -> None:
+    found = workers.of_role(role)
     named = " and ".join(gone)
     if len(gone) == len(found):
         raise ConfigError(
-            f"{named} cannot be drained: {_reason(pool, found)}; add one first with "
-            f"`pagewire scale --{pool} {len(found) + 1}`"
+            f"{named} cannot be {verb}: {_reason(role, found)}; add one first with "
+            f"`pagewire scale --{role} {len(workers.of(role)) + 1}`"
         )
     others = [each for each in found if each not in gone]
     if not workers.answering.intersection(others):
         raise ConfigError(
-            f"{named} cannot be drained now: of the {pool} workers that would remain, "
+            f"{named} cannot be {verb} now: of the {role} workers that would remain, "
             f"{', '.join(others)}, none has been heard of lately; see `pagewire status`"
         )
+
+
+def _free_names(workers: ClusterWorkers, pool: str) -> Iterator[str]:
+    """Yield the names of a pool that no worker has, by number."""
+    taken = workers.staying | workers.leaving
+    names = (f"{pool}-{index}" for index in itertools.count())
+    return (name for name in names if name not in taken)
+
+
+def _flag(pool: str) -> str:
+    """Return how the command line names a pool."""
+    return f"--{pool}" if pool in ROLES else f"--pool {pool.partition('-')[2]}"
 
 
 def _range(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def _reason(pool: PoolName, found: Collection[str]) -> str:
-    if pool == "prefill" and not found:
+def _reason(role: str, found: Collection[str]) -> str:
+    if role == "prefill" and not found:
         return "the cluster was started without prefill workers; to change that, start it anew"
-    if pool == "prefill":
+    if role == "prefill":
         return "the last prefill worker must stay; to do without, start the cluster anew"
     return "the last decode worker must stay, or nothing is served"
 
 
-def _number(worker_id: str) -> int:
-    return int(worker_id.partition("-")[2])
+def _order(worker_id: str) -> tuple[bool, str, int]:
+    """Return the place of a worker in lists: pools in order, their numbers as numbers."""
+    pool, _, number = worker_id.rpartition("-")
+    return pool not in ROLES, pool, int(number)

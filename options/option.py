@@ -74,6 +74,8 @@ class Option:
     def allows(self, value: Any) -> bool:
         """Return whether a value has the type and lies within its own bounds."""
         rule = self.rule
+        if value is None and self.default is None:
+            return True
         if rule.accepts is not None:
             return rule.accepts(value)
         if self.choices:

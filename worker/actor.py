@@ -156,8 +156,15 @@ class WorkerActor(ABC, Generic[Config]):
         os._exit(1)
 
     async def _announce(self, identity: WorkerIdentity, is_leaving: bool) -> None:
+        own = ray.get_runtime_context()
         call: Any = self._controller.announce_worker.remote(
-            identity.worker_id, identity.incarnation, identity.address, self.pool, is_leaving
+            identity.worker_id,
+            identity.incarnation,
+            identity.address,
+            self.pool,
+            is_leaving,
+            own.get_node_id(),
+            own.get_assigned_resources(),
         )
         try:
             await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)

@@ -39,7 +39,8 @@ FLAGS = {
     "top": """--address --authority-file --certificate-file --help --interval --key-file --once
         --ray-address --server-name --tls --token-file""",
     "down": "--config --grace-s --help --ray-address",
-    "scale": "--config --decode --grace-s --help --prefill --ray-address",
+    "scale": "--config --decode --grace-s --help --pool --prefill --ray-address",
+    "move": "--config --grace-s --help --ray-address --to",
     "drain": "--config --grace-s --help --ray-address",
     "restart": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",

@@ -7,6 +7,7 @@ from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.config_options import SECTIONS, config_options
 from cluster.errors import ConfigError
+from cluster.pool_config import PoolConfig
 
 
 def write(folder, text):
@@ -38,6 +39,95 @@ def test_numbers_of_a_file_may_be_integers_for_fractions_and_have_exponents(tmp_
 
 def test_an_empty_file_changes_nothing(tmp_path):
     assert load_config(write(tmp_path, "# nothing\n"), {}) == ClusterConfig()
+
+
+POOLS = """\
+ray_address: auto
+pools:
+  decode: {accelerator_type: H100}
+  small: {role: decode, workers: 3, num_pages: 64, resources: {rack-a: 0.001}}
+  early:
+    role: prefill
+"""
+
+
+def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
+    config = load_config(write(tmp_path, POOLS), {"decode": 2})
+
+    assert config.further_pools == {"decode-small": 3, "prefill-early": 1}
+    assert (config.num_workers("prefill"), config.num_workers("decode")) == (2, 5)
+    assert config.pool("decode").amounts == {"accelerator_type:H100": 0.001}
+    assert config.pool("decode-small").amounts == {"rack-a": 0.001}
+    assert config.pool("decode-small").num_pages == 64
+    assert config.pool("prefill") == PoolConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("pools: 3", "pools is 3; it must be a mapping of names to the options of pools"),
+        ("pools: {small: 3}", "pools.small is 3; pools.small is a section: it must be a mapping "),
+        ("pools: {small: {}}", "pools.small is {}; pools.small is a section"),
+        ("pools: {small: {role: x}}", "pools.small.role is 'x'; it must be prefill or decode"),
+        ("pools: {small: {workers: 2}}", "pools.small.role is missing; it must be prefill or dec"),
+        (
+            "pools: {small: {role: decode, workers: 0}}",
+            "pools.small.workers is 0; it must be an integer, 1 to 1024",
+        ),
+        (
+            "pools: {small: {role: decode, worker: 1}}",
+            "unknown option pools.small.worker; did you mean pools.small.workers?",
+        ),
+        (
+            "pools: {Small-1: {role: decode}}",
+            "pools.Small-1.role is of a pool by the name 'Small-1'; it must be a lower-case letter",
+        ),
+        (
+            "pools: {decode: {workers: 2}}",
+            "pools.decode.workers is 2; it must be absent, because the option decode says it",
+        ),
+        (
+            "pools: {decode: {role: prefill}}",
+            "pools.decode.role is 'prefill'; it must be absent, because its name says it",
+        ),
+        (
+            "pools: {decode: {accelerator_type: H100}}",
+            "pools.decode.accelerator_type is 'H100'; it must be absent without ray_address",
+        ),
+        (
+            "{ray_address: auto, device: cpu, pools: {decode: {accelerator_type: H100}}}",
+            "pools.decode.accelerator_type is 'H100'; it must be absent with device cpu",
+        ),
+        (
+            "{ray_address: auto, pools: {decode: {resources: {GPU: 1}}}}",
+            "pools.decode.resources is {'GPU': 1}; it must be a mapping of custom resources of Ray",
+        ),
+        (
+            "{ray_address: auto, pools: {decode: {resources: {rack: 1.5}}}}",
+            "pools.decode.resources is {'rack': 1.5}; it must be a mapping of custom resources",
+        ),
+        (
+            "{prefill: 0, pools: {early: {role: prefill}}}",
+            "pools.early.role is 'prefill'; it must be decode with prefill 0",
+        ),
+        (
+            "pools: {decode: {max_step_tokens: 256}}",
+            "pools.decode.max_step_tokens is 256; it must exceed decode_worker.max_running_sequen",
+        ),
+        (
+            "{workers_per_gpu: 2, pools: {small: {role: decode}}}",
+            "pools.small.role is 'decode'; with workers_per_gpu above 1 there must be no further",
+        ),
+    ],
+)
+def test_a_pool_that_cannot_be_is_told_by_its_option(tmp_path, text, told):
+    path = write(tmp_path, text)
+
+    with pytest.raises(ConfigError) as refusal:
+        load_config(path, {})
+
+    [line] = str(refusal.value).splitlines()
+    assert line.startswith(f"{path}, line 1: {told}")
 
 
 def test_defaults_of_a_command_see_what_is_given(tmp_path):

@@ -13,8 +13,21 @@ from cluster.controller import ControllerActor
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, PlacementError, Stopping
 from cluster.membership import HEARD_S
+from cluster.placement import needs_of
+from cluster.places import Place
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
+
+NODES = [
+    {
+        "NodeID": f"n{number}",
+        "NodeManagerAddress": f"10.0.0.{number}",
+        "NodeManagerHostname": "ab"[number - 1],
+        "Alive": True,
+        "Resources": {"GPU": 4.0},
+    }
+    for number in (1, 2)
+]
 
 
 class World:
@@ -22,6 +35,8 @@ class World:
 
     def __init__(self, monkeypatch, device="cpu"):
         self.told = []
+        self.placed = {}  # worker |-> its place
+        self.available = {"n1": {}, "n2": {"GPU": 1.0}}  # all workers are on n1
         self.now = 100.0
         self.names = [*worker_ids(2, 2), "router-0"]
         self.ended = set()  # names of actors that Ray still lists
@@ -30,7 +45,7 @@ class World:
         monkeypatch.setattr(
             ray, "kill", lambda actor, no_restart: self.told.append(("kill", actor.name))
         )
-        monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0})
+        monkeypatch.setattr(module, "hosts_now", lambda: (NODES, self.available))
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
         monkeypatch.setattr(
@@ -56,9 +71,13 @@ class World:
 
     async def announce(self, worker_id, incarnation=1, is_leaving=False):
         pool = worker_id.partition("-")[0]
-        await self.controller.announce_worker(worker_id, incarnation, "h:1", pool, is_leaving)
+        where = "n1", needs_of(self.deployment, worker_id)
+        await self.controller.announce_worker(
+            worker_id, incarnation, "h:1", pool, is_leaving, *where
+        )
 
-    def _place(self, deployment, worker_id):
+    def _place(self, deployment, worker_id, where):
+        self.placed[worker_id] = where
         self.told.append(("place", worker_id))
         return worker_id
 
@@ -312,10 +331,90 @@ def test_workers_for_which_no_gpu_is_free_are_refused_before_any_is_placed(monke
         world = World(monkeypatch, device="cuda")
         await world.start()
         with pytest.raises(
-            PlacementError, match="2 more workers need a GPU each, and 1 of them are free"
+            PlacementError,
+            match="no host has room for decode-3: each needs 1 GPU; add",
         ):
             await world.controller.scale({"decode": 4}, 1.0)
         assert world.told == []
+
+    asyncio.run(main())
+
+
+def test_a_new_worker_gets_the_host_of_those_that_it_talks_with(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        world.available = {"n1": {"GPU": 2.0}, "n2": {"GPU": 4.0}}
+        world.names.remove("decode-1")
+        await world.start()
+        await world.controller.scale({"decode": 2}, 1.0)
+        assert world.placed == {"decode-1": Place(node_id="n1", resources={"GPU": 1.0})}
+
+        # Ray has not yet given decode-1 its GPU, and has only one more there.
+        world.names.append("decode-1")
+        await world.controller.scale({"decode": 4}, 1.0)
+        assert [world.placed[f"decode-{n}"].node_id for n in (2, 3)] == ["n2", "n2"]
+
+    asyncio.run(main())
+
+
+def test_one_that_moves_leaves_its_place_to_one_of_the_other_pool(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        await world.start()
+
+        assert await world.controller.move("prefill-1", "decode", 7.0) == ("decode-2", "decode-2")
+
+        assert world.told == [
+            ("place", "decode-2"),
+            ("router-0", worker_names(), ["prefill-1"]),
+            ("applied",),
+            ("drain", "prefill-1", 7.0),
+        ]
+        assert world.placed == {"decode-2": Place(node_id="n1", resources={"GPU": 1.0})}
+        world.names.append("decode-2")
+        assert (await world.controller.facts()).workers.counts == {"prefill": 1, "decode": 3}
+        with pytest.raises(ConfigError, match="prefill-0 cannot be moved: the last prefill worker"):
+            await world.controller.move("prefill-0", "decode", 7.0)
+
+        await world.controller.worker_left("prefill-1", 1)
+        world.names.remove("prefill-1")
+        await world.announce("decode-2", incarnation=2)
+        name, _ = await world.controller.move("decode-2", "prefill", 7.0)
+        assert name == "prefill-1"
+        assert world.placed["prefill-1"] == world.placed["decode-2"], "the same place again"
+
+    asyncio.run(main())
+
+
+def test_one_whose_host_the_other_pool_cannot_use_stays(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        options = {
+            "ray_address": "auto",
+            "pools.small.role": "decode",
+            "pools.small.accelerator_type": "L4",
+        }
+        config = load_config(None, {"model": "/models/tiny", **options})
+        world.deployment = replace(world.deployment, config=config)
+        await world.start()
+        lacks = r"on a \(10.0.0.1\), which does not have accelerator_type:L4"
+        with pytest.raises(PlacementError, match=lacks):
+            await world.controller.move("decode-1", "decode-small", 7.0)
+        assert world.told == []
+
+    asyncio.run(main())
+
+
+def test_where_a_worker_is_counts_until_it_has_left(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        await world.start()
+        await world.controller.drain("prefill-1", 1.0)
+        await world.controller.worker_left("prefill-1", 1)
+        world.names.remove("prefill-1")
+        world.available = {"n1": {"GPU": 1.0}, "n2": {}}
+        await world.controller.scale({"decode": 3}, 1.0)
+        assert world.placed["decode-2"].node_id == "n1"
 
     asyncio.run(main())
 
@@ -343,6 +442,7 @@ def test_a_cluster_that_stops_changes_no_more(world):
             world.controller.deploy(),
             world.controller.scale({"decode": 3}, 1.0),
             world.controller.drain("decode-1", 1.0),
+            world.controller.move("decode-1", "prefill", 1.0),
         ):
             with pytest.raises(Stopping, match="run `pagewire down` again"):
                 await change

@@ -15,7 +15,15 @@ from cluster.demo_model import demo_model_dir
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, PlacementError, StartError
 from cluster.launch import AT_ONCE_S, StartWatch, device_of_ray, start_cluster, start_local_ray
-from cluster.placement import CONTROLLER_NAME, GATEWAY_NAME, ROUTER_NAME, _resources, _settings
+from cluster.placement import (
+    CONTROLLER_NAME,
+    GATEWAY_NAME,
+    ROUTER_NAME,
+    _of_worker,
+    _resources,
+    _settings,
+    needs_of,
+)
 from cluster.private_folder import private_folder
 from cluster.readiness import _refuse_misfits
 from cluster.scaling import worker_ids
@@ -124,6 +132,58 @@ def test_workers_take_hosts_of_their_pool_where_the_hosts_are_marked():
     assert [each["num_gpus"] for each in marked] == [1, 1]
 
 
+def test_what_a_pool_has_otherwise_reaches_its_workers_and_no_others():
+    options = {
+        "ray_address": "auto",
+        "pools.prefill.max_step_tokens": 300,
+        "pools.decode.accelerator_type": "H100",
+        "pools.small.role": "decode",
+        "pools.small.resources": {"rack-a": 2},
+        "pools.small.num_pages": 8,
+        "pools.small.gpu_memory_fraction": 0.5,
+        "pools.small.cpu_pages_mib": 3,
+        "pools.small.max_step_tokens": 400,
+    }
+    started = deployment(options, "cuda")
+    found = {}
+    for name in ("prefill-0", "decode-0", "decode-small-0"):
+        own = _settings(started, name)
+        found[name] = (
+            needs_of(started, name),
+            (own.num_pages, own.gpu_memory_fraction, own.cpu_pages_bytes, own.num_seats),
+            _of_worker(started.config, name).max_step_tokens,
+        )
+
+    assert found == {
+        "prefill-0": ({"GPU": 1.0}, (0, 0.85, 256 * 2**20, 0), 300),
+        "decode-0": (
+            {"GPU": 1.0, "accelerator_type:H100": 0.001},
+            (0, 0.85, 256 * 2**20, 256),
+            2048,
+        ),
+        "decode-small-0": ({"GPU": 1.0, "rack-a": 2.0}, (8, 0.5, 3 * 2**20, 256), 400),
+    }
+
+
+def test_a_pool_for_which_no_host_would_do_is_refused_before_anything_is_placed(monkeypatch):
+    resources = {"CPU": 8.0, "rack-a": 1.0}
+    node = {"NodeID": "n", "NodeManagerAddress": "h", "Alive": True, "Resources": resources}
+    monkeypatch.setattr(launch, "hosts_now", lambda: ([node], {}))
+
+    def start(rack, **more):
+        asked = {"pools.small.role": "decode", "pools.small.resources": {rack: 0.001}, **more}
+        return start_on(monkeypatch, ray_address="auto", **asked)
+
+    with pytest.raises(
+        PlacementError, match=r"no host has room for decode-small-0: .* 0\.001 rack-b"
+    ):
+        start("rack-b")
+    assert start("rack-a") == CONTROLLER_NAME
+    assert start("rack-b", pool_resources=True, device="cpu") == CONTROLLER_NAME, (
+        "it may join later"
+    )
+
+
 def test_marked_hosts_may_join_after_the_start(monkeypatch):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
     options = {"ray_address": "auto", "device": "cuda", "prefill": 1, "decode": 3}
@@ -190,6 +250,8 @@ def placed(monkeypatch):
     monkeypatch.setattr(
         controller_module, "MemberServer", lambda *_, port_range: RouterThatHears([])
     )
+    monkeypatch.setattr(ray.util, "list_named_actors", list)
+    monkeypatch.setattr(controller_module, "hosts_now", lambda: ([], {}))
     return placed
 
 

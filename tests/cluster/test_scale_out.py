@@ -7,8 +7,8 @@ import ray
 
 from cluster import scale_out as module
 from cluster.config_file import load_config
-from cluster.errors import Interrupted
-from cluster.scale_out import drain_worker, scale_cluster
+from cluster.errors import Interrupted, StartError
+from cluster.scale_out import drain_worker, move_worker, scale_cluster
 from cluster.scaling import ScalePlan
 
 FACTS = SimpleNamespace(config=load_config(None, {"model": "/models/tiny"}))
@@ -25,6 +25,7 @@ class Cluster:
         self.facts = self._answering("facts", FACTS)
         self.scale = self._answering("scale", ({name: name for name in starts}, plan))
         self.drain = self._answering("drain", None)
+        self.move = self._answering("move", (starts[0], starts[0]) if starts else None)
         monkeypatch.setattr(module, "ask", lambda call: call)
         monkeypatch.setattr(module, "router_address", lambda: "h:1")
         monkeypatch.setattr(module, "wait_ready", lambda *_: self._reach("wait_ready"))
@@ -82,3 +83,45 @@ def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypat
         drain_worker(cluster, "decode-1", 7.0, said.append)
 
     assert said == [LEAVES]
+
+
+@pytest.mark.parametrize(
+    ("interrupted_at", "goes_on"),
+    [
+        ("facts", "nothing has changed"),
+        ("move", "what has begun goes on; `pagewire status` shows it"),
+        (
+            "gone",
+            "decode-1 goes on to leave, and prefill-2 to start; `pagewire status` shows it",
+        ),
+        (
+            "wait_ready",
+            "decode-1 goes on to leave, and prefill-2 to start; `pagewire status` shows it",
+        ),
+    ],
+)
+def test_an_interrupted_move_goes_on_by_itself(monkeypatch, interrupted_at, goes_on):
+    cluster = Cluster(monkeypatch, interrupted_at=interrupted_at, starts=("prefill-2",))
+
+    with pytest.raises(Interrupted) as interruption:
+        move_worker(cluster, "decode-1", "prefill", 7.0, lambda line: None)
+
+    assert str(interruption.value) == f"stopped by SIGINT before it was done; {goes_on}"
+    assert cluster.killed == []
+
+
+def test_a_successor_that_does_not_start_is_ended_and_told(monkeypatch):
+    def fail(*_):
+        raise StartError("prefill-2 did not start: no memory")
+
+    cluster = Cluster(monkeypatch, interrupted_at=None, starts=("prefill-2",))
+    monkeypatch.setattr(module, "wait_ready", fail)
+    said = []
+
+    with pytest.raises(StartError) as failure:
+        move_worker(cluster, "decode-1", "prefill", 7.0, said.append)
+
+    told = "prefill-2 does not take its place: prefill-2 did not start: no memory"
+    assert str(failure.value) == f"decode-1 has left, and {told}"
+    assert said == [LEAVES, "starting prefill-2 in its place"]
+    assert cluster.killed == ["prefill-2"]

@@ -5,11 +5,16 @@ import pytest
 from cluster.config_file import load_config
 from cluster.deployment import check_same
 from cluster.errors import ConfigError
+from cluster.pool_config import pool_of
 from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,
     check_drain,
+    find_pool,
+    is_worker,
+    plan_move,
     plan_scale,
+    role_of,
     told_counts,
     worker_ids,
 )
@@ -74,6 +79,58 @@ def test_what_would_end_the_service_is_refused_with_what_was_found(wanted, runni
     assert str(refusal.value).startswith(words)
 
 
+SMALL = load_config(None, {"model": "/models/tiny", "pools.small.role": "decode"})
+WITH_SMALL = workers(*worker_ids(1, 2, {"decode-small": 2}))
+
+
+def test_a_further_pool_grows_shrinks_and_ends_while_its_role_has_others():
+    def plan(number):
+        return plan_scale(WITH_SMALL, SMALL, "cpu", {"decode-small": number})
+
+    assert plan(3) == ScalePlan(starts=("decode-small-2",), drains=())
+    assert plan(0) == ScalePlan(starts=(), drains=("decode-small-0", "decode-small-1"))
+    assert plan_scale(WITH_SMALL, SMALL, "cpu", {"decode": 0}).drains == ("decode-0", "decode-1")
+    with pytest.raises(ConfigError, match=r"--pool small is -1; it must be 0 to 1024: "):
+        plan(-1)
+    with pytest.raises(ConfigError, match="cannot be drained: the last decode worker must stay"):
+        plan_scale(WITH_SMALL, SMALL, "cpu", {"decode": 0, "decode-small": 0})
+
+
+def test_the_name_of_a_worker_tells_its_pool_and_its_role():
+    names = worker_ids(1, 1, {"decode-small": 1, "prefill-decode": 1})
+
+    assert [(pool_of(each), role_of(each)) for each in names] == [
+        ("prefill", "prefill"),
+        ("decode", "decode"),
+        ("decode-small", "decode"),
+        ("prefill-decode", "prefill"),
+    ]
+    assert all(map(is_worker, names))
+    assert not any(
+        map(
+            is_worker,
+            ["router-0", "decode", "decode-", "decode-small", "decode-a-b-0", "xdecode-0"],
+        )
+    )
+    assert WITH_SMALL.names == [
+        "prefill-0",
+        "decode-0",
+        "decode-1",
+        "decode-small-0",
+        "decode-small-1",
+    ]
+    assert WITH_SMALL.counts == {"prefill": 1, "decode": 2, "decode-small": 2}
+
+
+def test_pools_are_named_as_in_the_configuration():
+    assert [find_pool(SMALL, each, "--pool") for each in ("prefill", "small")] == [
+        "prefill",
+        "decode-small",
+    ]
+    with pytest.raises(ConfigError, match="--pool is 'smal'; it must be one of prefill, decode, s"):
+        find_pool(SMALL, "smal", "--pool")
+
+
 def test_workers_that_share_gpus_are_not_added():
     shared = load_config(None, {"model": "/models/tiny", "workers_per_gpu": 2})
 
@@ -118,6 +175,82 @@ def test_a_worker_that_is_unknown_or_needed_is_not_drained(worker_id, running, w
     assert str(refusal.value).startswith(words)
 
 
+def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
+    assert plan_move(TWO_AND_TWO, CONFIG, "cpu", "prefill-1", "decode") == "decode-2"
+    assert plan_move(TWO_AND_TWO, CONFIG, "cuda", "decode-0", "prefill") == "prefill-2"
+    assert plan_move(WITH_SMALL, SMALL, "cpu", "decode-small-0", "decode") == "decode-2"
+    assert plan_move(WITH_SMALL, SMALL, "cpu", "decode-1", "decode-small") == "decode-small-2"
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "pool", "running", "words"),
+    [
+        ("decode-7", "prefill", TWO_AND_TWO, "WORKER is 'decode-7'; it must be one of prefill-0, "),
+        (
+            "decode-1",
+            "prefill",
+            workers("prefill-0", "decode-0", leaving=["decode-1"]),
+            "WORKER is 'decode-1', which is to leave; nothing has changed",
+        ),
+        (
+            "decode-1",
+            "decode",
+            TWO_AND_TWO,
+            "--to is 'decode', where decode-1 is already; nothing has changed",
+        ),
+        (
+            "prefill-0",
+            "decode",
+            workers("prefill-0", "decode-0"),
+            "prefill-0 cannot be moved: the last prefill worker must stay; to do without, start "
+            "the cluster anew; add one first with `pagewire scale --prefill 2`",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("prefill-0", "decode-0", leaving=["decode-1"]),
+            "decode-0 cannot be moved: the last decode worker must stay",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("prefill-0", "decode-0", "decode-1", silent=["decode-1"]),
+            "decode-0 cannot be moved now: of the decode workers that would remain, decode-1, ",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("prefill-0", "decode-0", "decode-1", silent=["decode-0"]),
+            "WORKER is 'decode-0', which has not been heard of lately; it can move when it serves",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers("decode-0", "decode-1"),
+            "--to is 'prefill'; the cluster was started without prefill workers",
+        ),
+        (
+            "decode-0",
+            "prefill",
+            workers(*worker_ids(1024, 2)),
+            "--to is 'prefill', which has 1024 workers already, the most",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_move_stays_with_what_was_found(worker_id, pool, running, words):
+    with pytest.raises(ConfigError) as refusal:
+        plan_move(running, CONFIG, "cpu", worker_id, pool)
+
+    assert str(refusal.value).startswith(words)
+
+
+def test_workers_that_share_gpus_do_not_move():
+    shared = load_config(None, {"model": "/models/tiny", "workers_per_gpu": 2})
+
+    with pytest.raises(ConfigError, match=r"workers_per_gpu is 2; to move workers it must be 1"):
+        plan_move(TWO_AND_TWO, shared, "cuda", "decode-1", "prefill")
+
+
 def config(**options):
     return load_config(None, {"model": "/models/tiny", **options})
 
@@ -141,6 +274,35 @@ def test_each_option_that_differs_from_the_running_clusters_is_named_with_both_v
         "decode is 2; the running cluster has 6; `pagewire scale --decode 2` changes that",
         "page_size is 32; the running cluster has 64; `pagewire down` ends it",
         "router.dead_after_s is 20.0; the running cluster has 15.0; `pagewire down` ends it",
+    ]
+
+
+def test_pools_that_differ_from_the_running_clusters_are_named_too():
+    running = config(**{"pools.small.role": "decode", "pools.small.num_pages": 8})
+    counts = {"prefill": 1, "decode": 1, "decode-small": 2}
+    same = {"pools.small.role": "decode", "pools.small.num_pages": 8}
+
+    check_same(running, counts, config(**same))
+    check_same(running, counts, config(**same, **{"pools.small.workers": 2}))
+    with pytest.raises(ConfigError) as refusal:
+        check_same(
+            running,
+            counts,
+            config(
+                **{
+                    "pools.small.role": "decode",
+                    "pools.small.workers": 3,
+                    "pools.early.role": "prefill",
+                }
+            ),
+        )
+
+    assert sorted(str(refusal.value).splitlines()) == [
+        "pools.early.role is prefill; the running cluster has ''; `pagewire down` ends it",
+        "pools.early.workers is 1; the running cluster has None; `pagewire down` ends it",
+        "pools.small.num_pages is None; the running cluster has 8; `pagewire down` ends it",
+        "pools.small.workers is 3; the running cluster has 2; `pagewire scale --pool small=3` "
+        "changes that",
     ]
 
 

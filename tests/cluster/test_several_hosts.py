@@ -5,6 +5,7 @@ Hosts have addresses, processes and files of their own, and fail by themselves (
 
 import re
 import shutil
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -68,10 +69,8 @@ def test_pages_move_between_hosts_and_the_tokens_are_those_of_one_process(cluste
     for host in cluster.worker_hosts:
         there = {name.partition("-")[0] for name, at in hosts_of.items() if at == host.address}
         assert there == {"prefill", "decode"}
-    oracle = GreedyOracle(demo_model_dir())
-    for spec, record in zip(specs, records, strict=True):
-        prompt = token_ids(spec.prompt, cluster.vocab_size)
-        assert list(record.token_ids) == oracle.tokens(prompt, spec.max_tokens), record.error
+    assert_tokens(cluster, specs, records)
+    for record in records:
         assert record.usage.pages_moved == 7
         assert record.usage.decode_computed_tokens == 0
 
@@ -100,17 +99,24 @@ def test_a_wall_clock_that_jumps_costs_no_token_and_no_worker(cluster, clients, 
     assert {each["worker_id"]: each["incarnation"] for each in cluster.workers()} == before
 
 
+def assert_tokens(cluster, specs, records):
+    oracle = GreedyOracle(demo_model_dir())
+    for spec, record in zip(specs, records, strict=True):
+        prompt = token_ids(spec.prompt, cluster.vocab_size)
+        assert list(record.token_ids) == oracle.tokens(prompt, spec.max_tokens), record.error
+
+
 def under_load(cluster, clients, seeds, work):
-    """Run something while requests come; returns their records, and what it returned."""
+    """Run something while requests come; returns specs, records, and what it returned."""
     specs = [
-        replace(each, offset_s=index / RATE)
+        replace(each, offset_s=index / RATE, keeps_tokens=True)
         for index, each in enumerate(wave(seeds, RATE * LOAD_S, unique=24, shared=32, max_tokens=8))
     ]
     clients.begin(cluster.addresses, cluster.vocab_size, specs, TIMEOUT_S)
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(work)
         records = clients.finish()
-        return records, done.result(timeout=TIMEOUT_S)
+        return specs, records, done.result(timeout=TIMEOUT_S)
 
 
 def on_head(cluster, *arguments):
@@ -128,7 +134,7 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds
         ]
         return before, told
 
-    records, (before, told) = under_load(cluster, clients, seeds, work)
+    _, records, (before, told) = under_load(cluster, clients, seeds, work)
 
     assert [each.error for each in records if each.error] == []
     assert sum(each.usage.pages_moved for each in records) > 0
@@ -144,3 +150,30 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds
         if each["state"] == "ready"
     }
     assert {name for name, start in after.items() if start in before} == {"prefill-1"}
+
+
+def test_a_worker_moves_to_the_other_pool_and_back_under_load_without_a_failed_request(
+    cluster, clients, seeds
+):
+    def places():
+        """Return where the workers are, and how many are of each pool."""
+        ready = [each for each in cluster.workers() if each["state"] == "ready"]
+        hosts = sorted(each["address"].rpartition(":")[0] for each in ready)
+        return hosts, Counter(each["pool"] for each in ready)
+
+    def work():
+        there = on_head(cluster, "move", "prefill-1", "--to", "decode")
+        moved = places()
+        return there, moved, on_head(cluster, "move", "decode-2", "--to", "prefill")
+
+    before = places()
+    specs, records, (there, moved, back) = under_load(cluster, clients, seeds, work)
+
+    assert [each.error for each in records if each.error] == []
+    assert sum(each.usage.pages_moved for each in records) > 0
+    assert sum(each.usage.decode_computed_tokens for each in records) == 0
+    assert_tokens(cluster, specs, records)
+    assert there.splitlines()[-1] == "the cluster has 1 prefill and 3 decode workers"
+    assert moved == (before[0], {"prefill": 1, "decode": 3}), "in the place of the one that left"
+    assert back.splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
+    assert places() == before

@@ -31,6 +31,7 @@ CRDS = Path(__file__).with_name("crds")
 KUBERNETES = ("1.30", "1.37")  # oldest and newest that the manifests are checked against
 NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
 GPU = "nvidia.com/gpu"
+API_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 POOLS = ("prefill", "decode")
 GCS_PORT = 6379
 STOP_SPARE_S = 10.0  # for Python to start, and Ray to end
@@ -388,6 +389,45 @@ def pools(overlay: Overlay, folder: Path) -> Iterator[str]:
             yield f"{each.where}: it tolerates no node with GPUs"
     if is_gpu and not (config.network_interface or config.nccl_interface):
         yield "network_interface must say which interface NCCL uses"
+
+
+def autoscaling(overlay: Overlay, _: Path) -> Iterator[str]:
+    """Ray's autoscaler, which KubeRay adds to the head, can work and has no more than it needs."""
+    cluster = overlay.cluster["spec"]
+    if not cluster.get("enableInTreeAutoscaling"):
+        return
+    options = cluster["autoscalerOptions"]
+    if options.get("securityContext") != SECURED:
+        yield f"autoscaler: its securityContext must be {SECURED}"
+    for kind in ("requests", "limits"):
+        if missing := {"cpu", "memory"} - options.get("resources", {}).get(kind, {}).keys():
+            yield f"autoscaler: {kind} lack {sorted(missing)}"
+    up = overlay.container("up")
+    environment = {each["name"]: each for each in up["env"]}
+    for name in ("HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        if environment[name] not in options["env"]:
+            yield f"autoscaler: {name} must be that of up"
+    tokens = {
+        each["name"]
+        for each in overlay.head.spec["volumes"]
+        if any("serviceAccountToken" in one for one in each.get("projected", {}).get("sources", []))
+    }
+    mounts = {each["mountPath"]: each for each in options["volumeMounts"]}
+    if mounts.get(API_TOKEN, {}).get("name") not in tokens:
+        yield f"autoscaler: no token of the API server is at {API_TOKEN}"
+    # Otherwise KubeRay has the folder of Ray's sockets in a volume that up does not see.
+    [temporary] = [each["name"] for each in up["volumeMounts"] if each["mountPath"] == "/tmp"]
+    shared = {"name": temporary, "mountPath": "/tmp/ray", "subPath": "ray"}
+    ray = overlay.head.spec["containers"][0]
+    for name, found in (("ray-head", ray["volumeMounts"]), ("autoscaler", options["volumeMounts"])):
+        if shared not in found:
+            yield f"{name}: /tmp/ray must be that of up: {shared}"
+    for one in overlay.head.containers:
+        if tokens & {each["name"] for each in one["volumeMounts"]}:
+            yield f"{one['name']}: has the token of the API server"
+    for each in overlay.groups:
+        if each.group["maxReplicas"] == each.group["minReplicas"]:
+            yield f"{each.where}: its bounds leave the autoscaler nothing to do"
 
 
 def _asked_for(config: ClusterConfig, pool: str) -> dict[str, Any]:
@@ -753,6 +793,7 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
         ),
         ("head-to-redis", "egress", "pod app.kubernetes.io/name=pagewire-redis", "TCP:redis"),
         ("fetch-model", "egress", "0.0.0.0/0", "TCP:443"),
+        ("autoscaler", "egress", "0.0.0.0/0", "TCP:443,TCP:6443"),
     }
     return flows | {each for each in optional if each[0] in policies}
 
@@ -766,6 +807,7 @@ CHECKS = (
     commands_exist,
     versions,
     pools,
+    autoscaling,
     security,
     limits,
     probes,

@@ -7,6 +7,7 @@ import copy
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import uuid
@@ -69,10 +70,24 @@ DIFFERENCES = {
 }
 
 
+AUTOSCALED = """\
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources:
+  - ../production
+components:
+  - ../../components/autoscaling
+"""
+
+
 @pytest.fixture(scope="module")
-def rendered():
-    """Overlays by name, and the base."""
+def rendered(tmp_path_factory):
+    """Overlays by name, and the base; `autoscaled` is production with the component."""
     folders = {name: KUBERNETES / "overlays" / name for name in OVERLAYS}
+    copied = shutil.copytree(KUBERNETES, tmp_path_factory.mktemp("kubernetes") / "copy")
+    folders["autoscaled"] = copied / "overlays" / "autoscaled"
+    folders["autoscaled"].mkdir()
+    (folders["autoscaled"] / "kustomization.yaml").write_text(AUTOSCALED)
     return {
         name: checks.load(kustomize(folder))
         for name, folder in {**folders, "base": KUBERNETES / "base"}.items()
@@ -84,7 +99,7 @@ def test_all_overlays_are_checked():
 
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", [*OVERLAYS, "autoscaled"])
 def test_an_overlay_has_no_fault(rendered, name, check, tmp_path):
     assert list(check(rendered[name], tmp_path)) == []
 
@@ -177,7 +192,23 @@ def clients(overlay):
     return spec(overlay, "NetworkPolicy", "clients")
 
 
+def autoscaler(overlay):
+    return overlay.cluster["spec"]["autoscalerOptions"]
+
+
 FAULTS = [
+    ("autoscaling", take(autoscaler, "securityContext"), "its securityContext must be"),
+    ("autoscaling", take(autoscaler, "resources", "limits", "memory"), "limits lack ['memory']"),
+    ("autoscaling", take(autoscaler, "env", 2), "RAY_AUTH_TOKEN must be that of up"),
+    ("autoscaling", take(autoscaler, "volumeMounts", 2), "no token of the API server is at"),
+    ("autoscaling", take(autoscaler, "volumeMounts", 1), "autoscaler: /tmp/ray must be that of up"),
+    ("autoscaling", take(head, "volumeMounts", -1), "ray-head: /tmp/ray must be that of up"),
+    ("autoscaling", put(group, 8, "minReplicas"), "its bounds leave the autoscaler nothing to do"),
+    (
+        "autoscaling",
+        put(lambda overlay: head(overlay)["volumeMounts"][0], "api-server", "name"),
+        "ray-head: has the token of the API server",
+    ),
     ("schemas", put(group, "2", "replicas"), "replicas: '2' is not of type 'integer'"),
     ("schemas", put(head, [], "livenesProbe"), "'livenesProbe' was unexpected"),
     ("schemas", put(lambda o: o.of("Service")["pagewire-grpc"], 1, "spek"), "'spek' was unex"),
@@ -379,7 +410,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("check", "plant", "told"), FAULTS, ids=[f"{c}-{t}" for c, _, t in FAULTS])
 def test_a_planted_fault_is_found(rendered, check, plant, told, tmp_path):
-    overlay = checks.Overlay(copy.deepcopy(rendered["production"].objects))
+    name = "autoscaled" if check == "autoscaling" else "production"
+    overlay = checks.Overlay(copy.deepcopy(rendered[name].objects))
     plant(overlay)
 
     found = list(getattr(checks, check)(overlay, tmp_path))

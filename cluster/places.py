@@ -1,0 +1,150 @@
+"""What workers take of which of Ray's hosts, and which hosts new ones get."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from cluster.assignment import Room, Wish, assign
+from cluster.errors import PlacementError
+from cluster.scaling import role_of
+
+Node = Mapping[str, Any]  # as ray.nodes() describes it
+Amounts = Mapping[str, float]  # resource |-> amount
+
+# Less of a resource marks hosts of a kind, and limits nothing: then Ray spreads workers.
+LEAST_ROOM = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What a worker takes of a host."""
+
+    node_id: str = ""  # empty: wherever Ray finds room
+    resources: Amounts = field(default_factory=dict)  # of Ray
+
+
+def choose_places(
+    needs: Mapping[str, Amounts],
+    taken: Mapping[str, Place],
+    nodes: Sequence[Node],
+    available: Mapping[str, Amounts],
+) -> dict[str, Place]:
+    """Return the place of each new worker, without a host where none has room.
+
+    Args:
+        needs: Of the new workers, by name.
+        taken: Places of the workers that there are, also of those that still wait for theirs.
+        nodes: Of Ray.
+        available: What Ray has not given away on each, by node_id.
+    """
+    limited = {name: each for name, each in needs.items() if _is_limited(each)}
+    node_of = assign(_rooms(taken, nodes, available), _wishes(limited)) if limited else {}
+    return {
+        name: Place(node_id=node_of.get(name, ""), resources=each) for name, each in needs.items()
+    }
+
+
+def check_room(places: Mapping[str, Place]) -> None:
+    """Refuse new workers for which no host has room.
+
+    Raises:
+        PlacementError: Says who has none, what they need, and what to do.
+    """
+    homeless = [name for name, each in places.items() if not each.node_id]
+    _refuse({n: places[n].resources for n in homeless if _is_limited(places[n].resources)})
+
+
+def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
+    """Refuse a pool for whose workers the hosts would not do even if they were empty.
+
+    Args:
+        needs: Of its workers, by name.
+        nodes: Of Ray.
+
+    Raises:
+        PlacementError: Says who has no host, what they need, and what to do.
+    """
+    all_free = {each["NodeID"]: each["Resources"] for each in nodes}
+    needs = {name: each for name, each in needs.items() if each}
+    found = assign(_rooms({}, nodes, all_free), _wishes(needs))
+    _refuse({name: each for name, each in needs.items() if name not in found})
+
+
+def check_move(worker_id: str, place: Place, needs: Amounts, nodes: Sequence[Node]) -> None:
+    """Refuse to put a worker of another pool in the place of one whose host it cannot use.
+
+    Args:
+        worker_id: Who has the place.
+        place: That of it.
+        needs: What workers of the other pool take of a host beside GPUs.
+        nodes: Of Ray.
+
+    Raises:
+        PlacementError: Names the host, and what it lacks.
+    """
+    host = next((each for each in nodes if each["NodeID"] == place.node_id), None)
+    if host is None:
+        raise PlacementError(f"the host of {worker_id} is gone; nothing has changed")
+    if lacking := [name for name in needs if name not in host["Resources"]]:
+        where = f"{host['NodeManagerHostname']} ({host['NodeManagerAddress']})"
+        raise PlacementError(
+            f"{worker_id} is on {where}, which does not have {', '.join(lacking)}, as workers of "
+            "the other pool must; nothing has changed"
+        )
+
+
+def _refuse(homeless: Mapping[str, Amounts]) -> None:
+    if homeless:
+        needed = " or ".join(dict.fromkeys(map(told_amounts, homeless.values())))
+        raise PlacementError(
+            f"no host has room for {', '.join(homeless)}: each needs {needed}; add hosts to the "
+            "Ray cluster, or ask for fewer"
+        )
+
+
+def told_amounts(amounts: Amounts) -> str:
+    """Return amounts as people read them: 1 GPU and 1 pagewire-decode."""
+    return " and ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items()))
+
+
+def _is_limited(amounts: Amounts) -> bool:
+    return max(amounts.values(), default=0.0) >= LEAST_ROOM
+
+
+def _rooms(
+    taken: Mapping[str, Place], nodes: Sequence[Node], available: Mapping[str, Amounts]
+) -> list[Room]:
+    living = [each for each in nodes if each["Alive"]]
+    rooms = []
+    for node in sorted(living, key=lambda each: (each["NodeManagerAddress"], each["NodeID"])):
+        node_id = node["NodeID"]
+        there = {name: each for name, each in taken.items() if each.node_id == node_id}
+        free = {}
+        for name, total in node["Resources"].items():
+            # A worker that waits for its place has not taken it yet, and others of this Ray may
+            # have taken what no worker has.
+            promised = sum(each.resources.get(name, 0.0) for each in there.values())
+            free[name] = min(available.get(node_id, {}).get(name, 0.0), total - promised)
+        num_prefill = sum(role_of(name) == "prefill" for name in there)
+        room = Room(
+            node_id=node_id,
+            free=free,
+            num_prefill=num_prefill,
+            num_decode=len(there) - num_prefill,
+        )
+        rooms.append(room)
+    return rooms
+
+
+def _wishes(needs: Mapping[str, Amounts]) -> list[Wish]:
+    """Put workers together that are alike."""
+
+    def kind(name: str) -> tuple[Any, ...]:
+        return role_of(name), sorted(needs[name].items())
+
+    return [
+        Wish(role=role_of(alike[0]), needs=needs[alike[0]], worker_ids=alike)
+        for _, group in groupby(sorted(needs, key=kind), key=kind)
+        for alike in [list(group)]
+    ]

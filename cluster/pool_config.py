@@ -1,0 +1,159 @@
+"""Options of one pool: the workers of a role that are alike.
+
+There are the pools `prefill` and `decode`, and any number that the section `pools` names, each of
+one of these roles. The workers of a pool by the name `small` are decode-small-0, decode-small-1 ...
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from options.option import OptionName, WrongOption, check_options, option
+
+# And the names of their first pools.
+ROLES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+SECTION = "pools"
+NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+ACCEPTED_NAME = "a lower-case letter, then at most 31 lower-case letters, digits and underscores"
+MOST_WORKERS = 1024  # of a pool
+_RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
+
+
+def _are_resources(resources: Any) -> bool:
+    """Tell whether Ray takes these amounts, and a worker may ask for them."""
+    return resources is None or (
+        isinstance(resources, Mapping)
+        and all(isinstance(name, str) and name and name not in _RAYS_OWN for name in resources)
+        and all(
+            type(each) in (int, float) and 0.0001 <= each <= 1e6 and (each < 1 or each == int(each))
+            for each in resources.values()
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolConfig:
+    """What the workers of a pool need, and what differs from the other pools."""
+
+    role: str = option(
+        "",
+        "What its workers do, prefill or decode. Not of the pools prefill and decode.",
+        accepts=lambda role: role in ("", *ROLES),
+        accepted="prefill or decode",
+    )
+    workers: int | None = option(
+        None,
+        "Number of its workers at the start. Not of the pools prefill and decode, which have "
+        "options of these names.",
+        at_least=1,
+        at_most=MOST_WORKERS,
+    )
+    accelerator_type: str = option(
+        "",
+        "Kind of the GPUs that its workers run on, as Ray calls it: H100, A100, L4.",
+        accepts=lambda kind: isinstance(kind, str) and bool(re.fullmatch(r"[\w.-]*", kind)),
+        accepted="the name that Ray has for a kind of GPU, as in H100",
+    )
+    resources: Mapping[str, float] | None = option(
+        None,
+        "Custom resources of Ray that each of its workers takes of a host, and the amount of each. "
+        "Less than 0.01 only marks the hosts that will do.",
+        accepts=_are_resources,
+        accepted="a mapping of custom resources of Ray, which CPU, GPU and memory are not, to "
+        "amounts, 0.0001 or more and whole from 1 on, as in rack-a: 0.001",
+    )
+    num_pages: int | None = option(
+        None, "Pages of each of its workers, instead of num_pages.", at_least=0
+    )
+    gpu_memory_fraction: float | None = option(
+        None, "Of its workers, instead of gpu_memory_fraction.", above=0, at_most=1
+    )
+    cpu_pages_mib: int | None = option(
+        None, "Of its workers, instead of cpu_pages_mib.", at_least=1
+    )
+    max_step_tokens: int | None = option(
+        None, "Of its workers, instead of that of prefill_worker or decode_worker.", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """What each worker takes of a host beside its GPU, by resource of Ray."""
+        kind = {f"accelerator_type:{self.accelerator_type}": 0.001} if self.accelerator_type else {}
+        return {**kind, **{name: float(each) for name, each in (self.resources or {}).items()}}
+
+
+def pool_of(worker_id: str) -> str:
+    """Return the key of the pool of a worker, by its name alone; see pool_key."""
+    return worker_id.rpartition("-")[0]
+
+
+def pool_key(name: str, pool: PoolConfig) -> str:
+    """Return how the names of a pool's workers begin: "decode" or "decode-small"."""
+    return name if name in ROLES else f"{pool.role}-{name}"
+
+
+def pool_problems(
+    pools: Mapping[str, PoolConfig],
+    *,
+    num_prefill: int,
+    ray_address: str,
+    device: str,
+    workers_per_gpu: int,
+    max_running_sequences: int,
+) -> Iterator[WrongOption]:
+    """Yield what is wrong with the pools of a configuration, beside single values."""
+    for name, pool in pools.items():
+
+        def own(option: str, name: str = name) -> OptionName:
+            return OptionName(f"{SECTION}.{name}.{option}")
+
+        if not NAME.fullmatch(name):
+            yield WrongOption(
+                "{} is of a pool by the name {!r}; it must be {}", own("role"), name, ACCEPTED_NAME
+            )
+            continue
+        if name in ROLES:
+            for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):
+                if value := getattr(pool, option_name):
+                    told = "{} is {!r}; it must be absent, because {} says it"
+                    yield WrongOption(told, own(option_name), value, remedy)
+        elif not pool.role:
+            yield WrongOption("{} is missing; it must be prefill or decode", own("role"))
+        elif workers_per_gpu > 1:
+            yield WrongOption(
+                "{} is {!r}; with {} above 1 there must be no further pools",
+                own("role"),
+                pool.role,
+                OptionName("workers_per_gpu"),
+            )
+        elif pool.role == "prefill" and num_prefill == 0:
+            yield WrongOption(
+                "{} is 'prefill'; it must be decode with {} 0, which means that there are no "
+                "prefill workers",
+                own("role"),
+                OptionName("prefill"),
+            )
+        is_decode = "decode" in (name, pool.role)
+        if is_decode and pool.max_step_tokens and pool.max_step_tokens <= max_running_sequences:
+            yield WrongOption(
+                "{} is {!r}; it must exceed {}, which is {!r}",
+                own("max_step_tokens"),
+                pool.max_step_tokens,
+                OptionName("decode_worker.max_running_sequences"),
+                max_running_sequences,
+            )
+        for option_name in ("accelerator_type", "resources"):
+            if not ray_address and (value := getattr(pool, option_name)):
+                told = "{} is {!r}; it must be absent without {}, because all workers are on one "
+                yield WrongOption(told + "host", own(option_name), value, OptionName("ray_address"))
+        if pool.accelerator_type and device == "cpu":
+            yield WrongOption(
+                "{} is {!r}; it must be absent with {} cpu",
+                own("accelerator_type"),
+                pool.accelerator_type,
+                OptionName("device"),
+            )
