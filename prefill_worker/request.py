@@ -9,6 +9,7 @@ Its finished pages are handed to the transfer chunk by chunk, in COMPUTING and a
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grammars.bits import TokenBits
@@ -29,7 +30,7 @@ class Prompt:
     """One attempt's work. Owned by the scheduler from submission to its end."""
 
     request_id: str  # for logs
-    tokens: tuple[int, ...]  # the prompt, after a resumption also emitted ones
+    tokens: Sequence[int]  # the prompt, after a resumption also emitted ones
     prompt_len: int  # how many of them are the prompt; the rest is output
     params: SamplingParams
     choices: tuple[int, ...]  # whose next token to draw
