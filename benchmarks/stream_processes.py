@@ -1,7 +1,7 @@
-"""A worker without a model, a router and a gateway, each in a process of its own, to be measured.
+"""Workers without a model, a router and a gateway, each in a process of its own, to be measured.
 
-The worker's sessions are those of a decode worker; its engine draws one token of each request every
-step.
+The StepWorker has only a decode worker's sessions, and draws one token of each request every step.
+The other one is a whole decode worker around an engine that computes nothing.
 """
 
 import asyncio
@@ -28,7 +28,9 @@ from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
 from observability.serving_process import settle_process
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
-from worker.identity import WorkerIdentity
+from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
+from protos.call_guard import CallGuard
+from worker.identity import ModelInfo, WorkerIdentity
 
 HOST = "127.0.0.1"
 MODEL = inference_pb2.Model(
@@ -38,6 +40,14 @@ FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 26  # of the demo model's tokenizer, whole 
 TOKENS = tuple(SampledToken(token_id=FIRST_TOKEN_ID + i) for i in range(NUM_TOKEN_IDS))
 MAX_OUTBOX_TOKENS = 10_000_000
 START_TIMEOUT_S = 60.0
+BURST_MODEL = ModelInfo(
+    name="none",
+    fingerprint="none",
+    vocab_size=512,
+    max_context_tokens=4096,
+    eos_token_ids=(),
+)
+BURST_PAGE_SIZE, BURST_PAGES = 64, 16_384
 HEARTBEAT_S = 0.5
 
 Measured = SpawnProcess | psutil.Process
@@ -163,6 +173,51 @@ def run_worker(ports: Ports, steps: Steps) -> None:
     _serve(start, ports)
 
 
+def run_decode_worker(ports: Ports, step_s: float) -> None:
+    """Run a decode worker whose steps take `step_s` seconds and compute nothing."""
+    from benchmarks.empty_engine import EmptyEngine
+    from credentials.cluster import ClusterCredentials
+    from credentials.secret import ClusterSecret
+    from decode_worker.config import DecodeConfig
+    from decode_worker.worker import make_decode_worker
+    from kv_cache.layout import KVLayout
+    from worker.executor import ThreadExecutor
+
+    layout = KVLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        page_size=BURST_PAGE_SIZE,
+        head_dim=1,
+        dtype="float32",
+        model_fingerprint=BURST_MODEL.fingerprint,
+    )
+
+    async def start() -> tuple[int, object]:
+        identity = WorkerIdentity(worker_id="decode-0", incarnation=1, address="none")
+        keys = ClusterSecret(secrets.token_bytes(32)).keys_of("decode", identity.worker_id)
+        server = grpc.aio.server(
+            options=WORKER_SERVER_OPTIONS, interceptors=[CallGuard(max_calls=1000)]
+        )
+        worker = make_decode_worker(
+            config=DecodeConfig(),
+            identity=identity,
+            model=BURST_MODEL,
+            executor=ThreadExecutor(
+                EmptyEngine(layout, num_pages=BURST_PAGES, step_s=step_s, token=TOKENS[0])
+            ),
+            credentials=ClusterCredentials(keys, identity.incarnation),
+            transports=(),
+            connect_channel=grpc.aio.insecure_channel,
+            random_id=lambda: secrets.token_bytes(16),
+        )
+        worker.register(server)
+        port = await _listen(server)
+        await worker.start()
+        return port, (server, worker)
+
+    _serve(start, ports)
+
+
 def run_router(
     ports: Ports, worker_port: int, model_dir: Path, options: dict[str, Any] | None = None
 ) -> None:
@@ -225,6 +280,12 @@ def cpu_s(process: Measured) -> float:
     """Return the CPU time that a process has used, all threads together."""
     times = psutil.Process(process.pid).cpu_times()
     return float(times.user + times.system)
+
+
+def cpu_clock(process: SpawnProcess) -> int:
+    """Return the clock of what a process uses, as time.clock_gettime takes it: nanoseconds."""
+    assert process.pid is not None, "it runs"
+    return ~process.pid << 3 | 2  # as Linux numbers the clocks of processes
 
 
 async def _listen(server: grpc.aio.Server) -> int:

@@ -1,5 +1,7 @@
 """Whether a submitted request can be served here at all, before it costs anything."""
 
+from collections.abc import Sequence
+
 from decode_worker.config import DecodeConfig
 from decode_worker.errors import InvalidRequest
 from decode_worker.request import Request
@@ -51,7 +53,7 @@ def check_request(
         raise Overloaded(f"{num_waiting} of {config.max_waiting_requests} places to wait are taken")
 
 
-def _check_tokens(field: str, token_ids: tuple[int, ...], model: ModelInfo) -> None:
+def _check_tokens(field: str, token_ids: Sequence[int], model: ModelInfo) -> None:
     try:
         model.check_tokens(field, token_ids)
     except ValueError as error:

@@ -16,7 +16,8 @@ long: a choice that ended meanwhile is skipped by later steps and gives them bac
 """
 
 import enum
-from collections.abc import Container, Sequence
+from array import array
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,9 +55,9 @@ class Request:
 
     request_id: str
     attempt: int
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]  # an array, which costs little however long it is
     params: SamplingParams
-    emitted: dict[int, tuple[int, ...]]  # choice index |-> tokens delivered before this attempt
+    emitted: Mapping[int, Sequence[int]]  # choice index |-> tokens delivered before this attempt
     salt: bytes = b""
     candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first
     timeout_s: float | None = None
@@ -126,9 +127,11 @@ class Choice:
         num_needed = num_pages_for(self.num_tokens + self.num_unread, page_size)
         return max(num_needed - len(self.pages.page_ids), 0)
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> "array[int]":
         """Return prompt and output."""
-        return [*self.request.prompt, *self.output]
+        tokens = array("I", self.request.prompt)
+        tokens.extend(self.output)
+        return tokens
 
 
 class GroupState(enum.Enum):
@@ -145,7 +148,7 @@ class PrefillGroup:
     """Choices of one request whose tokens are equal, so that one prefill serves all of them."""
 
     choices: list[Choice]
-    tokens: list[int]  # of each choice: prompt and output
+    tokens: Sequence[int]  # of each choice: prompt and output
     state: GroupState = GroupState.WAITING
     pages: SequencePages | None = None  # in all states but WAITING
     num_computed: int = 0  # COMPUTING: tokens whose K and V are in the pages
@@ -184,7 +187,7 @@ class PrefillGroup:
         return next(iter(trusted or left), None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class TokenDelta:
     """New tokens of one choice, for the router."""
 

@@ -118,6 +118,11 @@ class Scheduler:
         waiting = sum(len(group.tokens) for group in (*self._waiting, *self._parked))
         return waiting + sum(len(group.tokens) - group.num_computed for group in self._computing)
 
+    @property
+    def has_full_step(self) -> bool:
+        """Whether as many groups wait as one step looks at."""
+        return len(self._waiting) >= ADMISSION_WINDOW
+
     def submit(self, request: Request) -> None:
         """Take a request that `admission.check_request` accepts."""
         request.arrival = next(self._arrivals)
@@ -497,11 +502,12 @@ class Scheduler:
         """Give pages to waiting groups; return those that a prefill worker shall fill."""
         receives: list[PrefillGroup] = []
         self._is_admission_due = False
+        num_before = self._num_active()
         for _ in range(ADMISSION_WINDOW):
             if not self._waiting:
                 return receives
             group = self._waiting[0]
-            num_active = self._num_active() + len(group.choices)
+            num_active = num_before + len(group.choices)
             if num_active > self._config.max_running_sequences:
                 return receives
             match = self._cache.match(group.tokens, group.request.salt)
@@ -518,12 +524,13 @@ class Scheduler:
                 num_pages_for(len(group.tokens), self._page_size) - match.num_ready_pages
             )
             # Each active sequence needs a page before long: to admit without would mean to preempt.
-            headroom = 0 if num_active == len(group.choices) else num_active
+            headroom = num_active if num_before else 0
             if not self._has_pages(num_new_pages + headroom) or not self._reserve(
                 group, is_local=is_local, headroom=headroom
             ):
                 return receives  # younger ones must not take the pages that this one waits for
             self._waiting.pop(0)
+            num_before = num_active
             if is_local:
                 bisect.insort(self._computing, group, key=lambda each: each.age)
             else:

@@ -14,7 +14,7 @@ from kv_transfer.wire import sender_message_from_proto, ticket_to_proto, transfe
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
-from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos.token_ids import pack_token_ids, token_array
 from worker.identity import WorkerIdentity
 from worker.wire import (
     logprobs_to_proto,
@@ -48,15 +48,13 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
     Raises:
         ValueError: If token ids are cut off or a choice comes twice.
     """
-    emitted = {
-        each.choice: tuple(unpack_token_ids(each.emitted_token_ids)) for each in message.choices
-    }
+    emitted = {each.choice: token_array(each.emitted_token_ids) for each in message.choices}
     if len(emitted) != len(message.choices):
         raise ValueError("choices names a choice twice")
     return Request(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt=tuple(unpack_token_ids(message.prompt_token_ids)),
+        prompt=token_array(message.prompt_token_ids),
         params=sampling_from_proto(message.sampling),
         emitted=emitted,
         salt=message.cache_salt,

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from pagewire.protos.token_ids import pack_token_ids
+
 HASH_BYTES = 16
 
 
@@ -29,7 +31,7 @@ def page_hashes(
         salt: Separates tenants: equal tokens under different salts have different hashes.
         key: Secret of the cluster, at most 64 bytes; without it hashes can be computed by anyone.
     """
-    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    packed = pack_token_ids(token_ids)
     return packed_page_hashes(packed, page_size, fingerprint=fingerprint, salt=salt, key=key)
 
 
@@ -47,8 +49,7 @@ def packed_page_hashes(
 
 def split_pages(token_ids: Sequence[int], page_size: int) -> list[bytes]:
     """Return the tokens of each full page, packed little-endian uint32."""
-    num_tokens = len(token_ids) // page_size * page_size
-    return _split_packed(struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens]), page_size)
+    return _split_packed(pack_token_ids(token_ids), page_size)
 
 
 def root_hash(fingerprint: str, salt: bytes, key: bytes) -> bytes:

@@ -311,11 +311,13 @@ class PrefixCache:
 
     def _acquire(self, shared: Sequence[int], num_new: int, *, incoming: bool = False) -> list[int]:
         """Reference `shared` and allocate `num_new` pages, evicting where needed."""
-        available = self.pool.num_available - sum(map(self._is_evictable, shared))
-        if num_new > available:
-            raise OutOfPages(num_new, available)
+        num_evicted = num_new - self.pool.num_free
+        if num_evicted > 0:
+            available = self.pool.num_available - sum(map(self._is_evictable, shared))
+            if num_new > available:
+                raise OutOfPages(num_new, available)
         self.pool.reference(shared)
-        for page in self.tree.evict(num_new - self.pool.num_free, self._is_evictable):
+        for page in self.tree.evict(num_evicted, self._is_evictable):
             self.pool.leave_tree(page.page_id)
             self._events.append(Removed(page.page_hash))
         return self.pool.allocate(num_new, incoming=incoming)

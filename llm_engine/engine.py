@@ -142,7 +142,8 @@ class Engine:
         assert not sources & targets, "a page is copied that is overwritten"
         for started in step.started:
             self._check_pages(started.page_ids)
-            self._check_tokens([*started.prompt_token_ids, *started.output_token_ids])
+            self._check_tokens(started.prompt_token_ids)
+            self._check_tokens(started.output_token_ids)
         for extended in step.extended:
             self._check_pages(extended.page_ids)
         for each in step.slices:
@@ -153,8 +154,9 @@ class Engine:
             assert all(draw.position == end for draw in each.draws), "a draw is elsewhere"
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        assert min(token_ids) >= 0, "token id below 0"
-        assert max(token_ids) < self._config.vocab_size, "token id outside the vocabulary"
+        ids = np.asarray(token_ids)
+        assert ids.min(initial=0) >= 0, "token id below 0"
+        assert ids.max(initial=0) < self._config.vocab_size, "token id outside the vocabulary"
 
     def _check_pages(self, page_ids: Sequence[int]) -> None:
         assert min(page_ids) >= 0, "page id below 0"

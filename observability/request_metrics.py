@@ -5,6 +5,7 @@ Names end as vLLM's do where they mean the same; docs/metrics.md lists all of th
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -29,6 +30,24 @@ SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,
 SECONDS_IN_QUEUE = (0.001, 0.01, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000)
 TOKENS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 BY_MODEL = ("model_name",)
+
+
+MetricT = TypeVar("MetricT", Counter, Histogram)
+
+
+class ByLabels(Generic[MetricT]):
+    """A metric's series, remembered: the library looks each up under a lock, in text form."""
+
+    def __init__(self, metric: MetricT) -> None:
+        self._metric: MetricT = metric
+        self._series: dict[tuple[str, ...], MetricT] = {}  # by the values of the labels
+
+    def labels(self, *values: str) -> MetricT:
+        """Return the series of these values."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = self._metric.labels(*values)
+        return series
 
 
 class RequestMetrics:
@@ -123,12 +142,18 @@ class RequestMetrics:
         """Return the text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, meaning: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"pagewire_{name}", meaning, BY_MODEL + labels, registry=self.registry)
+    def _counter(self, name: str, meaning: str, labels: tuple[str, ...] = ()) -> ByLabels[Counter]:
+        return ByLabels(
+            Counter(f"pagewire_{name}", meaning, BY_MODEL + labels, registry=self.registry)
+        )
 
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"pagewire_{name}", meaning, BY_MODEL, registry=self.registry, buckets=buckets
+    def _histogram(
+        self, name: str, meaning: str, buckets: tuple[float, ...]
+    ) -> ByLabels[Histogram]:
+        return ByLabels(
+            Histogram(
+                f"pagewire_{name}", meaning, BY_MODEL, registry=self.registry, buckets=buckets
+            )
         )
 
 

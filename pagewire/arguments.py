@@ -10,12 +10,14 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from numbers import Real
 from operator import index
 from typing import Any, TypeGuard
 
 from pagewire.errors import FieldViolation, InvalidRequestError
+from pagewire.protos.token_ids import pack_token_ids
 
 MAX_UINT32 = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -128,8 +130,10 @@ def check_token_ids(
 ) -> list[int]:
     """Return token ids from any sequence of integers, including arrays."""
     token_ids = check_items(field, value, allowed)
-    if set(map(type, token_ids)) <= {int} and all(0 <= each <= MAX_UINT32 for each in token_ids):
-        return token_ids
+    if set(map(type, token_ids)) <= {int}:
+        with suppress(OverflowError):
+            pack_token_ids(token_ids)  # looks at their range in a fifth of the time of Python's own
+            return token_ids
     return [
         _integer(f"{field}[{i}]", token_id, low=0, high=MAX_UINT32)
         for i, token_id in enumerate(token_ids)

@@ -9,6 +9,7 @@ Its finished pages go to the transfer chunk by chunk, during and at the end of C
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grammars.bits import TokenBits
@@ -29,7 +30,7 @@ class Prompt:
     """One attempt's work. Owned by the scheduler from submission to its end."""
 
     request_id: str  # for logs
-    tokens: tuple[int, ...]  # the prompt and, after a resumption, emitted tokens
+    tokens: Sequence[int]  # the prompt and, after a resumption, emitted tokens
     prompt_len: int  # how many of them are the prompt; the rest is output
     params: SamplingParams
     choices: tuple[int, ...]  # whose next token to draw

@@ -6,7 +6,7 @@ from kv_transfer.messages import SenderMessage, Ticket
 from kv_transfer.wire import ticket_from_proto, transfer_message_to_proto
 from llm_engine.sampling import SampledToken
 from pagewire.protos import worker_pb2
-from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos.token_ids import pack_token_ids, token_array
 from prefill_worker.request import Prompt
 from worker.wire import logprobs_to_proto, sampling_from_proto
 
@@ -49,7 +49,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
     """
     prompt = Prompt(
         request_id=message.request_id,
-        tokens=tuple(unpack_token_ids(message.token_ids)),
+        tokens=token_array(message.token_ids),
         prompt_len=message.prompt_len,
         params=sampling_from_proto(message.sampling),
         choices=tuple(message.choices),

@@ -47,6 +47,7 @@ from router.worker_registry import Worker, WorkerRegistry
 logger = logging.getLogger(__name__)
 
 _MOST_PREFIXES = 1024  # that are counted; a router shows a few of them
+_SMALLEST = Demand(num_pages=1, mean_pages=1.0, num_sequences=1)
 
 
 class Dispatcher:
@@ -96,9 +97,8 @@ class Dispatcher:
     def check_room(self) -> None:
         """Refuse a request that could not start in time even with the smallest prompt."""
         now = asyncio.get_running_loop().time()
-        smallest = Demand(num_pages=1, mean_pages=1.0, num_sequences=1)
         waits = [
-            wait_to_hold_s(worker.load(now).queue, smallest)
+            wait_to_hold_s(worker.queue(now), _SMALLEST)
             for worker in self._registry.ready("decode")
         ]
         if waits:

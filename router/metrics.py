@@ -5,7 +5,7 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from observability.cluster_metrics import Cluster, ClusterCollector
-from observability.request_metrics import GapsCollector, RequestMetrics
+from observability.request_metrics import ByLabels, GapsCollector, RequestMetrics
 from observability.token_gaps import TokenGaps
 
 
@@ -15,11 +15,13 @@ class RouterMetrics(RequestMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.token_gaps = TokenGaps()
-        self._outcomes = Counter(
-            "pagewire_router_requests",
-            "Calls that are over, by outcome: ok, or the name of a gRPC status.",
-            ("outcome",),
-            registry=self.registry,
+        self._outcomes = ByLabels(
+            Counter(
+                "pagewire_router_requests",
+                "Calls that are over, by outcome: ok, or the name of a gRPC status.",
+                ("outcome",),
+                registry=self.registry,
+            )
         )
 
     def call_ended(self, outcome: str) -> None:

@@ -82,10 +82,15 @@ class PrefixIndex:
         return True
 
     def expect(self, worker_id: str, page_hashes: Sequence[bytes], expires_at: float) -> None:
-        """Count pages as held by a worker until a time, because a request was sent there."""
+        """Count pages as held by a worker until a time, because a request was sent there.
+
+        Those that it holds are left alone: its events tell when it does no more.
+        """
         bit = self._bit(worker_id)
         entered = []
         for page_hash in page_hashes:
+            if self._masks.get(page_hash, 0) & bit:
+                continue
             if page_hash not in self._expected and len(self._expected) >= self._max_pages:
                 break
             expiries = self._expected.setdefault(page_hash, {})

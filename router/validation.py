@@ -6,8 +6,10 @@ sampling parameters it names all fields that are wrong.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint, ConstraintKind
-from pagewire.protos.token_ids import TOKEN_BYTES, largest_token_id, unpack_token_ids
+from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
 from router.errors import InvalidRequest, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
@@ -71,11 +73,11 @@ def check_tokens(field: str, packed: bytes, model: ServedModel) -> None:
 
 
 def _check_vocabulary(field: str, packed: bytes, model: ServedModel) -> None:
-    if largest_token_id(packed) >= model.vocab_size:
-        index, token_id = next(
-            (i, t) for i, t in enumerate(unpack_token_ids(packed)) if t >= model.vocab_size
-        )
-        raise InvalidRequest(f"{field}[{index}]", str(token_id), f"0 to {model.vocab_size - 1}")
+    token_ids = np.frombuffer(packed, dtype="<u4")
+    if token_ids.max() >= model.vocab_size:
+        index = int(np.argmax(token_ids >= model.vocab_size))  # the first
+        found, allowed = str(token_ids[index]), f"0 to {model.vocab_size - 1}"
+        raise InvalidRequest(f"{field}[{index}]", found, allowed)
 
 
 def check_resumption(resumption: Resumption, sampling: Sampling, model: ServedModel) -> None:

@@ -273,8 +273,9 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
         constraint = constraint_from_proto(params)
     except InvalidConstraint as error:
         raise InvalidRequest("sampling.constraint", error.found, error.allowed) from None
+    given = {field.name: value for field, value in params.ListFields()}  # one call for all
     return AskedSampling(
-        **{name: getattr(params, name) for name in _OPTIONAL_SAMPLING if params.HasField(name)},
+        **{name: value for name, value in given.items() if name in _OPTIONAL_SAMPLING},
         stop=tuple(params.stop),
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,

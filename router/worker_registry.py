@@ -98,10 +98,11 @@ class Worker:
             queued_tokens=queued_tokens,
             prefill_wait_s=self._token_rate.seconds(queued_tokens),
             receive_s_per_token=self.receive_s_per_token,
-            queue=self._queue(now),
+            queue=self.queue(now),
         )
 
-    def _queue(self, now: float) -> DecodeQueue:
+    def queue(self, now: float) -> DecodeQueue:
+        """Return what a request would find there."""
         beat = self.heartbeat
         if beat is None or now - self.heartbeat_at > STALE_HEARTBEAT_S:
             return DecodeQueue()

@@ -87,7 +87,7 @@ def test_choices_with_equal_tokens_share_one_prefill() -> None:
     request = request_with({0: (), 1: (7,), 2: (), 3: (7, 8)})
     groups = group_by_tokens(request.choices)
     assert [[choice.index for choice in group.choices] for group in groups] == [[0, 2], [1], [3]]
-    assert [group.tokens for group in groups] == [[1, 2], [1, 2, 7], [1, 2, 7, 8]]
+    assert [list(group.tokens) for group in groups] == [[1, 2], [1, 2, 7], [1, 2, 7, 8]]
 
 
 def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> None:

@@ -1,0 +1,154 @@
+"""What a cached prompt costs router and decode worker when many come at once.
+
+    python -m benchmarks.bursts --out benchmarks/results/bursts-cpu.json
+
+Waves of prompts, each of 1,024 tokens of its own that the cache holds, go through the client
+library to a router and from there to a decode worker, in processes of their own. The worker is
+whole but for its engine, whose steps take a fixed time and compute nothing. What a request costs is
+the CPU time of a process in a wave, all threads together, divided by the wave's requests: the
+median of the waves, and the least, to which neighbours on the host only add. `first_ms` is the
+median over the waves of the time from the first call until half, or all, of the requests have a
+token; where the processes share few cores it says little.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.prompts import Seeds, token_ids, wave
+from benchmarks.stream_processes import (
+    BURST_MODEL,
+    HOST,
+    cpu_clock,
+    run_decode_worker,
+    run_router,
+    started,
+)
+from benchmarks.stream_statistics import percentile
+from pagewire import AsyncClient
+
+PROMPT_TOKENS = 1024
+MAX_TOKENS = 2  # the first one, and one of a step of decode
+MAX_ROUNDS = 300
+PAUSE_S = 0.02
+
+
+async def first_token_at(client: AsyncClient, prompt: Sequence[int], num_cached: int) -> float:
+    """Make one call; return when its first token came."""
+    stream = client.stream(prompt, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    async with stream:
+        await anext(stream)
+        arrived_at = time.monotonic()
+        async for delta in stream:
+            if delta.usage:
+                found = delta.usage.cached_tokens
+                assert found >= num_cached, f"{found} tokens were cached, not {num_cached}"
+    return arrived_at
+
+
+async def play(
+    client: AsyncClient, prompts: Sequence[Sequence[int]], num_cached: int = PROMPT_TOKENS - 1
+) -> list[float]:
+    """Make all calls at once; return the times to their first tokens."""
+    began_at = time.monotonic()
+    arrived = await asyncio.gather(*(first_token_at(client, each, num_cached) for each in prompts))
+    return [each - began_at for each in arrived]
+
+
+async def measure(at_once: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Start everything and play waves; return the costs of a request."""
+    rounds = min(max(options.requests // at_once, 10), MAX_ROUNDS)
+    specs = wave(Seeds(at_once), at_once, unique=PROMPT_TOKENS)
+    prompts = [token_ids(each.prompt, BURST_MODEL.vocab_size) for each in specs]
+    with ExitStack() as stack:
+        worker, worker_port = stack.enter_context(
+            started(run_decode_worker, options.step_ms / 1000)
+        )
+        router, router_port = stack.enter_context(
+            started(run_router, worker_port, options.model_dir)
+        )
+
+        clocks = {
+            "router": cpu_clock(router),
+            "worker": cpu_clock(worker),
+            "client": time.CLOCK_PROCESS_CPUTIME_ID,
+        }
+        costs: dict[str, list[float]] = {name: [] for name in clocks}
+        waves = []
+        async with AsyncClient(f"{HOST}:{router_port}") as client:
+            await play(client, prompts, num_cached=0)
+            for _ in range(3):  # warm
+                await play(client, prompts)
+            for _ in range(rounds):
+                before = {name: time.clock_gettime(clock) for name, clock in clocks.items()}
+                waves.append(await play(client, prompts))
+                await asyncio.sleep(PAUSE_S)  # what follows the last token counts, too
+                for name, clock in clocks.items():
+                    used_s = time.clock_gettime(clock) - before[name]
+                    costs[name].append(1e6 * used_s / at_once)
+    return {
+        "at_once": at_once,
+        "rounds": rounds,
+        "us_per_request": {
+            name: {"p50": round(statistics.median(each), 1), "least": round(min(each), 1)}
+            for name, each in costs.items()
+        },
+        "first_ms": {
+            name: round(1e3 * statistics.median(percentile(each, share) for each in waves), 2)
+            for name, share in (("half", 50), ("all", 100))
+        },
+    }
+
+
+async def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and show each case."""
+    cases = []
+    for at_once in options.at_once:
+        case = await measure(at_once, options)
+        cases.append(case)
+        costs = "  ".join(
+            f"{name} {us['p50']:.0f} ({us['least']:.0f})"
+            for name, us in case["us_per_request"].items()
+        )
+        first = case["first_ms"]
+        print(
+            f"{at_once:4} at once  us of CPU per request: {costs}  "
+            f"first tokens of half {first['half']} ms, of all {first['all']} ms",
+            flush=True,
+        )
+    return cases
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--requests", type=int, default=4096, help="of a case; 10 rounds or more")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="that the device would take")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    from cluster.demo_model import demo_model_dir
+
+    options.model_dir = demo_model_dir()
+    result = {
+        "command": " ".join(["python -m benchmarks.bursts", *sys.argv[1:]]),
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "step_ms": options.step_ms,
+        "cases": asyncio.run(measure_all(options)),  # gRPC wants one event loop in a process
+    }
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""An engine without a model: steps take a fixed time beside the host, and draw made-up tokens."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kv_cache.layout import KVLayout
+from kv_cache.page_storage import PageBytes
+from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.sampling import SampledToken
+
+
+class NoPages:
+    """Pages that nobody may look into; implements kv_cache.page_storage.PageStorage."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.page_bytes = 0
+
+    def export_pages(self, page_ids: Sequence[int]) -> PageBytes:
+        raise NotImplementedError("there are no contents")
+
+    def import_pages(self, page_ids: Sequence[int], contents: PageBytes) -> None:
+        raise NotImplementedError("there are no contents")
+
+    def digest_pages(self, page_ids: Sequence[int]) -> list[bytes]:
+        raise NotImplementedError("there are no contents")
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy nothing."""
+
+
+class EmptyEngine:
+    """Implements engine_api.EngineLike: what a worker costs beside its device.
+
+    Args:
+        layout: Of the pages that there would be.
+        num_pages: How many.
+        step_s: Time that a device would take for a step; it begins when the one before has ended.
+        token: What is drawn.
+    """
+
+    max_launched = 2
+
+    def __init__(
+        self, layout: KVLayout, *, num_pages: int, step_s: float, token: SampledToken
+    ) -> None:
+        self.layout = layout
+        self.storage = NoPages(num_pages)
+        self._step_s = step_s
+        self._token = token
+        self._launched: deque[tuple[EngineStep, float]] = deque()  # with when each ends
+        self._ends_at = 0.0  # of the step that was launched last
+
+    def launch(self, step: EngineStep) -> None:
+        self._ends_at = max(self._ends_at, time.monotonic()) + self._step_s
+        self._launched.append((step, self._ends_at))
+
+    def read(self) -> StepResult:
+        step, ends_at = self._launched.popleft()
+        time.sleep(max(ends_at - time.monotonic(), 0))
+        return StepResult(
+            decodes=[self._token] * len(step.decodes),
+            slices=[(self._token,) * len(each.draws) for each in step.slices],
+        )
