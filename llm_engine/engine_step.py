@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grammars.bits import TokenBits
+from llm_engine.kv_reads import NO_READS, KVReads
 from llm_engine.sampling import Drawn, SampledToken, SamplingParams, SequenceSlice
 
 
@@ -62,4 +63,5 @@ class StepResult:
 
     decodes: Sequence[SampledToken | None]  # one for each seat that decoded
     slices: Sequence[Drawn]  # one for each slice
+    reads: KVReads = NO_READS  # of attention
     seconds: float = 0.0  # that the step took, noted by whoever runs the engine; 0: not measured
