@@ -165,7 +165,8 @@ class PrefillReceivers:
         reason = "cancelled" if running.cancelled() else str(error) if error else ""
         span.end(reason, **attempt.moved)
         if not running.cancelled() and error is None:
-            self._scheduler.receive_done(group)
+            transfer_s, exposed_s = attempt.wire_s
+            self._scheduler.receive_done(group, transfer_s=transfer_s, exposed_s=exposed_s)
             return ()
         # Whatever went wrong with one attempt, the group gets its turn elsewhere.
         self._log_failure(group, sender, error)

@@ -74,6 +74,7 @@ class RemotePrefill:
         self._reading: asyncio.Task[None] | None = None
         self.result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self.result.add_done_callback(mark_seen)
+        self._computed_at: float | None = None  # loop time of the result
         self._failure: PrefillFailed | None = None  # why the stream ended
 
     @property
@@ -88,6 +89,13 @@ class RemotePrefill:
             "moved_bytes": stats.bytes_moved,
             "wire_ms": wire_ms,
         }
+
+    @property
+    def wire_s(self) -> tuple[float, float]:
+        """The time in which pages came, and how much of it lies after the result."""
+        if self.receiver is None or self._computed_at is None:
+            return 0.0, 0.0
+        return self.receiver.stats.wire_s, self.receiver.wire_s_after(self._computed_at)
 
     async def run(self) -> None:
         """Return when all pages are committed and the first tokens are known.
@@ -191,6 +199,7 @@ class RemotePrefill:
         if self.result.done():
             return
         if len(result.tokens) == len(self._group.choices):
+            self._computed_at = asyncio.get_running_loop().time()
             self.result.set_result(result)
             return
         self.result.set_exception(

@@ -268,9 +268,17 @@ class Scheduler:
         group.request.computed_from(num_cached_tokens)
         return self._take_first_tokens(group, tokens)
 
-    def receive_done(self, group: PrefillGroup) -> None:
-        """Let a group run: its pages have all arrived, and its first tokens were taken."""
+    def receive_done(self, group: PrefillGroup, *, transfer_s: float, exposed_s: float) -> None:
+        """Let a group run: its pages have all arrived, and its first tokens were taken.
+
+        Args:
+            group: In RECEIVING.
+            transfer_s: Time in which its pages came.
+            exposed_s: Of it, after the group was computed.
+        """
         self._receiving.remove(group)
+        self.totals.transfer_s += transfer_s
+        self.totals.exposed_transfer_s += exposed_s
         group.request.is_account_due = True
         self._start_joining(group)
 

@@ -75,6 +75,7 @@ class Receiver:
         self._slot: asyncio.Task[None] | None = None  # takes the slot, or has taken it
         self._slot_bytes: int | None = None  # while it has the slot: of the chunk that it is for
         self._stats = TransferStats()
+        self._receives: list[tuple[float, float]] = []  # loop times of begin and end
         self.driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
             state=begin(ticket, first_page=first_page, num_pages=len(page_ids)),
             step=step,
@@ -96,6 +97,10 @@ class Receiver:
     def stats(self) -> TransferStats:
         """What was received until now, committed or not."""
         return self._stats
+
+    def wire_s_after(self, at: float) -> float:
+        """Return how much of `stats.wire_s` lies after a loop time."""
+        return sum(max(end - max(begin, at), 0.0) for begin, end in self._receives)
 
     def _seconds(self, wait: Wait) -> float:
         load = self._incoming.load
@@ -159,6 +164,7 @@ class Receiver:
             bytes_moved=self._stats.bytes_moved + num_bytes,
             wire_s=self._stats.wire_s + loop.time() - started_at,
         )
+        self._receives.append((started_at, loop.time()))
         self.driver.post(ReceiveDone(post.chunk))
 
     async def _digest(self, action: DigestPages) -> None:

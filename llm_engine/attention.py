@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from llm_engine.forward_batch import ForwardBatch
+from llm_engine.kv_reads import KVReads
 
 
 class AttentionBackend(Protocol):
@@ -29,4 +30,8 @@ class AttentionBackend(Protocol):
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """Causal attention of rotated queries over all tokens in their pages, [T, N, H]."""
+        ...
+
+    def take_reads(self) -> KVReads:
+        """Return what passes of drawn tokens have read since the last call, as planned."""
         ...

@@ -6,11 +6,14 @@ Legend: T new tokens, N query heads, K key-value heads, G query heads per key-va
 H head dim, S tokens of one sequence.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llm_engine.decode_rows import decode_rows
 from llm_engine.forward_batch import ForwardBatch
+from llm_engine.kv_reads import NO_READS, KVReads, flat_reads
 
 
 class TorchAttention:
@@ -32,10 +35,21 @@ class TorchAttention:
         self._num_qo_heads = num_qo_heads
         self._scale = scale
         self._sliding_window = sliding_window
+        self._token_bytes = pages.stride(0) * pages.element_size() // pages.shape[4]
         self._batch: ForwardBatch | None = None
+        self._reads = NO_READS
 
     def plan(self, batch: ForwardBatch) -> None:
         self._batch = batch
+        kv_lens = decode_rows(batch).kv_lens
+        if self._sliding_window is not None:
+            kv_lens = np.minimum(kv_lens, self._sliding_window)
+        self._reads += flat_reads(int(kv_lens.sum()), self._token_bytes)
+
+    def take_reads(self) -> KVReads:
+        # As if a resumed sequence had its drawn tokens read one by one, as they were drawn.
+        reads, self._reads = self._reads, NO_READS
+        return reads
 
     def rotate_and_append(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         batch = self._batch

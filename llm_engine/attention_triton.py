@@ -15,16 +15,15 @@ from torch import Tensor
 from attn_kernels.append.launch import rotate_and_append
 from attn_kernels.prefill.launch import PrefillAttention
 from attn_kernels.prefill.plan import PrefillCapacity
+from llm_engine.decode_rows import DecodeRows, decode_launches, decode_rows
 from llm_engine.decode_triton import (
     MAX_DECODE_ROWS,
     MAX_DECODE_TOKENS,
-    DecodeRows,
     Recordable,
     TritonDecode,
-    decode_launches,
-    decode_rows,
 )
 from llm_engine.forward_batch import ForwardBatch, PassInputs
+from llm_engine.kv_reads import NO_READS, KVReads
 
 
 class TritonAttention:
@@ -65,6 +64,7 @@ class TritonAttention:
         self._has_rows_planned = False  # the last plan was made by plan_rows
         self._decode_launches: list[DecodeRows] = []
         self._page_table: npt.NDArray[np.integer] = np.zeros(0, dtype=np.int64)
+        self._reads = NO_READS
 
     def load_kernels(self) -> None:
         """Launch kernels that a warm-up pass does not reach; on a GPU, in its device's context."""
@@ -112,8 +112,15 @@ class TritonAttention:
         self._batch = inputs
         self._planned_prefill = None
         self._has_rows_planned = True
-        if not (is_next_step and self._decode.plan_next_step(rows.kv_lens)):
+        if is_next_step and self._decode.plan_next_step(rows.kv_lens):
+            self._reads += self._decode.reads(rows.kv_lens)
+        else:
             self._plan_decode(rows, page_table)
+
+    def take_reads(self) -> KVReads:
+        """Return what passes of drawn tokens have read since the last call."""
+        reads, self._reads = self._reads, NO_READS
+        return reads
 
     def sharing_all(self) -> AbstractContextManager[None]:
         """Let plans share every common prefix of drawn tokens, even where it does not pay off."""
@@ -152,9 +159,11 @@ class TritonAttention:
             assert isinstance(batch, ForwardBatch), "prompts come in slices"
             tables = (batch.kv_page_indptr, batch.kv_page_indices)
             self._planned_prefill.run(q_TNH, layer, *tables, out=out_TNH)
-        for launch in self._decode_launches:
+        for index, launch in enumerate(self._decode_launches):
             if len(self._decode_launches) > 1:  # otherwise the pass's plan serves all layers
                 self._decode.plan(launch, self._page_table)
+                if layer == 0 and index > 0:  # the first one was counted with the pass
+                    self._reads += self._decode.reads(launch.kv_lens)
             self._decode.run(q_TNH, layer, batch.kv_page_indices, out_TNH=out_TNH)
         return out_TNH
 
@@ -165,6 +174,7 @@ class TritonAttention:
         )
         if self._decode_launches:
             self._decode.plan(self._decode_launches[0], page_table)
+            self._reads += self._decode.reads(self._decode_launches[0].kv_lens)
 
     def _make_prefill(self, capacity: PrefillCapacity | None = None) -> PrefillAttention:
         return PrefillAttention(

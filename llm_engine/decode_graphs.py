@@ -24,7 +24,8 @@ from attn_kernels.seats import bodies
 from attn_kernels.tiles import to_device
 from grammars.bits import TokenBits
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.decode_triton import MIN_DECODE_ROWS, DecodeRows, least_shared_len
+from llm_engine.decode_rows import DecodeRows
+from llm_engine.decode_triton import MIN_DECODE_ROWS, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
 from llm_engine.recordings import CudaGraphRecorder, Recorder, Recordings

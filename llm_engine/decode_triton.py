@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,12 @@ from attn_kernels.cascade.launch import (
     SharedTile,
     shared_tile,
 )
+from attn_kernels.cascade.prefix_tree import within_window
 from attn_kernels.decode.launch import DEFAULT_RULE, DecodeAttention
 from attn_kernels.tiles import on_hopper
 from kv_cache.layout import num_pages_for
-from llm_engine.forward_batch import ForwardBatch
+from llm_engine.decode_rows import DecodeRows, IntArray
+from llm_engine.kv_reads import KVReads
 
 # Rows of a launch, and the sum of their keys: enough for most batches, and bounds for resumptions,
 # which have many rows. Buffers grow with them, and new buffers mean new recordings.
@@ -35,15 +36,6 @@ MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
 
 Attention = DecodeAttention | CascadeAttention
-IntArray: TypeAlias = npt.NDArray[np.int64]
-
-
-class DecodeRows(NamedTuple):
-    """Drawn tokens as the decode kernel sees them, as columns with a value for each."""
-
-    kv_lens: IntArray  # tokens that it attends to, itself included
-    rows: IntArray  # in the queries
-    table_starts: IntArray  # in the page table: where its sequence begins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,40 +45,6 @@ class Recordable:
     buffers: object  # hold what launches have the addresses of; compared by identity
     has_few_rows: bool
     shares_prefixes: bool
-
-
-def decode_rows(batch: ForwardBatch) -> DecodeRows:
-    """Return the drawn tokens of a batch."""
-    qo_lens = np.array(batch.qo_lens, dtype=np.int64)
-    num_drawn = qo_lens - np.array(batch.prompt_lens, dtype=np.int64)
-    owner = np.repeat(np.arange(len(qo_lens)), num_drawn)
-    # Number of tokens that follow in the same slice: it counts down to 0.
-    behind = np.cumsum(num_drawn)[owner] - 1 - np.arange(len(owner))
-    return DecodeRows(
-        kv_lens=np.array(batch.kv_lens, dtype=np.int64)[owner] - behind,
-        rows=np.cumsum(qo_lens)[owner] - 1 - behind,
-        table_starts=batch.table_starts[owner],
-    )
-
-
-def decode_launches(rows: DecodeRows, *, max_rows: int, max_tokens: int) -> list[DecodeRows]:
-    """Cut drawn tokens into launches.
-
-    Args:
-        rows: In the order of the page table.
-        max_rows: Most rows of a launch.
-        max_tokens: Most keys of a launch, unless it has one row.
-    """
-    launches = []
-    first = 0
-    ends = np.cumsum(rows.kv_lens)
-    while first < len(ends):
-        limit = max_tokens + (int(ends[first - 1]) if first else 0)
-        end = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
-        end = min(end, first + max_rows)
-        launches.append(DecodeRows(*(column[first:end] for column in rows)))
-        first = end
-    return launches
 
 
 def least_shared_len(page_size: int) -> int:
@@ -135,6 +93,7 @@ class TritonDecode:
         self._max_tokens = MIN_DECODE_TOKENS
         self._attentions = self._make_attentions(self._max_rows, self._max_tokens)
         self._planned = self._attentions[-1]
+        self._token_bytes = pages.stride(0) * pages.element_size() // pages.shape[4]
 
     def load_kernels(self) -> None:
         """Launch what reads shared prefixes, with each tile that buffers of any size may choose.
@@ -201,6 +160,20 @@ class TritonDecode:
             buffers=self._attentions,
             has_few_rows=planned is self._attentions[0],
             shares_prefixes=shares,
+        )
+
+    def reads(self, kv_lens: IntArray) -> KVReads:
+        """Return what the last plan reads in all layers; takes the lengths of its rows."""
+        visible, _ = within_window(kv_lens, self._sliding_window)
+        needed_bytes = int(visible.sum()) * self._token_bytes
+        if not isinstance(self._planned, CascadeAttention):
+            return KVReads(needed_bytes=needed_bytes, read_bytes=needed_bytes)
+        shared = self._planned.shared
+        return KVReads(
+            needed_bytes=needed_bytes,
+            read_bytes=needed_bytes - shared.num_spared * self._token_bytes,
+            groups=shared.num_groups,
+            grouped_rows=shared.num_grouped,
         )
 
     def run(self, q_TNH: Tensor, layer: int, kv_page_indices: Tensor, *, out_TNH: Tensor) -> None:

@@ -23,6 +23,7 @@ from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.errors import InvalidLogits
+from llm_engine.kv_reads import KVReads
 from llm_engine.model_config import ModelConfig
 from llm_engine.sampling import Draw, Drawn, SamplingParams, SequenceSlice
 from llm_engine.transformer import Decoder
@@ -54,7 +55,7 @@ class Engine:
         self._storage = storage
         self._decoder = decoder
         self._runner = runner
-        self._launched: deque[ReadResult] = deque()
+        self._launched: deque[tuple[ReadResult, KVReads]] = deque()
         self._max_context_tokens = min(
             config.max_context_tokens, storage.num_pages * storage.layout.page_size
         )
@@ -84,10 +85,13 @@ class Engine:
         self._check(step)
         with torch.inference_mode(), self._on_device():
             self._storage.copy_pages(step.copies)
-            self._launched.append(self._runner.launch(step))
+            self._decoder.take_reads()  # of a launch that failed
+            read = self._runner.launch(step)
+        self._launched.append((read, self._decoder.take_reads()))
 
     def read(self) -> StepResult:
-        return self._launched.popleft()()
+        read, reads = self._launched.popleft()
+        return replace(read(), reads=reads)
 
     def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         """Run a step of only slices; return the tokens drawn after each."""

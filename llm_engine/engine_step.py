@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grammars.bits import TokenBits
+from llm_engine.kv_reads import NO_READS, KVReads
 from llm_engine.sampling import Drawn, SampledToken, SamplingParams, SequenceSlice
 
 
@@ -61,4 +62,5 @@ class StepResult:
 
     decodes: Sequence[SampledToken | None]  # one for each seat that decoded
     slices: Sequence[Drawn]  # one for each slice
+    reads: KVReads = NO_READS  # of attention
     seconds: float = 0.0  # duration of the step, noted by the engine's caller; 0: not measured

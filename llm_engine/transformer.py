@@ -9,6 +9,7 @@ from torch.nn.functional import embedding
 
 from llm_engine.attention import AttentionBackend
 from llm_engine.forward_batch import ForwardBatch
+from llm_engine.kv_reads import KVReads
 from llm_engine.model_config import ModelConfig
 from llm_engine.operations import Operations
 from llm_engine.weights import DecoderWeights, LayerWeights, LinearWeights
@@ -28,6 +29,10 @@ class Decoder:
         self._weights = weights
         self._attention = attention
         self._operations = operations
+
+    def take_reads(self) -> KVReads:
+        """Return what attention has read since the last call; see `llm_engine.attention`."""
+        return self._attention.take_reads()
 
     def hidden_states(self, batch: ForwardBatch) -> Tensor:
         """Compute all tokens of a batch, append their K and V to the pages; return [T, D]."""

@@ -1,5 +1,6 @@
 """What /metrics tells of a router, and of each worker as that sees it."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -28,6 +29,12 @@ COUNTERS = {
     "bytes_moved": "Bytes of those pages.",
     "transfer_failures": "Attempts to move pages that failed.",
     "preemptions": "Sequences that gave up their pages to others.",
+    "attention_needed_bytes": "K and V that drawn tokens attended to, each token's for itself.",
+    "attention_read_bytes": "Of these, bytes that attention read: shared prefixes once a step.",
+    "sharing_groups": "Groups of sequences that shared what attention read, summed over steps.",
+    "sharing_rows": "Sequences in these groups, summed over steps.",
+    "transfer_s": "Time in which pages of prompts were received, summed over transfers.",
+    "exposed_transfer_s": "Of this, time after the prompt was computed.",
 }
 # Of TenantStatus. There are as many series as tenants are configured, whoever calls.
 OF_TENANTS = {
@@ -220,7 +227,8 @@ def _workers(workers: Sequence[Worker]) -> Iterator[Metric]:
     yield usage
     for kind, fields in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, meaning in fields.items():
-            family = kind(f"pagewire_worker_{name}", meaning, labels=OF_A_WORKER)
+            told_as = re.sub("_s$", "_seconds", name)
+            family = kind(f"pagewire_worker_{told_as}", meaning, labels=OF_A_WORKER)
             for each in living:
                 family.add_metric((each.worker_id, each.pool), getattr(each, name))
             yield family

@@ -216,6 +216,12 @@ class WorkerStatus:
     preemptions: int
     needed_bytes: int  # of all pages of prompts that prefill workers were to compute
     steps_ahead: int  # of `steps`, those launched before the previous one's tokens were known
+    attention_needed_bytes: int  # K and V that drawn tokens attended to, each token's for itself
+    attention_read_bytes: int  # of them, what was read: shared prefixes once for a whole step
+    sharing_groups: int  # of sequences that shared what they read, summed over steps
+    sharing_rows: int  # sequences in these groups, summed over steps
+    transfer_s: float  # in which pages of prompts were received, summed over transfers
+    exposed_transfer_s: float  # of it, after the prompt was computed
 
     @property
     def is_living(self) -> bool:

@@ -403,6 +403,12 @@ def _worker(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         preemptions=totals.preemptions,
         needed_bytes=totals.needed_bytes,
         steps_ahead=totals.steps_ahead,
+        attention_needed_bytes=totals.attention_needed_bytes,
+        attention_read_bytes=totals.attention_read_bytes,
+        sharing_groups=totals.sharing_groups,
+        sharing_rows=totals.sharing_rows,
+        transfer_s=totals.transfer_s,
+        exposed_transfer_s=totals.exposed_transfer_s,
     )
 
 

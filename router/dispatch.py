@@ -15,7 +15,7 @@ its emitted tokens, as the next attempt; late messages of earlier attempts are d
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -60,7 +60,18 @@ class Dispatcher:
         registry: WorkerRegistry,
         index: PrefixIndex,
         has_tenants: bool,
+        on_dispatched: Callable[[float], None],
     ) -> None:
+        """Make the dispatcher of a router.
+
+        Args:
+            config: Of the router.
+            registry: The workers.
+            index: What they hold.
+            has_tenants: Whether tenants take turns.
+            on_dispatched: Told of each request, when it is first sent to a worker, how long it
+                waited for that, s.
+        """
         self.num_resumed = 0  # see Generation.num_resumptions
         self.hot_prefixes = HotPrefixes(max_prefixes=_MOST_PREFIXES)
         self._config = config
@@ -74,6 +85,7 @@ class Dispatcher:
             local_prefill_max_tokens=config.local_prefill_max_tokens,
             max_prefill_candidates=config.max_prefill_candidates,
         )
+        self._on_dispatched = on_dispatched
         self._turns = Turns(self._has_room) if has_tenants else None
         self._pacer = Pacer(config.coalesce_ms / 1000)
         self._sessions: dict[Worker, Session] = {}
@@ -315,6 +327,8 @@ class Dispatcher:
             traceparent=traceparent,
         )
         session.add(stream, message)
+        if generation.attempt == 0:
+            self._on_dispatched(asyncio.get_running_loop().time() - stream.began_at)
         try:
             await over
         finally:

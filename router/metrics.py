@@ -5,7 +5,12 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from observability.cluster_metrics import Cluster, ClusterCollector
-from observability.request_metrics import ByLabels, GapsCollector, RequestMetrics
+from observability.request_metrics import (
+    SECONDS_IN_QUEUE,
+    ByLabels,
+    GapsCollector,
+    RequestMetrics,
+)
 from observability.token_gaps import TokenGaps
 
 
@@ -23,6 +28,15 @@ class RouterMetrics(RequestMetrics):
                 registry=self.registry,
             )
         )
+        self._dispatch = self._histogram(
+            "router_queue_time_seconds",
+            "From a call's admission until it was first sent to a decode worker.",
+            SECONDS_IN_QUEUE,
+        )
+
+    def dispatched(self, model: str, seconds: float) -> None:
+        """Note how long an admitted call waited until a decode worker got it."""
+        self._dispatch.labels(model).observe(seconds)
 
     def call_ended(self, outcome: str) -> None:
         """Count a call that is over, however it ended."""

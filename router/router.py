@@ -88,6 +88,7 @@ class Router:
             registry=self.registry,
             index=self.index,
             has_tenants=not self.tenants.is_open,
+            on_dispatched=lambda wait_s: self.metrics.dispatched(self.model_name, wait_s),
         )
         off_loop = OffLoop(run_blocking, retry_delay_s=config.retry_delay_s)
         self.admission = Admission(

@@ -38,6 +38,7 @@ class Stream:
         self.generation = generation
         self.has_logprobs = generation.request.sampling.logprobs is not None
         self.placement: Placement | None = None
+        self.began_at = asyncio.get_running_loop().time()
         self._pacer = pacer
         self._pace = pace
         self._is_paced = False  # counted there

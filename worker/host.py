@@ -233,6 +233,7 @@ class WorkerHost:
         return WorkerLoad(
             steps=self._loop.num_steps,
             steps_ahead=self._loop.num_steps_ahead,
+            reads=self._loop.reads,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,

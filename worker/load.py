@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from llm_engine.kv_reads import KVReads
+
 
 @dataclass(slots=True)
 class WorkerTotals:
@@ -16,6 +18,8 @@ class WorkerTotals:
     transfer_failures: int = 0  # not those that were cancelled
     preemptions: int = 0
     needed_bytes: int = 0  # of all pages of prompts that another worker was to prefill
+    transfer_s: float = 0.0  # in which pages of prompts came, of transfers that succeeded
+    exposed_transfer_s: float = 0.0  # of it, after the prompt was computed: the pages were awaited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +28,7 @@ class WorkerLoad:
 
     steps: int  # engine steps so far; a worker that has work and makes none is stuck
     steps_ahead: int  # of them, those launched before the last one's tokens were known
+    reads: KVReads  # of attention, in all steps so far
     running: int  # sequences or prompts that share the steps
     waiting: int  # requests that wait for pages, for a prefill or for a place
     queued_tokens: int  # prompt tokens not yet computed here

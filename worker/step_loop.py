@@ -27,6 +27,7 @@ from typing import Generic, Protocol, TypeVar
 from llm_engine.device_errors import is_device_lost
 from llm_engine.engine_api import UNDRAWN
 from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.kv_reads import NO_READS
 from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
 from worker.errors import Draining, EngineFailed, EngineLost, PassFailed, WorkerError
@@ -164,6 +165,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     ) -> None:
         self.num_steps = 0  # that succeeded
         self.num_steps_ahead = 0  # launched while an older one was not settled
+        self.reads = NO_READS  # of attention, in steps that succeeded
         self._scheduler = scheduler
         self._listener = listener
         self._executor = executor
@@ -287,6 +289,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     def _settle(self, plan: PlanT, result: StepResult) -> None:
         self._num_failed = 0
         self.num_steps += 1
+        self.reads += result.reads
         for work in self._scheduler.end_undrawn(plan, result):
             logger.error("no_token_drawn", extra=fields(request_id=work.request_id))
             self._listener.failed(work, EngineFailed(UNDRAWN))

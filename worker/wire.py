@@ -148,5 +148,11 @@ def heartbeat_to_proto(
             preemptions=totals.preemptions,
             needed_bytes=totals.needed_bytes,
             steps_ahead=load.steps_ahead,
+            attention_needed_bytes=load.reads.needed_bytes,
+            attention_read_bytes=load.reads.read_bytes,
+            sharing_groups=load.reads.groups,
+            sharing_rows=load.reads.grouped_rows,
+            transfer_s=totals.transfer_s,
+            exposed_transfer_s=totals.exposed_transfer_s,
         ),
     )

@@ -233,6 +233,13 @@ class CascadeAttention:
         """Work items of the shared part; 0 if the plan is flat."""
         return 0 if self._shared is None else self._shared.num_items
 
+    @property
+    def shared(self) -> CascadePlan:
+        """What the last plan shares; raises PlanError before the first."""
+        if self._shared is None:
+            raise PlanError("nothing is planned, plan must come before shared")
+        return self._shared
+
     def plan(
         self,
         kv_lens: Integers,

@@ -40,6 +40,9 @@ class CascadePlan:
     first_private: IntArray  # [num_requests], first token left to the decode kernel
     num_shared_slots: IntArray  # [num_requests]
     estimate: CascadeEstimate
+    num_spared: int = 0  # tokens that requests need not read, as one of them reads them for all
+    num_groups: int = 0  # of requests that share from their first token on
+    num_grouped: int = 0  # requests in these groups
 
     @property
     def num_items(self) -> int:
@@ -88,12 +91,16 @@ def plan_cascade(
     for run, num_slots in zip(runs, items.slots_up_to, strict=True):
         first_private[run.members] = run.end  # a descendant's overwrites its ancestors'
         num_shared_slots[run.members] = num_slots
+    groups = [len(run.members) for run in runs if run.parent is None]
     return CascadePlan(
         fields=items.fields,
         members=np.concatenate([run.members for run in runs]),
         first_private=first_private,
         num_shared_slots=num_shared_slots,
         estimate=estimate,
+        num_spared=_num_repeated(runs),
+        num_groups=len(groups),
+        num_grouped=sum(groups),
     )
 
 

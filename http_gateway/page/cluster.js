@@ -207,11 +207,14 @@ export class Cluster {
     const tokens = this.#sums.rate(worker, isPrefill ? "computed_tokens" : "generated_tokens") ?? 0;
     const moved = this.#sums.rate(worker, "bytes_moved") ?? 0;
     const hits = this.#hits([worker]);
+    const needed = this.#sums.growth(worker, "attention_needed_bytes", MINUTE_S);
+    const read = this.#sums.growth(worker, "attention_read_bytes", MINUTE_S);
     const numbers = [
       `${count(pages.total - pages.free)} of ${counted(pages.total, "page")}`,
       hits ? `${percent(hits.share)} hits` : "",
       `${rate(tokens)} ${isPrefill ? "prompt tokens" : "tokens"}/s`,
       `${bytes(moved)}/s ${isPrefill ? "sent" : "received"}`,
+      needed ? `${percent(read / needed)} of needed KV read` : "",
       worker.queued_tokens ? `${counted(worker.queued_tokens, "token")} queued` : "",
     ];
     setText(row.numbers, numbers.filter(Boolean).join(" · "));

@@ -26,6 +26,7 @@ class WorkerRates:
     computed_tokens_per_s: float  # of prompts
     bytes_moved_per_s: float
     hit_rate: float | None  # 0..1; None: nothing was looked up
+    read_share: float | None  # what attention read of what it needed, 0..1; None: it needed nothing
 
 
 @final
@@ -39,6 +40,7 @@ class Rates:
     computed_tokens_per_s: float
     bytes_moved_per_s: float  # each page once, though both of its workers report it
     hit_rate: float | None
+    read_share: float | None
     workers: Mapping[WorkerStart, WorkerRates]
 
 
@@ -77,7 +79,7 @@ def rates_between(earlier: Answer, later: Answer) -> Rates | None:
         return None
     before = {_start(each): each for each in earlier.status.workers if each.is_living}
     rates: dict[WorkerStart, WorkerRates] = {}
-    looked_up = found = 0
+    looked_up = found = needed = read = 0
     moved: dict[str, float] = defaultdict(float)  # pool |-> bytes per second
     for each in later.status.workers:
         old = before.get(_start(each))
@@ -87,6 +89,8 @@ def rates_between(earlier: Answer, later: Answer) -> Rates | None:
         rates[_start(each)] = worker = _worker_rates(old, each, beat_s)
         looked_up += each.looked_up_tokens - old.looked_up_tokens
         found += each.cached_tokens - old.cached_tokens
+        needed += each.attention_needed_bytes - old.attention_needed_bytes
+        read += each.attention_read_bytes - old.attention_read_bytes
         moved[each.pool] += worker.bytes_moved_per_s
     finished = later.status.finished_requests - earlier.status.finished_requests
     return Rates(
@@ -97,6 +101,7 @@ def rates_between(earlier: Answer, later: Answer) -> Rates | None:
         computed_tokens_per_s=sum(each.computed_tokens_per_s for each in rates.values()),
         bytes_moved_per_s=max(moved.values(), default=0.0),
         hit_rate=_share(found, looked_up),
+        read_share=_share(read, needed),
         workers=rates,
     )
 
@@ -112,6 +117,10 @@ def _worker_rates(old: WorkerStatus, new: WorkerStatus, seconds: float) -> Worke
         bytes_moved_per_s=per_s(old.bytes_moved, new.bytes_moved),
         hit_rate=_share(
             new.cached_tokens - old.cached_tokens, new.looked_up_tokens - old.looked_up_tokens
+        ),
+        read_share=_share(
+            new.attention_read_bytes - old.attention_read_bytes,
+            new.attention_needed_bytes - old.attention_needed_bytes,
         ),
     )
 

@@ -101,6 +101,8 @@ def rates_line(rates: Rates) -> str:
     ]
     if rates.hit_rate is not None:
         parts.append(f"hit rate {rates.hit_rate:.0%}")
+    if rates.read_share is not None:
+        parts.append(f"{rates.read_share:.0%} of needed KV read")
     return f"last {rates.seconds:.0f} s: " + " · ".join(parts)
 
 
@@ -131,6 +133,11 @@ def _num_in_flight(worker: WorkerStatus) -> int:
     return worker.pages.leased + worker.pages.incoming + worker.pages.quarantine
 
 
+def _read_share(worker: WorkerStatus) -> str:
+    needed = worker.attention_needed_bytes
+    return f"{worker.attention_read_bytes / needed:.0%}" if needed else "-"
+
+
 # header |-> cell
 _Columns = dict[str, Callable[[WorkerStatus], RenderableType]]
 _NARROW: _Columns = {
@@ -158,6 +165,7 @@ _WIDE: _Columns = {
     "tokens\ngenerated": lambda w: str(w.generated_tokens),
     "pages\nmoved": lambda w: str(w.pages_moved),
     "moved": lambda w: format_bytes(w.bytes_moved),
+    "KV\nread": _read_share,
 }
 _OF_TENANTS: dict[str, JustifyMethod] = {
     "tenant": "left",

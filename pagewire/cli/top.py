@@ -114,7 +114,8 @@ def _cluster_lines(status: ClusterStatus, rates: Rates | None) -> list[str]:
         f"tokens:   {_rate(rates and rates.generated_tokens_per_s)}/s generated, "
         f"{_rate(rates and rates.computed_tokens_per_s)}/s of prompts computed",
         f"prefixes: {_share(rates and rates.hit_rate)} of prompts found, "
-        f"{_bytes(rates and rates.bytes_moved_per_s)}/s moved",
+        f"{_bytes(rates and rates.bytes_moved_per_s)}/s moved, "
+        f"{_share(rates and rates.read_share)} of needed KV read",
     ]
     if status.is_stopping:
         lines.append(STOPPING)
@@ -175,4 +176,5 @@ _COLUMNS = (
     _Column("comp/s", lambda _, r: _rate(r and r.computed_tokens_per_s)),
     _Column("hits", lambda _, r: _share(r and r.hit_rate)),
     _Column("moved/s", lambda _, r: _bytes(r and r.bytes_moved_per_s)),
+    _Column("read", lambda _, r: _share(r and r.read_share)),
 )

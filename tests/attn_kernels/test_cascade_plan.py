@@ -1,5 +1,6 @@
 """What is shared, how it is cut, and that every key of every request is read once, in key order."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from attn_kernels.cascade.plan import MAX_ABSORBED, CascadePlan, plan_cascade, s
 from attn_kernels.cascade.prefix_tree import prefix_tree
 from attn_kernels.decode.plan import SplitRule
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
+from tests.support.free_sharing import plan_free
 
 RULE = SplitRule(split_len=4, splits_per_segment=4)
 MODEL = CascadeModel(
@@ -228,3 +230,56 @@ def test_a_plan_that_needs_more_slots_than_there_are_is_flat():
 
     assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=num_slots).num_items > 0
     assert plan(tables, LLAMA_3_8B, FULL_RULE, max_slots=num_slots - 1).num_items == 0
+
+
+def tokens_read(cascade: CascadePlan, tables: SharedTables) -> int:
+    """Count what the work items load, each piece of a run once, and what requests load alone."""
+    # Tiles of one piece of a run find its pages at the same entry; two runs never do.
+    pieces = {tuple(item) for item in cascade.fields[:, [2, 3, 4]].tolist()}
+    shared = sum(end - begin for begin, end, _ in pieces)
+    own = sum(
+        kv_len - first
+        for kv_len, first in zip(tables.kv_lens, cascade.first_private.tolist(), strict=True)
+    )
+    return shared + own
+
+
+@given(forests(max_requests=12), st.sampled_from([0.0, 0.5, 5.0]), st.sampled_from([1e3, 8e6]))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_what_is_spared_is_what_items_do_not_load(
+    tables: SharedTables, item_us: float, repeated_bytes_per_us: float
+):
+    model = replace(EAGER, item_us=item_us, repeated_bytes_per_us=repeated_bytes_per_us)
+
+    cascade = plan(tables, model)
+
+    assert sum(tables.kv_lens) - cascade.num_spared == tokens_read(cascade, tables)
+    sharing = np.flatnonzero(cascade.first_private)
+    assert cascade.num_grouped == len(sharing)
+    first_pages = {int(tables.indices[tables.starts[request]]) for request in sharing}
+    assert cascade.num_groups >= len(first_pages), "a group begins with one page"
+    assert (cascade.num_groups > 0) == (cascade.num_items > 0)
+
+
+@given(forests(max_requests=12))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_where_sharing_is_free_each_prefix_is_read_once(tables: SharedTables):
+    cascade = plan_free(tables.kv_lens, tables.tables, page_size=4, unit_len=RULE.split_len)
+
+    # A unit of tokens is known by all pages up to it; each request keeps its last token.
+    units: Counter[tuple[int, ...]] = Counter()
+    num_own = 0
+    for table, kv_len in zip(tables.tables, tables.kv_lens, strict=True):
+        num_units = max(kv_len - 1, 0) // 4
+        units.update(tuple(table[: unit + 1]) for unit in range(num_units))
+        num_own += kv_len - 4 * num_units
+    assert sum(tables.kv_lens) - cascade.num_spared == 4 * len(units) + num_own
+    begun = [count for unit, count in units.items() if len(unit) == 1 and count > 1]
+    assert (cascade.num_groups, cascade.num_grouped) == (len(begun), sum(begun))
+
+
+def test_a_flat_plan_spares_nothing():
+    cascade = plan(grow(2, [0], [1], [0, 0], [4, 4]), replace(MODEL, margin=0.0))
+
+    assert (cascade.num_items, cascade.num_spared) == (0, 0)
+    assert (cascade.num_groups, cascade.num_grouped) == (0, 0)

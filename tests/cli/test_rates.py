@@ -20,13 +20,27 @@ def test_rates_are_what_sums_grew_by_in_the_time_between_two_answers():
     earlier = answer(
         10.0,
         worker(worker_id="prefill-0", pool="prefill", computed_tokens=100, bytes_moved=1000),
-        worker(generated_tokens=50, looked_up_tokens=10, cached_tokens=5, bytes_moved=1000),
+        worker(
+            generated_tokens=50,
+            looked_up_tokens=10,
+            cached_tokens=5,
+            bytes_moved=1000,
+            attention_needed_bytes=100,
+            attention_read_bytes=100,
+        ),
         finished=7,
     )
     later = answer(
         12.0,
         worker(worker_id="prefill-0", pool="prefill", computed_tokens=500, bytes_moved=5000),
-        worker(generated_tokens=80, looked_up_tokens=50, cached_tokens=35, bytes_moved=5000),
+        worker(
+            generated_tokens=80,
+            looked_up_tokens=50,
+            cached_tokens=35,
+            bytes_moved=5000,
+            attention_needed_bytes=500,
+            attention_read_bytes=150,
+        ),
         finished=10,
     )
 
@@ -38,6 +52,8 @@ def test_rates_are_what_sums_grew_by_in_the_time_between_two_answers():
     assert rates.computed_tokens_per_s == 200
     assert rates.bytes_moved_per_s == 2000, "both sides tell of the same pages"
     assert rates.hit_rate == 0.75
+    assert rates.read_share == rates.workers["decode-0", 255].read_share == 0.125
+    assert rates.workers["prefill-0", 255].read_share is None
     assert rates.workers["decode-0", 255].hit_rate == 0.75
     assert rates.workers["prefill-0", 255].hit_rate is None
     assert rates.workers["prefill-0", 255].computed_tokens_per_s == 200

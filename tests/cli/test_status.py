@@ -57,6 +57,8 @@ BUSY = worker(
     ),
     pages_moved=1_234_567,
     bytes_moved=2**30 - 1,
+    attention_needed_bytes=2**50,
+    attention_read_bytes=2**48,
 )
 
 
@@ -128,7 +130,7 @@ def test_numbers_of_a_worker_that_does_not_live_are_unknown(state):
     *_, row, _ = rows(gone, columns=WIDE_COLUMNS, is_wide=True)
     [values] = json.loads(status_json(status(gone)))["workers"]
 
-    assert row.split() == ["decode-0", state, "h:1", "00000000000000ff", *"----------"]
+    assert row.split() == ["decode-0", state, "h:1", "00000000000000ff", *"-----------"]
     assert values.keys() == {*WorkerStatus.__dataclass_fields__, "hit_rate"}
     assert {name: value for name, value in values.items() if value is not None} == {
         "worker_id": "decode-0",

@@ -25,13 +25,14 @@ from tests.pagewire.scripted_service import serving_in_thread
 from tests.support.command_line import run_main
 
 CLUSTER = (BUSY, worker(worker_id="decode-0"), worker(worker_id="decode-1", state="dead"))
-HEADERS = ["worker", "state", "run+wait", "pages", "gen/s", "comp/s", "hits", "moved/s"]
+HEADERS = ["worker", "state", "run+wait", "pages", "gen/s", "comp/s", "hits", "moved/s", "read"]
 
 
 def grown(cluster: ClusterStatus):
     """The rates of a cluster that was empty a second ago."""
     sums = ("generated_tokens", "computed_tokens", "cached_tokens", "looked_up_tokens")
-    zero = dict.fromkeys((*sums, "bytes_moved"), 0)
+    sums = (*sums, "bytes_moved", "attention_needed_bytes", "attention_read_bytes")
+    zero = dict.fromkeys(sums, 0)
     empty = replace(
         cluster,
         workers=tuple(replace(each, **zero) for each in cluster.workers),
@@ -49,13 +50,13 @@ def test_top_shows_the_cluster_and_a_line_for_each_worker():
 
     assert requests == "requests: 9.0/s finished, 2 active, 1 resumed"
     assert tokens == "tokens:   99M/s generated, 123M/s of prompts computed"
-    assert prefixes == "prefixes: 89% of prompts found, 1.0 GiB/s moved"
+    assert prefixes == "prefixes: 89% of prompts found, 1.0 GiB/s moved, 25% of needed KV read"
     assert empty == ""
     assert header.split() == HEADERS
     assert [row.split() for row in rows] == [
-        ["decode-0", "ready", "0+0", "50%", "0", "0", "-", "0", "B"],
-        ["decode-1", "dead", *"------"],
-        ["prefill-10", "draining", "256+1.0k", "23%", "99M", "123M", "89%", "1.0", "GiB"],
+        ["decode-0", "ready", "0+0", "50%", "0", "0", "-", "0", "B", "-"],
+        ["decode-1", "dead", *"-------"],
+        ["prefill-10", "draining", "256+1.0k", "23%", "99M", "123M", "89%", "1.0", "GiB", "25%"],
     ]
 
 
@@ -63,11 +64,12 @@ def test_rates_are_unknown_before_the_second_answer():
     lines = top_lines(status(*CLUSTER), None, columns=80)
 
     assert lines[0].startswith("requests: -/s finished")
-    assert lines[-1].split()[4:] == list("----")
+    assert lines[-1].split()[4:] == list("-----")
 
 
 @pytest.mark.parametrize(
-    ("columns", "num_shown"), [(7, 1), (12, 1), (20, 2), (34, 3), (60, 7), (79, 8), (200, 8)]
+    ("columns", "num_shown"),
+    [(7, 1), (12, 1), (20, 2), (34, 3), (60, 7), (70, 8), (79, 9), (200, 9)],
 )
 def test_a_narrow_terminal_loses_the_last_columns_and_no_line_is_too_long(columns, num_shown):
     cluster = status(*CLUSTER)

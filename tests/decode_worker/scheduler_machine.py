@@ -384,7 +384,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish_transfer(self, transfer: Transfer) -> None:
         self.transfers.remove(transfer)
         self.tell_result(transfer)
-        self.scheduler.receive_done(transfer.group)
+        self.scheduler.receive_done(transfer.group, transfer_s=0.0, exposed_s=0.0)
 
     def fail_transfer(self, transfer: Transfer, *, may_be_written: bool) -> None:
         self.seen["failed transfers"] += 1

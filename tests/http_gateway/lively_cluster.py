@@ -124,6 +124,8 @@ class LivelyCluster:
             pages_moved=self._sum(pages_per_s, 27_000),
             bytes_moved=self._sum(pages_per_s * PAGE_BYTES, 27_000 * PAGE_BYTES),
             transfer_failures=waiting,
+            attention_needed_bytes=self._sum(tokens_per_s * 2**25),
+            attention_read_bytes=self._sum(tokens_per_s * 2**23),
         )
         beat = inference_pb2.Heartbeat(
             steps=self._sum(40), running=running, waiting=waiting, pages=pages, totals=totals

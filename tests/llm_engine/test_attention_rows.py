@@ -7,7 +7,7 @@ import torch
 
 from attn_kernels.linear.launch_triton import linear_tiles
 from llm_engine import operations_triton
-from llm_engine.decode_triton import DecodeRows, decode_launches, decode_rows
+from llm_engine.decode_rows import DecodeRows, decode_launches, decode_rows
 from llm_engine.forward_batch import ForwardBatch, build_forward_batch
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice

@@ -77,6 +77,8 @@ def test_a_router_counts_calls_and_times_by_names_that_users_of_vllm_know() -> N
             assert found[f"{gaps}_sum", model] == pytest.approx(1.2, abs=0.01)
             assert found["pagewire_e2e_request_latency_seconds_count", model] == 2
             assert found["pagewire_request_queue_time_seconds_count", model] == 2
+            assert found["pagewire_router_queue_time_seconds_count", model] == 2
+            assert found["pagewire_router_queue_time_seconds_sum", model] == 0, "a worker was free"
             assert found["pagewire_router_up",] == 1
             of_worker = sorted(("decode-0", "decode", "ready"))
             assert found["pagewire_worker_state", *of_worker] == 1

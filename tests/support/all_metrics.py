@@ -46,6 +46,7 @@ def all_metrics() -> dict[str, Exported]:
         _live(each)
     gateway.end("/v1/models", "GET", 200)
     router.call_ended("ok")
+    router.dispatched("m", 1.0)
     router.token_gaps.add(0.1, 1)
     router.tell_cluster(lambda: CLUSTER, lambda: "m")
     texts = {"gateway": gateway.expose() + expose_cluster(CLUSTER), "router": router.expose()}

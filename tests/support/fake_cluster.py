@@ -180,7 +180,12 @@ class FakeCluster:
             )
             num_pages = self.shape.prefill_pages if is_prefill else self.shape.decode_pages
             executor = VirtualExecutor(
-                FakeEngine(MODEL, num_pages=num_pages, page_size=self.shape.page_size),
+                FakeEngine(
+                    MODEL,
+                    num_pages=num_pages,
+                    page_size=self.shape.page_size,
+                    unit_len=self.shape.shared_unit_len,
+                ),
                 pass_s=self.shape.pass_s,
                 token_s=self.shape.token_s,
             )

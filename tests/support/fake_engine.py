@@ -9,7 +9,7 @@ what they must be. One oracle thus checks pool, tree, transfer and resumption at
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.page_storage import PageBytes
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.host_seats import HostSeats
+from llm_engine.kv_reads import KVReads, flat_reads
 from llm_engine.sampling import (
     Draw,
     Drawn,
@@ -176,13 +177,24 @@ class FakeEngine:
     `num_computed_tokens` counts every token computed since the start; `num_passes` every pass. A
     step runs when it is read, so that pages which are given away or overwritten between its launch
     and its end change the tokens.
+
+    Args:
+        unit_len: Least tokens that its attention reads once for all rows that share them, as the
+            planner of cascade attention tells where sharing costs nothing; 0: it is flat.
     """
 
     def __init__(
-        self, model: FakeModel, *, num_pages: int, page_size: int, max_launched: int = 2
+        self,
+        model: FakeModel,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_launched: int = 2,
+        unit_len: int = 0,
     ) -> None:
         self.model = model
         self.max_launched = max_launched
+        self._unit_len = unit_len
         self._seats = HostSeats()
         self.prompts: dict[int, tuple[int, ...]] = {}  # seat |-> prompt of who took it last
         self._launched: deque[EngineStep] = deque()
@@ -216,10 +228,11 @@ class FakeEngine:
         self._seats.change(step)
         self.prompts |= {each.seat: tuple(each.prompt_token_ids) for each in step.started}
         num_decodes = len(step.decodes)
-        drawn = self.forward([*self._seats.slices(step.decodes, step.allowed), *step.slices])
+        slices = [*self._seats.slices(step.decodes, step.allowed), *step.slices]
+        drawn = self.forward(slices)
         decodes = [tokens[0] if tokens else None for tokens in drawn[:num_decodes]]
         self._seats.take(step.decodes, decodes)
-        return StepResult(decodes=decodes, slices=drawn[num_decodes:])
+        return StepResult(decodes=decodes, slices=drawn[num_decodes:], reads=self._reads(slices))
 
     def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         """Compute slices in one pass and draw."""
@@ -230,6 +243,28 @@ class FakeEngine:
             self._compute(each)
         self.num_passes += 1
         return [self._draw(each) for each in slices]
+
+    def _reads(self, slices: Sequence[SequenceSlice]) -> KVReads:
+        rows = [
+            (each.start + index + 1, each.page_ids)
+            for each in slices
+            for index in range(each.prompt_len, len(each.token_ids))
+        ]
+        kv_lens = [kv_len for kv_len, _ in rows]
+        flat = flat_reads(sum(kv_lens), SLOT_BYTES)
+        if not self._unit_len:
+            return flat
+        from tests.support.free_sharing import plan_free  # which imports torch
+
+        tables = [page_ids for _, page_ids in rows]
+        page_size = self._layout.page_size
+        plan = plan_free(kv_lens, tables, page_size=page_size, unit_len=self._unit_len)
+        return replace(
+            flat,
+            read_bytes=flat.read_bytes - plan.num_spared * SLOT_BYTES,
+            groups=plan.num_groups,
+            grouped_rows=plan.num_grouped,
+        )
 
     def _compute(self, each: SequenceSlice) -> None:
         page_size = self._layout.page_size

@@ -35,6 +35,7 @@ class ClusterShape:
     page_transfer_s: float = 0.002  # one page over a connection
     hangs_on_peer_death: bool = True  # as NCCL; False: breaks, as TCP
     max_expected_wait_s: float = 30.0  # of the routers
+    shared_unit_len: int = 0  # least tokens that attention reads once for all; 0: it is flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.sampling import SequenceSlice
@@ -92,7 +93,8 @@ class VirtualExecutor:
         except RuntimeError:
             self.fake_engine.num_computed_tokens = num_computed_tokens
             raise
-        return StepResult(
+        return replace(
+            result,
             decodes=[
                 None if self.poison in prompt else token
                 for prompt, token in zip(decoded, result.decodes, strict=True)
