@@ -26,12 +26,13 @@ def host():
         host.config.write_text(json.dumps(options))
         code, output, errors = host.run("up", "--config", str(host.config))
         assert code == 0, errors
+        head = host.head()
         try:
             assert "starting 1 prefill and 2 decode workers on cpu" in output
             yield host
             assert host.run("down", "--grace-s", "0")[0] == 0
         finally:
-            kill_session(host.head()["pid"])
+            kill_session(head["pid"])
 
 
 def done(host, *arguments):
