@@ -187,7 +187,7 @@ class PrefillGroup:
         return next(iter(trusted or left), None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class TokenDelta:
     """New tokens of one choice, for the router."""
 

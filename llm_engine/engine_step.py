@@ -13,7 +13,7 @@ from grammars.bits import TokenBits
 from llm_engine.sampling import Drawn, SampledToken, SamplingParams, SequenceSlice
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class SeatStart:
     """A sequence takes a seat that no launched step names any more."""
 

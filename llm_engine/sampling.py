@@ -15,7 +15,7 @@ from grammars.constraint import Constraint
 from kv_cache.layout import num_pages_for
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class SamplingParams:
     """Complete parameters of one request; the router has filled the defaults and checked ranges."""
 
@@ -51,7 +51,7 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Draw:
     """One token to draw from the logits of a slice's last token."""
 
@@ -78,7 +78,7 @@ class SampledToken:
 Drawn: TypeAlias = tuple[SampledToken, ...] | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class SequenceSlice:
     """Tokens of one sequence to compute in one forward pass.
 

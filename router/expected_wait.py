@@ -22,7 +22,7 @@ RATE_HALF_LIFE_S = 30.0
 MIN_OBSERVED_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class DecodeQueue:
     """What a request would find on a decode worker; a limit of 0 is unknown."""
 

@@ -39,7 +39,7 @@ class Finish(Enum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class WorkerStats:
     """What a request cost; see RequestStats in protos/common.proto."""
 
@@ -66,7 +66,7 @@ class WorkerStats:
         return WorkerStats(**sums, cached_tokens=min(told, default=None))
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen: that would triple the time to make one
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Delta:
     """New tokens of one choice, from a decode worker."""
 

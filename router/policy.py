@@ -40,7 +40,7 @@ class PolicyWeights:
     max_prefill_candidates: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class WorkerLoad:
     """One worker that may be chosen, and its load."""
 

@@ -35,7 +35,7 @@ class ServedModel:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class AskedSampling:
     """Sampling parameters as a client gave them; None is unset."""
 
@@ -69,7 +69,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Sampling:
     """Complete and checked sampling parameters."""
 
@@ -92,7 +92,7 @@ class Sampling:
     constraint: Constraint | None = None  # what each choice is held to
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class GenerationRequest:
     """An admitted request: everything that dispatch needs to get it served."""
 

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64)
 class DrivenSequence:
     prompt: list[int]
     page_ids: list[int]
-    params: SamplingParams = GREEDY
+    params: SamplingParams = field(default_factory=lambda: GREEDY)
     tokens: list[int] = field(default_factory=list)
     drawn: list[SampledToken] = field(default_factory=list)
     num_computed: int = 0
