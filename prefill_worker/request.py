@@ -35,6 +35,7 @@ class Prompt:
     choices: tuple[int, ...]  # whose next token to draw
     first_page: int  # pages before it are not wanted
     salt: bytes = b""
+    cache_share: float = 1.0  # of this worker's pages, which those of this salt may keep
     allowed: TokenBits | None = None  # what may be drawn under a constraint; None: anything
     is_suspect: bool = False  # a pass failed that computed for its request: it computes alone
     traceparent: str = ""  # of the receiver's span; empty: not traced
