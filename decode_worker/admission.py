@@ -29,6 +29,8 @@ def check_request(
             f"choices has {len(request.emitted)} entries, allowed are 1 to {config.max_choices}"
         )
     _check_tokens("prompt_token_ids", request.prompt, model)
+    if not 0 < request.cache_share <= 1:  # nor NaN
+        raise InvalidRequest(f"cache_share is {request.cache_share}, must be above 0 and at most 1")
     params = request.params
     try:
         check_sampling(params, model)

@@ -59,6 +59,7 @@ class Request:
     params: SamplingParams
     emitted: Mapping[int, Sequence[int]]  # choice index |-> tokens delivered before this attempt
     salt: bytes = b""
+    cache_share: float = 1.0  # of each worker's pages, which those of this salt may keep
     candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first
     timeout_s: float | None = None
     num_failed_passes: int = 0  # here and elsewhere, since the last that succeeded

@@ -126,6 +126,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Take a request that `admission.check_request` accepts."""
         request.arrival = next(self._arrivals)
+        self._cache.limit(request.salt, request.cache_share)
         request.choices = [
             Choice(request, index, list(output)) for index, output in request.emitted.items()
         ]

@@ -58,6 +58,7 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
         params=sampling_from_proto(message.sampling),
         emitted=emitted,
         salt=message.cache_salt,
+        cache_share=message.cache_share or 1.0,
         candidates=tuple(worker_from_proto(each) for each in message.prefill_candidates),
         timeout_s=message.timeout_ms / 1000 or None,
         num_failed_passes=message.failed_passes,
@@ -149,6 +150,7 @@ class PrefillCall:
             sampling=sampling_to_proto(request.params),
             choices=[choice.index for choice in group.choices],
             cache_salt=request.salt,
+            cache_share=request.cache_share,
             failed_passes=request.num_failed_passes,
             traceparent=traceparent,
         )

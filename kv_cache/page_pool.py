@@ -15,6 +15,7 @@ The state of a page follows from its holders; the first line that applies counts
     dereference         LIVE -> LEASED, CACHED or FREE
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -64,9 +65,10 @@ class Quarantined(NamedTuple):
 class PagePool:
     """Page states, reference counts and generations.
 
-    Invariants: the states partition the pool; exactly the FREE pages are in the free list; only
-    FREE pages are handed out. Operations on several pages check all of them first: when one raises,
-    nothing has changed. A call names each page at most once.
+    Invariants: the states partition the pool, and owners the pages that are not FREE; exactly the
+    FREE pages are in the free list; only FREE pages are handed out. Operations on several pages
+    check all of them first: when one raises, nothing has changed. A call names each page at most
+    once.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -79,6 +81,8 @@ class PagePool:
         self._is_in_tree = [False] * num_pages
         self._transfer: list[PageState | None] = [None] * num_pages  # INCOMING or QUARANTINE
         self._generations = [0] * num_pages
+        self._owners = [b""] * num_pages  # for whom each was allocated last
+        self._held: dict[bytes, int] = {}  # owner |-> its pages that are not FREE, 1 or more
         self._counts = dict.fromkeys(PageState, 0)
         self._counts[PageState.FREE] = num_pages
 
@@ -102,6 +106,10 @@ class PagePool:
         """Return how often the page was allocated; tells two owners of one page apart."""
         return self._generations[page_id]
 
+    def num_held(self, owner: bytes) -> int:
+        """Return how many pages were allocated for an owner and are not FREE again."""
+        return self._held.get(owner, 0)
+
     def num_references(self, page_id: int) -> int:
         return self._references[page_id]
 
@@ -113,8 +121,13 @@ class PagePool:
             total=self.num_pages, **{state.value: n for state, n in self._counts.items()}
         )
 
-    def allocate(self, num_pages: int, *, incoming: bool = False) -> list[int]:
+    def allocate(self, num_pages: int, *, incoming: bool = False, owner: bytes = b"") -> list[int]:
         """Hand out free pages, each with one reference and a new generation.
+
+        Args:
+            num_pages: How many.
+            incoming: They are INCOMING; else LIVE.
+            owner: For whom they count until they are FREE again, whoever holds them.
 
         Raises:
             OutOfPages: If fewer are free; nothing has changed then.
@@ -125,8 +138,11 @@ class PagePool:
         for page_id in page_ids:
             self._generations[page_id] += 1
             self._references[page_id] = 1
+            self._owners[page_id] = owner
             self._transfer[page_id] = PageState.INCOMING if incoming else None
             self._settle(page_id)
+        if page_ids:
+            self._held[owner] = self.num_held(owner) + len(page_ids)
         return page_ids
 
     def reference(self, page_ids: Sequence[int]) -> None:
@@ -218,6 +234,8 @@ class PagePool:
         free = {p for p, state in enumerate(self._states) if state is PageState.FREE}
         assert len(self._free) == len(free), "a page is in the free list twice"
         assert set(self._free) == free, "the free list is not the set of free pages"
+        held = Counter(o for p, o in enumerate(self._owners) if p not in free)
+        assert held == self._held, "wrong count of an owner's pages"
         for state, count in self._counts.items():
             assert self._states.count(state) == count, f"wrong count of {state.value} pages"
 
@@ -244,6 +262,10 @@ class PagePool:
         self._counts[after] += 1
         if after is PageState.FREE:
             self._free.append(page_id)
+            owner = self._owners[page_id]
+            self._held[owner] -= 1
+            if not self._held[owner]:
+                del self._held[owner]
 
     def _derive_state(self, page_id: int) -> PageState:
         if (transfer := self._transfer[page_id]) is not None:

@@ -15,6 +15,10 @@ Life of a sequence:
                    0                                num_committed_pages
                    [ ................ in the tree ................. | not in the tree ........ ]
 
+A salt may have a quota: then pages that were allocated for it go as soon as it has more and nobody
+holds them, its least recently used first. What a sequence holds never goes, so a salt may have more
+than its quota for as long as its sequences need it, but nothing cached besides.
+
 Pure: no clock, no thread. One owner calls it from one event loop, and never ends, forks or inserts
 a sequence while an engine step works on its pages.
 """
@@ -70,7 +74,11 @@ class PrefixCache:
 
     Invariants: whoever holds a tree page holds all pages before it, so that CACHED pages can always
     be evicted and free + cached is exactly what an allocation can get. Ready pages never follow
-    pending ones. An operation that raises OutOfPages has changed nothing.
+    pending ones. An operation that raises OutOfPages has changed nothing. A salt that has more
+    pages than its quota has none that are CACHED.
+
+    Attributes:
+        num_over_quota: Pages that were evicted for a quota, ever.
     """
 
     def __init__(
@@ -83,8 +91,24 @@ class PrefixCache:
         self._hash_key = hash_key
         self._events: list[CacheEvent] = []
         self._settled: list[int] = []
-        self._leases: dict[int, tuple[int, ...]] = {}  # lease_id |-> pinned pages
+        self.num_over_quota = 0
+        self._quotas: dict[bytes, int] = {}  # salt |-> pages
+        self._leases: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # lease_id |-> salt, pages
         self._num_leases = 0  # ever made
+
+    def limit(self, salt: bytes, share: float) -> None:
+        """Bound the pages that a salt may keep, from now on.
+
+        Args:
+            salt: Whose.
+            share: Of the pool's pages, above 0; 1 or more: no bound. It is one page at least.
+        """
+        if share >= 1:
+            self._quotas.pop(salt, None)
+            return
+        exact = share * self.pool.num_pages
+        self._quotas[salt] = max(1, int(exact + 1e-6))  # 0.3 of 10 pages are 3
+        self._keep_quota(salt)
 
     def match(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixMatch:
         """Look up a prompt; marks what it finds as used and changes nothing else."""
@@ -115,7 +139,7 @@ class PrefixCache:
         shared = [page.page_id for page in path]
         num_new = num_pages_for(len(token_ids), self.page_size) - len(shared)
         seq = SequencePages(
-            page_ids=shared + self._acquire(shared, num_new, incoming=incoming),
+            page_ids=shared + self._acquire(salt, shared, num_new, incoming=incoming),
             num_cached_pages=len(shared),
             num_committed_pages=len(shared),
             salt=salt,
@@ -169,7 +193,7 @@ class PrefixCache:
         self._check_open(seq)
         num_new = num_pages_for(num_tokens, self.page_size) - len(seq.page_ids)
         if num_new > 0:
-            seq.page_ids += self._acquire([], num_new)
+            seq.page_ids += self._acquire(seq.salt, [], num_new)
 
     def insert(self, seq: SequencePages, token_ids: Sequence[int]) -> None:
         """Enter all full pages of `token_ids`, which the sequence has computed, into the tree.
@@ -215,7 +239,7 @@ class PrefixCache:
         read = seq.page_ids[: num_pages_for(num_tokens, self.page_size)]
         assert not any(map(self._is_pending, read)), "pages that are not computed yet"
         shared = read[:num_full]
-        own = self._acquire(shared, 1 if num_rest else 0)
+        own = self._acquire(seq.salt, shared, 1 if num_rest else 0)
         forked = SequencePages(
             page_ids=shared + own,
             num_cached_pages=num_full,
@@ -267,15 +291,16 @@ class PrefixCache:
         pinned = tuple(seq.page_ids[:num_pages])
         self.pool.lease(pinned)
         self._num_leases += 1
-        self._leases[self._num_leases] = pinned
+        self._leases[self._num_leases] = seq.salt, pinned
         return Lease(lease_id=self._num_leases, page_ids=pinned)
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease; ending it again is a no-op."""
-        pinned = self._leases.pop(lease.lease_id, ())
+        salt, pinned = self._leases.pop(lease.lease_id, (b"", ()))
         self.pool.end_lease(pinned)
         for page_id in pinned:
             self.tree.offer(page_id)
+        self._keep_quota(salt)
 
     def drain_events(self) -> list[CacheEvent]:
         """Return what changed since the last call, in order."""
@@ -300,6 +325,10 @@ class PrefixCache:
             if above is not None and not self._is_evictable(page.page_id):
                 assert not self._is_evictable(above.page_id), "a page is held, its prefix is not"
             assert page.is_ready or not self._is_evictable(page.page_id), "an orphaned pending page"
+        for salt, quota in self._quotas.items():
+            if self.pool.num_held(salt) > quota:
+                own = [page for page in self.tree if page.node.salt == salt]
+                assert not any(self._is_evictable(page.page_id) for page in own), "over quota"
         num_cached = self.pool.counts().cached
         assert num_cached == sum(self._is_evictable(page.page_id) for page in self.tree)
 
@@ -309,18 +338,33 @@ class PrefixCache:
         # One token is left out: its forward pass gives the logits of the next.
         return self.tree.match(page_tokens[: max(num_tokens - 1, 0) // self.page_size], salt)
 
-    def _acquire(self, shared: Sequence[int], num_new: int, *, incoming: bool = False) -> list[int]:
+    def _acquire(
+        self, salt: bytes, shared: Sequence[int], num_new: int, *, incoming: bool = False
+    ) -> list[int]:
         """Reference `shared` and allocate `num_new` pages, evicting where needed."""
-        num_evicted = num_new - self.pool.num_free
-        if num_evicted > 0:
+        if num_new > self.pool.num_free:
             available = self.pool.num_available - sum(map(self._is_evictable, shared))
             if num_new > available:
                 raise OutOfPages(num_new, available)
         self.pool.reference(shared)
-        for page in self.tree.evict(num_evicted, self._is_evictable):
+        self._keep_quota(salt, num_new)  # first: others' pages must not go for what is too many
+        self._evict(num_new - self.pool.num_free)
+        return self.pool.allocate(num_new, incoming=incoming, owner=salt)
+
+    def _keep_quota(self, salt: bytes, num_new: int = 0) -> None:
+        """Evict what a salt has cached beyond its quota, as if it had `num_new` pages more."""
+        quota = self._quotas.get(salt)
+        if quota is not None:
+            num_over = self.pool.num_held(salt) + num_new - quota
+            self.num_over_quota += self._evict(num_over, salt)
+
+    def _evict(self, num_pages: int, salt: bytes | None = None) -> int:
+        """Free up to `num_pages` cached pages, of a salt or anybody's; return how many."""
+        evicted = self.tree.evict(num_pages, self._is_evictable, salt=salt)
+        for page in evicted:
             self.pool.leave_tree(page.page_id)
             self._events.append(Removed(page.page_hash))
-        return self.pool.allocate(num_new, incoming=incoming)
+        return len(evicted)
 
     def _enter_next(self, seq: SequencePages, tokens: bytes, *, is_ready: bool) -> None:
         """Enter the sequence's first private page into the tree."""
@@ -363,12 +407,14 @@ class PrefixCache:
         seq.page_ids = []
         seq.num_tree_pages = 0
         seq.is_open = False
+        self._keep_quota(seq.salt)
 
     def _leave_twin(self, seq: SequencePages) -> None:
         if seq.twin_page_id is not None:
             self.pool.end_lease([seq.twin_page_id])
             self.tree.offer(seq.twin_page_id)
             seq.twin_page_id = None
+            self._keep_quota(seq.salt)
 
     def _touch(self, seq: SequencePages) -> None:
         page = self._last_tree_page(seq)

@@ -17,6 +17,7 @@ class RadixNode:
     """A run of pages: what a cascade planner groups by, together with `parent`."""
 
     parent: "RadixNode | None"  # None: the root
+    salt: bytes  # of the subtree; empty at the root, too
     key: bytes  # in parent.children: tokens of the first page, or a salt below the root
     start: int  # depth of the first page
     serial: int  # order of creation
@@ -53,8 +54,9 @@ class RadixTree:
         self._pages: dict[int, TreePage] = {}  # page_id |-> its place
         self._clock = 0
         self._num_nodes = 0
-        self._queue: list[tuple[int, int, RadixNode]] = []  # heap of (last_used, serial, node)
-        self._root = self._new_node(None, b"", 0)
+        # salt |-> heap of (last_used, serial, node), never empty
+        self._queues: dict[bytes, list[tuple[int, int, RadixNode]]] = {}
+        self._root = self._new_node(None, b"", 0, b"")
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -120,7 +122,7 @@ class RadixTree:
         depth = 0 if parent is None else parent.depth + 1
         node = self._salt_node(salt) if parent is None else self._split_after(parent)
         if not node.run or node.children:
-            node = self._new_node(node, tokens, depth)
+            node = self._new_node(node, tokens, depth, node.salt)
         page = TreePage(
             page_id=page_id,
             tokens=tokens,
@@ -159,19 +161,34 @@ class RadixTree:
         if page is not None and page.node.run[-1] is page:
             self._enqueue(page.node)
 
-    def evict(self, num_pages: int, is_evictable: Callable[[int], bool]) -> list[TreePage]:
-        """Take out up to `num_pages` pages, least recently used leaves first, from their tails."""
+    def evict(
+        self, num_pages: int, is_evictable: Callable[[int], bool], *, salt: bytes | None = None
+    ) -> list[TreePage]:
+        """Take out up to `num_pages` pages, least recently used leaves first, from their tails.
+
+        Args:
+            num_pages: How many; 0 or less takes out none.
+            is_evictable: Tells of a page id whether the page may go.
+            salt: Whose pages; None: anybody's.
+        """
         evicted: list[TreePage] = []
-        while len(evicted) < num_pages and self._queue:
-            last_used, _, node = heapq.heappop(self._queue)
-            node.is_queued = False
+        if num_pages <= 0:
+            return evicted
+        salts = self._queues if salt is None else self._queues.keys() & {salt}
+        fronts = [(*self._queues[each][0][:2], each) for each in salts]
+        heapq.heapify(fronts)
+        while len(evicted) < num_pages and fronts:
+            *_, owner = heapq.heappop(fronts)
+            last_used, node = self._dequeue(owner)
             if not node.run or node.children or not is_evictable(node.run[-1].page_id):
-                continue  # offered again when that changes
-            if last_used < node.last_used:
+                pass  # offered again when that changes
+            elif last_used < node.last_used:
                 self._enqueue(node)
-                continue
-            evicted.append(node.run[-1])
-            self.remove(node.run[-1])  # which queues the next page of this path
+            else:
+                evicted.append(node.run[-1])
+                self.remove(node.run[-1])  # which queues the next page of this path
+            if queue := self._queues.get(owner):
+                heapq.heappush(fronts, (*queue[0][:2], owner))
         return evicted
 
     def check_integrity(self, is_evictable: Callable[[int], bool]) -> None:
@@ -187,6 +204,7 @@ class RadixTree:
                 assert parent.last_used >= node.last_used, "a child was used after its parent"
                 assert node.run or parent is self._root, "an empty run"
                 assert node.run or node.children, "a salt without pages"
+                assert node.salt == (node.key if parent is self._root else parent.salt)
                 assert node.start == parent.start + len(parent.run), "a gap in the depths"
                 assert not node.run or parent is self._root or node.key == node.run[0].tokens
             for depth, page in enumerate(node.run, start=node.start):
@@ -199,17 +217,25 @@ class RadixTree:
                 assert node.is_queued, "an evictable leaf that eviction does not find"
             seen += len(node.run)
         assert seen == len(self._pages), "lookup finds pages that the tree does not hold"
-        queued = [node.serial for _, _, node in self._queue]
+        assert all(self._queues.values()), "an empty queue"
+        entries = [(salt, each[2]) for salt, queue in self._queues.items() for each in queue]
+        assert all(node.salt == salt for salt, node in entries), "a node in another's queue"
+        queued = [node.serial for _, node in entries]
         assert len(set(queued)) == len(queued), "a node is queued twice"
 
     def _salt_node(self, salt: bytes) -> RadixNode:
-        return self._root.children.get(salt) or self._new_node(self._root, salt, 0)
+        return self._root.children.get(salt) or self._new_node(self._root, salt, 0, salt)
 
-    def _new_node(self, parent: RadixNode | None, key: bytes, start: int) -> RadixNode:
+    def _new_node(self, parent: RadixNode | None, key: bytes, start: int, salt: bytes) -> RadixNode:
         self._num_nodes += 1
         last_used = 0 if parent is None else parent.last_used
         node = RadixNode(
-            parent=parent, key=key, start=start, serial=self._num_nodes, last_used=last_used
+            parent=parent,
+            salt=salt,
+            key=key,
+            start=start,
+            serial=self._num_nodes,
+            last_used=last_used,
         )
         if parent is not None:
             parent.children[key] = node
@@ -225,7 +251,7 @@ class RadixTree:
         if length == len(lower.run):
             return lower
         assert lower.parent is not None, "the root has no run"
-        upper = self._new_node(lower.parent, lower.key, lower.start)
+        upper = self._new_node(lower.parent, lower.key, lower.start, lower.salt)
         upper.last_used = lower.last_used
         upper.run, lower.run = lower.run[:length], lower.run[length:]
         for moved in upper.run:
@@ -237,4 +263,14 @@ class RadixTree:
     def _enqueue(self, node: RadixNode) -> None:
         if node.run and not node.children and not node.is_queued:
             node.is_queued = True
-            heapq.heappush(self._queue, (node.last_used, node.serial, node))
+            queue = self._queues.setdefault(node.salt, [])
+            heapq.heappush(queue, (node.last_used, node.serial, node))
+
+    def _dequeue(self, salt: bytes) -> tuple[int, RadixNode]:
+        """Take the first entry of a queue; return when the node was used, as the entry says."""
+        queue = self._queues[salt]
+        last_used, _, node = heapq.heappop(queue)
+        if not queue:
+            del self._queues[salt]
+        node.is_queued = False
+        return last_used, node

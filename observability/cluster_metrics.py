@@ -35,6 +35,7 @@ COUNTERS = {
     "sharing_rows": "Sequences in these groups, summed over steps.",
     "transfer_s": "Time in which pages of prompts were received, summed over transfers.",
     "exposed_transfer_s": "Of this, time after the prompt was computed.",
+    "over_quota_pages": "Cached pages that went because their tenant had more than it may keep.",
 }
 # Of TenantStatus. There are as many series as tenants are configured, whoever calls.
 OF_TENANTS = {

@@ -222,6 +222,7 @@ class WorkerStatus:
     sharing_rows: int  # sequences in these groups, summed over steps
     transfer_s: float  # in which pages of prompts were received, summed over transfers
     exposed_transfer_s: float  # of it, after the prompt was computed
+    over_quota_pages: int  # cached pages that went because their tenant had more than it may keep
 
     @property
     def is_living(self) -> bool:

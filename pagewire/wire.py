@@ -409,6 +409,7 @@ def _worker(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         sharing_rows=totals.sharing_rows,
         transfer_s=totals.transfer_s,
         exposed_transfer_s=totals.exposed_transfer_s,
+        over_quota_pages=totals.over_quota_pages,
     )
 
 

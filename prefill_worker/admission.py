@@ -36,6 +36,8 @@ def check_prompt(
         check_sampling(prompt.params, model)
     except ValueError as error:
         raise InvalidPrompt(str(error)) from None
+    if not 0 < prompt.cache_share <= 1:  # nor NaN
+        raise InvalidPrompt(f"cache_share is {prompt.cache_share}, must be above 0 and at most 1")
     if not prompt.choices:
         raise InvalidPrompt("choices is empty; at least one token is drawn")
     if max(prompt.choices) >= MAX_CHOICES or len(set(prompt.choices)) < len(prompt.choices):

@@ -36,6 +36,7 @@ class Prompt:
     choices: tuple[int, ...]  # whose next token to draw
     first_page: int  # pages before it are not needed
     salt: bytes = b""
+    cache_share: float = 1.0  # of this worker's pages, which those of this salt may keep
     allowed: TokenBits | None = None  # tokens that a constraint allows; None: all
     is_suspect: bool = False  # a pass of its request failed: it runs alone
     traceparent: str = ""  # of the receiver's span; empty: not traced

@@ -102,6 +102,7 @@ class Scheduler:
         """Queue a prompt that `admission.check_prompt` accepts."""
         prompt.arrival = next(self._arrivals)
         prompt.num_handed_pages = prompt.first_page
+        self._cache.limit(prompt.salt, prompt.cache_share)
         self._waiting.append(prompt)
         self._is_admission_due = True
 

@@ -55,6 +55,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
         choices=tuple(message.choices),
         first_page=message.first_page,
         salt=message.cache_salt,
+        cache_share=message.cache_share or 1.0,
         is_suspect=message.failed_passes > 0,
         traceparent=message.traceparent,
     )

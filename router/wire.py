@@ -226,6 +226,7 @@ def submit(
             ],
             prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
             cache_salt=request.tenant.cache_salt,
+            cache_share=request.tenant.cache_share,
             timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
             failed_passes=failed_passes,
             traceparent=traceparent,

@@ -234,6 +234,7 @@ class WorkerHost:
             steps=self._loop.num_steps,
             steps_ahead=self._loop.num_steps_ahead,
             reads=self._loop.reads,
+            num_over_quota=self.cache.num_over_quota,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,

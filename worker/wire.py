@@ -154,5 +154,6 @@ def heartbeat_to_proto(
             sharing_rows=load.reads.grouped_rows,
             transfer_s=totals.transfer_s,
             exposed_transfer_s=totals.exposed_transfer_s,
+            over_quota_pages=load.num_over_quota,
         ),
     )

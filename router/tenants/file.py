@@ -12,7 +12,7 @@ token has 256 random bits, so that its hash needs neither salt nor a slow functi
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -134,6 +134,7 @@ class _Reader:
                 self._refuse(name, told)
             else:
                 rules.append(self._tenant(name, values))
+        self._check_shares(rules)
         if self._wrong:
             raise TenantsFileError(
                 "\n".join(
@@ -157,6 +158,16 @@ class _Reader:
                 continue
             del given[key]
         return TenantRules(name=name, token_digests=digests, **given)
+
+    def _check_shares(self, rules: Sequence[TenantRules]) -> None:
+        first: dict[str, TenantRules] = {}  # cache |-> the first tenant of it
+        for each in rules:
+            other = first.setdefault(each.cache, each) if each.cache else each
+            if each.cache_share != other.cache_share:
+                path = f"{each.name}.cache_share"
+                told = f"{path} is {each.cache_share:g}, that of {other.name} is"
+                told = f"{told} {other.cache_share:g}; tenants of one cache must have one share"
+                self._refuse(path, told)
 
     def _digests(self, name: str, values: Any) -> frozenset[bytes]:
         path = f"{name}.{_HASHES}"

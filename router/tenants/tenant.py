@@ -59,6 +59,14 @@ class TenantRules:
         accepts=_is_name_or_empty,
         accepted=f"empty, or {NAME_ALLOWED}",
     )
+    cache_share: float = option(
+        1.0,
+        "Largest part of each worker's pages that it may keep; 1: all. What is cached beyond it "
+        "goes, used longest ago first; requests that run lose nothing. Tenants of one cache have "
+        "one share.",
+        above=0,
+        at_most=1,
+    )
     operator: bool = option(
         False, "May see the whole cluster and all tenants: status, /cluster and /metrics."
     )

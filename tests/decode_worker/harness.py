@@ -278,6 +278,7 @@ class ScriptedRouter:
         candidates: Sequence[WorkerIdentity] | None = None,
         timeout_ms: int = 0,
         failed_passes: int = 0,
+        cache_share: float = 0.0,
         **params: Any,
     ) -> Stream:
         params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
@@ -304,6 +305,7 @@ class ScriptedRouter:
             prefill_candidates=[worker_to_proto(each) for each in candidates],
             timeout_ms=timeout_ms,
             failed_passes=failed_passes,
+            cache_share=cache_share,
         )
         await self.call.write(worker_pb2.SessionRequest(submit=submit))
         return stream

@@ -881,6 +881,11 @@ def test_a_second_failure_renews_the_distrust_of_a_prefill_worker() -> None:
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "share above 1": ({"prompt": (1,), "cache_share": 1.5}, "cache_share is 1.5, must be above 0"),
+    "share that is no number": (
+        {"prompt": (1,), "cache_share": float("nan")},
+        "cache_share is nan",
+    ),
     "empty prompt": ({"prompt": ()}, "prompt_token_ids is empty"),
     "foreign token": ({"prompt": (1, 1000)}, "prompt_token_ids has id 1000, ids are below 1000"),
     "too long": ({"prompt": (1,) * 512}, "begins after 512 tokens, the context ends at 512"),

@@ -6,6 +6,7 @@ contain: the tokens up to it. Posted writes of failed transfers land whenever hy
 
 import sys
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -64,6 +65,7 @@ class LateTransfer:
 @dataclass(eq=False, kw_only=True)
 class ModelLease:
     lease: Lease
+    salt: bytes
     pinned: list[int]
 
 
@@ -75,6 +77,7 @@ class Oracle:
     leases: list[ModelLease] = field(default_factory=list)
     transfers: list[LateTransfer] = field(default_factory=list)
     generations: list[int] = field(default_factory=lambda: [0] * NUM_PAGES)
+    owners: dict[int, bytes] = field(default_factory=dict)  # page_id |-> for whom it was handed out
     slots: dict[tuple[int, int], object] = field(default_factory=dict)  # (page_id, offset) |->
 
     def num_references(self, page_id: int) -> int:
@@ -96,6 +99,11 @@ class Oracle:
             return PageState.LEASED
         return PageState.CACHED if page_id in self.tree.values() else PageState.FREE
 
+    def held(self, salt: bytes) -> list[PageState]:
+        """States of the pages that were handed out for a salt and are not free again."""
+        states = [self.state(page) for page, owner in self.owners.items() if owner == salt]
+        return [state for state in states if state is not PageState.FREE]
+
     def match(self, tokens: list[int], salt: bytes) -> tuple[int, int]:
         path = []
         for num_pages in range(1, max(len(tokens) - 1, 0) // PAGE_SIZE + 1):
@@ -107,9 +115,13 @@ class Oracle:
 
 
 class CacheMachine(RuleBasedStateMachine):
+    quotas: ClassVar[dict[bytes, int]] = {}  # salt |-> most pages that it may keep
+
     def __init__(self) -> None:
         super().__init__()
         self.cache = PrefixCache(num_pages=NUM_PAGES, page_size=PAGE_SIZE, fingerprint=FINGERPRINT)
+        for salt, num_pages in self.quotas.items():
+            self.cache.limit(salt, num_pages / NUM_PAGES)
         self.oracle = Oracle()
         self.names: dict[bytes, Prefix] = {}  # page hash |-> prefix
         self.stored: set[bytes] = set()  # as a follower of the events knows it
@@ -148,7 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         assert model.pages.num_cached_pages == num_ready
         assert model.pages.page_ids[:num_ready] == shared
-        self.take_fresh(model.pages.page_ids[num_ready:], num_new, before, shared)
+        self.take_fresh(salt, model.pages.page_ids[num_ready:], num_new, before, shared)
         model.page_ids = list(model.pages.page_ids)
         self.oracle.sequences.append(model)
         for num_pages in range(num_ready + 1, len(tokens) // PAGE_SIZE + 1):
@@ -175,7 +187,8 @@ class CacheMachine(RuleBasedStateMachine):
 
         forked, copies = self.cache.fork(parent.pages, num_tokens)
 
-        self.take_fresh(forked.page_ids[num_full:], int(bool(rest)), before, shared)
+        fresh = forked.page_ids[num_full:]
+        self.take_fresh(parent.salt, fresh, int(bool(rest)), before, shared)
         assert forked.page_ids[:num_full] == shared
         assert [source for source, _ in copies] == parent.page_ids[num_full:][: len(copies)]
         assert [target for _, target in copies] == forked.page_ids[num_full:]
@@ -222,8 +235,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.write(seq, seq.num_computed, min(end_page * PAGE_SIZE, len(seq.tokens)))
 
         self.cache.commit(seq.pages, end_page)
-        if seq.is_filled:
+        if seq.is_filled and seq.twin is not None:
             seq.twin = None
+            self.take_trimmed(seq.salt)
 
         assert seq.pages.num_committed_pages == end_page
         for count in range(1, len(seq.tokens[: seq.num_computed]) // PAGE_SIZE + 1):
@@ -243,7 +257,8 @@ class CacheMachine(RuleBasedStateMachine):
 
         self.cache.extend(seq.pages, len(seq.tokens) + 1)
 
-        self.take_fresh(seq.pages.page_ids[len(seq.page_ids) :], num_new, before, [])
+        fresh = seq.pages.page_ids[len(seq.page_ids) :]
+        self.take_fresh(seq.salt, fresh, num_new, before, [])
         seq.page_ids = list(seq.pages.page_ids)
         seq.tokens.append(token)
         self.write(seq, len(seq.tokens) - 1, len(seq.tokens))
@@ -292,6 +307,7 @@ class CacheMachine(RuleBasedStateMachine):
                 )
             else:
                 assert returned == ()
+        self.take_trimmed(seq.salt)
         with pytest.raises(SequenceEnded):
             self.cache.release(seq.pages)
 
@@ -319,14 +335,16 @@ class CacheMachine(RuleBasedStateMachine):
         lease = self.cache.lease(seq.pages, count)
 
         assert list(lease.page_ids) == seq.page_ids[:count]
-        self.oracle.leases.append(ModelLease(lease=lease, pinned=seq.page_ids[:count]))
+        pinned = seq.page_ids[:count]
+        self.oracle.leases.append(ModelLease(lease=lease, salt=seq.salt, pinned=pinned))
 
     @precondition(lambda self: self.oracle.leases)
     @rule(pick=pick_strategy)
     def end_lease(self, pick: int) -> None:
-        lease = self.oracle.leases.pop(pick % len(self.oracle.leases)).lease
-        self.cache.release_lease(lease)
-        self.cache.release_lease(lease)
+        ended = self.oracle.leases.pop(pick % len(self.oracle.leases))
+        self.cache.release_lease(ended.lease)
+        self.take_trimmed(ended.salt)
+        self.cache.release_lease(ended.lease)
 
     @rule(page_id=st.integers(0, NUM_PAGES - 1))
     def free_twice(self, page_id: int) -> None:
@@ -352,6 +370,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert pool.num_references(page_id) == oracle.num_references(page_id)
             assert pool.num_leases(page_id) == oracle.num_leases(page_id)
             assert pool.generation(page_id) == oracle.generations[page_id]
+        for salt, quota in self.quotas.items():
+            held = oracle.held(salt)
+            assert pool.num_held(salt) == len(held)
+            assert len(held) <= quota or PageState.CACHED not in held, "cached beyond the quota"
 
     @invariant()
     def tree_agrees(self) -> None:
@@ -415,25 +437,55 @@ class CacheMachine(RuleBasedStateMachine):
         return ExpectNoEffect(self, needed)
 
     def take_fresh(
-        self, fresh: list[int], count: int, before: list[PageState], shared: list[int]
+        self,
+        owner: bytes,
+        fresh: list[int],
+        count: int,
+        before: list[PageState],
+        shared: list[int],
     ) -> None:
         """Check pages that were just handed out, and the evictions that made room for them."""
         assert len(fresh) == len(set(fresh)) == max(count, 0)
-        num_free = before.count(PageState.FREE)
+        num_own = 0  # that the owner's quota has cost
+        if owner in self.quotas:
+            is_own = [self.oracle.owners.get(page) == owner for page in range(NUM_PAGES)]
+            held = [b for b, own in zip(before, is_own, strict=True) if own]
+            num_held = sum(state is not PageState.FREE for state in held)
+            num_cached = held.count(PageState.CACHED) - sum(
+                before[page] is PageState.CACHED for page in shared
+            )
+            num_own = min(max(num_held + count - self.quotas[owner], 0), num_cached)
+        num_free = before.count(PageState.FREE) + num_own
         evicted = self.follow_events()
-        assert len(evicted) == max(0, count - num_free)
+        assert len(evicted) == num_own + max(0, count - num_free)
+        assert all(salt == owner for salt, _ in evicted[:num_own]), "another's pages went first"
         for prefix in evicted:
             page_id = self.oracle.tree.pop(prefix)
             self.oracle.ready.remove(prefix)
             assert before[page_id] is PageState.CACHED
             assert page_id not in shared
-            salt, tokens = prefix
-            assert not any(
-                other[0] == salt and other[1][: len(tokens)] == tokens for other in self.oracle.tree
-            ), "a page was evicted before those below it"
+            self.check_leaf(prefix)
         for page_id in fresh:
             assert before[page_id] in {PageState.FREE, PageState.CACHED}
             self.oracle.generations[page_id] += 1
+            self.oracle.owners[page_id] = owner
+
+    def take_trimmed(self, owner: bytes) -> None:
+        """Check the evictions after which a salt has no more cached than its quota."""
+        for prefix in self.follow_events():
+            assert prefix[0] == owner, "another's page went"
+            assert len(self.oracle.held(owner)) > self.quotas[owner], "it went for nothing"
+            page_id = self.oracle.tree[prefix]
+            assert self.oracle.state(page_id) is PageState.CACHED
+            del self.oracle.tree[prefix]
+            self.oracle.ready.remove(prefix)
+            self.check_leaf(prefix)
+
+    def check_leaf(self, evicted: Prefix) -> None:
+        salt, tokens = evicted
+        assert not any(
+            other[0] == salt and other[1][: len(tokens)] == tokens for other in self.oracle.tree
+        ), "a page was evicted before those below it"
 
     def write(self, seq: ModelSequence, start: int, end: int) -> None:
         for position in range(start, end):
@@ -463,6 +515,12 @@ class CacheMachine(RuleBasedStateMachine):
         hashes = page_hashes(tokens, PAGE_SIZE, fingerprint=FINGERPRINT, salt=salt)
         for num_pages, page_hash in enumerate(hashes, start=1):
             self.names[page_hash] = (salt, tuple(tokens[: num_pages * PAGE_SIZE]))
+
+
+class QuotaMachine(CacheMachine):
+    """Both salts have quotas, which together leave some of the pool to nobody."""
+
+    quotas: ClassVar[dict[bytes, int]] = {b"": 5, b"tenant": 3}
 
 
 class ExpectNoEffect:

@@ -422,3 +422,63 @@ def test_hash_key_changes_the_hashes_only() -> None:
     expected = page_hashes([1] * 9, PAGE_SIZE, fingerprint="model", key=b"secret")
     assert keyed.snapshot() == sorted(expected)
     assert keyed.match([1] * 9).num_ready_pages == 2
+
+
+def test_what_a_salt_has_cached_beyond_its_quota_goes_at_once() -> None:
+    cache = build_cache(20)
+    cache.limit(b"small", 0.15)
+    for first in (0, 100):
+        cache.release(serve(cache, list(range(first, first + 8)), b"small"))
+
+    assert cache.pool.num_held(b"small") == 3
+    assert cache.match([*range(100, 108), 1], b"small").num_ready_pages == 2
+    assert cache.match([*range(8), 1], b"small").num_ready_pages == 1, "its tail went"
+    assert cache.num_over_quota == 1
+    cache.limit(b"small", 0.05)
+    assert cache.pool.num_held(b"small") == 1
+    cache.limit(b"small", 1.0)
+    cache.release(serve(cache, list(range(200, 240)), b"small"))
+    assert cache.pool.num_held(b"small") == 11
+    cache.check_integrity()
+
+
+def test_a_salt_over_its_quota_loses_its_own_before_others_lose_theirs() -> None:
+    cache = build_cache(10)
+    cache.release(serve(cache, list(range(16)), b"old"))  # four pages, used longest ago
+    cache.limit(b"small", 0.4)
+    cache.release(serve(cache, list(range(100, 112)), b"small"))  # three
+    cache.release(serve(cache, list(range(200, 208)), b"small"))  # two: one of the three goes
+
+    running = serve(cache, list(range(300, 312)), b"small")  # three: all but one go
+
+    assert cache.match([*range(16), 1], b"old").num_ready_pages == 4
+    assert cache.pool.num_held(b"small") == 4
+    longer = serve(cache, list(range(400, 412)), b"small")  # three: one of them others' or free
+    assert cache.pool.num_held(b"small") == 6, "what runs is not taken"
+    assert cache.match([*range(16), 1], b"old").num_ready_pages == 4, "there was a free one"
+    cache.release(running)
+    cache.release(longer)
+    assert cache.pool.num_held(b"small") == 4
+    cache.check_integrity()
+
+
+def test_a_leased_page_counts_until_its_lease_ends() -> None:
+    cache = build_cache(10)
+    cache.limit(b"small", 0.2)
+    seq = serve(cache, list(range(16)), b"small")
+    lease = cache.lease(seq, 4)
+    cache.release(seq)
+    assert cache.pool.num_held(b"small") == 4
+
+    cache.release_lease(lease)
+
+    assert cache.pool.num_held(b"small") == 2
+    cache.check_integrity()
+
+
+def test_a_quota_is_a_page_at_least() -> None:
+    cache = build_cache(10)
+    cache.limit(b"small", 1e-9)
+    cache.release(serve(cache, list(range(16)), b"small"))
+
+    assert cache.pool.num_held(b"small") == 1

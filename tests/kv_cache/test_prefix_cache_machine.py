@@ -13,7 +13,7 @@ from kv_cache.page_hash import split_pages
 from kv_cache.page_pool import PagePool, PageState, Quarantined
 from kv_cache.prefix_cache import Lease, PrefixCache, SequencePages
 from kv_cache.radix_tree import RadixTree, TreePage
-from tests.kv_cache.cache_machine import CacheMachine
+from tests.kv_cache.cache_machine import CacheMachine, QuotaMachine
 
 SETTINGS = settings(
     derandomize=True,
@@ -26,6 +26,10 @@ SETTINGS = settings(
 
 def test_cache_agrees_with_the_oracle() -> None:
     run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=450))
+
+
+def test_cache_with_quotas_agrees_with_the_oracle() -> None:
+    run_state_machine_as_test(QuotaMachine, settings=settings(SETTINGS, max_examples=250))
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -51,7 +55,13 @@ def abort_leaves_pending_pages_in_the_tree(patch: pytest.MonkeyPatch) -> None:
 
 def eviction_takes_held_pages(patch: pytest.MonkeyPatch) -> None:
     original = RadixTree.evict
-    patch.setattr(RadixTree, "evict", lambda self, n, _: original(self, n, lambda page_id: True))
+
+    def evict(
+        self: RadixTree, num_pages: int, _: object, *, salt: bytes | None = None
+    ) -> list[TreePage]:
+        return original(self, num_pages, lambda page_id: True, salt=salt)
+
+    patch.setattr(RadixTree, "evict", evict)
 
 
 def release_ignores_other_holders(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +107,7 @@ def leases_pin_all_but_one(patch: pytest.MonkeyPatch) -> None:
 
 def lease_ends_twice(patch: pytest.MonkeyPatch) -> None:
     def release_lease(self: PrefixCache, lease: Lease) -> None:
-        self.pool.end_lease(self._leases[lease.lease_id])
+        self.pool.end_lease(self._leases[lease.lease_id][1])
 
     patch.setattr(PrefixCache, "release_lease", release_lease)
 
@@ -116,9 +126,11 @@ def double_free_is_accepted(patch: pytest.MonkeyPatch) -> None:
 def generations_stand_still(patch: pytest.MonkeyPatch) -> None:
     original = PagePool.allocate
 
-    def allocate(self: PagePool, num_pages: int, *, incoming: bool = False) -> list[int]:
+    def allocate(
+        self: PagePool, num_pages: int, *, incoming: bool = False, owner: bytes = b""
+    ) -> list[int]:
         before = list(self._generations)
-        page_ids = original(self, num_pages, incoming=incoming)
+        page_ids = original(self, num_pages, incoming=incoming, owner=owner)
         self._generations = before
         return page_ids
 
@@ -129,10 +141,15 @@ def failed_reserve_keeps_references(patch: pytest.MonkeyPatch) -> None:
     original = PrefixCache._acquire
 
     def acquire(
-        self: PrefixCache, shared: Sequence[int], num_new: int, *, incoming: bool = False
+        self: PrefixCache,
+        salt: bytes,
+        shared: Sequence[int],
+        num_new: int,
+        *,
+        incoming: bool = False,
     ) -> list[int]:
         self.pool.reference(shared)
-        page_ids = original(self, shared, num_new, incoming=incoming)
+        page_ids = original(self, salt, shared, num_new, incoming=incoming)
         self.pool.dereference(shared)
         return page_ids
 
@@ -143,7 +160,12 @@ def failed_reserve_evicts(patch: pytest.MonkeyPatch) -> None:
     original = PrefixCache._acquire
 
     def acquire(
-        self: PrefixCache, shared: Sequence[int], num_new: int, *, incoming: bool = False
+        self: PrefixCache,
+        salt: bytes,
+        shared: Sequence[int],
+        num_new: int,
+        *,
+        incoming: bool = False,
     ) -> list[int]:
         self.pool.reference(shared)
         for page in self.tree.evict(num_new - self.pool.num_free, self._is_evictable):
@@ -152,7 +174,7 @@ def failed_reserve_evicts(patch: pytest.MonkeyPatch) -> None:
         self.pool.dereference(shared)
         for page_id in shared:
             self.tree.offer(page_id)
-        return original(self, shared, num_new, incoming=incoming)
+        return original(self, salt, shared, num_new, incoming=incoming)
 
     patch.setattr(PrefixCache, "_acquire", acquire)
 
@@ -258,3 +280,97 @@ def test_machine_catches(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises((AssertionError, CacheError, KeyError, pytest.fail.Exception)):
         run_state_machine_as_test(CacheMachine, settings=quick)
+
+
+def quotas_bound_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "_keep_quota", lambda self, salt, num_new=0: None)
+
+
+def others_go_first(patch: pytest.MonkeyPatch) -> None:
+    original = RadixTree.evict
+
+    def evict(
+        self: RadixTree,
+        num_pages: int,
+        is_evictable: Callable[[int], bool],
+        *,
+        salt: bytes | None = None,
+    ) -> list[TreePage]:
+        return original(self, num_pages, is_evictable)
+
+    patch.setattr(RadixTree, "evict", evict)
+
+
+def only_what_is_new_is_bounded(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache._keep_quota
+
+    def keep_quota(self: PrefixCache, salt: bytes, num_new: int = 0) -> None:
+        if num_new:
+            original(self, salt, num_new)
+
+    patch.setattr(PrefixCache, "_keep_quota", keep_quota)
+
+
+def new_pages_are_bounded_too_late(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache._acquire
+
+    def acquire(
+        self: PrefixCache,
+        salt: bytes,
+        shared: Sequence[int],
+        num_new: int,
+        *,
+        incoming: bool = False,
+    ) -> list[int]:
+        quota = self._quotas.pop(salt, None)
+        page_ids = original(self, salt, shared, num_new, incoming=incoming)
+        if quota is not None:
+            self._quotas[salt] = quota
+            self._keep_quota(salt)
+        return page_ids
+
+    patch.setattr(PrefixCache, "_acquire", acquire)
+
+
+def pages_of_a_fork_are_nobodys(patch: pytest.MonkeyPatch) -> None:
+    original = PagePool.allocate
+
+    def allocate(
+        self: PagePool, num_pages: int, *, incoming: bool = False, owner: bytes = b""
+    ) -> list[int]:
+        return original(self, num_pages, incoming=incoming, owner=owner if num_pages > 1 else b"-")
+
+    patch.setattr(PagePool, "allocate", allocate)
+
+
+def ended_leases_are_kept(patch: pytest.MonkeyPatch) -> None:
+    def release_lease(self: PrefixCache, lease: Lease) -> None:
+        _, pinned = self._leases.pop(lease.lease_id, (b"", ()))
+        self.pool.end_lease(pinned)
+        for page_id in pinned:
+            self.tree.offer(page_id)
+
+    patch.setattr(PrefixCache, "release_lease", release_lease)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        quotas_bound_nothing,
+        others_go_first,
+        only_what_is_new_is_bounded,
+        new_pages_are_bounded_too_late,
+        pages_of_a_fork_are_nobodys,
+        ended_leases_are_kept,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_machine_with_quotas_catches(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    monkeypatch.setattr(PrefixCache, "check_integrity", lambda self: None)  # the oracle must see it
+    quick = settings(
+        SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False
+    )
+
+    with pytest.raises((AssertionError, CacheError, KeyError, pytest.fail.Exception)):
+        run_state_machine_as_test(QuotaMachine, settings=quick)

@@ -73,6 +73,20 @@ def test_salts_do_not_see_each_other() -> None:
     tree.check_integrity(everything)
 
 
+def test_pages_of_one_salt_go_in_their_own_order_and_no_others() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a", b"b"], salt=b"one")
+    enter(tree, [b"a"], salt=b"two", first_id=10)
+    enter(tree, [b"x"], salt=b"one", first_id=20)
+    tree.match([b"a", b"b"], b"one")
+
+    assert ids(tree.evict(2, everything, salt=b"one")) == [20, 1]
+    assert tree.evict(5, everything, salt=b"nobody") == []
+    tree.check_integrity(everything)
+    assert ids(tree.evict(5, everything)) == [10, 0]
+    assert tree.evict(0, everything) == []
+
+
 def test_above_crosses_nodes() -> None:
     tree = RadixTree()
     enter(tree, [b"a", b"b"])
@@ -233,7 +247,7 @@ def leaf_is_queued_twice(patch: pytest.MonkeyPatch) -> None:
 
 def leaf_used_while_queued_is_evicted(patch: pytest.MonkeyPatch) -> None:
     def evict(self: RadixTree, num_pages: int, is_evictable: Callable[[int], bool]) -> object:
-        for last_used, _, node in self._queue:
+        for last_used, _, node in self._queues.get(b"", ()):
             node.last_used = last_used
         return original(self, num_pages, is_evictable)
 

@@ -191,6 +191,7 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "prompt_len": ({"prompt_len": 31}, "INVALID_ARGUMENT", r"must be in \[1, 30\]"),
     "first_page": ({"first_page": 8}, "INVALID_ARGUMENT", "first_page is 8, must be below 8"),
+    "share below 0": ({"cache_share": -0.5}, "INVALID_ARGUMENT", "cache_share is -0.5, must be"),
     "no choice": ({"choices": []}, "INVALID_ARGUMENT", "choices is empty"),
     "ticket": ({"ticket": worker_pb2.TransferTicket()}, "INVALID_ARGUMENT", "transfer_id"),
     "connection": ({"connection_id": "lost"}, "ABORTED", "no connection 'lost'"),

@@ -33,6 +33,7 @@ ONE_OF_EACH = ClusterStatus(
             sharing_rows=18,
             transfer_s=1.5,
             exposed_transfer_s=0.5,
+            over_quota_pages=19,
         ),
     ),
     active_requests=1,

@@ -43,6 +43,7 @@ acme:
   max_active_requests: 8
   weight: 2
   cache: family
+  cache_share: 0.25
   operator: true
 globex:
   token_hashes:
@@ -57,6 +58,7 @@ globex:
         *(8, 2, "family"),
         True,
     )
+    assert (acme.cache_share, globex.cache_share) == (0.25, 1)
     assert (globex.name, globex.requests_per_s, globex.operator) == ("globex", 0, False)
     assert not read.warning
 
@@ -91,6 +93,19 @@ BAD = [
     ),
     (f"acme: {{token_hashes: [{A}], burst: 1.5}}", ["burst is 1.5; it must be an integer, 0 to"]),
     (f"acme: {{token_hashes: [{A}], weight: 0}}", ["weight is 0; it must be a finite number a"]),
+    (
+        f"acme: {{token_hashes: [{A}], cache_share: 0}}",
+        ["cache_share is 0; it must be a finite nu"],
+    ),
+    (f"acme: {{token_hashes: [{A}], cache_share: 1.5}}", ["cache_share is 1.5; it must be a fini"]),
+    (
+        f"acme: {{token_hashes: [{A}], cache: family}}\n"
+        f"globex:\n  token_hashes: [{B}]\n  cache: family\n  cache_share: 0.5",
+        [
+            "line 5: globex.cache_share is 0.5, that of acme is 1; tenants of one cache must have "
+            "one share"
+        ],
+    ),
     (f"acme: {{token_hashes: [{A}], operator: 1}}", ["operator is 1; it must be true or false"]),
     (f"acme: {{token_hashes: [{A}], cache: a b}}", ["cache is 'a b'; it must be empty, or 1 to"]),
     (f"acme: {{token_hashes: [{A}], weight: .nan}}", ["weight is nan; it must be a finite"]),
