@@ -118,11 +118,6 @@ class Scheduler:
         waiting = sum(len(group.tokens) for group in (*self._waiting, *self._parked))
         return waiting + sum(len(group.tokens) - group.num_computed for group in self._computing)
 
-    @property
-    def has_full_step(self) -> bool:
-        """Whether as many groups wait as one step looks at."""
-        return len(self._waiting) >= ADMISSION_WINDOW
-
     def submit(self, request: Request) -> None:
         """Take a request that `admission.check_request` accepts."""
         request.arrival = next(self._arrivals)

@@ -89,15 +89,6 @@ class Scheduler:
         prompts = itertools.chain(self._waiting, self._parked, self._computing)
         return sum(len(prompt.tokens) - prompt.num_computed for prompt in prompts)
 
-    @property
-    def has_full_step(self) -> bool:
-        """Whether the prompts whose turn it is have more tokens than a step computes."""
-        num_tokens = sum(
-            len(prompt.tokens) - prompt.num_computed - prompt.num_launched
-            for prompt in self._computing
-        )
-        return num_tokens >= self._config.max_step_tokens
-
     def submit(self, prompt: Prompt) -> None:
         """Queue a prompt that `admission.check_prompt` accepts."""
         prompt.arrival = next(self._arrivals)

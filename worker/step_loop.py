@@ -3,7 +3,7 @@
 Life of a step:
 1. plan     the scheduler says what to compute; what needs no engine begins at once
 2. launch   the engine begins it; where it runs beside the host, the next step is planned and
-            launched meanwhile, unless requests arrive just now that would find room in it
+            launched meanwhile, unless requests arrive just now
 3. read     the step has ended, and its tokens are known
 4. settle   the scheduler is told what was drawn, and the pool what came of it
 
@@ -97,11 +97,6 @@ class Scheduler(Protocol[PlanT, WorkT_co, ProgressT_co]):
     The halves of a plan may be settled one after the other in its stead.
     """
 
-    @property
-    def has_full_step(self) -> bool:
-        """Whether so much waits that the next step would take no more if more arrived."""
-        ...
-
     def next_step(self) -> PlanT:
         """Return what the next step computes; the plan may be empty."""
         ...
@@ -187,7 +182,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         """
         try:
             while True:
-                if self._unsettled and self._wake.is_in_burst and not self._scheduler.has_full_step:
+                if self._unsettled and self._wake.is_in_burst:
                     await self._settle_oldest()  # meanwhile more arrive for the next step
                     continue
                 self._wake.clear()

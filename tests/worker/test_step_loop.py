@@ -106,10 +106,6 @@ class World:
 
     # The scheduler.
 
-    @property
-    def has_full_step(self) -> bool:
-        return sum(each not in self.planned_for for each in self.left) >= self.most
-
     def next_step(self) -> Plan:
         due = [each for each in self.left if each not in self.planned_for][: self.most]
         self.planned_for.update(due)
@@ -206,19 +202,16 @@ def test_what_was_launched_behind_a_step_that_fails_is_computed_again_after_it(
     assert not world.launched
 
 
-@pytest.mark.parametrize(("num_requests", "num_ahead"), [(5, 1), (6, 2)])
-def test_while_requests_arrive_only_full_steps_are_launched_ahead(
-    num_requests: int, num_ahead: int
-) -> None:
+def test_while_requests_arrive_no_step_is_launched_ahead() -> None:
     class Burst(Wake):
         is_in_burst = True
 
-    world = World(num_requests, most=2, max_launched=2)
+    world = World(6, most=2, max_launched=2)
     world.wake = world.loop._wake = Burst()
     run(world)
 
-    assert world.done == [f"r{index}" for index in range(num_requests)]
-    assert world.num_ahead == num_ahead
+    assert world.done == [f"r{index}" for index in range(6)]
+    assert world.num_ahead == 0
 
 
 def test_steps_that_are_to_run_alone_have_no_other_beside_them() -> None:
