@@ -72,6 +72,9 @@ class HostedCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             # How long hosts of workers wait for a head that is gone.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+            # As the product starts a Ray of its own.
+            "RAY_worker_niceness": "0",
+            "RAY_prestart_worker_first_driver": "0",
             # How long Ray may take to start: other work may run beside it.
             "RAY_raylet_start_wait_time_s": str(int(START_TIMEOUT_S)),
         }
