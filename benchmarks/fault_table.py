@@ -44,6 +44,15 @@ No decode worker computed a token of a prompt ({decode_prompt_tokens} in all run
 {machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
 are those of that machine; the zeros are the point.
 """
+# What is known of faults that failed requests, or had runs without an end.
+NOTES = {
+    "partition/long": (
+        "In that run, one of the first eight, no decode worker answered for 30 s, though one was\n"
+        "on a host that nothing had happened to. Ray's workers gave way to every other process of\n"
+        "the machine in these runs (niceness 15), of which about 40 wanted the two cores: probably\n"
+        "it did not run at all."
+    ),
+}
 CORRUPTION = """
 ## Corrupted pages
 
@@ -78,11 +87,7 @@ def page(result: dict[str, Any], name: str) -> str:
         late=LATE_STREAMS,
     )
     text += "".join(_lines(rows))
-    text += "".join(
-        f"\n{FAULTS[case].what}: a further run had no end ({why}).\n"
-        for case, row in rows.items()
-        for why in row.get("broken", ())
-    )
+    text += "".join(_notes(rows))
     return text + END.format(
         decode_prompt_tokens=sum(row["decode_prompt_tokens"] for row in rows.values()),
         pages_moved=sum(row["pages_moved"] for row in rows.values()),
@@ -125,6 +130,18 @@ def _lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
                 f"{row['whole_s_p50']:.0f} s",
             )
             yield f"| {' | '.join(map(str, cells))} |\n"
+
+
+def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a paragraph for each fault that failed requests, or had runs without an end."""
+    for case, fault in FAULTS.items():
+        row = rows.get(case, {})
+        errors = (error for each in row.get("rounds", ()) for error in each["errors"])
+        reasons = sorted({error.partition(";")[0] for error in errors})
+        told = [f"the failed requests ended with `{reason}`" for reason in reasons]
+        told += [f"a further run had no end (`{why}`)" for why in row.get("broken", ())]
+        if told:
+            yield f"\n{fault.what[0].upper()}{fault.what[1:]}: {'; '.join(told)}. {NOTES[case]}\n"
 
 
 def _seconds(ms: float) -> str:

@@ -76,6 +76,7 @@ class HostedCluster:
             "RAY_worker_niceness": "0",
             "RAY_prestart_worker_first_driver": "0",
             # How long Ray may take to start: other work may run beside it.
+            "RAY_agent_register_timeout_ms": str(int(1000 * START_TIMEOUT_S)),
             "RAY_raylet_start_wait_time_s": str(int(START_TIMEOUT_S)),
         }
         self._running: dict[str, subprocess.Popen[str]] = {}
