@@ -48,9 +48,9 @@ are those of that machine; the zeros are the point.
 NOTES = {
     "partition/long": (
         "In that run, one of the first eight, no decode worker answered for 30 s, though one was\n"
-        "on a host that nothing had happened to. Ray's workers gave way to every other process of\n"
-        "the machine in these runs (niceness 15), of which about 40 wanted the two cores: probably\n"
-        "it did not run at all."
+        "on a host that nothing had happened to. Ray's workers gave way to every other process\n"
+        "of the machine in these runs (niceness 15), of which about 40 wanted the two cores:\n"
+        "probably it did not run at all."
     ),
 }
 CORRUPTION = """
@@ -141,7 +141,8 @@ def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
         told = [f"the failed requests ended with `{reason}`" for reason in reasons]
         told += [f"a further run had no end (`{why}`)" for why in row.get("broken", ())]
         if told:
-            yield f"\n{fault.what[0].upper()}{fault.what[1:]}: {'; '.join(told)}. {NOTES[case]}\n"
+            what = fault.what[0].upper() + fault.what[1:]
+            yield f"\n{what}: {'; '.join(told)}. {NOTES.get(case, '')}".rstrip() + "\n"
 
 
 def _seconds(ms: float) -> str:
