@@ -47,10 +47,14 @@ are those of that machine; the zeros are the point.
 # What is known of faults that failed requests, or had runs without an end.
 NOTES = {
     "partition/long": (
-        "In that run, one of the first eight, no decode worker answered for 30 s, though one was\n"
-        "on a host that nothing had happened to. Ray's workers gave way to every other process\n"
-        "of the machine in these runs (niceness 15), of which about 40 wanted the two cores:\n"
-        "probably it did not run at all."
+        "Those requests were of one run: no decode worker answered for 30 s, though one was on a\n"
+        "host that nothing had happened to. Ray's workers gave way to every other process of the\n"
+        "machine in these runs (niceness 15), of which about 40 wanted the two cores: probably it\n"
+        "did not run at all. The run that broke off was not whole after 180 s, on the same machine."
+    ),
+    "launcher/start": (
+        "The second `pagewire up` had not ended after 180 s. Its cause is not known; the others\n"
+        "took 30 to 152 s, on a machine where about 20 other processes wanted the two cores."
     ),
 }
 CORRUPTION = """
@@ -139,7 +143,9 @@ def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
         errors = (error for each in row.get("rounds", ()) for error in each["errors"])
         reasons = sorted({error.partition(";")[0] for error in errors})
         told = [f"the failed requests ended with `{reason}`" for reason in reasons]
-        told += [f"a further run had no end (`{why}`)" for why in row.get("broken", ())]
+        told += [
+            f"a further run broke off ({why.partition(':')[0]})" for why in row.get("broken", ())
+        ]
         if told:
             what = fault.what[0].upper() + fault.what[1:]
             yield f"\n{what}: {'; '.join(told)}. {NOTES.get(case, '')}".rstrip() + "\n"
