@@ -44,6 +44,19 @@ No decode worker computed a token of a prompt ({decode_prompt_tokens} in all run
 {machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
 depend on that machine; the zeros are the point.
 """
+# What is known of faults that failed requests, or had runs without an end.
+NOTES = {
+    "partition/long": (
+        "Those requests were of one run: no decode worker answered for 30 s, though one was on a\n"
+        "host that nothing had happened to. Ray's workers gave way to every other process of the\n"
+        "machine in these runs (niceness 15), of which about 40 wanted the two cores: probably it\n"
+        "did not run at all. The run that broke off was not whole after 180 s, on the same machine."
+    ),
+    "launcher/start": (
+        "The second `pagewire up` had not ended after 180 s. Its cause is not known; the others\n"
+        "took 30 to 152 s, on a machine where about 20 other processes wanted the two cores."
+    ),
+}
 CORRUPTION = """
 ## Corrupted pages
 
@@ -78,11 +91,7 @@ def page(result: dict[str, Any], name: str) -> str:
         late=LATE_STREAMS,
     )
     text += "".join(_lines(rows))
-    text += "".join(
-        f"\n{FAULTS[case].what}: a further run had no end ({why}).\n"
-        for case, row in rows.items()
-        for why in row.get("broken", ())
-    )
+    text += "".join(_notes(rows))
     return text + END.format(
         decode_prompt_tokens=sum(row["decode_prompt_tokens"] for row in rows.values()),
         pages_moved=sum(row["pages_moved"] for row in rows.values()),
@@ -125,6 +134,21 @@ def _lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
                 f"{row['whole_s_p50']:.0f} s",
             )
             yield f"| {' | '.join(map(str, cells))} |\n"
+
+
+def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a paragraph for each fault that failed requests, or had runs without an end."""
+    for case, fault in FAULTS.items():
+        row = rows.get(case, {})
+        errors = (error for each in row.get("rounds", ()) for error in each["errors"])
+        reasons = sorted({error.partition(";")[0] for error in errors})
+        told = [f"the failed requests ended with `{reason}`" for reason in reasons]
+        told += [
+            f"a further run broke off ({why.partition(':')[0]})" for why in row.get("broken", ())
+        ]
+        if told:
+            what = fault.what[0].upper() + fault.what[1:]
+            yield f"\n{what}: {'; '.join(told)}. {NOTES.get(case, '')}".rstrip() + "\n"
 
 
 def _seconds(ms: float) -> str:

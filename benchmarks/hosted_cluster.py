@@ -72,7 +72,11 @@ class HostedCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             # How long hosts of workers wait for a head that is gone.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+            # As the product starts a Ray of its own.
+            "RAY_worker_niceness": "0",
+            "RAY_prestart_worker_first_driver": "0",
             # How long Ray may take to start: other work may run beside it.
+            "RAY_agent_register_timeout_ms": str(int(1000 * START_TIMEOUT_S)),
             "RAY_raylet_start_wait_time_s": str(int(START_TIMEOUT_S)),
         }
         self._running: dict[str, subprocess.Popen[str]] = {}
