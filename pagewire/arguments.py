@@ -100,6 +100,14 @@ def check_resume_s(value: object) -> float:
     return float(value)
 
 
+def check_hedge_after_s(value: object) -> float:
+    """Return when a second router gets a call that has received nothing, in seconds; 0: never."""
+    if not _is_number(value) or not 0 <= value <= MAX_TIMEOUT_S:
+        allowed = f"seconds, 0 to {MAX_TIMEOUT_S}"
+        raise refused("hedge_after_s", shown_with_type(value), allowed)
+    return float(value)
+
+
 def check_text(field: str, value: object, *, empty: str | None = None) -> str:
     """Return a text that UTF-8 can encode.
 

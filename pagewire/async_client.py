@@ -4,15 +4,23 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from pagewire.arguments import check_addresses, check_resume_s, check_timeout_s, given_token
+from pagewire.arguments import (
+    check_addresses,
+    check_hedge_after_s,
+    check_resume_s,
+    check_timeout_s,
+    given_token,
+)
 from pagewire.assembly import CompletionBuilder
 from pagewire.errors import PagewireError, ServerError
+from pagewire.hedging import Cancellable, HedgedCall
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
-from pagewire.resumption import ResumableCall
+from pagewire.resumption import Reader, ResumableCall
 from pagewire.routers import ChannelFactory, Connector, Routers, no_better
 from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
@@ -44,6 +52,10 @@ class AsyncClient:
     received nothing yet is repeated, for a second at most; calls other than generations once per
     address.
 
+    With `hedge_after_s` above 0, a generation that has received nothing for so many seconds also
+    goes to the next router, or once more to the only address. The router that answers first goes
+    on, and the other call is cancelled. It costs the cluster up to twice the work.
+
     Unread output of a stream waits in memory, at most the rest of its answer, and delays no other
     call.
 
@@ -70,16 +82,24 @@ class AsyncClient:
         token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
+        hedge_after_s: float = 0.0,
         tls: Tls | None = None,
         channel_factory: ChannelFactory | None = None,
     ) -> None:
         connect = Connector(check_tls(tls))
-        self._routers = Routers(
-            check_addresses(address),
-            channel_factory or connect,
-            no_better if channel_factory else connect.explain,
-            given_token(token),
-        )
+        addresses = check_addresses(address)
+
+        def routers(first: int) -> Routers:
+            return Routers(
+                [*addresses[first:], *addresses[:first]],
+                channel_factory or connect,
+                no_better if channel_factory else connect.explain,
+                given_token(token),
+            )
+
+        self._routers = routers(0)
+        self._hedge_after_s = check_hedge_after_s(hedge_after_s)
+        self._other_routers = routers(1) if self._hedge_after_s else None
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -186,6 +206,8 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Close the connections; running calls raise ClosedError. Harmless when repeated."""
+        if self._other_routers is not None:
+            await self._other_routers.aclose()
         await self._routers.aclose()
 
     async def __aenter__(self) -> Self:
@@ -213,14 +235,31 @@ class AsyncClient:
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> "AsyncStream":
         inbox = _Inbox()
-        call = ResumableCall(
-            request,
-            routers=self._routers,
-            reader=inbox,
-            metadata=self._routers.metadata,
-            timeout_s=self._timeout_s(timeout_s),
-            resume_s=self._resume_s,
-        )
+        limit_s = self._timeout_s(timeout_s)
+
+        def start(routers: Routers, reader: Reader, spent_s: float = 0.0) -> Cancellable:
+            own = inference_pb2.GenerateRequest()
+            own.CopyFrom(request)  # a call that is resumed changes it
+            return ResumableCall(
+                own,
+                routers=routers,
+                reader=reader,
+                metadata=routers.metadata,
+                timeout_s=limit_s - spent_s,
+                resume_s=self._resume_s,
+            )
+
+        call: Cancellable
+        others, after_s = self._other_routers, self._hedge_after_s
+        if others is None or after_s >= limit_s:
+            call = start(self._routers, inbox)
+        else:
+            call = HedgedCall(
+                partial(start, self._routers),
+                partial(start, others, spent_s=after_s),
+                inbox,
+                after_s,
+            )
         return AsyncStream(call, inbox, num_choices=max(request.sampling.n, 1))
 
     def _timeout_s(self, timeout_s: float | None) -> float:
@@ -236,7 +275,7 @@ class AsyncStream:
     ends; any other end before the last delta raises a PagewireError.
     """
 
-    def __init__(self, call: ResumableCall, inbox: "_Inbox", *, num_choices: int) -> None:
+    def __init__(self, call: Cancellable, inbox: "_Inbox", *, num_choices: int) -> None:
         self._call = call
         self._inbox = inbox
         self._builder = CompletionBuilder(num_choices)

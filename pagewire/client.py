@@ -48,6 +48,7 @@ class Client:
         token: str | None = None,
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
+        hedge_after_s: float = 0.0,
         tls: Tls | None = None,
         channel_factory: ChannelFactory | None = None,
     ) -> None:
@@ -56,6 +57,7 @@ class Client:
             token=token,
             default_timeout_s=default_timeout_s,
             resume_s=resume_s,
+            hedge_after_s=hedge_after_s,
             tls=tls,
             channel_factory=channel_factory,
         )
