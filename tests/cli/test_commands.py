@@ -22,7 +22,7 @@ SERVE_FLAGS = """
     --config --controller-port --cpu-pages-mib --cpu-threads --decode --deterministic --device
     --dtype --gpu-memory-fraction --help --host --http-port --insecure --log-format --log-level
     --model --model-paths --nccl-interface --network-interface --num-pages
-    --page-size --pool-resources --port --port-range --prefill --ray-address
+    --page-size --page-transport --pool-resources --port --port-range --prefill --ray-address
     --secret-file --served-model-name --start-timeout-s --stop-grace-s
     --workers-per-gpu
 """
@@ -291,7 +291,7 @@ def test_demo_uses_the_gpus_there_are(monkeypatch):
         return defaults["device"], defaults["workers_per_gpu"]
 
     assert workers(0) == ("cpu", 1)
-    assert workers(1) == ("cpu", 1)
+    assert workers(1) == ("cuda", 4)  # both pools share it
     assert workers(2) == ("cuda", 2)
     assert workers(3) == ("cuda", 2)
     assert workers(4) == ("cuda", 1)
