@@ -284,7 +284,8 @@ class ControllerActor:
         existing = frozenset(ray.util.list_named_actors())
         places = {name: Place(resources=needs_of(self._deployment, name)) for name in names}
         new = {name: each.resources for name, each in places.items() if name not in existing}
-        known = self._membership.places
+        # Of those that Ray has: one that did not start was ended by whoever asked for it.
+        known = {n: each for n, each in self._membership.places.items() if n in existing}
         known_of_these = {name: known[name] for name in places if name in known}
         return places | known_of_these | choose_places(new, known, *hosts_now())
 

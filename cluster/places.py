@@ -125,7 +125,8 @@ def _rooms(
             # A worker that waits for its place has not taken it yet, and others of this Ray may
             # have taken what no worker has.
             promised = sum(each.resources.get(name, 0.0) for each in there.values())
-            free[name] = min(available.get(node_id, {}).get(name, 0.0), total - promised)
+            left = min(available.get(node_id, {}).get(name, 0.0), total - promised)
+            free[name] = max(0.0, left)  # while one moves, its place is promised twice
         num_prefill = sum(role_of(name) == "prefill" for name in there)
         room = Room(
             node_id=node_id,

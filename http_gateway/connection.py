@@ -57,7 +57,8 @@ class Connection(HttpToolsProtocol):
         self._unparsed_bytes = 0  # that came for it and may not be whole
         self._num_headers = 0
         self._part = _Part.BETWEEN
-        self._upgrade_body = 0  # bytes of a body that the parser takes for another protocol
+        self._framing: list[bytes] = []  # of a body that the parser takes for another protocol
+        self._is_framing = False  # the parser is told of it
         self._is_deaf = False  # reads and drops: the connection is about to close
         self._refusal: HttpError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -113,40 +114,52 @@ class Connection(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         while data:
-            if self._upgrade_body:
-                body, data = data[: self._upgrade_body], data[self._upgrade_body :]
-                self._upgrade_body -= len(body)
-                self.on_body(body)
-                if not self._upgrade_body:
-                    self.on_message_complete()
-                continue
             try:
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:  # no other protocol is spoken here
                 data = data[upgrade.args[0] :]
+                if self._framing:
+                    self._expect_body()
+
+    def _expect_body(self) -> None:
+        """Have a new parser read what follows a head as the body that the head announced."""
+        head = [b"POST / HTTP/1.1", *self._framing, b"", b""]
+        self._framing = []
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_framing = True
+        self.parser.feed_data(b"\r\n".join(head))
+        self._is_framing = False
 
     # Parser callbacks: what they raise ends the parsing.
 
     def on_message_begin(self) -> None:
         """Begin a head."""
+        if self._is_framing:
+            return
         super().on_message_begin()
         self._head_bytes = self._num_headers = self._unparsed_bytes = 0
         self._part = _Part.HEAD
 
     def on_url(self, url: bytes) -> None:
         """Count a part of the request's target."""
+        if self._is_framing:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a header, or a trailer of a chunked body."""
+        if self._is_framing:
+            return
         self._num_headers += 1
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """End a head: the request waits, or is answered."""
+        if self._is_framing:
+            return
         self._part = _Part.BODY
         if self._head_timer:
             self._head_timer.cancel()
@@ -154,12 +167,16 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_with(HttpError(400, f"more than {MAX_PIPELINED} requests wait here"))
         if self.parser.should_upgrade():
-            self._upgrade_body = int(dict(self.headers).get(b"content-length", b"0"))
+            self._framing = [
+                b"%b: %b" % each
+                for each in self.headers
+                if each[0] in (b"content-length", b"transfer-encoding")
+            ]
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """End a request's body."""
-        if self._upgrade_body:
+        if self._framing:
             return  # it still comes
         self._part = _Part.BETWEEN
         super().on_message_complete()

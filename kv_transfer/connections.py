@@ -114,6 +114,7 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         accepting = loop.create_task(transport.accept(connection_id, deadline))
         try:
+            await asyncio.sleep(0)  # it begins, so that a cancellation withdraws the offer
             await connect(connection_id, transport.name, offer)
             return await accepting
         finally:

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -174,16 +174,16 @@ class CudaIpcTransport:
                 f"pages have {page_bytes} bytes at the sender, {self._storage.page_bytes} here"
             )
         loop = asyncio.get_running_loop()
-        opening = loop.run_in_executor(thread, self._memory.open, card, num_pages)
+        opening = thread.submit(self._memory.open, card, num_pages)
         try:
-            pages = await asyncio.shield(opening)
+            pages = await asyncio.shield(asyncio.wrap_future(opening))
         except TransportRefused as error:
             logger.warning("pages_not_mapped", extra=fields(error=str(error)))
             await wire.send(_NOT_MAPPED)
             raise
         except asyncio.CancelledError:
             # The thread goes on; what it maps must not stay.
-            opening.add_done_callback(_close_opened)
+            thread.submit(_close_opened, opening)
             raise
         try:
             await wire.send(_MAPPED)
@@ -264,8 +264,13 @@ class Receiving(SocketConnection):
         self._wire.shut()
         await asyncio.wait({self._reading})
         await super().abort()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._pages.close)
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._pages.close)
         self._thread.shutdown(wait=False)
+        try:
+            await closing
+        except Exception:
+            # Nothing writes any more, which is what an abort is for.
+            logger.exception("pages_not_unmapped")
 
     async def _read(self) -> None:
         """Take frames until the socket ends, which ends the connection."""
@@ -301,7 +306,7 @@ class Receiving(SocketConnection):
         return page_ids
 
 
-def _close_opened(opening: "asyncio.Future[PeerPages]") -> None:
+def _close_opened(opening: Future[PeerPages]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 

@@ -73,7 +73,11 @@ class CudaMemory:
         base = self.called("cudaIpcOpenMemHandle", self.runtime.cudaIpcOpenMemHandle(handle, flags))
         offset = int.from_bytes(card[_HANDLE_BYTES:-_GPU_ID_BYTES], "big")
         is_same_gpu = card[-_GPU_ID_BYTES:] == self._gpu_id
-        return CudaPeerPages(self, int(base), offset, num_pages, is_same_gpu)
+        try:
+            return CudaPeerPages(self, int(base), offset, num_pages, is_same_gpu)
+        except BaseException:
+            self.runtime.cudaIpcCloseMemHandle(base)
+            raise
 
     @staticmethod
     def called(name: str, returned: Any) -> Any:

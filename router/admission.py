@@ -168,7 +168,9 @@ class Admission:
             return packed, self._page_hashes(packed, model, tenant), sha256(packed).digest()
 
         text, (packed, page_hashes, digest) = await self._encode(prompt, model, check_and_hash)
-        account.use_prompt(len(packed) // TOKEN_BYTES)
+        # What its caller has received is computed again, too, whatever it is.
+        num_bytes = len(packed) + (resumption.num_bytes_to_compute if resumption else 0)
+        account.use_prompt(num_bytes // TOKEN_BYTES)
         sampling = complete_sampling(
             asked,
             defaults=self._folder.defaults,

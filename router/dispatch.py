@@ -219,12 +219,14 @@ class Dispatcher:
         """Choose workers and count the request's load there."""
         while True:
             decode_workers = await self._candidates(generation, refused)
-            # Those that have begun wait for nobody.
-            if self._turns is None or generation.attempt >= 0 or generation.num_resumptions:
+            # Those that this router has sent to a worker wait for nobody. That another one has is
+            # what a caller says, who can say it again and again.
+            if self._turns is None or generation.attempt >= 0:
                 return self._place_now(generation, decode_workers)
             tenant, cost = generation.request.tenant, _cost(generation)
             wait_s = self._turns.expected_wait_s(tenant.name, cost=cost, weight=tenant.weight)
-            self._check_wait(wait_s)
+            if not generation.num_resumptions:
+                self._check_wait(wait_s)
             async with self._turns.turn(tenant.name, generation, cost=cost, weight=tenant.weight):
                 if decode_workers := self._registry.ready("decode"):
                     return self._place_now(generation, self._others(refused) or decode_workers)
@@ -367,7 +369,7 @@ def _cost(generation: Generation) -> int:
     """Return the tokens that a new request is expected to take of the workers."""
     sampling = generation.request.sampling
     num_new = sampling.n * min(sampling.max_tokens, EXPECTED_NEW_TOKENS)
-    return generation.request.prompt_len + num_new
+    return generation.request.prompt_len + generation.num_tokens + num_new
 
 
 def _progress(generation: Generation) -> str:

@@ -46,6 +46,11 @@ class Resumption:
     token: bytes
     choices: tuple[ReceivedChoice, ...]
 
+    @property
+    def num_bytes_to_compute(self) -> int:
+        """Packed token ids that a worker computes again."""
+        return sum(len(each.packed_token_ids) for each in self.choices if not each.is_finished)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:

@@ -419,6 +419,20 @@ def test_where_a_worker_is_counts_until_it_has_left(monkeypatch):
     asyncio.run(main())
 
 
+def test_a_worker_that_did_not_start_leaves_its_place_to_the_next_attempt(monkeypatch):
+    """Whoever asked for it has had Ray end it, and told nobody."""
+
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        world.available = {"n1": {}, "n2": {"GPU": 4.0}}
+        await world.start()
+        for _ in range(3):  # Ray lists none of them any more
+            await world.controller.scale({"decode": 6}, 1.0)
+            assert [world.placed[f"decode-{n}"].node_id for n in range(2, 6)] == ["n2"] * 4
+
+    asyncio.run(main())
+
+
 def test_workers_wait_for_hosts_that_may_join_later(monkeypatch):
     async def main():
         world = World(monkeypatch, device="cuda")

@@ -42,6 +42,16 @@ def test_room_is_what_ray_has_left_without_what_is_promised(taken, available, ex
     assert found == {"prefill-0": Place(node_id=expected, resources=GPU)}
 
 
+def test_a_place_that_two_workers_have_while_one_moves_leaves_the_others_free():
+    full = Place(node_id="n1", resources={"GPU": 2.0})
+    taken = {"prefill-1": full, "decode-1": full}  # which waits until the other has left
+
+    found = choose_places({"decode-2": GPU}, taken, NODES, {"n1": {}, "n2": {"GPU": 2.0}})
+
+    assert found["decode-2"].node_id == "n2"
+    assert choose_places({"decode-2": GPU}, taken, NODES[1:], {})["decode-2"].node_id == ""
+
+
 def test_hosts_that_are_gone_have_no_room():
     gone = [each | {"Alive": False} for each in NODES]
 

@@ -412,6 +412,46 @@ def test_an_upgrade_is_not_made_and_the_request_answered(address):
         assert json.loads(answer.body)["choices"][0]["message"]["content"] == "hi"
 
 
+def test_an_upgrade_with_a_chunked_body_is_answered_and_its_body_is_no_other_request(address):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    kind = {"content_type": "application/json", "transfer_encoding": "chunked"}
+    head = request(CHAT, connection="upgrade", upgrade="h2c", **kind)
+    with socket.create_connection(address, timeout=5) as connection:
+        for _ in range(2):
+            for part in (head, b"%x\r\n" % len(body) + body[:9], body[9:] + b"\r\n0\r\n\r\n"):
+                connection.sendall(part)
+                time.sleep(0.02)
+            answer = read_answer(connection, 0.0)
+
+            assert answer.status == 200, answer.body
+            assert json.loads(answer.body)["choices"][0]["message"]["content"] == "hi"
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        {"transfer_encoding": "gzip"},
+        {"transfer_encoding": "chunked", "content_length": "5"},
+        {"content_length": "5_0"},
+        {"content_length": "+5"},
+    ],
+    ids=str,
+)
+def test_an_upgrade_with_a_body_of_unknown_length_is_refused(address, framing):
+    head = request(CHAT, content_type="application/json", **framing)
+    upgrade = request(
+        CHAT, content_type="application/json", connection="upgrade", upgrade="h2c", **framing
+    )
+    for each in (head, upgrade):
+        with socket.create_connection(address, timeout=5) as connection:
+            connection.sendall(each + request("/v1/models", method="GET"))
+            answer = read_answer(connection, time.monotonic())
+
+            assert answer.status == 400
+            assert answer.error["code"] == "invalid_http"
+            assert is_closed(connection), "what follows is no request"
+
+
 def test_more_connections_than_allowed_are_refused_and_the_others_go_on(address):
     connections = [socket.create_connection(address, timeout=5) for _ in range(40)]
     try:

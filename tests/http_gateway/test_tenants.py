@@ -90,6 +90,16 @@ def test_nothing_is_told_without_a_key(
     assert "globex" not in answer.error["message"]
 
 
+@pytest.mark.parametrize("first", ["Bearer acme", "Bearer nobody", "Bearer ops"])
+def test_two_keys_are_no_key(served: Gateway, first: str) -> None:
+    """What stands before a gateway may have looked at the other one."""
+    data = request("/v1/models", method="GET", authorization=first, Authorization="Bearer acme")
+    answer = exchange(served.host_and_port, data)
+
+    assert answer.status == 401
+    assert answer.error["code"] == "invalid_api_key"
+
+
 def test_a_stranger_is_refused_before_its_body_is_read(served: Gateway) -> None:
     head = request("/v1/completions", b"", content_length=str(10**6))
     answer = exchange(served.host_and_port, head)

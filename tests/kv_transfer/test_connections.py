@@ -8,6 +8,7 @@ import pytest
 
 from kv_transfer.connections import AcceptedConnections, ConnectionPool
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
+from kv_transfer.tcp import TcpTransport
 from tests.kv_transfer.pair import KEY, RECEIVER, Workers, make_storage
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.virtual_time import run_virtual
@@ -50,6 +51,22 @@ def test_a_broken_connection_is_made_anew() -> None:
         assert workers.num_connects == 2
 
     run(scenario)
+
+
+def test_an_offer_is_withdrawn_also_if_the_call_fails_before_anybody_waits_for_it() -> None:
+    async def scenario() -> None:
+        transport = TcpTransport(make_storage(4, 1), host="127.0.0.1")
+        pool = ConnectionPool([transport], random_id=lambda: "c0", key_of=lambda *_: KEY)
+
+        async def connect(connection_id: str, name: str, offer: bytes) -> None:
+            raise ConnectionBroken("the channel was closed")
+
+        with pytest.raises(ConnectionBroken, match="channel was closed"):
+            await pool.get(("prefill-0", 1), connect, asyncio.get_running_loop().time() + 5)
+        assert not transport._sockets._offers
+        await transport.close()
+
+    asyncio.run(scenario())
 
 
 def test_dropping_aborts_both_views_of_the_connection() -> None:

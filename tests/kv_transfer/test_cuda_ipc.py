@@ -1,17 +1,21 @@
 """Pages copied out of a peer's memory, without a GPU: that memory is an object of the test."""
 
 import asyncio
+import contextlib
 import json
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kv_transfer import cuda_ipc_memory
 from kv_transfer.cuda_ipc import CudaIpcTransport, Receiving, Sending
 from kv_transfer.cuda_ipc_memory import runs_of_pages
 from kv_transfer.driver import TransferStats
@@ -39,6 +43,7 @@ class HostPages:
     def __init__(self, source: FakePageStorage, target: FakePageStorage) -> None:
         self.source, self.target = source, target
         self.is_closed = threading.Event()
+        self.closed_by = ""
         self.threads: set[str] = set()
         self.is_copying = threading.Event()
         self.may_copy = threading.Event()
@@ -52,6 +57,7 @@ class HostPages:
         self.target.import_pages(target_ids, self.source.export_pages(source_ids))
 
     def close(self) -> None:
+        self.closed_by = threading.current_thread().name
         self.is_closed.set()
 
 
@@ -371,6 +377,59 @@ def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
 
             await until(lambda: bool(pair.receiver_memory.opened))
             await until(pair.mapped.is_closed.is_set)
+            assert pair.mapped.closed_by.startswith("cuda_ipc"), "it blocks the event loop"
+
+    run(scenario)
+
+
+def test_what_fails_behind_a_mapping_unmaps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    runtime = SimpleNamespace(
+        cudaIpcMemLazyEnablePeerAccess=1,
+        cudaStreamNonBlocking=1,
+        cudaIpcMemHandle_t=SimpleNamespace,
+        cudaIpcOpenMemHandle=lambda handle, flags: (0, 4096),
+        cudaStreamCreateWithFlags=lambda flags: (2, 0),  # out of memory
+        cudaIpcCloseMemHandle=closed.append,
+    )
+    monkeypatch.setattr(cuda_ipc_memory, "cuda", SimpleNamespace(set_device=lambda device: None))
+    memory = object.__new__(cuda_ipc_memory.CudaMemory)
+    memory.runtime, memory.device, memory._gpu_id = runtime, torch.device("cpu"), b"g" * 16
+
+    with pytest.raises(TransportRefused, match="cudaStreamCreateWithFlags failed"):
+        memory.open(b"h" * 64 + bytes(8) + b"g" * 16, 8)
+
+    assert closed == [4096]
+
+
+def ipc_threads() -> int:
+    return sum(each.name.startswith("cuda_ipc") for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("end", ["abort", "twice", "sender dies", "no close"])
+def test_connections_that_end_leave_no_thread_and_no_task(end: str) -> None:
+    async def scenario() -> None:
+        before = ipc_threads()
+        async with a_pair() as pair:
+            num_tasks = len(asyncio.all_tasks())
+            for index in range(60):
+                receiving, sending = await pair.connect(f"c{index}")
+                if end == "no close":
+                    pages = pair.mapped
+                    close = pages.close
+
+                    def fail(close: Callable[[], None] = close) -> None:
+                        close()
+                        raise RuntimeError("an illegal memory access was encountered")
+
+                    pages.close = fail  # type: ignore[method-assign]
+                if end != "sender dies":
+                    for _ in range(1 + (end == "twice")):
+                        with contextlib.suppress(RuntimeError):
+                            await receiving.abort()
+                await sending.abort()
+            await until(lambda: ipc_threads() == before)
+            await until(lambda: len(asyncio.all_tasks()) <= num_tasks + 1)
 
     run(scenario)
 

@@ -2,12 +2,16 @@
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 
+from credentials.secret import KEY_BYTES
 from pagewire.protos import inference_pb2, worker_pb2
+from pagewire.protos.token_ids import pack_token_ids
 from pagewire.routers import token_metadata
 from protos.shares import may_take
 from router.tenants.tenant import TenantCounts
@@ -20,8 +24,11 @@ from tests.router.scripted_worker import (
     running_router,
 )
 from tests.router.tenants.known import CLUSTER_TOKEN, rules, tenants
+from tests.router.test_resumption import asking, resuming
 from tests.router.test_server import details
 from tests.support.virtual_time import run_virtual, wait_until
+
+RESUME_KEY = b"k" * KEY_BYTES
 
 
 def delay_s(answer: Answer) -> float:
@@ -74,6 +81,32 @@ def test_prompts_and_answers_count_as_tokens_and_what_runs_goes_on() -> None:
             assert again_s == pytest.approx(81, abs=3), "140 tokens at one a second, 60 saved"
             await asyncio.sleep(again_s)
             assert (await tested.generate(token="acme", max_tokens=1)).error is None
+
+    run_virtual(main())
+
+
+def test_what_a_caller_says_that_it_received_counts_as_part_of_the_prompt() -> None:
+    """A worker computes it again, whatever it is: else one token of a call buys any number."""
+
+    async def main() -> None:
+        known = tenants(rules("acme", tokens_per_minute=60_000))
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker, tenants=known, resume_key=RESUME_KEY) as tested:
+            request = asking(max_tokens=100, n=2)
+            had = (await tested.generate(token="acme", request=request)).messages[:2]
+            before = replace(counts_of(tested, "acme"))
+            again = resuming(request, had)
+            del again.resume.choices[:]
+            for choice in range(2):
+                again.resume.choices.add(choice=choice, token_ids=pack_token_ids(range(5, 104)))
+
+            assert (await tested.generate(token="acme", request=again)).error is None
+
+            counts = counts_of(tested, "acme")
+            assert counts.prompt_tokens - before.prompt_tokens == 3 + 2 * 99
+            assert counts.generated_tokens - before.generated_tokens == 2 * 1
+            again.resume.choices[0].token_ids = pack_token_ids([4000])
+            assert (await tested.generate(token="acme", request=again)).error is not None
 
     run_virtual(main())
 
@@ -177,7 +210,29 @@ def test_places_are_divided_by_weight_among_those_that_want_them() -> None:
 
 def test_a_flood_of_one_tenant_does_not_delay_another_beyond_its_share() -> None:
     """A worker with 4 places: the flood would have 40 s of work before the other's requests."""
+    _flood(lambda tested: tested.generate(token="acme", timeout_s=600))
 
+
+def test_a_flood_of_resumptions_takes_turns_like_any_other() -> None:
+    """Its tenant needs one token of one call for it, and may say that it has received nothing."""
+    request = asking()
+
+    async def resume(tested: RouterUnderTest) -> Answer:
+        return await tested.generate(token="acme", request=again, timeout_s=600)
+
+    async def begin() -> inference_pb2.GenerateRequest:
+        async with running_router(
+            ScriptedWorker("decode-0"), tenants=tenants(), resume_key=RESUME_KEY
+        ) as tested:
+            had = (await tested.generate(token="acme", request=request)).messages
+        return resuming(request, had[:1])
+
+    again = run_virtual(begin())
+    again.resume.ClearField("choices")
+    _flood(resume)
+
+
+def _flood(call: Callable[[RouterUnderTest], Awaitable[Answer]]) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         places = asyncio.Semaphore(4)  # a fair one: first come, first served
@@ -187,11 +242,10 @@ def test_a_flood_of_one_tenant_does_not_delay_another_beyond_its_share() -> None
                 await honest(session, submit)
 
         worker = ScriptedWorker("decode-0", serve=serve, token_s=0.1)
-        async with running_router(worker, tenants=tenants(), max_running_sequences=4) as tested:
-            flood = [
-                asyncio.create_task(tested.generate(token="acme", timeout_s=600))
-                for _ in range(160)
-            ]
+        async with running_router(
+            worker, tenants=tenants(), max_running_sequences=4, resume_key=RESUME_KEY
+        ) as tested:
+            flood = [asyncio.ensure_future(call(tested)) for _ in range(160)]
             await asyncio.sleep(3.0)
             waits = []
             for _ in range(5):
