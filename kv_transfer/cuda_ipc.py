@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 Connected = TypeVar("Connected", bound="Sending | Receiving")
 
 MAX_CARD_BYTES = 512
+MAX_FRAME_PAGES = 1 << 20  # a worker's whole pool, and 4 MiB of ids
 
 _CARD = struct.Struct("!8sQQH")
 _CARD_MAGIC = b"PWCARD01"
@@ -293,10 +294,10 @@ class Receiving(SocketConnection):
 
     async def _next_frame(self, number: int) -> tuple[int, ...]:
         magic, frame, count = _FRAME.unpack(await self._wire.receive(_FRAME.size))
-        if (magic, frame) != (_FRAME_MAGIC, number) or count > self._num_pages:
+        most = min(self._num_pages, MAX_FRAME_PAGES)
+        if (magic, frame) != (_FRAME_MAGIC, number) or count > most:
             raise ConnectionBroken(
-                f"frame {frame} of {count} pages arrived, expected {number} of at most "
-                f"{self._num_pages}"
+                f"frame {frame} of {count} pages arrived, expected {number} of at most {most}"
             )
         page_ids = struct.unpack(f"!{count}I", await self._wire.receive(count * _PAGE_ID_BYTES))
         if page_ids and max(page_ids) >= self._num_pages:
