@@ -40,9 +40,7 @@ class PrefixMatch:
 
     num_ready_pages: int
     num_pending_pages: int  # right after the ready ones: computed or received by other sequences
-    last_pending_page: int | None = (
-        None  # id of the last pending page; when it has settled, all have
-    )
+    last_pending_page: int | None = None  # the id of the last; all have settled when it has
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
