@@ -86,7 +86,7 @@ def load_config(
         values.setdefault(name, value)
         origin.setdefault(name, "default")
     while isinstance(made := _make(values), list):
-        # The whole is checked only if its sections are valid, so the rest is checked again
+        # The whole is checked only if its sections are valid: the rest is checked again
         # without the wrong values.
         for section, problem in made:
             blamed = [path_in(section, name) for name in problem.names]
@@ -94,7 +94,7 @@ def load_config(
             rest = [name for name in values if pool_named(name) == pool_named(blamed[0]) != ""]
             blamed = [name for name in blamed if name in values] or rest
             if not blamed:
-                continue  # all of it is blamed for another problem
+                continue  # another problem is blamed on all of it
             refuse(blamed[0], problem.told(lambda name: spell(path_in(section, name))))  # noqa: B023
             for name in blamed:
                 values.pop(name)
