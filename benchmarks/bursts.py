@@ -1,14 +1,14 @@
-"""What a cached prompt costs router and decode worker when many come at once.
+"""The cost of a cached prompt at router and decode worker when many arrive at once.
 
     python -m benchmarks.bursts --out benchmarks/results/bursts-cpu.json
 
-Waves of prompts, each of 1,024 tokens of its own that the cache holds, go through the client
-library to a router and from there to a decode worker, in processes of their own. The worker is
-whole but for its engine, whose steps take a fixed time and compute nothing. What a request costs is
-the CPU time of a process in a wave, all threads together, divided by the wave's requests: the
-median of the waves, and the least, to which neighbours on the host only add. `first_ms` is the
-median over the waves of the time from the first call until half, or all, of the requests have a
-token; where the processes share few cores it says little.
+Waves of prompts, each of 1,024 distinct tokens that the cache holds, go through the client library
+to a router and from there to a decode worker, each in a separate process. The worker is complete
+except for its engine, whose steps take a fixed time and compute nothing. The cost of a request is
+the CPU time of a process in a wave, over all threads, divided by the wave's requests: the median of
+the waves, and the least, since neighbours on the host only add to it. `first_ms` is the median over
+the waves of the time from the first call until half, or all, of the requests have a token; where
+the processes share few cores it says little.
 """
 
 import argparse
@@ -90,7 +90,7 @@ async def measure(at_once: int, options: argparse.Namespace) -> dict[str, Any]:
             for _ in range(rounds):
                 before = {name: time.clock_gettime(clock) for name, clock in clocks.items()}
                 waves.append(await play(client, prompts))
-                await asyncio.sleep(PAUSE_S)  # what follows the last token counts, too
+                await asyncio.sleep(PAUSE_S)  # work after the last token counts, too
                 for name, clock in clocks.items():
                     used_s = time.clock_gettime(clock) - before[name]
                     costs[name].append(1e6 * used_s / at_once)

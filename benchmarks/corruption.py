@@ -1,17 +1,17 @@
-"""Corrupted pages: how many of them the receiver finds, and whether one is ever read.
+"""Corrupted pages: how many of them the receiver finds, and whether it ever reads one.
 
     python -m benchmarks.corruption --out benchmarks/results/corruption-cpu.json
 
-Two processes have an engine with the same small model each, with its real storage and digests, and
-a real transport between them. One computes prompts and sends their pages, of which it damages some
+Two processes each have an engine with the same small model, with its real storage and digests, and
+a real transport between them. One computes prompts and sends their pages; it damages some of them
 after it has announced their digests (damaging_sender.py, page_damage.py). This process receives
-them with the product's own receiver. Several transfers share the connection, some of them whole.
+them with the product's own receiver. Several transfers share the connection, some of them
+undamaged.
 
-A page that was sent wrong is found if its transfer fails with a DigestMismatch that counts exactly
-the pages that were damaged and names the first of them, and nothing from this chunk on was
-committed. What was committed is compared by SHA-256 with what the sender computed. At the end each
-prompt is decoded from the pages that came whole; its tokens must be those of the sender, where
-nothing moved.
+A damaged page is found if its transfer fails with a DigestMismatch that gives the exact number of
+damaged pages and the first of them, and nothing from this chunk on is committed. Committed pages
+are compared with the sender's by SHA-256. At the end each prompt is decoded from undamaged pages;
+its tokens must equal the sender's, where nothing moved.
 
 On a host with GPUs: `--devices cuda:0 cuda:1`, and `--transport NAME` where there are several.
 """
@@ -73,7 +73,7 @@ FOUND = re.compile(r"chunk (\d+): (\d+) of \d+ pages differ from their digests, 
 
 @dataclass(slots=True)
 class Count:
-    """What came of the pages that were sent wrong, by kind, and of whole transfers."""
+    """The outcome of damaged pages, by kind, and of undamaged transfers."""
 
     injected: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
@@ -81,13 +81,13 @@ class Count:
     whole_transfers: int = 0
     whole_pages: int = 0
     failed_whole_transfers: int = 0
-    wrong_commits: int = 0  # pages that were committed, and are not what the sender computed
+    wrong_commits: int = 0  # committed pages that differ from the sender's
     tokens: int = 0
     wrong_tokens: int = 0
     missed: list[str] = field(default_factory=list)  # why a damaged transfer does not count
 
     def rows(self) -> list[Row]:
-        """Return what a result file has."""
+        """Return the content of a result file."""
         kinds: list[Row] = [
             {
                 "case": kind,
@@ -115,7 +115,7 @@ class Count:
 
 @dataclass(kw_only=True, slots=True)
 class Prompt:
-    """One that the sender has computed."""
+    """A prompt that the sender has computed."""
 
     token_ids: list[int]
     computed: Computed
@@ -123,12 +123,12 @@ class Prompt:
 
 
 class Corruption:
-    """The receiving side: asks for transfers, and counts what comes of them.
+    """The receiving side: requests transfers, and counts their outcomes.
 
     Args:
-        side: Of this process.
-        pipe: To the sender's.
-        seed: Of prompts and damage.
+        side: That of this process.
+        pipe: The pipe to the sender's process.
+        seed: Seed of prompts and damage.
     """
 
     def __init__(self, side: Side, pipe: Pipe, seed: int) -> None:
@@ -148,7 +148,7 @@ class Corruption:
         self.page_bytes = self._storage.page_bytes
 
     async def run(self, num_pages: int) -> None:
-        """Damage so many pages, or a few more."""
+        """Damage at least this many pages."""
         listening = asyncio.create_task(self._listen())
         try:
             if error := await self._answer():
@@ -191,7 +191,7 @@ class Corruption:
         return Prompt(token_ids=prompt, computed=computed)
 
     async def _connected(self) -> Incoming:
-        """Return the connection; a new one after one that broke."""
+        """Return the connection; a new one if the last one broke."""
         if self._incoming is None or self._incoming.connection.is_broken:
             connection_id, key = secrets.token_hex(16), secrets.token_bytes(32)
             deadline = asyncio.get_running_loop().time() + DEADLINES.connect_s
@@ -216,7 +216,7 @@ class Corruption:
                 group.create_task(self._transfer(incoming, index, prompt, pages, injuries))
 
     def _injuries(self) -> tuple[Damage, ...]:
-        """Return damage to some pages of a chunk; the kind that came least is the next one."""
+        """Return damage to some pages of a chunk; the rarest kind so far comes next."""
         places = self._random.sample(range(CHUNK_PAGES), self._random.randint(2, CHUNK_PAGES))
         injuries: list[Damage] = []
         planned = self.count.injected.copy()
@@ -293,7 +293,7 @@ class Corruption:
     def _judge(
         self, begin: Begin, told: Ended, error: TransferError | None, committed: int
     ) -> None:
-        """Count the pages that were sent wrong, and whether the receiver has found them."""
+        """Count the damaged pages, and whether the receiver has found them."""
         places = sorted(place for each in begin.injuries for place in each.places)
         first_page = begin.chunk * CHUNK_PAGES
         is_found = False
@@ -313,7 +313,7 @@ class Corruption:
             self.count.missed.append(f"{begin.injuries}: {error}; {committed} committed")
 
     def _decode(self, prompt: Prompt) -> None:
-        """Go on from the pages that came whole, after the first token, which the sender drew."""
+        """Decode from undamaged pages, after the first token, which the sender drew."""
         expected = prompt.computed.output_token_ids
         output = []
         if prompt.pages:
@@ -326,16 +326,16 @@ class Corruption:
 def measure(
     num_pages: int, *, devices: Sequence[str] = ("cpu", "cpu"), transport: str = "", seed: int = 1
 ) -> tuple[Count, Row]:
-    """Damage pages between two processes; returns what came of them, and what they went over.
+    """Damage pages between two processes; return the outcome and the transport.
 
     Args:
         num_pages: How many, at least.
-        devices: Of the sender, and of the receiver, which is this process.
+        devices: Those of the sender and of the receiver, which is this process.
         transport: Its name; empty: the best that they have.
-        seed: Of prompts and damage.
+        seed: Seed of prompts and damage.
 
     Raises:
-        NoTransport: There is none of that name.
+        NoTransport: There is no transport of that name.
     """
     context = multiprocessing.get_context("spawn")
     sides = [Side(model=demo_model_dir(), device=each, transport=transport) for each in devices]

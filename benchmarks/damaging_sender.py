@@ -1,8 +1,8 @@
-"""The sending side of benchmarks.corruption: a process that computes prompts and sends them wrong.
+"""The sending side of benchmarks.corruption: a process that computes prompts and damages pages.
 
 Its sender is the product's: it computes digests of the right pages and announces them. Only the
-connection is not: it copies a chunk that is to be damaged into other pages of the same storage,
-damages it there, and sends those. So what is wrong travels over the transport.
+connection differs: it copies a chunk into other pages of the same storage, damages it there, and
+sends those pages. So the damage travels over the transport.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class NoTransport(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """What a process computes and sends with."""
+    """The model, device and transport of a process."""
 
     model: Path
     device: str  # "cpu" or "cuda:1"
@@ -61,7 +61,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computed:
-    """What its pages hold, and how it goes on where it never moved."""
+    """The digests of its pages, and its tokens where it never moved."""
 
     page_sums: tuple[bytes, ...]  # SHA-256
     output_token_ids: tuple[int, ...]
@@ -97,7 +97,7 @@ class Ended:
 
 
 class Line:
-    """A pipe to the other process, as a queue; what it cannot read ends it."""
+    """A pipe to the other process, as a queue; an unreadable message ends it."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -136,7 +136,7 @@ def make_engine(side: Side) -> Engine:
 
 
 def make_transport(side: Side, storage: PageStorage) -> Transport:
-    """Return the transport that is asked for; NoTransport: there is none."""
+    """Return the requested transport; NoTransport: there is none."""
     offered = open_transports(storage, side.device.partition(":")[0], HOST)
     for each in offered:
         if side.transport in ("", each.name):
@@ -189,7 +189,7 @@ def pages_of(prompt: int) -> range:
 
 @dataclass(eq=False, slots=True)
 class DamagingConnection:
-    """A connection that sends some chunks wrong. Implements `kv_transfer.transport.Connection`."""
+    """A connection that damages some chunks. Implements `kv_transfer.transport.Connection`."""
 
     inner: Connection
     storage: PageStorage
@@ -213,7 +213,7 @@ class DamagingConnection:
                 stale=self.storage.export_pages(others[: len(page_ids)]),
                 seed=plan.seed,
             )
-            first = PROMPTS * SEQUENCE_PAGES  # nobody else uses these, and sends are in order
+            first = PROMPTS * SEQUENCE_PAGES  # nothing else uses these, and sends are in order
             page_ids = range(first, first + len(page_ids))
             self.storage.import_pages(page_ids, contents)
         await self.inner.send(page_ids, deadline)
@@ -226,7 +226,7 @@ class DamagingConnection:
 
 
 class DamagingSender:
-    """Does what the receiver's process asks for."""
+    """Serves the requests of the receiver's process."""
 
     def __init__(self, side: Side, line: Line) -> None:
         self._engine = make_engine(side)
@@ -308,7 +308,7 @@ class DamagingSender:
 
 
 def main(pipe: Pipe, side: Side) -> None:
-    """Run in a process of its own; the first message tells that it is ready, or why it is not."""
+    """Run in a separate process; the first message says that it is ready, or why it is not."""
 
     async def serve() -> None:
         line = Line(pipe)

@@ -1,4 +1,4 @@
-"""What can fail in a hosted cluster, and how: the faults of benchmarks.faults."""
+"""The faults of benchmarks.faults: parts of a hosted cluster, and how each fails."""
 
 import random
 import signal
@@ -26,19 +26,19 @@ Find = Callable[[HostedCluster], tuple[Host, str]]  # where a process is, and a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Something that fails."""
+    """A fault."""
 
     what: str
-    begin: Begin  # returns what ends it
+    begin: Begin  # returns a function that ends it
     lasts_s: float = 0.0
     uses_second_router: bool = False  # clients begin at the one outside Ray
     prepare: Callable[[HostedCluster], None] = lambda _: None  # before anything runs
-    is_idle: bool = False  # nobody can be served meanwhile: streams begin afterwards
+    is_idle: bool = False  # no request can be served meanwhile: streams begin afterwards
     has_clocks: bool = False  # of a cluster whose wall clocks can jump
 
 
 def kill(find: Find) -> Begin:
-    """Return what kills processes."""
+    """Return a fault that kills processes."""
 
     def begin(cluster: HostedCluster) -> Heal:
         _signal(cluster, find, signal.SIGKILL)
@@ -48,7 +48,7 @@ def kill(find: Find) -> Begin:
 
 
 def hang(find: Find) -> Begin:
-    """Return what stops processes without ending them."""
+    """Return a fault that stops processes without ending them."""
 
     def begin(cluster: HostedCluster) -> Heal:
         stopped = _signal(cluster, find, signal.SIGSTOP)
@@ -71,7 +71,7 @@ def partition(cluster: HostedCluster) -> Heal:
 
 
 def lose_power(host_of: Callable[[HostedCluster], Host]) -> Begin:
-    """Return what ends a host with all that runs on it."""
+    """Return a fault that ends a host with all its processes."""
 
     def begin(cluster: HostedCluster) -> Heal:
         host = host_of(cluster)
@@ -87,14 +87,14 @@ def lose_power(host_of: Callable[[HostedCluster], Host]) -> Begin:
 
 
 def fill_disk(cluster: HostedCluster) -> Heal:
-    """Leave no room on the file system that Ray and all its processes write to."""
+    """Fill the file system that Ray and all its processes write to."""
     host = cluster.worker_hosts[0]
     host.run("sh", "-c", f"cat /dev/zero > {FILLER}")
     return lambda: host.run("rm", FILLER) and None
 
 
 def jump(host_of: Callable[[HostedCluster], Host]) -> Begin:
-    """Return what sets the wall clock of a host ahead, then behind, and right at the end."""
+    """Return a fault that sets a host's wall clock ahead, then back, and right at the end."""
 
     def begin(cluster: HostedCluster) -> Heal:
         clock = cluster.clocks[host_of(cluster).name]
@@ -107,7 +107,7 @@ def jump(host_of: Callable[[HostedCluster], Host]) -> Begin:
 
 
 def end_in_mid_start(cluster: HostedCluster) -> Heal:
-    """Kill `pagewire up` before it has started all; it is run again to the end."""
+    """Kill `pagewire up` before it has started everything; then run it again to the end."""
     while True:
         launcher = cluster.begin(cluster.head, "up", "--config", str(cluster.config))
         began = time.monotonic()
@@ -159,7 +159,7 @@ def _signal(
 
 
 FAULTS: Mapping[str, Fault] = {
-    "none": Fault(what="nothing: what the measurement itself shows", begin=lambda _: lambda: None),
+    "none": Fault(what="none: the measurement itself", begin=lambda _: lambda: None),
     "kill/decode": Fault(what="SIGKILL of a decode worker", begin=kill(_of_workers("DecodeActor"))),
     "kill/prefill": Fault(
         what="SIGKILL of a prefill worker", begin=kill(_of_workers("PrefillActor"))

@@ -20,56 +20,56 @@ INTRODUCTION = """\
 `python -m benchmarks.fault_table` writes this page from
 [{name}](../benchmarks/results/{name}); a test compares the two.
 
-The cluster runs on four hosts that fail independently: namespaces of one machine, each with its
-own network, processes and files. One has Ray's head, the controller and a router; two have a
-prefill and a decode worker each; one is outside Ray and has a second router and the clients. Ray
-keeps its state in a Redis on the last one.
+The cluster runs on four hosts that fail independently: namespaces of one machine, each with its own
+network, processes and files. One has Ray's head, the controller and a router; two have a prefill
+and a decode worker each; the last one is outside Ray and has a second router, the clients, and a
+Redis with Ray's state.
 
 {streams} streams of {tokens} tokens run, every second one sampled with a seed. One second after
-they begin, something fails, and {late} more requests arrive during the next seconds. Afterwards the
-same requests run once more without a fault. Each token that differs, is missing or is repeated
+they begin, the fault occurs, and {late} more requests arrive during the next seconds. Afterwards
+the same requests run once more without a fault. Each token that differs, is missing or is repeated
 counts as wrong.
 
 | Fault | Runs | Requests | Failed | Wrong tokens | Pause, p50 and p99 | First token, p99 | Whole |
 |---|--:|--:|--:|--:|--:|--:|--:|
 """
 END = """
-- *Pause*: the longest time that any stream of a run waited for a token. A run without a fault shows
-  how much the machine adds.
+- *Pause*: the longest time that any stream of a run waited for a token. Runs without a fault show
+  the machine's own share.
 - *First token*: the longest time to first token of the requests that arrived after the fault.
-- *Whole*: the median time until both routers see all workers ready, the fault itself included.
+- *Whole*: the median time until both routers see all workers ready, including the fault itself.
 
-No decode worker computed a token of a prompt ({decode_prompt_tokens} in all runs), and
+Decode workers computed {decode_prompt_tokens} prompt tokens in all runs, and
 {pages_moved:,} pages moved between hosts. Measured at {commits} on {cores} cores of a
 {machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
-depend on that machine; the zeros are the point.
+depend on that machine; the zeros do not.
 """
-# What is known of faults that failed requests, or had runs without an end.
+# Notes on faults that failed requests or had unfinished runs.
 NOTES = {
     "partition/long": (
-        "Those requests were of one run: no decode worker answered for 30 s, though one was on a\n"
-        "host that nothing had happened to. Ray's workers gave way to every other process of the\n"
-        "machine in these runs (niceness 15), of which about 40 wanted the two cores: probably it\n"
-        "did not run at all. The run that broke off was not whole after 180 s, on the same machine."
+        "Those requests were of one run: no decode worker answered for 30 s, though one was on an\n"
+        "unaffected host. In these runs Ray's workers yielded to all other processes of the\n"
+        "machine (niceness 15), about 40 of which competed for its two cores, so it probably\n"
+        "never ran. The aborted run was not whole after 180 s, on the same machine."
     ),
     "launcher/start": (
-        "The second `pagewire up` had not ended after 180 s. Its cause is not known; the others\n"
-        "took 30 to 152 s, on a machine where about 20 other processes wanted the two cores."
+        "The second `pagewire up` had not ended after 180 s, for an unknown reason; in the other\n"
+        "runs it took 30 to 152 s, while about 20 other processes competed for the two cores."
     ),
 }
 CORRUPTION = """
 ## Corrupted pages
 
-`python -m benchmarks.corruption` sends pages wrong, after their digests were announced, between two
-processes with real engines, storage and transport; several transfers share the connection. A page
-counts as found if its transfer fails, the failure counts and names exactly the pages that were sent
-wrong, and nothing from their chunk on is committed. A test of it fails when digests are not
-compared.
+`python -m benchmarks.corruption` damages pages after their digests were announced and sends them
+between two processes with real engines, storage and transport; several transfers share the
+connection. A damaged page counts as found if its transfer fails, the error gives the exact number
+of damaged pages and the first of them, and nothing from their chunk on is committed. If digests are
+not compared, a test of this benchmark fails.
 """
 
 
 def whole_page() -> str:
-    """Return the page for the results that are there."""
+    """Return the page for the existing results."""
     faults, *corruptions = (
         (name, json.loads((RESULTS / name).read_text(encoding="utf-8")))
         for name in (
@@ -117,10 +117,10 @@ measured at {result["commit"]} by `{result["command"]}`
 | Damage | Pages sent wrong | Found |
 |---|--:|--:|
 {table}
-Beside the {total["transfers"]:,} transfers that were damaged, {total["whole_transfers"]:,} others
-moved {total["whole_pages"]:,} pages: {total["failed_whole_transfers"]} of them failed.
-{total["wrong_commits"]} pages were committed that are not what the sender computed (SHA-256).
-{total["tokens"]:,} tokens were decoded from what arrived, {total["wrong_tokens"]} of them wrong.
+Besides {total["transfers"]:,} damaged transfers, {total["whole_transfers"]:,} undamaged ones moved
+{total["whole_pages"]:,} pages: {total["failed_whole_transfers"]} of them failed.
+{total["wrong_commits"]} committed pages differ from the sender's (SHA-256).
+{total["tokens"]:,} tokens were decoded from received pages, {total["wrong_tokens"]} of them wrong.
 """
 
 
@@ -137,14 +137,14 @@ def _lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a paragraph for each fault that failed requests, or had runs without an end."""
+    """Yield a paragraph for each fault that failed requests or had unfinished runs."""
     for case, fault in FAULTS.items():
         row = rows.get(case, {})
         errors = (error for each in row.get("rounds", ()) for error in each["errors"])
         reasons = sorted({error.partition(";")[0] for error in errors})
         told = [f"the failed requests ended with `{reason}`" for reason in reasons]
         told += [
-            f"a further run broke off ({why.partition(':')[0]})" for why in row.get("broken", ())
+            f"a further run was aborted ({why.partition(':')[0]})" for why in row.get("broken", ())
         ]
         if told:
             what = fault.what[0].upper() + fault.what[1:]

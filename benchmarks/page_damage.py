@@ -15,16 +15,16 @@ class Damage:
     """One kind of damage, to one page of a chunk or to two."""
 
     kind: str
-    places: tuple[int, ...]  # of the pages that it makes wrong, in the chunk
+    places: tuple[int, ...]  # of the damaged pages, in the chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """What an injury has at hand."""
+    """The pages that an injury works with."""
 
     right: PageBytes
     wrong: PageBytes  # the same at first; what arrives
-    stale: PageBytes  # what other pages hold, [num_pages, page_bytes]
+    stale: PageBytes  # contents of other pages, [num_pages, page_bytes]
     rng: np.random.Generator
 
 
@@ -41,7 +41,7 @@ def _flip_burst(chunk: _Chunk, place: int) -> None:
 
 
 def _end_with(chunk: _Chunk, place: int, tail: PageBytes | int) -> None:
-    """Let a page end with something else, from a random byte on."""
+    """Replace the end of a page, from a random byte on."""
     at = int(chunk.rng.integers(chunk.wrong.shape[1]))
     while (chunk.wrong[place] == chunk.right[place]).all():
         chunk.wrong[place, at:] = tail if isinstance(tail, int) else tail[at:]
@@ -73,7 +73,7 @@ def _swap(chunk: _Chunk, place: int, other: int) -> None:
 
 
 KINDS: Mapping[str, tuple[str, int, Callable[..., None]]] = {
-    # kind |-> (what, how many pages it makes wrong, how)
+    # kind |-> (description, number of damaged pages, function)
     "bit": ("one bit is flipped", 1, _flip_bit),
     "burst": (f"{BURST_BYTES} bytes in a row are other ones", 1, _flip_burst),
     "zero-tail": ("the page ends with zeros", 1, _zero_tail),
@@ -88,16 +88,16 @@ KINDS: Mapping[str, tuple[str, int, Callable[..., None]]] = {
 def damaged(
     right: PageBytes, injuries: Sequence[Damage], *, stale: PageBytes, seed: int
 ) -> PageBytes:
-    """Return what arrives instead of a chunk.
+    """Return the pages that arrive instead of a chunk.
 
     Args:
         right: The chunk, at least two pages; they differ, and are longer than a burst.
-        injuries: What happens; no place comes twice.
+        injuries: The damage; no place comes twice.
         stale: As many pages of another prompt.
-        seed: Of all that is random.
+        seed: Seed of all randomness.
 
     Raises:
-        ValueError: If a page that should be wrong is not, or one that should not.
+        ValueError: The damaged pages are not exactly the intended ones.
     """
     chunk = _Chunk(right=right, wrong=right.copy(), stale=stale, rng=np.random.default_rng(seed))
     for each in injuries:

@@ -1,10 +1,10 @@
-"""How fast a transport moves pages by itself, between two processes and without an engine.
+"""The speed of a transport alone, between two processes and without an engine.
 
     python -m benchmarks.page_moves --out benchmarks/results/page-moves-h200.json
 
-Both sides take random pages, of a pool with random contents. A move is one operation of a
-connection: from both sides' call until the receiver has the pages. What the transfer protocol adds,
-digests and messages about each chunk, is not in it. `connect_ms` is the set-up of a connection.
+Both sides take random pages of a pool with random contents. A move is one operation of a
+connection: from both sides' call until the receiver has the pages. It excludes the transfer
+protocol's digests and messages about each chunk. `connect_ms` is the set-up of a connection.
 
 With two GPUs pages move between them; with one, both processes use it, and NCCL cannot. Without a
 GPU they move over TCP. Try it with --pages 4 --page-kib 16.
@@ -35,7 +35,7 @@ HEAD_DIM, LAYERS, DTYPE_BYTES = 128, 32, 2  # of a page
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """What one of the two processes is started with."""
+    """Settings of one of the two processes."""
 
     transport: str
     device: str
@@ -59,7 +59,7 @@ class Process:
         self._pipe.send((command, arguments))
 
     def hear(self) -> Any:
-        """Return what the last command gave; raises what it raised."""
+        """Return the result of the last command; raises its error."""
         if not self._pipe.poll(ANSWER_S):
             raise TimeoutError("a process of the benchmark does not answer")
         answer = self._pipe.recv()
@@ -144,7 +144,7 @@ def measure(transport: str, devices: Sequence[str], page_bytes: int, num_pages: 
     """Return the figures of one transport, page size and number of pages.
 
     Raises:
-        ValueError: If other contents arrived than were sent.
+        ValueError: The received contents differ from the sent ones.
     """
     pool = POOL_PAGES * num_pages
     sender, receiver = (

@@ -2,7 +2,7 @@
 
 Within a host pages move over NVLink or memory, between hosts over the network. A router may pair
 any prefill worker with any decode worker: the fewer pairs lie across hosts, the fewer pages cross
-the network. Decided from amounts alone: nothing here knows Ray.
+the network. The decision uses amounts alone: nothing here knows Ray.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ UNITS = 10_000  # of one, in which Ray counts resources
 # Steps of the search, about a second; the answer is the best one where fewer suffice, as for 64
 # workers on 8 hosts of 8 GPUs.
 MAX_STEPS = 1_000_000
-LEAST_WIDTH = 64  # states that are kept, whatever it takes
+LEAST_WIDTH = 64  # states that are always kept
 
 Filling = tuple[int, ...]  # of one host: how many workers of each wish
 Left = tuple[int, ...]  # how many workers of each wish have no host yet
@@ -23,7 +23,7 @@ Left = tuple[int, ...]  # how many workers of each wish have no host yet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """One host, with what it has left."""
+    """One host, with its free resources."""
 
     node_id: str
     free: Mapping[str, float]  # resource |-> amount
@@ -33,7 +33,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """Workers of a role that need the same of a host."""
+    """Workers of a role with equal needs."""
 
     role: PoolName
     needs: Mapping[str, float]  # of each; resource |-> amount
@@ -67,7 +67,7 @@ def assign(rooms: Sequence[Room], wishes: Sequence[Wish]) -> dict[str, str]:
 
 
 def _fillings(room: Room, wishes: Sequence[Wish]) -> Iterator[Filling]:
-    """Yield all that a host can take, the most first."""
+    """Yield all fillings of a host, the largest first."""
 
     def fill(free: dict[str, int], number: int) -> Iterator[Filling]:
         if number == len(wishes):
@@ -87,7 +87,7 @@ def _fillings(room: Room, wishes: Sequence[Wish]) -> Iterator[Filling]:
 
 
 def _gain(room: Room, wishes: Sequence[Wish], filling: Filling) -> int:
-    """Return how many pairs a host gets by a filling."""
+    """Return how many pairs a filling puts on a host."""
     prefill, decode = room.num_prefill, room.num_decode
     for wish, count in zip(wishes, filling, strict=True):
         if wish.role == "prefill":

@@ -1,4 +1,4 @@
-"""Attaches this process to a Ray, and talks with the cluster that runs there."""
+"""Attaches this process to a Ray, and calls the cluster that runs there."""
 
 import logging
 import os
@@ -17,14 +17,14 @@ from observability.logs import fields
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 30.0  # for what a controller answers from memory, or asks Ray for
+ASK_TIMEOUT_S = 30.0  # for answers of a controller from memory, or from Ray
 
 
 def attach_ray(address: str, *, shows_worker_logs: bool) -> None:
     """Attach to the Ray at host:port or "auto".
 
     Raises:
-        StartError: It does not answer, or not to this user.
+        StartError: It does not answer, or refuses this user.
     """
     check_ray_answers(address)
     try:
@@ -37,7 +37,7 @@ def attach_ray(address: str, *, shows_worker_logs: bool) -> None:
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
         raise StartError(f"cannot attach to Ray at {address}: {error}") from error
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        # Who reaches such a Ray runs code in it, and reads the keys that actors are given.
+        # Anybody who reaches such a Ray can run code in it and read the keys of actors.
         log.warning("ray_takes_anybody", extra=fields(address=address))
 
 
@@ -53,8 +53,8 @@ def attached(address: str, head: LocalHead | None) -> Iterator[Any]:
     """Attach while entered, and yield the handle of the cluster's controller.
 
     Args:
-        address: Of a Ray cluster; empty: the head.
-        head: Of a cluster on this host; None: none runs.
+        address: That of a Ray cluster; empty: the head.
+        head: That of a cluster on this host; None: none runs.
 
     Raises:
         NotRunning: There is no cluster.
@@ -84,14 +84,14 @@ def find_controller() -> Any:
 
 
 def router_address() -> str:
-    """Return where the router of the cluster on the attached Ray listens, when it does."""
+    """Return the address of the cluster's router on the attached Ray, once it listens."""
     with suppress(ValueError):
         return str(ask(ray.get_actor(ROUTER_NAME).wait_ready.remote()))
     raise StartError("the cluster has no router yet; `pagewire up` again places it")
 
 
 def router_token() -> str:
-    """Return the token with which to call that router; empty: none is needed, or there is none."""
+    """Return the token for calls to that router; empty: none is needed, or there is none."""
     with suppress(ValueError):
         return str(ask(ray.get_actor(ROUTER_NAME).cluster_token.remote()))
     return ""
@@ -111,7 +111,7 @@ def ask(call: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
     """Return the answer of the controller or the router.
 
     Raises:
-        ClusterError: As it was raised there, or because nobody answers.
+        ClusterError: As raised there, or because there is no answer.
     """
     try:
         return ray.get(call, timeout=timeout_s)
@@ -127,6 +127,6 @@ def ask(call: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
 
 
 def last_line(error: Exception) -> str:
-    """Return the last line of what Ray says, which is the reason."""
+    """Return the last line of Ray's error, which is the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What a model needs and what workers of a configuration hold, before anything is started."""
+"""The memory that a model needs and the pages that workers hold, before anything is started."""
 
 from dataclasses import dataclass
 from math import prod
@@ -19,10 +19,10 @@ HIGH_GPU_FRACTION = 0.95  # leaves room for activations
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShortage:
-    """Workers that would need more memory than a host without GPUs has for them."""
+    """Workers that need more memory than a host without GPUs has for them."""
 
     found: str
-    is_hopeless: bool  # more than the host has in all, not only more than is free now
+    is_hopeless: bool  # more than the host has in total, not only more than is free now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ def pages_of_worker(needs: ModelNeeds, config: ClusterConfig, gpu_free_bytes: in
     """Return how many pages a worker gets; 0: not one fits.
 
     Args:
-        needs: Of the model.
-        config: Says how much memory pages may take.
-        gpu_free_bytes: Before the weights are loaded; None: on a CPU.
+        needs: Those of the model.
+        config: Limits the memory of pages.
+        gpu_free_bytes: Free memory before the weights are loaded; None: on a CPU.
     """
     if config.num_pages:
         return config.num_pages
@@ -87,11 +87,11 @@ def pages_of_worker(needs: ModelNeeds, config: ClusterConfig, gpu_free_bytes: in
 
 
 def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, command: str) -> str:
-    """Say how the pages of a worker come to hold the longest request that the model could serve.
+    """Say how to let a worker's pages hold the longest request that the model could serve.
 
     Args:
-        needs, config, device: Of the cluster.
-        command: That starts it: "serve" or "up".
+        needs, config, device: Those of the cluster.
+        command: The command that starts it: "serve" or "up".
     """
     needed_mib = -(-needs.context_pages * needs.page_bytes // 2**20)
     if config.num_pages:
@@ -105,7 +105,7 @@ def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, comman
 
 
 def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:
-    """Return what all workers of a configuration take of a host without GPUs."""
+    """Return the memory that all workers of a configuration take on a host without GPUs."""
     pages = pages_of_worker(needs, config, None) * needs.page_bytes
     num_workers = config.num_workers("prefill") + config.num_workers("decode")
     return CLUSTER_BYTES + num_workers * (PROCESS_BYTES + needs.weights_bytes + pages)
@@ -129,7 +129,7 @@ def memory_remedy(config: ClusterConfig) -> str:
 
 
 def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory) -> str:
-    """Say what the workers need, by which option for their pages, and what there is."""
+    """Say how much memory the workers need, by which option, and how much there is."""
     option = "num_pages" if config.num_pages else "cpu_pages_mib"
     pages = pages_of_worker(needs, config, None) * needs.page_bytes
     return (

@@ -1,4 +1,4 @@
-"""The certificates of a cluster: what is wrong with them, and how its own processes are clients."""
+"""Checks a cluster's certificates, and connects its own processes as clients."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +19,7 @@ def check_certificates(config: ClusterConfig) -> str:
     """Refuse files that cannot be used, and ports that would be open in clear.
 
     Returns:
-        What clients may find wrong; empty: nothing that can be known here.
+        A problem that clients may meet; empty: none is known here.
 
     Raises:
         ConfigError: Names the option and the file.
@@ -39,7 +39,7 @@ def check_certificates(config: ClusterConfig) -> str:
 
 
 def check_front(config: ClusterConfig) -> str:
-    """Do what check_certificates does for the side of clients alone."""
+    """Do the part of check_certificates for clients alone."""
     try:
         front_door(config.tls_settings).check(config.host)
         front = read_pem(config.front_tls.files(config.tls)) if config.front_tls.is_on else None
@@ -55,11 +55,11 @@ def check_front(config: ClusterConfig) -> str:
 
 
 def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) -> None:
-    """Refuse connections between hosts in clear that nobody has said are meant.
+    """Refuse connections in clear between hosts unless an option allows them.
 
     Args:
-        config, device: Of the cluster.
-        addresses: On which its workers and controller will listen.
+        config, device: Those of the cluster.
+        addresses: Those on which its workers and controller will listen.
 
     Raises:
         ConfigError: Names the option.
@@ -80,7 +80,7 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
 def own_client(config: ClusterConfig) -> Tls | None:
     """Return how the cluster's own processes connect to its routers; None: in clear.
 
-    They have the routers' certificate as a file, and believe it alone.
+    They have the routers' certificate as a file, and trust it alone.
 
     Raises:
         ConfigError: It cannot be used.
@@ -102,14 +102,14 @@ def own_client(config: ClusterConfig) -> Tls | None:
 
 
 def http_scheme(config: ClusterConfig) -> str:
-    """Return how URLs of an HTTP gateway begin."""
+    """Return the scheme of an HTTP gateway's URLs."""
     return "https" if config.front_tls.is_on else "http"
 
 
 def with_absolute_files(config: ClusterConfig) -> ClusterConfig:
     """Return a configuration for processes that run in other folders than this one.
 
-    Links stay: what renews a certificate may lead them elsewhere.
+    Links are kept: a certificate's renewal may point them elsewhere.
     """
 
     def absolute(section: Any) -> Any:

@@ -24,7 +24,7 @@ from options.ports import is_port_range
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
-LOOPBACK = "127.0.0.1"  # where processes listen whose callers are all on one host
+LOOPBACK = "127.0.0.1"  # address of processes whose callers are all on one host
 
 
 def _is_model(model: Any) -> bool:
@@ -208,7 +208,7 @@ class ClusterConfig:
 
     @property
     def further_pools(self) -> dict[str, int]:
-        """How many workers each pool has beside prefill and decode, by its key."""
+        """The number of workers of each further pool, by its key."""
         return {
             pool_key(name, each): 1 if each.workers is None else each.workers
             for name, each in self.pools.items()
@@ -216,7 +216,7 @@ class ClusterConfig:
         }
 
     def pool(self, key: str) -> PoolConfig:
-        """Return what is particular about a pool; see pool_key."""
+        """Return the options of a pool; see pool_key."""
         found = (each for name, each in self.pools.items() if pool_key(name, each) == key)
         return next(found, PoolConfig())
 

@@ -23,12 +23,12 @@ from pagewire.cli.units import invalid_byte
 
 NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
 
-# Given what is set already, returns what a command sets otherwise, by option path.
+# Given the values set so far, returns a command's own defaults, by option path.
 Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def no_defaults(_: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return no defaults of a command's own."""
+    """Return no defaults."""
     return {}
 
 
@@ -39,8 +39,8 @@ def load_config(
 
     Args:
         path: The file; None: there is none.
-        overrides: What the command line gave.
-        defaults: A command's own, given what file and command line set.
+        overrides: The options of the command line.
+        defaults: A command's own, given the options of file and command line.
 
     Raises:
         ConfigError: Has a line for each wrong option: the file and the option's path, or its flag,
@@ -86,15 +86,15 @@ def load_config(
         values.setdefault(name, value)
         origin.setdefault(name, "default")
     while isinstance(made := _make(values), list):
-        # The whole is looked at only when its sections are right, so the rest is checked again
-        # without what was wrong.
+        # The whole is checked only if its sections are valid: the rest is checked again
+        # without the wrong values.
         for section, problem in made:
             blamed = [path_in(section, name) for name in problem.names]
-            # What is missing is told where the rest of its pool is.
+            # A missing option is reported where the rest of its pool is.
             rest = [name for name in values if pool_named(name) == pool_named(blamed[0]) != ""]
             blamed = [name for name in blamed if name in values] or rest
             if not blamed:
-                continue  # all of it is blamed for another problem
+                continue  # another problem is blamed on all of it
             refuse(blamed[0], problem.told(lambda name: spell(path_in(section, name))))  # noqa: B023
             for name in blamed:
                 values.pop(name)
@@ -104,7 +104,7 @@ def load_config(
 
 
 def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOption]]:
-    """Return the configuration, or what is wrong with it and the section where it is."""
+    """Return the configuration, or a problem and its section."""
     groups: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in SECTIONS}}
     for path, value in values.items():
         section, _, name = path.rpartition(".")
@@ -139,7 +139,7 @@ def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOpt
 
 
 def _read_yaml(path: Path) -> tuple[Mapping[str, Any], Lines]:
-    """Return a file's mapping, and of each key in it, repeated ones too, the path and the line."""
+    """Return a file's mapping, and path and line of each key in it, including repeated ones."""
     try:
         content, lines = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:

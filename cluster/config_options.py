@@ -52,16 +52,16 @@ class ConfigOption:
 
     @property
     def description(self) -> str:
-        """What it means, and what can be chosen."""
+        """Its meaning, and its choices."""
         choices = ", ".join(map(str, self.option.choices))
         return self.option.rule.meaning + (f" One of {choices}." if choices else "")
 
     def allows(self, value: object) -> bool:
-        """Tell whether a value that was given is right, others aside."""
+        """Return whether a value is valid, other options aside."""
         return value is not None and self.option.allows(value)
 
     def allowed(self, spell: Spell = str) -> str:
-        """Return which values are allowed, in words; `spell` is given paths."""
+        """Return the allowed values in words; `spell` turns paths into names."""
         return self.option.allowed(lambda name: spell(path_in(self.section, name)))
 
 
@@ -86,7 +86,7 @@ def pool_options(name: str) -> Mapping[str, ConfigOption]:
 
 
 def pool_named(path: str) -> str:
-    """Return the name of the pool whose section or option a path is; empty: it is of none."""
+    """Return the name of the pool that a path belongs to; empty: none."""
     section, _, rest = path.partition(".")
     return rest.partition(".")[0] if section == SECTION else ""
 

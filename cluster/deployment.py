@@ -1,4 +1,4 @@
-"""What a cluster is started from, whenever one of its processes is: kept by its controller."""
+"""The settings from which a cluster's processes are started; its controller keeps them."""
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -12,13 +12,13 @@ from cluster.pool_config import ROLES, pool_key
 from cluster.pool_config import SECTION as POOLS
 from credentials.secret import ClusterSecret
 
-# Of whoever starts a cluster or asks for it, not of the cluster.
+# Options of the command that starts or addresses a cluster, not of the cluster.
 OF_THE_CALLER = {"ray_address", "start_timeout_s"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployment:
-    """Everything that its processes are started with. Ray keeps it, and gives it to nobody."""
+    """All settings of its processes. Ray keeps them and shows them to nobody."""
 
     config: ClusterConfig  # the model's path is absolute
     device: str  # of the workers: "cpu" or "cuda"
@@ -31,12 +31,12 @@ class Deployment:
 def check_same(
     running: ClusterConfig, num_running: Mapping[str, int], asked: ClusterConfig
 ) -> None:
-    """Refuse a configuration that is not the running cluster's.
+    """Refuse a configuration that differs from the running cluster's.
 
     Args:
-        running: What it was started with.
+        running: The one that it was started with.
         num_running: Workers that it has now, by pool.
-        asked: What it should be.
+        asked: The requested one.
 
     Raises:
         ConfigError: Has a line for each option that differs, with both values.
@@ -64,7 +64,7 @@ def check_same(
 
 
 def _counts(config: ClusterConfig) -> dict[str, tuple[str, str]]:
-    """Return which options are numbers of workers: of which pool, and how to change it."""
+    """Return the options that are numbers of workers: their pool, and how to change them."""
     further = {
         f"{POOLS}.{name}.workers": (pool_key(name, each), f"--pool {name}=")
         for name, each in config.pools.items()

@@ -1,7 +1,7 @@
-"""The processes that this one started, and those that they started: none is left behind.
+"""Ends all descendants of this process.
 
-Ray's processes end with their parent, but only those that Ray started here: what its raylet started
-lives on after a raylet that was killed, some of it for ever.
+Ray's processes end with their parent, but only those that Ray started here: processes of a killed
+raylet live on, some of them for ever.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ LOOK_PERIOD_S = 0.01
 
 @contextmanager
 def no_descendant_left() -> Iterator[None]:
-    """Keep hold of all descendants while entered, and kill those that are left in the end."""
+    """Stay the ancestor of all descendants while entered, and kill the remaining ones at exit."""
     _adopt_orphans(is_on=True)
     try:
         yield
@@ -29,10 +29,10 @@ def no_descendant_left() -> Iterator[None]:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants, and what they start meanwhile; return when none runs.
+    """Kill all descendants, and those that they start meanwhile; return when none runs.
 
-    It takes no lock, so that a signal's handler may call it. What the kernel has not ended within
-    KILL_TIMEOUT_S is not waited for.
+    It takes no lock, so that a signal's handler may call it. It waits no longer than KILL_TIMEOUT_S
+    for the kernel.
     """
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (running := _running_descendants()) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What this host has to offer: GPUs and free ports. Imports torch only where a driver is."""
+"""Resources of this host: GPUs and free ports. Imports torch only where a driver is present."""
 
 import errno
 import itertools
@@ -21,7 +21,7 @@ def count_gpus() -> int:
 
 
 def most_gpus() -> int | None:
-    """Return at least `count_gpus()`, but at once; None: there is no telling without torch."""
+    """Return at least `count_gpus()`, but at once; None: unknown without torch."""
     num_devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not num_devices:  # WSL has a driver without these files
         return None if shutil.which("nvidia-smi") else 0
@@ -46,7 +46,7 @@ def resolve_device(asked: str, num_gpus: int) -> str:
 def shared_gpu(
     pool: str, index: int, num_prefill: int, num_decode: int, workers_per_gpu: int
 ) -> int:
-    """Return which of a host's GPUs a worker uses, where several workers share one.
+    """Return which of a host's GPUs a worker uses if several workers share one.
 
     Both pools are on the first GPU if all workers fit there. Else no GPU has workers of both, so
     that one pool's steps do not wait for the other's.
@@ -64,9 +64,9 @@ def gpus_needed(num_prefill: int, num_decode: int, workers_per_gpu: int) -> int:
 
 
 def visible_gpu(index: int, visible: str | None) -> str:
-    """Return what CUDA_VISIBLE_DEVICES must be for a process that is to see one GPU of `visible`.
+    """Return CUDA_VISIBLE_DEVICES for a process that must see one GPU of `visible`.
 
-    That is the variable where the cluster was started; None: it was unset.
+    `visible` is the variable's value where the cluster was started; None: it was unset.
     """
     return str(index) if visible is None else visible.split(",")[index].strip()
 
@@ -109,9 +109,9 @@ def check_port_free(
 
     Args:
         host, port: Where to listen.
-        flag: That sets the port.
-        zero: What `flag` 0 lets the command do.
-        is_shared: Whether others that share it, too, may listen on it.
+        flag: The flag that sets the port.
+        zero: The effect of `flag` 0.
+        is_shared: Whether other processes that share the port may listen on it.
 
     Raises:
         PlacementError: The port is taken, or not allowed to this user.

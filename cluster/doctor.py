@@ -1,6 +1,6 @@
-"""Examines a host before anything is started on it: each check says ok, warn or fail, and a remedy.
+"""Examines a host before a start: each check gives ok, warn or fail, and a remedy.
 
-The checks are functions of facts, which host_facts.py gathers; so each fault can be planted.
+The checks are functions of facts, which host_facts.py gathers; so tests can plant each fault.
 """
 
 import http.client
@@ -37,12 +37,12 @@ Level = Literal["ok", "warn", "fail"]
 MIN_PYTHON = (3, 11)
 MIN_SHM_BYTES = 256 * 2**20
 SOON_S = 7 * 86_400  # that a certificate is still valid, and should have been renewed
-ROUTER_TIMEOUT_S = 2.0  # of a call to what listens on the router's port
+ROUTER_TIMEOUT_S = 2.0  # of a call to the router's port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     level: Level
@@ -51,7 +51,7 @@ class Finding:
 
 
 def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
-    """Run all checks of a host that is to serve a configuration; none raises."""
+    """Run all checks of a host for a configuration; none raises."""
     findings = [
         check_python(facts),
         check_torch(facts),
@@ -65,7 +65,7 @@ def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
     network = check_network(config)
     if config.network_interface or config.nccl_interface:
         findings.append(network)
-    if network.level == "ok":  # else nobody knows where the ports would be
+    if network.level == "ok":  # otherwise the address of the ports is unknown
         config = with_own_host(config)
         findings += [*check_tls(config), check_port(config), check_http_port(config)]
     if config.model is not None:
@@ -182,7 +182,7 @@ def check_ray(facts: HostFacts) -> Finding:
 
 
 def check_ray_access(facts: HostFacts, ray_address: str) -> Finding:
-    """Nobody without a token can have a Ray of this host, or the one to attach to, run code."""
+    """No Ray of this host, nor the one to attach to, runs code for callers without a token."""
     takes_token = [each for each in facts.ray_listeners if each.auth_mode == "token"]
     takes_anybody = [each for each in facts.ray_listeners if each.auth_mode != "token"]
     if takes_anybody:
@@ -210,7 +210,7 @@ def check_ray_access(facts: HostFacts, ray_address: str) -> Finding:
 
 
 def check_gencode(facts: HostFacts) -> Finding:
-    """The protobuf and grpcio that run are not older than those that wrote pagewire.protos."""
+    """The installed protobuf and grpcio are not older than those that wrote pagewire.protos."""
     for library, written_by in (
         ("protobuf", facts.protobuf_gencode),
         ("grpcio", facts.grpc_gencode),
@@ -228,7 +228,7 @@ def check_gencode(facts: HostFacts) -> Finding:
 
 
 def check_shared_memory(facts: HostFacts) -> Finding:
-    """Ray and NCCL find room in /dev/shm."""
+    """Ray and NCCL have room in /dev/shm."""
     if facts.shm_free_bytes is None:
         remedy = f"mkdir {SHM_PATH}; mount -t tmpfs -o size=1g tmpfs {SHM_PATH}"
         return Finding(check=SHM_PATH, level="warn", found="is not there", remedy=remedy)
@@ -240,7 +240,7 @@ def check_shared_memory(facts: HostFacts) -> Finding:
 
 
 def check_network(config: ClusterConfig) -> Finding:
-    """The network interfaces that were chosen are there, and have addresses."""
+    """The chosen network interfaces exist and have addresses."""
     try:
         check_interfaces(config)
     except ConfigError as error:
@@ -251,7 +251,7 @@ def check_network(config: ClusterConfig) -> Finding:
 
 
 def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
-    """Clients and the cluster's own connections are encrypted, or no other host hears them."""
+    """Connections of clients and within the cluster are encrypted, or stay on this host."""
     try:
         wrong_name = check_certificates(config)
     except ConfigError as error:
@@ -375,7 +375,7 @@ def _is_gateway(config: ClusterConfig) -> bool:
     try:
         if tls := own_client(config):
             context = client_context(tls.load().current())
-            context.check_hostname = False  # it is believed as it is
+            context.check_hostname = False  # its certificate is not checked
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             connection = http.client.HTTPSConnection(
                 host, port, timeout=ROUTER_TIMEOUT_S, context=context
@@ -390,7 +390,7 @@ def _is_gateway(config: ClusterConfig) -> bool:
 
 
 def _is_router(config: ClusterConfig) -> bool:
-    """Return whether a router answers, which one does also while it waits for workers."""
+    """Return whether a router answers; it does so even while it waits for workers."""
     address = join_address(config.host, config.port)
     try:
         tls = own_client(config)

@@ -1,4 +1,4 @@
-"""The environment variables that a cluster's processes are started with.
+"""The environment variables of a cluster's processes.
 
 placement.py adds CUDA_VISIBLE_DEVICES where workers share a GPU, and the path of Ray's token.
 """
@@ -16,33 +16,33 @@ KEPT = {TOKEN_VARIABLE}  # of a client; Ray shows and logs what actors are start
 
 
 def prepare_ray(*, is_local: bool) -> None:
-    """Set what Ray reads where it is imported, so call it before.
+    """Set variables that Ray reads on import, so call it before that.
 
-    What is set already stays, except for what keeps strangers out of a Ray that is started here. A
-    Ray that runs already (`is_local` False) is its owner's, and so is how to authenticate there.
+    Values that are set already stay, except those that keep strangers out of a Ray that is started
+    here. A Ray that runs already (`is_local` False) is its owner's, and so is its authentication.
     """
     if is_local:
         # Ray's servers listen on the loopback address where that is the node's own, and it is where
         # Ray is told to form no clusters. The variable works on Linux, too.
         os.environ.update(RAY_AUTH_MODE="token", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Each line of a log is written, and in colour only where somebody looks.
+    # Every log line is written, in colour only on a terminal.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    # gRPC tells of each connection that a stopping server ends, as if something were wrong. Its
+    # gRPC logs each connection that a stopping server ends, as if something were wrong. Its
     # errors still come; it reads this where it is imported, so processes must start with it.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # Ray's workers give way to every other process of the host, but ours have deadlines.
+    # Ray's workers yield to every other process of the host, but ours have deadlines.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Or it would start a process for each core at once, and no task ever comes that would use one.
+    # Otherwise it would start a process for each core at once, and no task would ever use one.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # The router gets no GPU and never asks for one; 0 says that hiding them is not needed.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Return the variables of this process that all processes of a cluster are started with."""
+    """Return the variables of this process that all processes of a cluster get."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -53,13 +53,13 @@ def forwarded_environment() -> dict[str, str]:
 def worker_environment(
     device: str, cpu_threads: int, forwarded: Mapping[str, str], nccl_interface: str = ""
 ) -> dict[str, str]:
-    """Return the variables that a worker's process is started with, with the forwarded ones.
+    """Return the variables of a worker's process, including the forwarded ones.
 
     Args:
-        nccl_interface: To which NCCL is bound where no forwarded variable says so; empty: to none.
+        nccl_interface: Binds NCCL unless a forwarded variable does; empty: none.
     """
     if device == "cuda":
-        # Without = NCCL would also take interfaces whose names only begin so.
+        # Without = NCCL would also take interfaces whose names begin with this one.
         nccl = {NCCL_VARIABLE: f"={nccl_interface}"} if nccl_interface else {}
         # A kernel that is loaded lazily can deadlock with a transfer that waits for its peer.
         return {"CUDA_MODULE_LOADING": "EAGER", **nccl, **forwarded}

@@ -4,10 +4,10 @@ The exit code is 2 for a ConfigError, 128 + the signal's number for Interrupted,
 
 ClusterError
 ├── ConfigError        an option is wrong; names its path, the value found and what is allowed
-├── PlacementError     the hosts do not have what was asked for
+├── PlacementError     the hosts lack requested resources
 ├── StartError         something did not start, or not in time
-├── NotRunning         there is no cluster to talk with
-├── Stopping           there is one that ends
+├── NotRunning         no cluster runs
+├── Stopping           the cluster is being stopped
 ├── RayLost            a process of the Ray that was started here has ended
 ├── DemoError          the demo ran but did not show what it must
 └── Interrupted        a stop signal came before the work was done
@@ -25,7 +25,7 @@ class ConfigError(ClusterError):
 
 
 class PlacementError(ClusterError):
-    """The hosts do not have what was asked for."""
+    """The hosts lack requested resources."""
 
 
 class StartError(ClusterError):
@@ -33,11 +33,11 @@ class StartError(ClusterError):
 
 
 class NotRunning(ClusterError):
-    """There is no cluster to talk with."""
+    """No cluster runs."""
 
 
 class Stopping(ClusterError):
-    """There is a cluster that ends, but perhaps the command that ended it did so itself before."""
+    """The cluster is being stopped, but the command that stopped it may have died."""
 
     def __init__(self, text: str = "the cluster is being stopped; run `pagewire down` again"):
         super().__init__(text)
@@ -56,7 +56,7 @@ class Interrupted(ClusterError):
 
     Args:
         signal_number: The signal's.
-        goes_on: What runs on nevertheless; empty: everything that ran was stopped.
+        goes_on: The part that keeps running; empty: everything was stopped.
     """
 
     def __init__(self, signal_number: int, goes_on: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Gathers what is known of this host before anything is started on it."""
+"""Gathers facts about this host before anything is started on it."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ GRPC_GENCODE_PATTERN = re.compile(r"^GRPC_GENERATED_VERSION = '([\d.]+)'", re.MU
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
-    """What the checks of cluster.doctor look at."""
+    """The input of the checks of cluster.doctor."""
 
     python: tuple[int, int, int]
     system: str  # "Linux"

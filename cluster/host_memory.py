@@ -17,7 +17,7 @@ class HostMemory:
 
 
 def read_host_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> HostMemory:
-    """Return what the kernel reports, or what a container's limit leaves of it."""
+    """Return the kernel's figures, reduced to a container's limit."""
     text = meminfo.read_text(encoding="utf-8")
     total, free = _kilobytes("MemTotal", text) * 1024, _kilobytes("MemAvailable", text) * 1024
     limit, used = (cgroup / name for name in ("memory.max", "memory.current"))

@@ -1,4 +1,4 @@
-"""Ctrl-C of a command for a running cluster, which does by itself what it was asked for."""
+"""Ctrl-C of a command for a running cluster, which completes the request without the command."""
 
 import signal
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ NOTHING_CHANGED = "nothing has changed"
 
 @contextmanager
 def told_at_interrupt(goes_on: str) -> Iterator[None]:
-    """While entered, have Ctrl-C raise Interrupted, which says what goes on without the command."""
+    """While entered, Ctrl-C raises Interrupted, which says what goes on without the command."""
     try:
         yield
     except KeyboardInterrupt:

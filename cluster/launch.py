@@ -1,6 +1,6 @@
 """Starts a cluster through Ray and ends it.
 
-What can be refused without Ray (model folder, GPUs, port) cluster.preflight has refused before.
+cluster.preflight has already refused what needs no Ray to check (model folder, GPUs, port).
 """
 
 import logging
@@ -58,24 +58,24 @@ from protos.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its least
+OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its minimum
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
 DEPLOY_TIMEOUT_S = 120.0  # for the controller's process, too; hosts can be busy with other starts
-AT_ONCE_S = 1.0  # in which processes answer that serve already
+AT_ONCE_S = 1.0  # in which serving processes answer
 STOP_MARGIN_S = 5.0
 GATEWAY_MARGIN_S = 1.0  # to tell clients how the router ended their calls
-END_TIMEOUT_S = 10.0  # for Ray to end processes that it was told to
+END_TIMEOUT_S = 10.0  # for Ray to end processes on request
 END_PERIOD_S = 0.05  # between two looks whether it has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartWatch:
-    """What somebody who waits for a start is told, and asked."""
+    """Callbacks of a caller that waits for a start."""
 
-    say: Callable[[str], None] = lambda line: None  # what happens, once it is known that it can
+    say: Callable[[str], None] = lambda line: None  # progress of a possible start
     # How far the weights of all workers are, again and again.
     show_loaded: ReportLoaded = lambda done_bytes, total_bytes: None
-    check: Callable[[], None] = lambda: None  # called again and again; what it raises ends the wait
+    check: Callable[[], None] = lambda: None  # called repeatedly; its errors end the wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class RunningCluster:
     def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end all processes.
 
-        Of a Ray that has lost a process nobody would answer; what is left of it is left alone.
+        A Ray that has lost a process would not answer; its remaining processes are left alone.
         """
         try:
             if not self.local_ray.lost:
@@ -127,13 +127,13 @@ def start_cluster(
     """Start everything, if need be a Ray, and wait until the router sees all workers ready.
 
     Args:
-        config: What to start.
-        device: Of the workers, as preflight.check_start returns it.
+        config: The cluster to start.
+        device: That of the workers, as preflight.check_start returns it.
         shows_worker_logs: Pass the log lines of all processes on to standard error.
-        watch: Told what happens.
+        watch: Gets progress.
 
     Raises:
-        ClusterError: What was wrong and what to do; nothing is left running.
+        ClusterError: The problem and the remedy; nothing is left running.
     """
     deadline = time.monotonic() + config.start_timeout_s
     if device is None:
@@ -165,13 +165,13 @@ def deploy(
     """Place a cluster on the attached Ray, and wait until the router sees all workers ready.
 
     Args:
-        config, device: What to start.
-        deadline: Of time.monotonic().
-        watch: Told what happens.
+        config, device: The cluster to start.
+        deadline: By time.monotonic().
+        watch: Gets progress.
         is_own_ray: The caller ends this Ray, and with it all processes, when this raises.
 
     Raises:
-        ClusterError: What was wrong and what to do; of a Ray of others nothing is left running.
+        ClusterError: The problem and the remedy; nothing is left running on another owner's Ray.
     """
     assert config.model is not None
     # Processes of the cluster run in other folders than this one.
@@ -185,7 +185,7 @@ def deploy(
     deployment = Deployment(
         config=config,
         device=device,
-        # Actors get their keys as arguments, which only who may use this Ray can read.
+        # Actors get their keys as arguments, which only users of this Ray can read.
         secret=_secret(config),
         home_resource=home_resource(),
         environment=environment,
@@ -204,13 +204,13 @@ def deploy(
             {**actors, CONTROLLER_NAME: controller}, config, device, deadline, watch
         )
     except BaseException:
-        if not is_own_ray:  # if it was lost, nobody would answer
+        if not is_own_ray:  # a lost Ray would not answer
             kill_cluster()
         raise
 
 
 def _check_pools(deployment: Deployment) -> None:
-    """Refuse pools for whose workers the hosts would not do even if they were empty."""
+    """Refuse pools whose workers would not fit even on empty hosts."""
     config = deployment.config
     nodes, _ = hosts_now()
     names = worker_ids(config.prefill, config.decode, config.further_pools)
@@ -228,9 +228,9 @@ def _secret(config: ClusterConfig) -> ClusterSecret:
 
 
 def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> RunningCluster:
-    """Return the cluster on the attached Ray, when its workers that stay are ready."""
+    """Return the cluster on the attached Ray once its remaining workers are ready."""
     actors = named_actors()
-    if ROUTER_NAME not in actors:  # who started it was ended in the middle
+    if ROUTER_NAME not in actors:  # its launcher died halfway
         _deployed(actors[CONTROLLER_NAME], watch)
         actors = named_actors()
     staying = {name: each for name, each in actors.items() if name not in facts.workers.leaving}
@@ -285,7 +285,7 @@ def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> Non
 
     Args:
         grace_s: Seconds for its running requests.
-        begun: Called when the cluster knows that it ends.
+        begun: Called when the cluster has begun to stop.
     """
     actors = named_actors()
     timeout_s = grace_s + STOP_MARGIN_S
@@ -320,14 +320,14 @@ def kill_cluster() -> None:
 
 
 def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
-    """Start a Ray for one cluster: on the loopback address, with a token of its own.
+    """Start a Ray for one cluster: on the loopback address, with its own token.
 
     Args:
-        num_gpus: That it may give to workers, one each.
+        num_gpus: GPUs that it may give to workers, one each.
         shows_worker_logs: Pass the log lines of all processes on to standard error.
 
     Raises:
-        StartError: It does not start, or others could reach it.
+        StartError: It does not start, or other hosts could reach it.
     """
     folder = private_folder()
     temp_dir = folder / "ray"
@@ -359,13 +359,13 @@ def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
 
 
 def device_of_ray(config: ClusterConfig) -> str:
-    """Return where the workers compute on the attached Ray; PlacementError: it has too few GPUs."""
-    if config.pool_resources:  # it is not "auto", and nobody knows how many GPUs there will be
+    """Return the workers' device on the attached Ray; PlacementError: it has too few GPUs."""
+    if config.pool_resources:  # it is not "auto", and the number of GPUs is not known yet
         return config.device
     return choose_device(config, int(cluster_resources().get("GPU", 0)))
 
 
 def starting(config: ClusterConfig, device: str) -> str:
-    """Return the line that says what is started."""
+    """Return the line that announces the start."""
     counts = told_counts(config.num_workers("prefill"), config.num_workers("decode"))
     return f"starting {counts} on {device}"

@@ -1,7 +1,7 @@
-"""The Ray of `pagewire up` on this host: which process keeps it, and where it answers.
+"""The Ray of `pagewire up` on this host: its process and its address.
 
-That process (cli/local_head.py) holds a lock on a file that only its user reads. So nobody starts a
-second one, and who finds the file unlocked knows that the process is gone, however it ended.
+That process (cli/local_head.py) locks a file that only its user can read. This prevents a second
+one, and an unlocked file shows that the process is gone, however it ended.
 """
 
 import fcntl
@@ -17,14 +17,14 @@ from cluster.errors import StartError
 from cluster.private_folder import private_folder, remove_tokens_left_behind
 
 NAME = "head"  # of the file, in the private folder
-LOG_NAME = "head.log"  # beside it: what the process has to say
+LOG_NAME = "head.log"  # beside it: the output of the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalHead:
     """A Ray that runs."""
 
-    pid: int  # of the process that keeps it
+    pid: int  # of its process
     ray_address: str  # host:port
     token_path: str  # of Ray's token, which only this user reads
 
@@ -36,7 +36,7 @@ class HeadFile:
         self._file = file
 
     def publish(self, head: LocalHead) -> None:
-        """Let others find it."""
+        """Publish its address."""
         self._file.write(json.dumps(asdict(head)))
         self._file.flush()
 
@@ -60,7 +60,7 @@ def holding_head_file() -> Iterator[HeadFile]:
             break
         file.close()  # its last holder removed it before it was locked here
     try:
-        file.truncate()  # a holder that was killed has left what it wrote
+        file.truncate()  # a killed holder has left its text
         yield HeadFile(file)
     finally:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Ray's own processes on this host, without which nothing is started again and nothing stops."""
+"""Ray's own processes on this host, which restart and stop everything else."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ NAMES = ("gcs_server", "raylet")
 
 
 class LocalRay:
-    """Those that this process has started; none where it is attached to a Ray that ran before.
+    """The processes of the Ray that this process started; none if it attached to a running one.
 
-    Make it when they run. Ray itself notices the end of one after a minute, or never.
+    Construct it when they run. Ray notices the end of one after a minute, or never.
 
     Args:
-        token: Theirs; removed by `close`.
+        token: Their token; `close` removes it.
         logs: The folder of their logs.
     """
 
@@ -28,7 +28,7 @@ class LocalRay:
 
     @property
     def lost(self) -> list[str]:
-        """The names of those that have ended."""
+        """The names of ended processes."""
         return [name for name, each in self._processes.items() if not is_alive(each)]
 
     def check(self) -> None:
@@ -40,13 +40,13 @@ class LocalRay:
             )
 
     def close(self) -> None:
-        """Forget what they needed, when they have ended."""
+        """Remove their token, once they have ended."""
         if self._token is not None:
             self._token.remove()
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; one that nobody has collected has."""
+    """Return whether a process still runs; a zombie does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

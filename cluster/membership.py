@@ -1,7 +1,7 @@
-"""Who is a member, and who of them is to leave: the pure part of the controller.
+"""The members, and which of them are to leave: the pure part of the controller.
 
-Everything here is rebuilt by the next announcements, except that a worker is to leave whose process
-and controller have died together: it comes back as one that stays.
+The next announcements rebuild everything here, with one exception: if a leaving worker's process
+and the controller die together, the worker comes back as one that stays.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ class Membership:
 
     def __init__(self) -> None:
         self._members: dict[str, WorkerMember] = {}  # worker_id |-> its latest start
-        self._heard_at: dict[str, float] = {}  # worker_id |-> when it has announced itself last
-        self._places: dict[str, Place] = {}  # worker_id |-> what it has, or is to have, of a host
-        self._replaced: dict[str, deque[int]] = {}  # worker_id |-> starts that others came after
-        self._restarting: dict[str, int] = {}  # worker_id |-> start that ends to begin anew
-        self._leaving: dict[str, float] = {}  # worker_id |-> seconds for what runs there
+        self._heard_at: dict[str, float] = {}  # worker_id |-> time of its last announcement
+        self._places: dict[str, Place] = {}  # worker_id |-> its present or future place
+        self._replaced: dict[str, deque[int]] = {}  # worker_id |-> starts that were replaced
+        self._restarting: dict[str, int] = {}  # worker_id |-> start that ends for a restart
+        self._leaving: dict[str, float] = {}  # worker_id |-> seconds for its running requests
         # worker_id |-> its last start, 0 if none was known; none is placed or heard of since.
         self._gone: dict[str, int] = {}
 
@@ -41,17 +41,17 @@ class Membership:
 
     @property
     def leaving(self) -> frozenset[str]:
-        """The names of those that are to leave."""
+        """The names of workers that are to leave."""
         return frozenset(self._leaving)
 
     @property
     def gone(self) -> frozenset[str]:
-        """The names of those that were forgotten; Ray may still list them for a moment."""
+        """The names of forgotten workers; Ray may still list them for a moment."""
         return frozenset(self._gone)
 
     @property
     def places(self) -> Mapping[str, Place]:
-        """What each worker has of a host, as far as that is known."""
+        """The place of each worker, as far as it is known."""
         return self._places
 
     def __contains__(self, worker_id: str) -> bool:
@@ -60,9 +60,9 @@ class Membership:
     def announce(self, member: WorkerMember, now: float) -> bool:
         """Enter a start of a worker; returns whether that changed anything.
 
-        A start that was not known replaces the one before it. The old one may live on for a while
-        where Ray has given up its host, and counts only when the new one has fallen silent. What
-        comes late of a start that is gone counts for nothing.
+        An unknown start replaces the one before it. The old one may live on for a while if Ray has
+        given up its host, and counts only when the new one has fallen silent. Late announcements of
+        a start that is gone are ignored.
         """
         if self._gone.get(member.worker_id) == member.incarnation:
             return False
@@ -80,18 +80,18 @@ class Membership:
         self._gone.pop(member.worker_id, None)
         self._heard_at[member.worker_id] = now
         if member.is_draining and member.worker_id not in self._leaving:
-            self._leaving[member.worker_id] = 0.0  # as an earlier controller has told it
+            self._leaving[member.worker_id] = 0.0  # as an earlier controller told it
             changed = True
         return changed
 
     def settle(self, worker_id: str, incarnation: int, place: Place) -> None:
-        """Note where the latest start of a worker is; of another start it says nothing."""
+        """Note the place of a worker's latest start; ignore other starts."""
         member = self._members.get(worker_id)
         if member is not None and member.incarnation == incarnation:
             self._places[worker_id] = place
 
     def place(self, worker_id: str, place: Place) -> None:
-        """Note that a worker is placed: what was said of an earlier one of its name is over."""
+        """Note that a worker is placed; forget an earlier one of its name."""
         self._places[worker_id] = place
         self._leaving.pop(worker_id, None)
         self._gone.pop(worker_id, None)
@@ -101,11 +101,11 @@ class Membership:
         self._leaving[worker_id] = grace_s
 
     def restart(self, worker_id: str) -> None:
-        """Note that the latest start of a member takes nothing more, and ends to begin anew."""
+        """Note that the latest start of a member drains, and ends for a restart."""
         self._restarting[worker_id] = self._members[worker_id].incarnation
 
     def grace_of(self, member: WorkerMember) -> float | None:
-        """Return what a start that knows nothing of it has left to leave; None: it stays."""
+        """Return the grace of a start that does not know that it must leave; None: it stays."""
         return None if member.is_draining else self._leaving.get(member.worker_id)
 
     def left(self, worker_id: str, incarnation: int) -> bool:
@@ -128,5 +128,5 @@ class Membership:
         self._gone[worker_id] = member.incarnation if member else self._gone.get(worker_id, 0)
 
     def heard_since(self, since: float) -> frozenset[str]:
-        """Return who has announced itself since then."""
+        """Return the workers that have announced themselves since a time."""
         return frozenset(name for name, at in self._heard_at.items() if at >= since)

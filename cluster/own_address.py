@@ -1,4 +1,4 @@
-"""What options that name a network interface mean on the host where a command runs."""
+"""Resolves options that name a network interface on the host where a command runs."""
 
 import os
 from dataclasses import replace
@@ -10,7 +10,7 @@ from options.interfaces import NoAddress, address_on
 
 
 def with_own_host(config: ClusterConfig) -> ClusterConfig:
-    """Return a configuration whose `host` is an address also where it was left to an interface.
+    """Return a configuration whose `host` is an address even if an interface determines it.
 
     Raises:
         ConfigError: This host has no address on network_interface.
@@ -21,7 +21,7 @@ def with_own_host(config: ClusterConfig) -> ClusterConfig:
 
 
 def check_interfaces(config: ClusterConfig) -> None:
-    """Refuse interfaces that this host, which gets the controller and the router, does not have.
+    """Refuse interfaces that this host, which runs controller and router, does not have.
 
     Raises:
         ConfigError: Names the option, what was found and what is allowed.

@@ -1,7 +1,7 @@
-"""Asks Ray for a cluster's processes: named actors that outlive whoever asked.
+"""Places a cluster's processes in Ray: named actors that outlive their creator.
 
-They are detached, so Ray's control store owns them: it starts each one again whenever its process
-dies, with the arguments that it got here, and ends none because another one ended.
+They are detached, so Ray's control store owns them: it restarts each one whenever its process dies,
+with the arguments given here, and ends none because another one ended.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ CONTROL_GROUP = "control"  # has its own event loop, so it answers while the def
 
 
 def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
-    """Return the actor of that name, which is made if there is none, or refuse: `get_if_exists`."""
+    """Return the actor of that name; make it if there is none, or refuse: `get_if_exists`."""
     remote = ray.remote(  # type: ignore[call-overload] # Ray's hints lack concurrency_groups
         num_cpus=0,
         max_restarts=-1,
@@ -62,13 +62,13 @@ def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -
 
 
 def hosts_now() -> tuple[list[Node], Mapping[str, Amounts]]:
-    """Return the hosts of the attached Ray, and what it has not given away on each, by node."""
+    """Return the hosts of the attached Ray, and the free resources of each, by node."""
     nodes: list[Node] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes, available_resources_per_node()  # type: ignore[no-untyped-call]
 
 
 def needs_of(deployment: Deployment, worker_id: str) -> Amounts:
-    """Return what Ray gives a worker, by resource."""
+    """Return the amounts that Ray gives a worker, by resource."""
     asked = _resources(deployment, worker_id)
     needs = {"GPU": float(asked["num_gpus"]), **asked["resources"]}
     return {name: amount for name, amount in needs.items() if amount}
@@ -77,8 +77,8 @@ def needs_of(deployment: Deployment, worker_id: str) -> Amounts:
 def place_worker(deployment: Deployment, worker_id: str, where: Place) -> Any:
     """Place a worker of either pool.
 
-    Without its host, which may be gone when Ray starts it again, it takes as much of another one.
-    While its host lives it waits for room there.
+    If its host is gone when Ray restarts it, it takes the same amounts of another one. While its
+    host lives, it waits for room there.
     """
     config = deployment.config
     is_prefill = role_of(worker_id) == "prefill"
@@ -134,15 +134,15 @@ def place_gateway(deployment: Deployment) -> Any:
 
 
 def has_own_gpus(device: str, workers_per_gpu: int) -> bool:
-    """Return whether Ray gives each worker a GPU of its own."""
+    """Return whether Ray gives each worker a whole GPU."""
     return device == "cuda" and workers_per_gpu == 1
 
 
 def home_resource() -> str:
-    """Return what only the Ray host has that this process runs on.
+    """Return the resource that only this process's Ray host has.
 
-    A host that comes back is another node for Ray, but has this again; and whatever replaces Ray's
-    head has the head's, at whichever address.
+    A returning host is another node for Ray, but has the same resource; a replacement of Ray's head
+    has the head's, whatever its address.
     """
     own_id = ray.get_runtime_context().get_node_id()
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ def home_resource() -> str:
 
 
 def at_home(deployment: Deployment) -> dict[str, Any]:
-    """Return options of an actor that others reach by an address of the cluster's home."""
+    """Return options of an actor that is reached at an address of the cluster's home."""
     return {
         "resources": {deployment.home_resource: LEAST_SHARE},
         "runtime_env": {"env_vars": dict(deployment.environment)},
@@ -160,7 +160,7 @@ def at_home(deployment: Deployment) -> dict[str, Any]:
 
 
 def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
-    """Return what Ray gives a worker: a GPU, unless several share one; and a host of its pool."""
+    """Return a worker's resources: a GPU, unless several share one; and its pool's unit."""
     config, device = deployment.config, deployment.device
     pool, _, index = worker_id.rpartition("-")
     variables = worker_environment(
@@ -171,8 +171,8 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
     )
     has_own_gpu = has_own_gpus(device, config.workers_per_gpu)
     if device == "cuda" and not has_own_gpu:
-        # Ray puts fractions of a GPU wherever there is room, so in time workers of both pools on
-        # one. This way a worker that is started again comes back to its own GPU.
+        # Ray places fractions of a GPU wherever there is room, so workers of both pools would
+        # end up on one. This way a restarted worker comes back to its own GPU.
         gpu = shared_gpu(pool, int(index), config.prefill, config.decode, config.workers_per_gpu)
         variables["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, deployment.visible_gpus)
     return {
@@ -186,7 +186,7 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
 
 
 def host_options(config: ClusterConfig, device: str) -> HostOptions:
-    """Return what the options of a cluster leave to each host of a worker."""
+    """Return the options that each worker's host resolves."""
     uses_nccl = device == "cuda" and config.prefill > 0
     return HostOptions(
         model_paths=config.model_paths or {},
@@ -196,7 +196,7 @@ def host_options(config: ClusterConfig, device: str) -> HostOptions:
 
 
 def _of_worker(config: ClusterConfig, worker_id: str) -> PrefillConfig | DecodeConfig:
-    """Return the limits of a worker, with what its pool has otherwise."""
+    """Return the limits of a worker, with its pool's overrides."""
     own = config.pool(pool_of(worker_id)).max_step_tokens
     changes: dict[str, Any] = {} if own is None else {"max_step_tokens": own}
     if role_of(worker_id) == "prefill":

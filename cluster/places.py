@@ -1,4 +1,4 @@
-"""What workers take of which of Ray's hosts, and which hosts new ones get."""
+"""The places of workers on Ray's hosts, and the choice of hosts for new ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from cluster.scaling import role_of
 Node = Mapping[str, Any]  # as ray.nodes() describes it
 Amounts = Mapping[str, float]  # resource |-> amount
 
-# Less of a resource marks hosts of a kind, and limits nothing: then Ray spreads workers.
+# A smaller amount only marks hosts of a kind and limits nothing: then Ray spreads workers.
 LEAST_ROOM = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What a worker takes of a host."""
+    """The resources that a worker takes of a host."""
 
     node_id: str = ""  # empty: wherever Ray finds room
     resources: Amounts = field(default_factory=dict)  # of Ray
@@ -33,10 +33,10 @@ def choose_places(
     """Return the place of each new worker, without a host where none has room.
 
     Args:
-        needs: Of the new workers, by name.
-        taken: Places of the workers that there are, also of those that still wait for theirs.
-        nodes: Of Ray.
-        available: What Ray has not given away on each, by node_id.
+        needs: Those of the new workers, by name.
+        taken: Places of existing workers, including those that still wait for theirs.
+        nodes: Those of Ray.
+        available: Free resources of each, by node_id.
     """
     limited = {name: each for name, each in needs.items() if _is_limited(each)}
     node_of = assign(_rooms(taken, nodes, available), _wishes(limited)) if limited else {}
@@ -49,14 +49,14 @@ def check_room(places: Mapping[str, Place]) -> None:
     """Refuse new workers for which no host has room.
 
     Raises:
-        PlacementError: Says who has none, what they need, and what to do.
+        PlacementError: Names the workers, their needs, and the remedy.
     """
     homeless = [name for name, each in places.items() if not each.node_id]
     _refuse({n: places[n].resources for n in homeless if _is_limited(places[n].resources)})
 
 
 def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
-    """Refuse a pool for whose workers the hosts would not do even if they were empty.
+    """Refuse a pool whose workers would not fit even on empty hosts.
 
     Args:
         needs: Of its workers, by name.
@@ -72,16 +72,16 @@ def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
 
 
 def check_move(worker_id: str, place: Place, needs: Amounts, nodes: Sequence[Node]) -> None:
-    """Refuse to put a worker of another pool in the place of one whose host it cannot use.
+    """Refuse to replace a worker by one of another pool that cannot use its host.
 
     Args:
-        worker_id: Who has the place.
-        place: That of it.
-        needs: What workers of the other pool take of a host beside GPUs.
-        nodes: Of Ray.
+        worker_id: The worker that has the place.
+        place: Its place.
+        needs: Resources that workers of the other pool take besides GPUs.
+        nodes: Those of Ray.
 
     Raises:
-        PlacementError: Names the host, and what it lacks.
+        PlacementError: Names the host and the resources that it lacks.
     """
     host = next((each for each in nodes if each["NodeID"] == place.node_id), None)
     if host is None:
@@ -139,7 +139,7 @@ def _rooms(
 
 
 def _wishes(needs: Mapping[str, Amounts]) -> list[Wish]:
-    """Put workers together that are alike."""
+    """Group workers with equal needs."""
 
     def kind(name: str) -> tuple[Any, ...]:
         return role_of(name), sorted(needs[name].items())

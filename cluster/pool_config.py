@@ -21,7 +21,7 @@ _RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
 
 
 def _are_resources(resources: Any) -> bool:
-    """Tell whether Ray takes these amounts, and a worker may ask for them."""
+    """Return whether Ray accepts these amounts and a worker may request them."""
     return resources is None or (
         isinstance(resources, Mapping)
         and all(isinstance(name, str) and name and name not in _RAYS_OWN for name in resources)
@@ -34,7 +34,7 @@ def _are_resources(resources: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolConfig:
-    """What the workers of a pool need, and what differs from the other pools."""
+    """The needs of a pool's workers, and their differences from other pools."""
 
     role: str = option(
         "",
@@ -81,7 +81,7 @@ class PoolConfig:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """What each worker takes of a host beside its GPU, by resource of Ray."""
+        """The amounts that each worker takes of a host besides its GPU, by resource of Ray."""
         kind = {f"accelerator_type:{self.accelerator_type}": 0.001} if self.accelerator_type else {}
         return {**kind, **{name: float(each) for name, each in (self.resources or {}).items()}}
 
@@ -92,7 +92,7 @@ def pool_of(worker_id: str) -> str:
 
 
 def pool_key(name: str, pool: PoolConfig) -> str:
-    """Return how the names of a pool's workers begin: "decode" or "decode-small"."""
+    """Return the prefix of the names of a pool's workers: "decode" or "decode-small"."""
     return name if name in ROLES else f"{pool.role}-{name}"
 
 
@@ -105,7 +105,7 @@ def pool_problems(
     workers_per_gpu: int,
     max_running_sequences: int,
 ) -> Iterator[WrongOption]:
-    """Yield what is wrong with the pools of a configuration, beside single values."""
+    """Yield problems of a configuration's pools, other than single values."""
     for name, pool in pools.items():
 
         def own(option: str, name: str = name) -> OptionName:

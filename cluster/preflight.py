@@ -1,4 +1,4 @@
-"""Refuses, before anything is started, what cannot be. Without Ray: to import it takes a second."""
+"""Refuses impossible starts before anything runs. Without Ray: importing it takes a second."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,17 +19,17 @@ from router.tenants.file import read_tenants
 def check_start(
     config: ClusterConfig, say: Callable[[str], None] = lambda line: None
 ) -> str | None:
-    """Refuse a configuration that cannot be started, what takes no time to see first.
+    """Refuse a configuration that cannot be started; the cheapest checks come first.
 
     Args:
-        config: What is to be started.
-        say: Told what may go wrong.
+        config: The cluster to start.
+        say: Gets warnings.
 
     Returns:
         The workers' device; None: that of a Ray cluster, whose GPUs only Ray knows.
 
     Raises:
-        ClusterError: What was wrong and what to do.
+        ClusterError: The problem and the remedy.
     """
     model = config.model
     if model is None:
@@ -76,7 +76,7 @@ def check_metrics_port_free(config: ClusterConfig) -> None:
 
 
 def choose_device(config: ClusterConfig, num_gpus: int) -> str:
-    """Return where the workers compute on hosts with so many GPUs; PlacementError: too few."""
+    """Return the workers' device on hosts with this many GPUs; PlacementError: too few."""
     device = resolve_device(config.device, num_gpus)
     num_prefill, num_decode = config.num_workers("prefill"), config.num_workers("decode")
     check_gpus(device, num_prefill, num_decode, config.workers_per_gpu, num_gpus)
@@ -105,7 +105,7 @@ def _check_tracing(tracing: TracingConfig) -> None:
 
 
 def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
-    """Refuse what this host can never hold, and warn of what it may not hold now."""
+    """Refuse workers that this host can never hold, and warn if it may not hold them now."""
     assert config.model is not None
     needs = read_model_needs(config.model, config, "cpu")
     shortage = memory_shortage(needs, config, read_host_memory())

@@ -1,8 +1,8 @@
-"""What belongs to this user alone on a host that others share: a folder, and Ray's token in it.
+"""A folder that only this user can enter, with Ray's token in it, on a host that others share.
 
 Ray makes the folder of its sockets and logs writable for everybody; within a folder that only its
-owner can enter, that opens nothing. The token, without which nobody talks to a Ray that is started
-here, lies beside it.
+owner can enter, that is harmless. The token, which every call to a Ray started here needs, lies
+beside it.
 """
 
 import fcntl
@@ -41,10 +41,10 @@ def private_folder() -> Path:
 
 
 class RayToken:
-    """A token of its own for each Ray that is started here: in a file, until it is removed.
+    """A separate token for each Ray that is started here: in a file, until it is removed.
 
-    Ray's processes find the file by the environment. It is locked while the process that made it
-    lives, so a later start can tell what others have left behind and removes it.
+    Ray's processes find the file through the environment. It is locked while its maker lives, so a
+    later start recognizes and removes abandoned ones.
 
     Args:
         folder: As private_folder returns it.

@@ -1,4 +1,4 @@
-"""Finds out at once whether a Ray cluster answers; Ray itself would try for half a minute."""
+"""Checks at once whether a Ray cluster answers; Ray itself would try for half a minute."""
 
 import socket
 
@@ -14,7 +14,7 @@ def check_ray_answers(address: str) -> None:
     """Refuse an address, host:port, where no Ray cluster answers; Ray itself checks "auto".
 
     Raises:
-        StartError: Says who does not answer, and where the address is to be found.
+        StartError: Names the address, and says how to find the right one.
     """
     if address == AUTO:
         return

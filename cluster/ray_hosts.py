@@ -1,4 +1,4 @@
-"""Looks at the hosts of the attached Ray, before anything is started there."""
+"""Checks the hosts of the attached Ray, before anything is started there."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from llm_engine.model_identity import ModelIdentity, read_identity
 from worker.own_host import HostFound, HostOptions, host_names, look
 
 LOOK_TIMEOUT_S = 120.0  # for a process to start on each host and read some bytes of each tensor
-CHECK_PERIOD_S = 0.2  # between two looks whether the start is to be given up
+CHECK_PERIOD_S = 0.2  # between two checks whether the start was given up
 
 Node = Mapping[str, Any]  # as ray.nodes() describes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """One look at one host; see worker.own_host.look."""
+    """One check of one host; see worker.own_host.look."""
 
     node: Node
     options: HostOptions
@@ -40,21 +40,21 @@ def check_hosts(
 ) -> list[str]:
     """Refuse hosts on which the router or a worker could not start.
 
-    Looked at are the host of this process, where the router will be, and all that Ray may give
+    The check covers this process's host, where the router will be, and all hosts that Ray may give
     workers: it may move them at any time.
 
     Args:
-        config, device: Of the cluster.
-        environment: That its processes are started with.
-        say: Told what may go wrong.
-        check: Called again and again; what it raises ends the wait.
+        config, device: Those of the cluster.
+        environment: That of its processes.
+        say: Gets warnings.
+        check: Called repeatedly; an error that it raises ends the wait.
 
     Returns:
         The addresses on which the cluster will listen.
 
     Raises:
         ConfigError: The model here cannot be read, or model_paths names a host that is not there.
-        PlacementError: Has a line for each thing that is wrong on a host.
+        PlacementError: Has a line for each problem on a host.
     """
     assert config.model is not None
     try:
@@ -77,7 +77,7 @@ def check_hosts(
 
 
 def _looks(config: ClusterConfig, device: str, nodes: Sequence[Node], own_id: str) -> list[Look]:
-    """Return the looks that tell whether a cluster can start on these hosts."""
+    """Return the checks that decide whether a cluster can start on these hosts."""
     options = host_options(config, device)
     workers = [Look(node=each, options=options) for each in nodes if _takes(each, config, device)]
     # The router takes the plain path, and has nothing to do with NCCL.
@@ -99,7 +99,7 @@ def _takes(node: Node, config: ClusterConfig, device: str) -> bool:
 
 
 def _check_names(config: ClusterConfig, nodes: Sequence[Node], say: Callable[[str], None]) -> None:
-    """Refuse paths of hosts that are not there; where hosts may join later, say it."""
+    """Refuse paths for unknown hosts; if hosts may join later, only say so."""
     known = frozenset[str]().union(*map(host_names, nodes))
     unknown = [name for name in config.model_paths or {} if name not in known]
     if not unknown:
@@ -119,7 +119,7 @@ def _check_addresses(interface: str, address_of: Mapping[str, str]) -> None:
     """Refuse an interface on which hosts would not find each other.
 
     Args:
-        address_of: Address that Ray has of a host |-> the one on the interface.
+        address_of: A host's address in Ray |-> its address on the interface.
     """
     told = ", ".join(f"{found} on {host}" for host, found in address_of.items())
     found = set(address_of.values())
@@ -142,7 +142,7 @@ def _look_at(
     environment: Mapping[str, str],
     check: Callable[[], None],
 ) -> list[HostFound]:
-    """Take all looks at the same time; a host that does not answer is a problem, too."""
+    """Run all checks at the same time; a host that does not answer is a problem, too."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(look)
     calls = {}
     for each in looks:

@@ -1,4 +1,4 @@
-"""The Rays that run on this host, as others reach them: where their servers listen."""
+"""The Rays on this host that other hosts can reach, by the sockets of their servers."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -29,7 +29,7 @@ def open_sockets(process: psutil.Process) -> list[str]:
 
 
 def find_listeners(processes: Iterable[psutil.Process] | None = None) -> tuple[RayListener, ...]:
-    """Look through processes, by default all; what this user may not look into is left out."""
+    """Search processes, by default all; leave out those that this user may not inspect."""
     found = []
     for process in psutil.process_iter() if processes is None else processes:
         with suppress(psutil.Error):

@@ -1,6 +1,6 @@
 """Folders of Ray's sessions on this host: one for each Ray that was started, with sockets and logs.
 
-Ray makes them and never removes one. Its name ends with the id of the process that started the Ray.
+Ray never removes them. A folder's name ends with the id of the process that started the Ray.
 """
 
 import shutil
@@ -13,10 +13,10 @@ ANSWER_TIMEOUT_S = 0.5  # of a process of Ray that listens
 
 
 def remove_ended_sessions(folder: Path) -> None:
-    """Remove the sessions that no process uses any more, but the last of them, for its logs.
+    """Remove sessions that no process uses, except the last, for its logs.
 
     Args:
-        folder: In which Ray makes its sessions; it need not be there.
+        folder: Ray's folder of sessions; it need not exist.
     """
     sessions = [each for each in folder.glob("session_*_*") if not each.is_symlink()]
     ended = sorted(each for each in sessions if not _is_used(each))  # their names begin with dates
@@ -24,7 +24,7 @@ def remove_ended_sessions(folder: Path) -> None:
         shutil.rmtree(each, ignore_errors=True)  # another start may do the same
     latest = folder / "session_latest"
     if latest.is_symlink() and not latest.exists():
-        latest.unlink(missing_ok=True)  # Ray would let it point to nothing for ever
+        latest.unlink(missing_ok=True)  # Ray would leave it dangling
 
 
 def _is_used(session: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Waits until a cluster's processes are ready; says who is missing, and why, when one is not."""
+"""Waits until a cluster's processes are ready; otherwise names the missing ones and the reason."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -13,12 +13,12 @@ from llm_engine.load_progress import ReportLoaded
 from pagewire import Client, ClusterStatus, PagewireError, Tls
 
 STATUS_PERIOD_S = 0.1
-CHECK_PERIOD_S = 0.2  # between two looks whether the start is to be given up
+CHECK_PERIOD_S = 0.2  # between two checks whether the start was given up
 ANSWER_TIMEOUT_S = 30.0  # for an actor that serves
 
 
 class LoadWatch:
-    """Asks the controller how far the weights are, and never waits for its answer."""
+    """Asks the controller for the progress of weights, and never waits for its answer."""
 
     def __init__(self, controller: Any, show_loaded: ReportLoaded) -> None:
         self._controller = controller
@@ -30,13 +30,13 @@ class LoadWatch:
         done, _ = ray.wait([self._call], timeout=0)
         if not done:
             return
-        with suppress(ray.exceptions.RayError):  # a controller that is started again is told again
+        with suppress(ray.exceptions.RayError):  # a restarted controller gets new reports
             self._show_loaded(*ray.get(self._call))
         self._call = self._controller.loaded.remote()
 
 
 def num_unready(actors: Mapping[str, Any], timeout_s: float) -> int:
-    """Return how many of these are not ready, or not known to have failed, within a time."""
+    """Return how many of these are neither ready nor known to have failed within a time."""
     calls = [actor.wait_ready.remote() for actor in actors.values()]
     _, waiting = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
     return len(waiting)
@@ -49,7 +49,7 @@ def wait_ready(
     say: Callable[[str], None],
     check: Callable[[], None],
 ) -> dict[str, str]:
-    """Wait for each actor's address and tell of it; the first failure ends the wait."""
+    """Wait for each actor's address and report it; the first failure ends the wait."""
     names = {actor.wait_ready.remote(): name for name, actor in actors.items()}
     addresses: dict[str, str] = {}
     while waiting := [call for call, name in names.items() if name not in addresses]:
@@ -116,6 +116,6 @@ def _diagnosis(missing: list[str], timeout_s: float) -> str:
 
 
 def cluster_resources() -> Mapping[str, float]:
-    """Return what all hosts of the attached Ray have."""
+    """Return the total resources of the attached Ray."""
     resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return resources

@@ -1,4 +1,4 @@
-"""Starts the processes of a running cluster anew, one after another, while it serves."""
+"""Restarts the processes of a running cluster, one after another, while it serves."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +20,17 @@ Say = Callable[[str], None]
 
 
 def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None, say: Say) -> None:
-    """Start processes anew, one after another; each serves before the next one ends.
+    """Restart processes, one after another; each serves before the next one ends.
 
     Args:
-        controller: Handle of the cluster's.
-        names: Of workers, router and HTTP gateway, in this order; empty: all of them.
-        grace_s: For what runs on each; None: the cluster's stop_grace_s.
-        say: Told what happens.
+        controller: Handle of the cluster's controller.
+        names: Names of workers, router and HTTP gateway, in this order; empty: all of them.
+        grace_s: Seconds for running requests of each; None: the cluster's stop_grace_s.
+        say: Gets progress.
 
     Raises:
-        ClusterError: What was wrong and what to do; what was not reached goes on as it is.
-        Interrupted: By Ctrl-C; the one that ends begins anew by itself.
+        ClusterError: The problem and the remedy; remaining processes stay as they are.
+        Interrupted: By Ctrl-C; the process that is ending still restarts.
     """
     with told_at_interrupt(NOTHING_CHANGED):
         facts: ClusterFacts = ask(controller.facts.remote())

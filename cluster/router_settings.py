@@ -1,4 +1,4 @@
-"""What a router is started with, in Ray and by itself: from the options of its cluster."""
+"""Settings of a router, in Ray and outside it, from the options of its cluster."""
 
 from dataclasses import replace
 
@@ -14,9 +14,9 @@ def router_settings(
     """Return the settings of one router; raises as llm_engine.model_files.open_model.
 
     Args:
-        config: Of the cluster; it names a model.
+        config: That of the cluster; it names a model.
         router_id: Its name in logs.
-        keys: With which it proves who it is.
+        keys: Prove its identity.
         shares_port: Other routers may listen on the same port.
     """
     assert config.model is not None

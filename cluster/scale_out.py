@@ -1,4 +1,4 @@
-"""Adds workers to a running cluster and lets others go, and waits until that is so."""
+"""Adds and removes workers of a running cluster, and waits for the result."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -26,17 +26,17 @@ Say = Callable[[str], None]
 def scale_cluster(
     controller: Any, wanted: Mapping[str, int], grace_s: float | None, say: Say
 ) -> None:
-    """Have that many workers; return when those that start serve and those that leave are gone.
+    """Set the numbers of workers; return when new ones serve and leaving ones are gone.
 
     Args:
-        controller: Handle of the cluster's.
-        wanted: By the name of a pool; one that is absent stays as it is.
-        grace_s: For what runs on those that leave; None: the cluster's stop_grace_s.
-        say: Told what happens.
+        controller: Handle of the cluster's controller.
+        wanted: Name of a pool |-> number; an absent pool stays as it is.
+        grace_s: Seconds for running requests of leaving workers; None: the cluster's stop_grace_s.
+        say: Gets progress.
 
     Raises:
-        ClusterError: What was wrong and what to do. A worker that does not start is not left.
-        Interrupted: By Ctrl-C; those that leave go on to.
+        ClusterError: The problem and the remedy. A worker that does not start is removed.
+        Interrupted: By Ctrl-C; leaving workers still leave.
     """
     with told_at_interrupt(NOTHING_CHANGED):
         facts: ClusterFacts = ask(controller.facts.remote())
@@ -66,8 +66,8 @@ def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Sa
     """Let a worker go; return when it is gone.
 
     Raises:
-        ClusterError: What was wrong and what to do.
-        Interrupted: By Ctrl-C; it goes on to leave.
+        ClusterError: The problem and the remedy.
+        Interrupted: By Ctrl-C; the worker still leaves.
     """
     with told_at_interrupt(NOTHING_CHANGED):
         facts: ClusterFacts = ask(controller.facts.remote())
@@ -85,15 +85,15 @@ def move_worker(
     """Have a worker leave, and one of another pool take its place; return when that one serves.
 
     Args:
-        controller: Handle of the cluster's.
-        worker_id: Who leaves.
+        controller: Handle of the cluster's controller.
+        worker_id: The worker that leaves.
         pool: The name of the pool that gets one more.
-        grace_s: For what runs on the one that leaves; None: the cluster's stop_grace_s.
-        say: Told what happens.
+        grace_s: Seconds for running requests of that worker; None: the cluster's stop_grace_s.
+        say: Gets progress.
 
     Raises:
-        ClusterError: What was wrong and what to do. A worker that does not start is not left.
-        Interrupted: By Ctrl-C; both go on.
+        ClusterError: The problem and the remedy. A worker that does not start is removed.
+        Interrupted: By Ctrl-C; both changes continue.
     """
     with told_at_interrupt(NOTHING_CHANGED):
         facts: ClusterFacts = ask(controller.facts.remote())
@@ -117,7 +117,7 @@ def move_worker(
 
 
 def _goes_on(plan: ScalePlan, ended: Collection[str] = ()) -> str:
-    """Say what becomes of a plan for which nobody waits any more."""
+    """Describe the rest of a plan after its command was interrupted."""
     parts = [
         f"{', '.join(names)} {one if len(names) == 1 else many}"
         for names, one, many in (

@@ -1,7 +1,7 @@
-"""Which workers come and which go: decided from names alone, so that it can be told in advance.
+"""Decides which workers start and leave, from names alone, so that the outcome is predictable.
 
-A cluster keeps a decode worker that answers, and with prefill workers it keeps one of those: the
-policy of routers and the sizes of steps differ between a cluster with and one without.
+A cluster keeps a decode worker that answers, and a prefill worker if it has any: the policy of
+routers and the sizes of steps differ between clusters with and without prefill workers.
 """
 
 import itertools
@@ -22,45 +22,45 @@ WORKER = re.compile(rf"({'|'.join(ROLES)})(-{NAME.pattern})?-\d+")
 class ClusterWorkers:
     """The workers of a cluster, by name."""
 
-    staying: frozenset[str]  # those that are not to leave, in whatever state
-    leaving: frozenset[str]  # those that are to leave, or have just left
-    answering: frozenset[str]  # of `staying`, those that have been heard of lately
+    staying: frozenset[str]  # workers that are not to leave, in any state
+    leaving: frozenset[str]  # workers that are to leave, or have just left
+    answering: frozenset[str]  # those of `staying` that announced themselves lately
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many stay, by pool; of prefill and decode also that none does."""
+        """How many stay, by pool; for prefill and decode even if none does."""
         return dict.fromkeys(ROLES, 0) | Counter(map(pool_of, self.staying))
 
     @property
     def names(self) -> list[str]:
-        """The names of those that stay, prefill first, in the order of pools and numbers."""
+        """The names of staying workers, prefill first, in the order of pools and numbers."""
         return [each for role in ROLES for each in self.of_role(role)]
 
     def of(self, pool: str) -> list[str]:
-        """Return those of a pool that stay, in the order of their numbers."""
+        """Return the staying workers of a pool, in the order of their numbers."""
         return sorted((each for each in self.staying if pool_of(each) == pool), key=_order)
 
     def of_role(self, role: str) -> list[str]:
-        """Return those of a role that stay, in the order of pools and numbers."""
+        """Return the staying workers of a role, in the order of pools and numbers."""
         return sorted((each for each in self.staying if role_of(each) == role), key=_order)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalePlan:
-    """What makes a cluster have the number of workers that was asked for."""
+    """The changes that give a cluster the requested numbers of workers."""
 
     starts: tuple[str, ...]
     drains: tuple[str, ...]
 
 
 def told_workers(names: Collection[str]) -> str:
-    """Return how many workers these are, as people read it."""
+    """Return in words how many workers these are."""
     num_prefill = sum(role_of(each) == "prefill" for each in names)
     return told_counts(num_prefill, len(names) - num_prefill)
 
 
 def told_counts(num_prefill: int, num_decode: int) -> str:
-    """Return the numbers of workers as people read them: 2 prefill and 1 decode worker."""
+    """Return the numbers of workers in words: 2 prefill and 1 decode worker."""
     prefill = f"{num_prefill} prefill and " if num_prefill else ""
     return f"{prefill}{num_decode} decode worker{'' if num_decode == 1 else 's'}"
 
@@ -84,10 +84,10 @@ def is_worker(name: str) -> bool:
 
 
 def find_pool(config: ClusterConfig, name: str, flag: str) -> str:
-    """Return the key of a pool that somebody has named with a flag.
+    """Return the key of a pool that a flag names.
 
     Raises:
-        ConfigError: There is none by that name.
+        ConfigError: There is no pool of that name.
     """
     if name in ROLES:
         return name
@@ -100,13 +100,13 @@ def find_pool(config: ClusterConfig, name: str, flag: str) -> str:
 def plan_scale(
     workers: ClusterWorkers, config: ClusterConfig, device: str, wanted: Mapping[str, int]
 ) -> ScalePlan:
-    """Return what is to start and what is to leave; the highest numbers leave.
+    """Return the workers that start and leave; the highest numbers leave.
 
     Args:
-        workers: That the cluster has.
-        config: It was started with.
+        workers: Those of the cluster.
+        config: The one that it was started with.
         device: "cpu" or "cuda".
-        wanted: By the key of a pool, how many; a pool that is absent stays as it is.
+        wanted: Key of a pool |-> number; an absent pool stays as it is.
 
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
@@ -141,14 +141,14 @@ def plan_scale(
 def plan_move(
     workers: ClusterWorkers, config: ClusterConfig, device: str, worker_id: str, pool: str
 ) -> str:
-    """Return the name of the worker of another pool that is to take the place of one that leaves.
+    """Return the name of the worker of another pool that takes the place of a leaving one.
 
     Args:
-        workers: That the cluster has.
-        config: It was started with.
+        workers: Those of the cluster.
+        config: The one that it was started with.
         device: "cpu" or "cuda".
-        worker_id: Who is to leave.
-        pool: The key of its next pool.
+        worker_id: The worker that leaves.
+        pool: The key of the other pool.
 
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
@@ -176,7 +176,7 @@ def plan_move(
 
 
 def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
-    """Refuse to let a worker go that is unknown, or without which nothing would be served.
+    """Refuse to remove an unknown worker, or one without which nothing would be served.
 
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
@@ -189,7 +189,7 @@ def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
 
 
 def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
-    """Refuse to restart a worker that is unknown, leaves or does not serve now.
+    """Refuse to restart a worker that is unknown, leaving or not serving.
 
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
@@ -203,7 +203,7 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
 
 
 def _check_known(workers: ClusterWorkers, argument: str, worker_id: str) -> None:
-    """Refuse a name that an argument gives of a worker that is not there, or leaves."""
+    """Refuse an argument that names an unknown or leaving worker."""
     if worker_id in workers.leaving:
         raise ConfigError(f"{argument} is {worker_id!r}, which is to leave; nothing has changed")
     if worker_id not in workers.staying:
@@ -230,14 +230,14 @@ def _check_remaining(
 
 
 def _free_names(workers: ClusterWorkers, pool: str) -> Iterator[str]:
-    """Yield the names of a pool that no worker has, by number."""
+    """Yield the unused names of a pool, by number."""
     taken = workers.staying | workers.leaving
     names = (f"{pool}-{index}" for index in itertools.count())
     return (name for name in names if name not in taken)
 
 
 def _flag(pool: str) -> str:
-    """Return how the command line names a pool."""
+    """Return a pool's name on the command line."""
     return f"--{pool}" if pool in ROLES else f"--pool {pool.partition('-')[2]}"
 
 

@@ -1,4 +1,4 @@
-"""The controller's gRPC service: tells routers the members, wherever these run."""
+"""The controller's gRPC service: tells routers the members, wherever the routers run."""
 
 import asyncio
 import logging
@@ -39,9 +39,9 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
     """Serves one start of a controller. Lives in the event loop that calls start.
 
     Args:
-        keys: With which the controller proves who it is.
+        keys: Prove the controller's identity.
         host, port: Where routers connect; port 0 takes a free one, of port_range if that is given.
-        door: What it listens with; None: in clear, for this host.
+        door: TLS of its port; None: in clear, for this host.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
 
         Raises:
             RuntimeError: The port is taken.
-            OpenInClear: Other hosts could connect, and nothing would be encrypted.
+            OpenInClear: Other hosts could connect without encryption.
         """
         credentials = ClusterCredentials(self._keys, secrets.randbits(63) + 1)
         server = grpc.aio.server(
@@ -96,7 +96,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
             await self._server.stop(None)
 
     def publish(self, members: Iterable[WorkerMember]) -> None:
-        """Tell all routers, and those that come later, that these are the members."""
+        """Publish the members to all routers, including later ones."""
         version = self._message.version
         message = controller_pb2.WatchMembersResponse(
             version=version, members=map(_member, members)
@@ -109,7 +109,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
         self._published = asyncio.Event()
 
     async def wait_applied(self, timeout_s: float) -> None:
-        """Wait until all routers that watch go by what was published last, or time is up."""
+        """Wait until all watching routers apply the last publication, or time is up."""
         version = self._message.version
         try:
             async with asyncio.timeout(timeout_s):
@@ -152,7 +152,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
 
 
 class _Watch:
-    """One router that listens."""
+    """One watching router."""
 
     def __init__(self) -> None:
         self.router_id = ""

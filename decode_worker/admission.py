@@ -16,10 +16,10 @@ def check_request(
 ) -> None:
     """Check a request against the limits of worker and model.
 
-    Routers validate for people. This check keeps a router's mistake from reaching other requests.
+    Routers validate what clients send. This check keeps a router's bug from harming others.
 
     Raises:
-        InvalidRequest: Names the field, what was found and what is allowed.
+        InvalidRequest: Names the field, the value and what is allowed.
         Overloaded: Too many requests wait already.
     """
     if not request.prompt:

@@ -1,7 +1,7 @@
 """How many prompt tokens a step may compute beside decodes without making them late.
 
-Prefill that shares steps with decodes lengthens each of them, and so the time between two tokens of
-everybody who decodes here. How long a chunk takes depends on the model, the device, the context and
+Prefill that shares a step with decodes lengthens the step, and so the time between two tokens of
+every sequence that decodes here. A chunk's cost depends on the model, the device, the context and
 on whether steps are recorded, so it is measured, not configured. Pure: durations come in as values.
 
 Source: chunks that are sized to a latency target, as in Sarathi-Serve (Agrawal et al., 2024).
@@ -13,14 +13,14 @@ LIMIT_BOUND = 0.9  # of the limit: from this size on a step shows whether more w
 class ChunkBudget:
     """Adapts the limit of prompt tokens to the durations of steps.
 
-    The limit moves to where the measured cost of a chunk meets what the decodes leave of the
-    budget, by at most a factor of two for each step: a single slow step, which any stall of the
-    host can make, costs little.
+    The limit moves to the size whose measured cost fills the time that the decodes leave of the
+    budget. It changes by at most a factor of two per step, so a single slow step, which any stall
+    of the host can cause, costs little.
 
     Args:
-        budget_s: How long a step may take that also decodes; 0: as long as it takes.
-        min_tokens: Computed even if that takes longer, so that prompts make progress.
-        max_tokens: Computed at most.
+        budget_s: How long a step that also decodes may take; 0: no limit.
+        min_tokens: Lower bound of the limit, kept even if it takes longer: prompts make progress.
+        max_tokens: Upper bound of the limit.
     """
 
     def __init__(self, *, budget_s: float, min_tokens: int, max_tokens: int) -> None:
@@ -43,7 +43,7 @@ class ChunkBudget:
             self._decode_s = seconds
             return
         decode_s = min(self._decode_s, seconds) if num_decodes else 0.0
-        # Proportional, which overstates a chunk's cost per token less the larger it is.
+        # Proportional: the larger the chunk, the less this overstates its cost per token.
         left_s = max(0.0, self._budget_s - self._decode_s)
         fits = num_chunk_tokens * left_s / max(seconds - decode_s, 1e-6)
         is_late = num_decodes > 0 and seconds > self._budget_s

@@ -22,7 +22,7 @@ class DecodeConfig:
     )
     step_budget_ms: float = option(
         0.0,
-        "How long a step may take that decodes and prefills: prompts are cut into chunks that fit, "
+        "Time limit of a step that decodes and prefills: prompts are cut into chunks that fit, "
         "as measured, of at least a page, so that tokens keep coming while prompts are computed "
         "here. A step that only prefills is not cut. 0: max_step_tokens alone is the limit.",
         at_least=0,
@@ -36,27 +36,27 @@ class DecodeConfig:
 
     # Passes that fail
     max_failed_passes: int = option(
-        3, "Failed passes in a row, probes included; then the worker starts anew.", at_least=1
+        3, "Failed passes in a row, probes included, before the worker restarts.", at_least=1
     )
     max_request_failures: int = option(
         2,
-        "Failed passes of one request, wherever they were; then it fails with INTERNAL.",
+        "Failed passes of one request, on all workers, before it fails with INTERNAL.",
         at_least=1,
     )
 
     # Where a prompt is prefilled
     local_prefill_max_tokens: int = option(
         64,
-        "An uncached suffix up to this length is computed here, which is cheaper than to ask for "
-        "it; 0: never while a prefill worker is available.",
+        "An uncached suffix up to this length is computed here, which is cheaper than a "
+        "transfer; 0: never while a prefill worker is available.",
         at_least=0,
     )
 
     # Remote prefill
     distrust_s: float = option(
         2.0,
-        "After a failed attempt at a prefill worker the others are asked first for this long; "
-        "routers hear of deaths by then.",
+        "How long a prefill worker is asked last after a failed attempt at it; by then routers "
+        "know of deaths.",
         above=0,
     )
     result_s: float = option(
@@ -66,7 +66,7 @@ class DecodeConfig:
     # Sessions
     max_outbox_tokens: int = option(
         1 << 20,
-        "Undelivered tokens of a router that does not read; more end its session.",
+        "Undelivered tokens that a router may leave unread; more end its session.",
         at_least=1,
     )
     heartbeat_s: float = option(0.5, "Between two heartbeats to a router.", above=0)
@@ -78,7 +78,7 @@ class DecodeConfig:
 
     @property
     def max_choices(self) -> int:
-        """The largest n that a batch has room for, too."""
+        """The largest n that also fits into a batch."""
         return min(self.max_request_choices, self.max_running_sequences)
 
     def __post_init__(self) -> None:

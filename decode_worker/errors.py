@@ -1,12 +1,12 @@
-"""Why a decode worker ends a request or a session, beside what worker/errors.py names.
+"""Why a decode worker ends a request or a session, in addition to worker/errors.py.
 
 WorkerError
 ├── InvalidRequest       the request contradicts the contract or the model's limits
-└── SlowRouter           the router does not read what was made for it
+└── SlowRouter           the router reads its tokens too slowly
 
-PrefillFailed            a prefill worker refused an attempt or broke it off; another is asked
+PrefillFailed            a prefill worker refused or aborted an attempt; another one is asked
 ├── ConnectionUnknown    it does not know the connection; a new one must be made
-└── PrefillPassFailed    a pass of it failed that computed for the attempt
+└── PrefillPassFailed    one of its passes failed that computed for the attempt
 
 server.py maps them to status codes.
 """
@@ -19,11 +19,11 @@ class InvalidRequest(WorkerError):
 
 
 class SlowRouter(WorkerError):
-    """The router does not read what was made for it."""
+    """The router reads its tokens too slowly."""
 
 
 class PrefillFailed(Exception):
-    """A prefill worker refused an attempt or broke it off."""
+    """A prefill worker refused or aborted an attempt."""
 
 
 class ConnectionUnknown(PrefillFailed):
@@ -31,4 +31,4 @@ class ConnectionUnknown(PrefillFailed):
 
 
 class PrefillPassFailed(PrefillFailed):
-    """A pass of the prefill worker failed that computed for the attempt."""
+    """A pass failed on the prefill worker that computed for the attempt."""

@@ -1,8 +1,8 @@
-"""Finds out beside the steps which tokens may come next in choices that are held to a form.
+"""Computes, beside the steps, which tokens may come next in choices with a constraint.
 
-A choice whose last token is known, but not what may follow it, takes part in no step meanwhile; the
-others do. Where a text is in its grammar follows from its tokens alone: a choice that goes on here
-after it began elsewhere, or after a preemption, gets the same masks.
+A choice takes part in no step until the mask after its last token is known; other choices go on.
+The position of a text in its grammar follows from its tokens alone, so a choice that resumes from
+another worker, or after a preemption, gets the same masks.
 """
 
 import logging
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class TokenMasks:
-    """Owns the masks of all choices, and who works on them.
+    """Owns the masks of all choices and the tasks that compute them.
 
     Args:
-        grammars: Of the model.
-        run_blocking: Runs what takes some 0.1 ms, and at worst a tenth of a second.
-        tasks: Hold the work.
+        grammars: Those of the model.
+        run_blocking: Runs work of about 0.1 ms, at worst a tenth of a second, off the loop.
+        tasks: Own the work.
         wake: Set when a choice can go on.
-        on_failure: Ends a request whose text can be followed no further.
+        on_failure: Ends a request whose text cannot be followed further.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TokenMasks:
         self._busy: set[Choice] = set()
 
     def follow(self, choices: Sequence[Choice]) -> None:
-        """Begin to make the masks of choices that are new, or have new tokens."""
+        """Begin to compute the masks of choices that are new or have new tokens."""
         due = [choice for choice in choices if choice not in self._busy]
         if due:
             self._busy.update(due)
@@ -58,12 +58,12 @@ class TokenMasks:
 
     async def _follow(self, choices: Sequence[Choice]) -> None:
         try:
-            while choices:  # again for those that got a token meanwhile, as from a prefill worker
+            while choices:  # again for choices that got a token meanwhile, as from a prefill worker
                 texts = [_Text(choice) for choice in choices]
                 await self._run_blocking(partial(self._match_all, texts))
                 choices = [text.choice for text in texts if not self._settle(text)]
         except Exception:
-            # A bug, after which nobody knows what may follow these texts: they end here.
+            # A bug: the masks of these texts are unknown from now on, so their requests end.
             logger.exception("masks_crashed")
             for choice in choices:
                 self._on_failure(choice.request, InternalError())
@@ -81,7 +81,7 @@ class TokenMasks:
                 text.error = error
 
     def _settle(self, text: "_Text") -> bool:
-        """Take over what was found out; return whether nothing more is to be done."""
+        """Take over the results; return whether no work is left."""
         choice = text.choice
         choice.matcher = text.matcher
         if not choice.is_ended and text.error is not None:
@@ -95,11 +95,11 @@ class TokenMasks:
 
 
 class _Text:
-    """A choice as far as it has come, for a thread."""
+    """A snapshot of a choice, for a thread."""
 
     def __init__(self, choice: Choice) -> None:
         constraint = choice.request.params.constraint
-        assert constraint is not None, "only choices with one are followed"
+        assert constraint is not None, "only choices with a constraint are followed"
         self.choice = choice
         self.constraint = constraint
         self.output = tuple(choice.output)

@@ -1,4 +1,4 @@
-"""What one router is still to be told. A slow router gets longer messages and delays nobody."""
+"""Messages that wait for one router. A slow router gets longer messages and delays no other."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class RequestFailure:
 
 
 class Outbox:
-    """Collects deltas until the session's writer takes them all; those of a choice are merged."""
+    """Collects deltas until the session's writer takes them all; merges those of a choice."""
 
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -63,18 +63,18 @@ class Outbox:
         self._changed.set()
 
     def discard(self, request: Request) -> None:
-        """Forget what was to be told about a request that its router no longer wants."""
+        """Drop the messages about a request that its router no longer wants."""
         for key in [key for key in self._deltas if key[0] is request]:
             self._num_tokens -= len(self._deltas.pop(key).tokens)
 
     def close(self, error: WorkerError | None = None) -> None:
-        """Let `take` end, after what waits already, or at once with an error."""
+        """Let `take` end: after the messages that wait, or at once with an error."""
         self._is_closed = True
         self._error = self._error or error
         self._changed.set()
 
     async def take(self) -> tuple[list[TokenDelta], list[RequestFailure]] | None:
-        """Return all that waits, as soon as there is something; None when closed and empty.
+        """Return all waiting messages, as soon as there is one; None when closed and empty.
 
         Raises:
             WorkerError: The error that the outbox was closed with.

@@ -1,4 +1,4 @@
-"""Runs the attempts to have groups prefilled elsewhere and reports to the scheduler."""
+"""Runs the attempts to have groups prefilled remotely and reports to the scheduler."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ from worker.identity import WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
-EXPECTED_ERRORS = (PrefillFailed, TransferError, TimeoutError)  # others are bugs of ours
+EXPECTED_ERRORS = (PrefillFailed, TransferError, TimeoutError)  # any other is a bug
 
 
 class PrefillReceivers:
@@ -40,7 +40,7 @@ class PrefillReceivers:
     Args:
         on_deltas: Takes the first tokens of a group.
         on_failure: Ends a request that met a bug.
-        on_failed_pass: Told of each pass of a prefill worker that failed for a request.
+        on_failed_pass: Called for each failed pass of a prefill worker, with the request.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class PrefillReceivers:
         self._meeting: dict[WorkerIdentity, asyncio.Task[None]] = {}  # |-> connects ahead
 
     def connect(self, senders: Sequence[WorkerIdentity]) -> None:
-        """Begin to connect to prefill workers, so that the first request need not wait for it.
+        """Begin to connect to prefill workers, so that the first request need not wait.
 
-        One of which another start is known, or named before it, waits for a request after all: a
-        router whose membership is late must not break off what goes on with the present one.
+        A worker of which another incarnation is known, or named earlier, is skipped until a request
+        needs it: a router with a late membership must not break transfers of the present one.
         """
         known = {each.worker_id: each for each in (*self._meeting, *self._channels)}
         for sender in senders:
@@ -96,13 +96,13 @@ class PrefillReceivers:
         )
 
     def cancel(self, request: Request) -> None:
-        """Stop what is under way for choices that ended; pages are freed when nothing writes."""
+        """Stop attempts for choices that ended; pages are freed once nothing writes them."""
         for task, group in self._running.items():
             if group.request is request and group.is_ended:
                 task.cancel()
 
     def cancel_unneeded(self) -> None:
-        """At the end: stop what is under way for ended requests, and for those to come."""
+        """At the end: stop attempts for ended requests, now and from now on."""
         for task, group in self._running.items():
             if group.is_ended:
                 task.cancel()
@@ -110,7 +110,7 @@ class PrefillReceivers:
             meeting.cancel()
 
     async def close(self) -> None:
-        """Close connections and channels, when no attempt is left."""
+        """Close connections and channels; no attempt may be left."""
         for timer in self._distrusted.values():
             timer.cancel()
         await self._connections.close()
@@ -126,7 +126,7 @@ class PrefillReceivers:
             attempt = self._make_attempt(group, sender, span.context)
             quarantined = await self._run(group, sender, attempt, span)
         except Exception:
-            # A bug, after which nobody knows how far the group has come: it ends here.
+            # A bug: the group's progress is unknown from now on, so its request ends.
             logger.exception("receive_crashed", extra=fields(request_id=group.request.request_id))
             self._on_failure(group.request, InternalError())
             if attempt is not None and attempt.receiver is not None:
@@ -141,7 +141,7 @@ class PrefillReceivers:
         self, group: PrefillGroup, sender: WorkerIdentity, attempt: RemotePrefill, span: NoSpan
     ) -> tuple[Quarantined, ...]:
         """Run an attempt and report its outcome; return pages that may still be written."""
-        # Only this task is ever cancelled: what follows must happen in any case.
+        # Only this task is ever cancelled: the code below must run in any case.
         running = asyncio.get_running_loop().create_task(attempt.run())
         running.add_done_callback(mark_seen)
         self._running[running] = group
@@ -152,7 +152,7 @@ class PrefillReceivers:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if attempt.result.done() and attempt.result.exception() is None:
                 span.event("first_token")
-                # Nobody who waits for a token has to wait for pages.
+                # A client that waits for a token need not wait for pages.
                 self._on_deltas(self._take(group, attempt.result.result()))
             await asyncio.wait({running})
         except Exception:
@@ -168,7 +168,7 @@ class PrefillReceivers:
             transfer_s, exposed_s = attempt.wire_s
             self._scheduler.receive_done(group, transfer_s=transfer_s, exposed_s=exposed_s)
             return ()
-        # Whatever went wrong with one attempt, the group gets its turn elsewhere.
+        # Whatever ended this attempt, the group may try the next candidate.
         self._log_failure(group, sender, error)
         if isinstance(error, PrefillPassFailed):
             self._on_failed_pass(group.request)
@@ -178,7 +178,7 @@ class PrefillReceivers:
         return self._scheduler.receive_failed(group, may_be_written=_may_write(attempt))
 
     def _distrust(self, sender: WorkerIdentity) -> None:
-        """Have a prefill worker asked last for a while, counted from this failure on."""
+        """Ask a prefill worker last for a while, counted from this failure."""
         earlier = self._distrusted.pop(sender, None)
         if earlier is not None:
             earlier.cancel()
@@ -239,14 +239,14 @@ class PrefillReceivers:
 
     def _commit(self, group: PrefillGroup, num_pages: int) -> None:
         self._scheduler.receive_committed(group, num_pages)
-        self._context.wake.set()  # others may wait for these pages
+        self._context.wake.set()  # other groups may wait for these pages
 
     async def _connection(self, sender: WorkerIdentity) -> Incoming:
-        """Return the connection to a prefill worker, made with the Connect call if there is none.
+        """Return the connection to a prefill worker; the Connect call makes it if there is none.
 
         Raises:
-            PrefillFailed: When the worker refused or could not be reached.
-            TransferError: When there is no connection in time.
+            PrefillFailed: The worker refused or could not be reached.
+            TransferError: The connection was not made in time.
         """
         connect_s = self._config.transfer_deadlines.connect_s
 
@@ -274,7 +274,7 @@ class PrefillReceivers:
         try:
             await self._connection(sender)
         except EXPECTED_ERRORS as error:
-            # The first request tries again, and tells its router if that fails, too.
+            # The first request tries again, and reports to its router if that fails, too.
             logger.info(
                 "connection_failed",
                 extra=fields(prefill_worker=sender.worker_id, error=str(error)),
@@ -286,7 +286,7 @@ class PrefillReceivers:
         channel = self._channels.get(sender)
         if channel is None:
             for other in [each for each in self._channels if each.worker_id == sender.worker_id]:
-                # Calls to an earlier incarnation end by themselves: their peer is gone.
+                # Calls to an earlier incarnation end on their own: their peer is gone.
                 closing = _close(self._channels.pop(other))
                 self._context.tasks.start(closing, name=f"close-channel-{other.worker_id}")
             callee = self._context.credentials.callee(sender.as_party("prefill"))
@@ -321,7 +321,7 @@ async def _close(channel: grpc.aio.Channel) -> None:
     try:
         await channel.close()
     except Exception:
-        logger.exception("channel_close_failed")  # nobody uses it any more
+        logger.exception("channel_close_failed")  # it is no longer used
 
 
 def _may_write(attempt: RemotePrefill | None) -> bool:

@@ -3,11 +3,11 @@
 Life of an attempt:
 1. connection   taken from the pool, or made with the Connect call
 2. call         Prefill is opened and names what to compute and which pages are wanted
-3. pages        the Receiver takes them chunk by chunk; each commit is reported at once
-4. result       the first tokens, drawn after the last token of the prompt; they usually come before
-                the last page
-5. close        in any case, after a failure preceded by stop: wait until nothing can write into
-                the pages, then end the call
+3. pages        the Receiver takes them chunk by chunk and reports each commit at once
+4. result       the first tokens, drawn after the last token of the prompt, usually come before the
+                last page
+5. close        in any case, and after a failure only once stop was called: wait until nothing can
+                write into the pages, then end the call
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from pagewire.protos.call_tasks import mark_seen
 
 
 class RemotePrefill:
-    """One attempt at one candidate. `run`, `stop` if that raised, then `close`; each once.
+    """One attempt at one candidate. Call `run`, `stop` if that raised, then `close`; each once.
 
     Args:
         connect: Returns a connection to the candidate, or raises PrefillFailed or TransferError.
         drop: Takes a connection that the candidate does not know.
         on_commit: Called with n when the first n pages of the group are verified.
         result_s: How long the result may take after the last page.
-        traceparent: Of the span that the candidate's part belongs to; empty: none.
+        traceparent: Parent span of the candidate's part; empty: none.
 
     Attributes:
-        result: The first tokens, one for each choice, as soon as they come; PrefillFailed if the
-            call ended without them.
+        result: The first tokens, one per choice, as soon as they arrive; PrefillFailed if the call
+            ended without them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RemotePrefill:
 
     @property
     def moved(self) -> dict[str, object]:
-        """What the transfer has moved so far, by name."""
+        """Counters of the transfer so far, by name."""
         if self.receiver is None:
             return {}
         stats = self.receiver.stats
@@ -92,7 +92,7 @@ class RemotePrefill:
 
     @property
     def wire_s(self) -> tuple[float, float]:
-        """The time in which pages came, and how much of it lies after the result."""
+        """The time in which pages arrived, and how much of it came after the result."""
         if self.receiver is None or self._computed_at is None:
             return 0.0, 0.0
         return self.receiver.stats.wire_s, self.receiver.wire_s_after(self._computed_at)
@@ -101,10 +101,10 @@ class RemotePrefill:
         """Return when all pages are committed and the first tokens are known.
 
         Raises:
-            PrefillFailed: When the prefill worker refused, or ended the call.
-            TransferError: When the transfer failed.
-            TimeoutError: When the call could not be opened, or the result did not come.
-                Pages that were committed stay so, in all cases.
+            PrefillFailed: The prefill worker refused, or ended the call.
+            TransferError: The transfer failed.
+            TimeoutError: The call could not be opened in time, or the result did not come.
+                Committed pages stay committed in all cases.
         """
         loop = asyncio.get_running_loop()
         incoming = await self._connect()
@@ -125,7 +125,7 @@ class RemotePrefill:
         except (PrefillFailed, TransferError) as error:
             if isinstance(self._failure, ConnectionUnknown):
                 self._drop(incoming.connection)
-            # What the worker said when it ended the call says more than the lost stream.
+            # The status with which the worker ended the call says more than the lost stream.
             raise self._failure or error from error
         await asyncio.wait({self.result}, timeout=self._result_s)
         if not self.result.done():
@@ -133,22 +133,22 @@ class RemotePrefill:
         self.result.result()
 
     async def stop(self, reason: str) -> None:
-        """Give up: no page is committed any more, and `receiver` says if one may be written."""
+        """Give up: no further page is committed; `receiver` knows whether one may be written."""
         if self.receiver is not None:
             await self.receiver.driver.cancel(reason)
 
     async def close(self) -> None:
-        """Wait until nothing writes into the pages, and end the call. After a failure, stop first.
+        """Wait until nothing writes into the pages, then end the call. Call `stop` after a failure.
 
         Raises:
-            ConnectionBroken: When the transport does not become quiet in time.
+            ConnectionBroken: The transport does not become quiet in time.
         """
         if self._call is None or self.receiver is None or self._reading is None:
             return
         try:
             await self.receiver.driver.wait_quiescent()
             if self.result.done() and self.result.exception() is None:
-                # The last acknowledgement must not be overtaken by a cancellation.
+                # A cancellation must not overtake the last acknowledgement.
                 await self._call.finish()
                 await asyncio.wait({self._reading}, timeout=self._deadlines.ack_s)
         finally:

@@ -2,17 +2,17 @@
 
 Life of a choice:
 1. WAITING    in a PrefillGroup without pages; a new request is one group of all its choices
-2. RECEIVING  the group has pages and a prefill worker fills them; its first tokens are told when
-              they are known, which is before the last page has arrived
+2. RECEIVING  the group has pages and a prefill worker fills them; its first tokens are reported
+              when they are known, which is before the last page has arrived
    COMPUTING  ... or this worker fills them, chunk by chunk
-3. JOINING    pages and first tokens are there; the next step forks the pages, one set per choice
+3. JOINING    pages and first tokens have arrived; the next step forks the pages, one set per choice
 4. RUNNING    it has a seat in the engine's batch: one token per step
 5. ended      finished or cancelled; a request ends with its last choice
 
-Preemption takes a choice from RUNNING back to WAITING, in a group of its own.
+Preemption takes a choice from RUNNING back to WAITING, in a separate group.
 
-A step is in flight from its launch until it is settled. What it touches keeps pages and seat that
-long: a choice that ended meanwhile is skipped by later steps and gives them back afterwards.
+A step is in flight from its launch until it is settled. Its choices keep pages and seats that long:
+later steps skip a choice that ended meanwhile, and it gives them back when the step is settled.
 """
 
 import enum
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # loaded with the first constraint
 
 @dataclass(slots=True)
 class RequestStats:
-    """What the request cost on this worker, and elsewhere on its behalf; see common.proto."""
+    """What the request cost, on this worker and on others; see common.proto."""
 
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
@@ -45,7 +45,7 @@ class RequestStats:
     bytes_moved: int = 0
     preemptions: int = 0
     prefill_retries: int = 0
-    cached_tokens: int = 0  # prompt tokens that nobody computed for it
+    cached_tokens: int = 0  # prompt tokens that needed no computation
     queue_ms: int = 0  # until its prompt was begun, here or elsewhere
 
 
@@ -59,33 +59,33 @@ class Request:
     params: SamplingParams
     emitted: Mapping[int, Sequence[int]]  # choice index |-> tokens delivered before this attempt
     salt: bytes = b""
-    cache_share: float = 1.0  # of each worker's pages, which those of this salt may keep
+    cache_share: float = 1.0  # part of each worker's pages that its salt may keep
     candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first
     timeout_s: float | None = None
     num_failed_passes: int = 0  # here and elsewhere, since the last that succeeded
-    traceparent: str = ""  # of the router's span; empty: not traced
+    traceparent: str = ""  # the router's span; empty: not traced
 
     span: NoSpan = NO_SPAN
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
-    is_account_due: bool = False  # the next tokens say what it has cost so far
+    is_account_due: bool = False  # the next delta carries its cost so far
 
     def __post_init__(self) -> None:
         self.stats.cached_tokens = len(self.prompt)
 
     def computed_from(self, position: int) -> None:
-        """Note that tokens from this position on were computed, or may have been."""
+        """Note that tokens from this position on were, or may have been, computed."""
         self.stats.cached_tokens = min(self.stats.cached_tokens, position)
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it must compute alone: a pass failed in which it took part."""
+        """Whether it must run alone: a pass that it took part in failed."""
         return self.num_failed_passes > 0
 
     @property
     def is_ended(self) -> bool:
-        """Whether no choice is left: it holds nothing that the next step will not free."""
+        """Whether no choice is left; the next step frees all that it still holds."""
         return all(choice.is_ended for choice in self.choices)
 
 
@@ -97,11 +97,11 @@ class Choice:
     index: int  # 0..n-1; selects the seed
     output: list[int]  # tokens drawn so far, those of earlier attempts included
     pages: SequencePages | None = None  # while RUNNING
-    matcher: "Matcher | None" = None  # where its output is in a grammar; of decode_worker.masks
-    allowed: TokenBits | None = None  # what may come next under a constraint; None: not known yet
+    matcher: "Matcher | None" = None  # its place in a grammar; see decode_worker.masks
+    allowed: TokenBits | None = None  # which tokens its constraint allows next; None: not known yet
     is_ended: bool = False  # finished or cancelled: it takes part in no later step
     seat: int = -1  # while RUNNING
-    num_seated_pages: int = 0  # of its pages, those that the engine knows of
+    num_seated_pages: int = 0  # how many of its pages the engine knows
     num_unread: int = 0  # tokens that steps in flight draw for it
     num_in_flight: int = 0  # steps in flight that touch its pages
 
@@ -112,7 +112,7 @@ class Choice:
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether its next token cannot be drawn yet: the one before is not known, or its mask."""
+        """Whether its next token cannot be drawn yet: the last token or the mask is unknown."""
         if self.request.params.constraint is None:
             return False
         return self.allowed is None or self.num_unread > 0
@@ -122,7 +122,7 @@ class Choice:
         return len(self.request.prompt) + len(self.output)
 
     def num_pages_missing(self, page_size: int) -> int:
-        """Return how many pages its next step needs that it has not; 0 or 1."""
+        """Return how many more pages its next step needs; 0 or 1."""
         if self.pages is None or self.is_ended:
             return 0
         num_needed = num_pages_for(self.num_tokens + self.num_unread, page_size)
@@ -156,7 +156,7 @@ class PrefillGroup:
     num_launched: int = 0  # COMPUTING: tokens behind them that steps in flight compute
     num_in_flight: int = 0  # COMPUTING: steps in flight that touch its pages
     candidate: WorkerIdentity | None = None  # RECEIVING: the prefill worker that was asked
-    failed: tuple[WorkerIdentity, ...] = ()  # those that were asked in vain
+    failed: tuple[WorkerIdentity, ...] = ()  # candidates that were asked in vain
     is_first_visit: bool = True  # no pages were ever reserved for it
 
     @property
@@ -169,7 +169,7 @@ class PrefillGroup:
 
     @property
     def is_ended(self) -> bool:
-        """Whether nobody wants any of its choices any more."""
+        """Whether none of its choices is wanted any more."""
         return all(choice.is_ended for choice in self.choices)
 
     @property
@@ -178,17 +178,17 @@ class PrefillGroup:
         return any(choice.awaits_mask for choice in self.choices if not choice.is_ended)
 
     def drop_ended(self) -> None:
-        """Forget choices that ended, but keep one; not while somebody draws for the group."""
+        """Forget choices that ended, but keep one; not while first tokens are being drawn."""
         self.choices = [each for each in self.choices if not each.is_ended] or self.choices[:1]
 
     def next_candidate(self, distrusted: Container[WorkerIdentity]) -> WorkerIdentity | None:
-        """Return the prefill worker to ask next: distrusted ones last; None: all were asked."""
+        """Return the prefill worker to ask next, distrusted ones last; None: all were asked."""
         left = [each for each in self.request.candidates if each not in self.failed]
         trusted = [each for each in left if each not in distrusted]
         return next(iter(trusted or left), None)
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
+@dataclass(kw_only=True, slots=True)  # not frozen, which would make construction many times slower
 class TokenDelta:
     """New tokens of one choice, for the router."""
 
@@ -198,7 +198,7 @@ class TokenDelta:
     first_index: int  # output index of the first of them
     finish_reason: FinishReason | None
     is_last_of_request: bool
-    has_stats: bool = False  # says also what the request has cost so far
+    has_stats: bool = False  # also carries the request's cost so far
 
 
 def group_by_tokens(choices: Sequence[Choice]) -> list[PrefillGroup]:

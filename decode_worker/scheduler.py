@@ -1,22 +1,22 @@
-"""Decides on a decode worker who gets pages, who is prefilled where, and what each step computes.
+"""Decides on a decode worker which request gets pages, where it is prefilled, what a step computes.
 
 Pure: no clock, no task, no engine. The step loop calls `next_step`, launches the plan, and reports
 with `complete_step`, after `end_undrawn`, or with `fail_step`; between the two the scheduler takes
-back no page that the plan touches. It plans further steps meanwhile: how long a sequence will be is
-known before its tokens are. Transfers report with `receive_*` at any time. See request.py for the
-life of a choice.
+back no page that the plan touches. It plans further steps meanwhile, because the length of a
+sequence is known before its tokens are. Transfers report with `receive_*` at any time. See
+request.py for the life of a choice.
 
-A group whose prefix is being computed or received for another one waits for it, so that nothing is
-computed or moved twice; it is parked by the page that it waits for and holds up nobody.
+A group waits while its prefix is being computed or received for another one, so that nothing is
+computed or moved twice. It is parked under the page that it waits for and delays no other group.
 
-Who goes first: the older request, in everything. When pages run out, the youngest gives its own
-back and is prefilled again later (mostly from the cache, since its full pages stay in the tree); so
-the oldest always goes on. Who cannot go on without taking from an older one keeps its pages and
-waits. Nobody waits while holding pages for somebody who waits, except for transfers, which have
-deadlines. While a step is in flight nothing is taken from anybody: it is settled first.
+The older request goes first in everything. When pages run out, the youngest gives its pages back
+and is prefilled again later (mostly from the cache, since its full pages stay in the tree), so the
+oldest always goes on. A request that could proceed only by preempting an older one keeps its pages
+and waits. No request holds pages while it waits for another waiting request, except for transfers,
+which have deadlines. Nothing is preempted while a step is in flight: the step is settled first.
 
-A choice that is held to a form is drawn for only when its mask is known (see masks.py). So it takes
-part in no step that is launched before its last token is read; the others do not wait for it.
+A choice with a constraint is drawn for only when its mask is known (see masks.py). It therefore
+takes part in no step that is launched before its last token is read; other choices do not wait.
 """
 
 import bisect
@@ -57,11 +57,11 @@ def prefills_locally(
 
 
 class Scheduler:
-    """All requests of a decode worker and who holds which pages.
+    """All requests of a decode worker and the pages that each holds.
 
     Invariants: a choice is in exactly one place (waiting, parked, receiving, computing, joining,
-    running, or ended); running choices plus those that hold pages for a prefill are at most
-    max_running_sequences; the queues are sorted by age.
+    running, or ended); at most max_running_sequences choices run or hold pages for a prefill; the
+    queues are sorted by age.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Scheduler:
         self._joining: list[PrefillGroup] = []
         self._running: list[Choice] = []
         self._free_seats = list(range(config.max_running_sequences))
-        self._ended_seats: list[int] = []  # that the engine has not been told of
+        self._ended_seats: list[int] = []  # that the engine does not know yet
         self._num_in_flight = 0  # copies, decodes and chunks of steps
         self._has_ended_choices = False
-        # Something changed that may let a waiting group in. Without it a long queue of long
-        # prompts would be matched again at every step.
+        # Whether something changed that may let a waiting group in. Without it every step would
+        # match a long queue of long prompts again.
         self._is_admission_due = False
-        # Asked last: many that wait for one prefix must not find out one by one that it is gone.
+        # Asked last, so that many groups waiting for one prefix learn together that it is gone.
         self._distrusted: set[WorkerIdentity] = set()
         self._turns: SuspectTurns[Request] = SuspectTurns()
         self._chunk_budget = ChunkBudget(
@@ -131,7 +131,7 @@ class Scheduler:
     def end(self, request: Request, choices: Container[int] | None = None) -> None:
         """Cancel or fail a request, or only some of its choices.
 
-        What ended takes part in no later step; the next one frees its pages.
+        Ended choices take part in no later step; the next step frees their pages.
         """
         for choice in request.choices:
             if choices is None or choice.index in choices:
@@ -139,10 +139,10 @@ class Scheduler:
         self._has_ended_choices = True
 
     def next_step(self) -> StepPlan:
-        """Free what ended, admit, and choose what the next step computes; the plan may be empty."""
+        """Free ended choices, admit, and choose what the next step computes; may be empty."""
         self.free_ended()
         if self._num_in_flight and not self._has_pages(self._num_pages_due()):
-            return StepPlan()  # what is in flight may free some, and nobody in it can be preempted
+            return StepPlan()  # steps in flight may free pages; their choices cannot be preempted
         for group in self._parked.take_woken():
             self._wait(group)
         copies = self._join()
@@ -156,7 +156,7 @@ class Scheduler:
         if all(takes_part(copy.choice.request) for copy in copies):
             decodes = [choice for choice in decodes if takes_part(choice.request)]
             computing = [group for group in self._computing if takes_part(group.request)]
-        else:  # copies get a step of their own, so that nobody is blamed for what another computes
+        else:  # copies get a separate step, so that a failure is blamed on no other request
             decodes, computing = [], []
         started, extended = self._seat(decodes)
         chunk_tokens = self._config.max_step_tokens - len(decodes)
@@ -178,7 +178,7 @@ class Scheduler:
         return plan
 
     def free_ended(self) -> None:
-        """Free the pages of choices that ended, but for those that a step in flight touches."""
+        """Free the pages of choices that ended, unless a step in flight touches them."""
         if not self._has_ended_choices:
             return
         self._is_admission_due = True
@@ -225,14 +225,14 @@ class Scheduler:
     def end_undrawn(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """End the requests for which no token could be drawn, and return them.
 
-        What their slices computed is not committed, so that nobody finds it in the cache.
+        The results of their slices are not committed, so they never appear in the cache.
         """
         drawn = [*result.decodes, *result.slices]
         owners = zip(plan.computed_for, drawn, strict=True)
         return self._end_all(request for request, tokens in owners if tokens is None)
 
     def fail_step(self, plan: StepPlan) -> list[Request]:
-        """End all requests that took part in a step that failed, and return them."""
+        """End all requests that took part in a failed step, and return them."""
         self._count_in_flight(plan, -1)
         return self._end_all([*plan.computed_for, *(copy.choice.request for copy in plan.copies)])
 
@@ -265,12 +265,12 @@ class Scheduler:
         return self._take_first_tokens(group, tokens)
 
     def receive_done(self, group: PrefillGroup, *, transfer_s: float, exposed_s: float) -> None:
-        """Let a group run: its pages have all arrived, and its first tokens were taken.
+        """Let a group run: all its pages have arrived, and its first tokens were taken.
 
         Args:
             group: In RECEIVING.
-            transfer_s: Time in which its pages came.
-            exposed_s: Of it, after the group was computed.
+            transfer_s: Time in which its pages arrived.
+            exposed_s: The part of it after the group was computed.
         """
         self._receiving.remove(group)
         self.totals.transfer_s += transfer_s
@@ -284,13 +284,13 @@ class Scheduler:
         """Give up one attempt; the group waits for the next candidate, or for a place here.
 
         Returns:
-            The pages now in quarantine, if a posted receive may still write them. The caller gives
-            them to `release_quarantine` when the transport is quiet.
+            The pages now in quarantine, if a posted receive may still write them. The caller passes
+            them to `release_quarantine` once the transport is quiet.
         """
         assert group.pages is not None
         self._receiving.remove(group)
         if group.pages.num_committed_pages > group.pages.num_cached_pages:
-            # How many of those that came were computed may never be told, and they are here now.
+            # How many of the received pages were computed may never be reported, and they are here.
             group.request.computed_from(group.num_computed)
         quarantined = self._cache.abort(group.pages, quarantine=may_be_written)
         group.pages = None
@@ -308,7 +308,7 @@ class Scheduler:
         return quarantined
 
     def abandon(self, group: PrefillGroup, *, may_be_written: bool) -> tuple[Quarantined, ...]:
-        """Give up a group that a bug left half received, and whose request has ended.
+        """Give up a group that a bug left half received; its request has ended.
 
         Returns:
             What `receive_failed` returns.
@@ -327,7 +327,7 @@ class Scheduler:
         self._distrusted.discard(prefill_worker)
 
     def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
-        """Free pages that no transfer writes any more."""
+        """Free pages that no transfer can write any more."""
         self._cache.release_quarantine(pages)
         self._is_admission_due = True
 
@@ -359,7 +359,7 @@ class Scheduler:
         self._is_admission_due = True
 
     def _count_in_flight(self, plan: StepPlan, change: int) -> None:
-        """Note that a step or a part of it was launched, 1, or is settled, -1."""
+        """Note that a step, or part of it, was launched (1) or is settled (-1)."""
         self._num_in_flight += change * (len(plan.decodes) + len(plan.copies) + len(plan.chunks))
         for choice in plan.decodes:
             choice.num_unread += change
@@ -372,16 +372,16 @@ class Scheduler:
             chunk.group.num_in_flight += change
 
     def _num_pages_due(self) -> int:
-        """Return an upper bound of the pages that choices need to take part in the next step."""
+        """Return an upper bound of the pages that choices need for the next step."""
         joining = sum(len(group.choices) for group in self._joining)  # a fork, and the next page
         return 2 * joining + sum(
             choice.num_pages_missing(self._page_size) for choice in self._running
         )
 
     def _join(self) -> list[PageCopy]:
-        """Move groups with first tokens to the batch; return the page copies this takes."""
+        """Move groups with first tokens to the batch; return the page copies that this needs."""
         copies = []
-        self._is_admission_due |= bool(self._joining)  # choices that ended leave their places
+        self._is_admission_due |= bool(self._joining)  # ended choices leave their places
         for group in self._joining:
             assert group.pages is not None
             first, *others = [choice for choice in group.choices if not choice.is_ended]
@@ -404,7 +404,7 @@ class Scheduler:
         """Give each running choice room for its last token, oldest first.
 
         Returns:
-            The choices that can go on, and whether pages were short.
+            The choices that can go on, and whether pages ran short.
         """
         ready = []
         is_short = False
@@ -432,7 +432,7 @@ class Scheduler:
         return True
 
     def _is_last_token_launched(self, choice: Choice) -> bool:
-        """Whether a step in flight draws the last token that the choice may have by its length."""
+        """Whether a step in flight draws the last token that the choice's length limit allows."""
         if not choice.num_unread:
             return False
         num_tokens = choice.num_tokens + choice.num_unread
@@ -441,7 +441,7 @@ class Scheduler:
         return num_output >= max_tokens or num_tokens >= self._model.max_context_tokens
 
     def _seat(self, decodes: Sequence[Choice]) -> tuple[tuple[Choice, ...], tuple[SeatPages, ...]]:
-        """Return the choices that the engine does not know yet, and other choices' new pages."""
+        """Return the choices that the engine does not know yet, and new pages of the rest."""
         started, extended = [], []
         for choice in decodes:
             assert choice.pages is not None
@@ -496,14 +496,14 @@ class Scheduler:
             self._ended_seats.append(choice.seat)
         self._free_seats.append(choice.seat)
         choice.seat, choice.num_seated_pages = -1, 0
-        # The last token's own K and V are not computed yet, or not for sure after a failed pass.
+        # K and V of the last token are not computed yet, or uncertain after a failed pass.
         self._cache.insert(choice.pages, choice.tokens()[:-1])
         self._cache.release(choice.pages)
         choice.pages = None
         self._is_admission_due = True
 
     def _admit(self) -> list[PrefillGroup]:
-        """Give pages to waiting groups; return those that a prefill worker shall fill."""
+        """Give pages to waiting groups; return the groups that a prefill worker shall fill."""
         receives: list[PrefillGroup] = []
         self._is_admission_due = False
         num_before = self._num_active()
@@ -527,7 +527,7 @@ class Scheduler:
             num_new_pages = (
                 num_pages_for(len(group.tokens), self._page_size) - match.num_ready_pages
             )
-            # Each active sequence needs a page before long: to admit without would mean to preempt.
+            # Each active sequence soon needs a page: admission without it would cause preemption.
             headroom = num_active if num_before else 0
             if not self._has_pages(num_new_pages + headroom) or not self._reserve(
                 group, is_local=is_local, headroom=headroom
@@ -602,7 +602,7 @@ class Scheduler:
         assert group.pages is not None
         if group.num_computed != chunk.start:
             assert group.is_ended, "a chunk is missing"
-            return []  # the step before failed, and what this one read had no meaning
+            return []  # the previous step failed, so this one read meaningless values
         group.num_computed += chunk.num_tokens
         group.request.stats.decode_computed_tokens += chunk.num_tokens
         group.request.computed_from(chunk.start)
@@ -618,7 +618,7 @@ class Scheduler:
     def _take_first_tokens(
         self, group: PrefillGroup, tokens: Sequence[SampledToken]
     ) -> list[TokenDelta]:
-        # Told now, because nobody knows whether this worker lives to tell it at the end.
+        # Reported now, because this worker may die before the end.
         group.request.is_account_due = True
         return [
             self._advance(choice, token)

@@ -37,19 +37,19 @@ class RequestSink(Protocol):
         ...
 
     def submit(self, request: Request, outbox: Outbox) -> None:
-        """Take a request; what is wrong with it is told through the outbox."""
+        """Take a request; rejections go to the outbox."""
         ...
 
     def cancel(self, request_id: str, outbox: Outbox) -> None:
-        """Forget a request and free what it holds; a no-op when it has ended."""
+        """Forget a request and free its pages; a no-op when it has ended."""
         ...
 
     def cancel_choices(self, request_id: str, choices: Container[int], outbox: Outbox) -> None:
-        """End some choices of a request, and with the last one the request."""
+        """End some choices of a request; the request ends with its last choice."""
         ...
 
     def close_session(self, outbox: Outbox) -> None:
-        """Cancel all requests that answer to the outbox."""
+        """Cancel all requests of an outbox."""
         ...
 
     def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
@@ -120,7 +120,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
                 self._sink.submit(request, outbox)
                 return
             except Exception:
-                # One request's bug must not end the session, which belongs to others as well.
+                # A bug in one request must not end the session, which other requests share.
                 logger.exception("submit_crashed", extra=fields(request_id=message.request_id))
                 self._sink.cancel(message.request_id, outbox)  # whatever of it has begun
                 error = InternalError()

@@ -1,4 +1,4 @@
-"""What one engine step computes: decided by the scheduler, executed by the step loop."""
+"""What one engine step computes: the scheduler decides it, the step loop executes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,16 +38,16 @@ class StepPlan:
 
     copies: tuple[PageCopy, ...] = ()
     ended_seats: tuple[int, ...] = ()
-    started: tuple[Choice, ...] = ()  # of `decodes`, those that the engine does not know yet
+    started: tuple[Choice, ...] = ()  # those of `decodes` that the engine does not know yet
     extended: tuple[SeatPages, ...] = ()
     decodes: tuple[Choice, ...] = ()  # one token each
     chunks: tuple[PromptChunk, ...] = ()
     receives: tuple[PrefillGroup, ...] = ()  # to ask a prefill worker for; needs no engine
-    is_partial: bool = False  # not all that may be admitted was looked at
+    is_partial: bool = False  # some groups that may be admitted were not looked at
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing for the engine to do; that seats ended can wait."""
+        """Whether the engine has nothing to do; ended seats can wait."""
         return not (self.copies or self.decodes or self.chunks)
 
     @property
@@ -69,7 +69,7 @@ class StepPlan:
         return any(request.is_suspect for request in self.computed_for)
 
     def halves(self) -> "tuple[StepPlan, ...]":
-        """Return two plans, each for half of the requests; none if there is only one request."""
+        """Return two plans, one for each half of the requests; none for a single request."""
         owners = list(dict.fromkeys([*(c.choice.request for c in self.copies), *self.computed_for]))
         if len(owners) < 2:
             return ()
@@ -89,7 +89,7 @@ class StepPlan:
         """Return what the engine does; it refers to no list that the scheduler changes later.
 
         Args:
-            is_again: A step failed before, so every seat starts anew.
+            is_again: A step failed before, so every seat starts afresh.
         """
         prefilled = [chunk.group.pages for chunk in self.chunks]
         return EngineStep(

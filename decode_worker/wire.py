@@ -1,4 +1,4 @@
-"""Between the contract of protos/ and the decode worker's values; the client of prefill workers."""
+"""Translates messages of protos/ to the decode worker's values; the client of prefill workers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
@@ -25,7 +25,7 @@ from worker.wire import (
     worker_to_proto,
 )
 
-_CHANNEL_CLOSED = "the channel was closed, since another start of the worker is known"
+_CHANNEL_CLOSED = "the channel was closed: the worker has restarted"
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -35,7 +35,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillResult:
-    """What a prefill worker drew and what that cost."""
+    """The tokens that a prefill worker drew, and their cost."""
 
     tokens: list[SampledToken]  # one per choice of the group
     num_cached_tokens: int
@@ -124,7 +124,7 @@ class PrefillClient:
 
 
 class PrefillCall:
-    """One attempt's stream. All but finish and cancel raise PrefillFailed when it is broken."""
+    """The stream of one attempt. All but finish and cancel raise PrefillFailed if it is broken."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self._call = call
@@ -163,7 +163,7 @@ class PrefillCall:
     async def messages(
         self,
     ) -> AsyncGenerator[SenderMessage | PrefillResult | PrefillFailed, None]:
-        """Yield what the worker sends, until it ends the stream."""
+        """Yield the worker's messages until it ends the stream."""
         try:
             # Iteration yields what came before the status; read() may drop it.
             async for response in self._call:
@@ -193,7 +193,7 @@ class PrefillCall:
             return  # it is over already
 
     def cancel(self) -> None:
-        """Break the stream off; a no-op when it has ended."""
+        """Abort the stream; a no-op when it has ended."""
         self._call.cancel()
 
     async def _write(self, message: worker_pb2.PrefillRequest) -> None:

@@ -42,14 +42,14 @@ def make_decode_worker(
     random_id: Callable[[], bytes],
     run_blocking: RunBlocking = asyncio.to_thread,
 ) -> WorkerHost:
-    """Make one decode worker; see WorkerContext for what is not said here.
+    """Make one decode worker; WorkerContext documents the other arguments.
 
     Args:
         config: Limits and deadlines.
         connect_channel: Makes a grpc.aio channel to a prefill worker's address.
-        random_id: Returns 16 random bytes; source of transfer and connection ids.
-        run_blocking: Runs page digests, and grammars; in virtual time
-            `kv_transfer.driver.run_inline`.
+        random_id: Returns 16 random bytes for ids of transfers and connections.
+        run_blocking: Runs page digests and grammars; `kv_transfer.driver.run_inline` in virtual
+            time.
     """
     context = WorkerContext(
         config=config,
@@ -76,7 +76,7 @@ class _Active:
     request: Request
     outbox: Outbox
     submitted_at: float
-    is_begun: bool = False  # its prompt is computed, or a prefill worker was asked for it
+    is_begun: bool = False  # its prompt is being computed, or a prefill worker was asked for it
     timer: asyncio.TimerHandle | None = None
 
 
@@ -144,7 +144,7 @@ class DecodeWorker:
         register_decode_service(server, self)
 
     def planned(self, plan: StepPlan) -> None:
-        """Begin to ask prefill workers for groups, and note which requests have waited enough."""
+        """Begin to ask prefill workers for groups, and note which requests wait no longer."""
         for group in plan.receives:
             self._receivers.start(group)
         now = asyncio.get_running_loop().time()
@@ -156,7 +156,7 @@ class DecodeWorker:
                 active.request.span.event("begun")
 
     def progressed(self, progress: Sequence[TokenDelta]) -> None:
-        """Give new tokens to the routers that wait for them."""
+        """Pass new tokens to the routers that wait for them."""
         self._masks.follow(
             [
                 choice
@@ -172,7 +172,7 @@ class DecodeWorker:
                 continue
             active.outbox.push(delta)
             if active.outbox.is_overrun:
-                # A router that reads nothing does not see its session end, so nobody else will.
+                # A router that reads nothing does not see its session end: end its requests here.
                 for request in list(self._sessions[active.outbox].requests.values()):
                     self._end(request, "slow_router")
             elif delta.is_last_of_request:
@@ -195,7 +195,7 @@ class DecodeWorker:
         self._receivers.cancel_unneeded()
 
     def end_all(self, error: WorkerError) -> None:
-        """End all requests and sessions, and tell the routers why."""
+        """End all requests and sessions, and tell the routers the reason."""
         for request in list(self._active):
             self.failed(request, error)
         self._receivers.cancel_unneeded()
@@ -226,7 +226,7 @@ class DecodeWorker:
         return outbox
 
     def close_session(self, outbox: Outbox) -> None:
-        """Cancel all requests that answer to the outbox."""
+        """Cancel all requests of an outbox."""
         session = self._sessions.pop(outbox)
         self._session_closed.set()
         for request in list(session.requests.values()):
@@ -239,9 +239,9 @@ class DecodeWorker:
             self._receivers.connect(prefill_workers)
 
     def submit(self, request: Request, outbox: Outbox) -> None:
-        """Take a request; what is wrong with it is told through the outbox."""
+        """Take a request; rejections go to the outbox."""
         if outbox.is_overrun:
-            return  # the router learns it with all the rest, from the end of the session
+            return  # the end of the session tells the router
         session = self._sessions[outbox]
         # A resumption replaces the attempt that the router has given up.
         self.cancel(request.request_id, outbox)
@@ -271,16 +271,16 @@ class DecodeWorker:
         self._context.wake.set_by_arrival()
 
     def cancel(self, request_id: str, outbox: Outbox) -> None:
-        """Forget a request and free what it holds; a no-op when it has ended."""
+        """Forget a request and free its pages; a no-op when it has ended."""
         request = self._sessions[outbox].requests.get(request_id)
         if request is not None:
             outbox.discard(request)
             self._end(request, "cancelled")
 
     def cancel_choices(self, request_id: str, choices: Container[int], outbox: Outbox) -> None:
-        """End some choices of a request, and with the last one the request.
+        """End some choices of a request; the request ends with its last choice.
 
-        What they drew before stays in the outbox: it may carry the account of the others.
+        Tokens drawn earlier stay in the outbox: their delta may carry the request's usage.
         """
         request = self._sessions[outbox].requests.get(request_id)
         if request is None:
@@ -317,7 +317,7 @@ class DecodeWorker:
         )
 
     def _end(self, request: Request, outcome: str) -> None:
-        """Forget a request, whatever ended it, and have its pages freed."""
+        """Forget a request, however it ended, and have its pages freed."""
         active = self._active.pop(request)
         if active.timer is not None:
             active.timer.cancel()
@@ -325,7 +325,7 @@ class DecodeWorker:
         if session is not None:
             del session.requests[request.request_id]
         self.scheduler.end(request)
-        if outcome != "done":  # else pages that still arrive are for the next one with this prefix
+        if outcome != "done":  # else pages that still arrive serve the next request with the prefix
             self._receivers.cancel(request)
         self._context.wake.set()
         if not self._active:

@@ -18,7 +18,7 @@ from pagewire import Tls, UnavailableError
 
 log = logging.getLogger(__name__)
 
-FIND_TIMEOUT_S = 5.0  # a router that starts anew answers later; clients are told meanwhile
+FIND_TIMEOUT_S = 5.0  # a restarting router answers later; until then clients get an error
 
 
 class GatewayActor:
@@ -29,10 +29,10 @@ class GatewayActor:
         host, network_interface, port: Where clients connect; host may be empty: the address of
             the interface.
         log_level, log_format: See observability.logs.
-        router_name: Of the router's actor. A name, because Ray cannot start an actor again whose
-            arguments hold a handle that is gone.
-        tls: What it listens with.
-        router_tls: With which it connects to the router; None: in clear.
+        router_name: Name of the router's actor. A name, because Ray cannot restart an actor whose
+            arguments hold a handle of a dead actor.
+        tls: TLS of its port.
+        router_tls: TLS of its connection to the router; None: in clear.
     """
 
     async def __init__(  # type: ignore[misc] # Ray awaits it
@@ -63,7 +63,7 @@ class GatewayActor:
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise  # the launcher reports it
-            # Ray gives up an actor whose constructor raises, but starts a dead process again.
+            # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("gateway_start_failed")
             os._exit(1)
         settle_process()

@@ -20,13 +20,13 @@ class AnswerText:
     """Reads the text of one choice.
 
     Args:
-        model: Whose answer it is.
-        begins_in_reasoning: As the router says of the prompt.
+        model: The model that answers.
+        begins_in_reasoning: As the router reports for the prompt.
         tools: Names of the functions that the model may call; empty: none.
         is_parallel: Whether more than the first call counts.
 
     Attributes:
-        num_reasoning_tokens: Of those that were pushed. Tokens that come together with the end of
+        num_reasoning_tokens: Pushed tokens of reasoning. Tokens that come together with the end of
             the reasoning count in proportion to their text.
     """
 
@@ -53,7 +53,7 @@ class AnswerText:
         return self._reader is None
 
     def push(self, text: str, num_tokens: int = 0) -> list[Part]:
-        """Return the parts that are certain with some more text, which so many tokens make."""
+        """Return the parts that are certain after more text, of this many tokens."""
         if self._reader is None:
             return [Content(text)] if text else []
         is_reasoning = self._reasoning is not None and self._reasoning.is_reasoning
@@ -65,7 +65,7 @@ class AnswerText:
         return self._counted(parts)
 
     def finish(self) -> list[Part]:
-        """Return what was held back."""
+        """Return the text that was held back."""
         return self._counted(self._reader.finish()) if self._reader else []
 
     def _counted(self, parts: list[Part]) -> list[Part]:
@@ -92,5 +92,5 @@ def _new_id() -> str:
 
 
 def _short_id() -> str:
-    """Return an id as Mistral's templates demand it: nine letters and digits."""
+    """Return an id in the form of Mistral's templates: nine letters and digits."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))

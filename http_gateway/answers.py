@@ -1,7 +1,7 @@
-"""What a router answers to one HTTP request: the messages of one call or several, as they come.
+"""A router's answers to one HTTP request: the messages of one call or several, as they come.
 
-Messages that arrive while nobody looks are kept, and taken together: a slow client costs the
-gateway the text that it has not taken yet, and no other client anything.
+Messages that arrive between two reads are kept and taken together: a slow client costs the gateway
+memory for its untaken text, and delays no other client.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ class Answers:
     """The calls of one HTTP request, for one reader.
 
     Args:
-        num_calls: That were started.
-        cancel: Cancels what still runs; called once, when the reader closes early.
-        tick_s: So often `next` returns without news.
+        num_calls: The number of started calls.
+        cancel: Cancels running calls; called once, when the reader closes early.
+        tick_s: Period after which `next` returns without news.
     """
 
     def __init__(self, num_calls: int, *, cancel: Callable[[], None], tick_s: float) -> None:
         self._num_running = num_calls
         self._cancel = cancel
         self._tick_s = tick_s
-        self.failed_call = 0  # which one ended them
+        self.failed_call = 0  # the call that ended all
         self._arrived: list[Message] = []
         self._error: PagewireError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -41,10 +41,10 @@ class Answers:
         return not self._num_running and not self._arrived
 
     async def next(self) -> list[Message]:
-        """Wait for news and return all there are; nothing after a period without any.
+        """Wait for messages and return all of them; nothing after a period without any.
 
         Raises:
-            PagewireError: A call failed, and everything that arrived before was taken.
+            PagewireError: A call failed; raised after all earlier messages were taken.
         """
         if not self._arrived and self._num_running and self._error is None:
             self._waiter = self._loop.create_future()
@@ -58,7 +58,7 @@ class Answers:
         return arrived
 
     def close(self) -> None:
-        """Cancel what still runs; harmless when repeated."""
+        """Cancel running calls; harmless when repeated."""
         self._ticker.cancel()
         if self._num_running:
             self._num_running = 0
@@ -71,7 +71,7 @@ class Answers:
         self._wake()
 
     def end(self, call: int, error: PagewireError | None) -> None:
-        """Note the end of a call; the first error ends all, after what has arrived."""
+        """Note the end of a call; the first error ends all, after the messages that arrived."""
         if error is None:
             self._num_running -= 1
         elif self._error is None:
@@ -91,7 +91,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class CallReader:
-    """Takes what comes of one call; a `pagewire.resumption.Reader`."""
+    """Takes the messages of one call; a `pagewire.resumption.Reader`."""
 
     answers: Answers
     number: int  # of the call

@@ -69,7 +69,7 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
             post("/detokenize", tokens.detokenize),
             get("/health", probes.health, admit=None),
             get("/ready", probes.ready, admit=None),
-            get("/metrics", probes.metrics, admit=None),  # it asks by itself
+            get("/metrics", probes.metrics, admit=None),  # it checks permission itself
             get("/cluster", cluster.show),
             Route("/", page.index, methods=["GET"]),
             Route("/page/{name}", page.part, methods=["GET"]),

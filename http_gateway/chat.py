@@ -94,7 +94,7 @@ def take_stream_options(fields: Fields) -> StreamOptions:
 
 
 def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> ChatRequest:
-    """Check a request; `names` gets what it calls options that gRPC names otherwise."""
+    """Check a request; `names` gets its names of options that gRPC names differently."""
     fields = Fields(body)
     fields.refuse_unsupported(UNSUPPORTED)
     fields.drop(*WITHOUT_EFFECT)
@@ -171,7 +171,7 @@ class _ChatAnswer:
         self._choices: dict[int, _Choice] = {}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer when it is whole."""
+        """Return the complete answer."""
         async for batch in self._generation.batches():
             if self._request.has_logprobs:
                 await self._generation.load_texts(batch)
@@ -200,7 +200,7 @@ class _ChatAnswer:
         await exchange.end_events(last + DONE)
 
     def _deltas(self, response: inference_pb2.GenerateResponse) -> Iterable[str]:
-        """Yield the choices of the chunks that a response becomes, as JSON."""
+        """Yield the choices of a response's chunks, as JSON."""
         index = response.choice
         if index not in self._choices:
             yield _delta(index, '"role":"assistant","content":""')
@@ -225,7 +225,7 @@ class _ChatAnswer:
         if response.finish_reason:
             parts += choice.reader.finish()
             reason = FINISH_REASONS[response.finish_reason]
-            # Of a function that the client named OpenAI says "stop".
+            # For a function that the client named, OpenAI reports "stop".
             is_call = choice.reader.has_calls and self._request.tools.only is None
             choice.finish_reason = "tool_calls" if is_call and reason == "stop" else reason
         return parts

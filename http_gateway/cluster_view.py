@@ -10,7 +10,7 @@ from http_gateway.exchange import Exchange
 from http_gateway.wire import RouterLink
 from pagewire import ClusterStatus, WorkerStatus
 
-FRESH_S = 0.5  # as often as workers tell of themselves; however many look, the router is asked once
+FRESH_S = 0.5  # the period of heartbeats; one query of the router serves all viewers
 HEADERS = (
     ("content-type", "application/json"),
     ("cache-control", "no-store"),
@@ -41,11 +41,11 @@ class ClusterView:
 
 
 def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:
-    """Return what is shown: sums since each worker's start, from which readers make rates.
+    """Return the view: sums since each worker's start, from which readers compute rates.
 
     Args:
-        status: What the router knows.
-        time_s: When it said so, Unix time. A worker's numbers are `heartbeat_age_ms` older.
+        status: The router's view.
+        time_s: Its Unix time. A worker's numbers are `heartbeat_age_ms` older.
     """
     return {
         "time_s": time_s,
@@ -63,6 +63,6 @@ def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:
 
 def _worker_json(worker: WorkerStatus) -> dict[str, Any]:
     values = asdict(worker)
-    del values["address"]  # who looks at the page does not call workers
-    # As in the logs; as a number it is more than JavaScript holds.
+    del values["address"]  # viewers of the page do not call workers
+    # As in the logs; as a number it exceeds JavaScript's range.
     return values | {"incarnation": f"{worker.incarnation:016x}"}

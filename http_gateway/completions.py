@@ -61,7 +61,7 @@ class _Choice:
 def parse_completion(
     body: dict[str, Any], config: GatewayConfig, names: dict[str, str]
 ) -> CompletionRequest:
-    """Check a request; `names` gets what it calls options that gRPC names otherwise."""
+    """Check a request; `names` gets its names of options that gRPC names differently."""
     fields = Fields(body)
     fields.refuse_unsupported(UNSUPPORTED)
     fields.drop(*WITHOUT_EFFECT)
@@ -78,7 +78,7 @@ def parse_completion(
         options["max_tokens"] = DEFAULT_MAX_TOKENS
     n, best_of = options.get("n"), fields.take("best_of")
     if best_of is not None and best_of != (1 if n is None else n):
-        allowed = "n: of several answers all are returned"
+        allowed = "n: all answers are returned"
         raise refused("best_of", shown(best_of), allowed, code="unsupported_parameter")
     model = fields.text("model")
     fields.refuse_others()
@@ -140,13 +140,13 @@ class Completions:
 
 @dataclass(slots=True)
 class _Place:
-    """Which of a request's prompts an error speaks of."""
+    """The prompt of a request that an error is about."""
 
     is_batch: bool
     index: int = 0
 
     def rename(self, field: str) -> str:
-        """Return what the request calls a field of a call: prompt.token_ids[3] -> prompt[0][3]."""
+        """Return the request's name of a call's field: prompt.token_ids[3] -> prompt[0][3]."""
         prompt = f"prompt[{self.index}]" if self.is_batch else "prompt"
         return re.sub(r"^(prompt\.text|prompt\.token_ids|prompt|token_ids)\b", prompt, field)
 
@@ -174,7 +174,7 @@ class _Answer:
         self._choices: dict[int, _Choice] = {}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer when it is whole."""
+        """Return the complete answer."""
         async for batch in self._generation.batches():
             if self._request.logprobs is not None:
                 await self._generation.load_texts(batch)
@@ -214,7 +214,7 @@ class _Answer:
     def _take(
         self, number: int, response: inference_pb2.GenerateResponse
     ) -> tuple[int, str, dict[str, Any] | None]:
-        """Add a response to its choice; return the choice's index, and what is new of it."""
+        """Add a response to its choice; return the choice's index and the new part."""
         index = number * self._request.num_choices + response.choice
         choice = self._choices.get(index)
         text = response.text

@@ -54,8 +54,8 @@ class GatewayConfig:
     )
     stream_interval_s: float = option(
         0.0,
-        "Least time between two events of a stream: tokens that arrive within it share an event, "
-        "which costs less; 0: as router.coalesce_ms says.",
+        "Shortest time between two events of a stream: tokens that arrive within it share an "
+        "event, which costs less; 0: as router.coalesce_ms says.",
         at_least=0,
     )
     allow_origins: str = option(

@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with the limits that it lacks.
 
-uvicorn bounds neither the head of a request nor the time that it takes, lets any number of requests
-be pipelined, notices no client that leaves while another request waits, and never ends a write that
-nobody takes. What is refused here never reached the application, and is answered in its format.
+uvicorn bounds neither the head of a request nor its time, accepts any number of pipelined requests,
+does not notice a client that leaves while another request waits, and never ends a write that the
+client does not read. Requests refused here never reach the application; answers use its format.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # requests that wait behind one that is answered
 LINGER_S = 1.0  # for a client that still sends what nobody reads
-# Notice a peer that vanished without a word within a minute: seconds of silence, between probes,
+# Notice within a minute that a peer has vanished: seconds of silence, between probes,
 # and number of probes.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 REASONS = {
@@ -35,7 +35,7 @@ REASONS = {
 
 
 class _Part(Enum):
-    """What of a request is being read."""
+    """The part of a request that is being read."""
 
     BETWEEN = auto()  # two requests
     HEAD = auto()
@@ -47,14 +47,14 @@ class Connection(HttpToolsProtocol):
 
     Args:
         limits: The gateway's.
-        uvicorn: What uvicorn constructs its protocols with.
+        uvicorn: The arguments of uvicorn's protocols.
     """
 
     def __init__(self, limits: GatewayConfig, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._limits = limits
         self._head_bytes = 0  # of the whole parts of the head that is being read
-        self._unparsed_bytes = 0  # that came for it and may not be whole
+        self._unparsed_bytes = 0  # that came for it and may be incomplete
         self._num_headers = 0
         self._part = _Part.BETWEEN
         self._framing: list[bytes] = []  # of a body that the parser takes for another protocol
@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that is being answered, also where others wait behind it."""
+        """Tell the request that is being answered, even if others wait behind it."""
         super().connection_lost(exc)
         for timer in (self._head_timer, self._write_timer, self._linger_timer):
             if timer:
@@ -93,7 +93,7 @@ class Connection(HttpToolsProtocol):
             self._disconnect(self._answering)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, unless the connection is about to close."""
+        """Parse received bytes, unless the connection is about to close."""
         self._unset_keepalive_if_required()
         if self._is_deaf:
             return
@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._head_timer is None:
             self._await_head()
-        if self._part is before:  # what is not whole yet was not counted
+        if self._part is before:  # an incomplete part was not counted
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > self._limits.max_head_bytes:
                 self._refuse(_large_head(self._limits.max_head_bytes))
@@ -131,7 +131,7 @@ class Connection(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join(head))
         self._is_framing = False
 
-    # Parser callbacks: what they raise ends the parsing.
+    # Parser callbacks: their errors end the parsing.
 
     def on_message_begin(self) -> None:
         """Begin a head."""
@@ -197,7 +197,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, unless this one's body still comes and nobody reads it."""
+        """Go on with the next request, unless this one's body is still arriving unread."""
         if self._part is _Part.BODY and not self.pipeline:
             self.server_state.total_requests += 1
             self.close_gently()
@@ -217,7 +217,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(seconds, self._refuse, _slow_head(seconds))
 
     def _refuse(self, refusal: HttpError) -> None:
-        """Answer what never became a request, and close; only close while another is answered."""
+        """Answer a malformed request and close; only close while another is answered."""
         self._is_deaf = True
         self.pipeline.clear()
         if self._is_answering:
@@ -242,8 +242,8 @@ class Connection(HttpToolsProtocol):
     def close_gently(self) -> None:
         """Close, but let a client that still sends read the answer first.
 
-        To close a socket that holds unread data resets the connection, and the client may lose what
-        it has not read yet.
+        Closing a socket that holds unread data resets the connection, and the client may lose the
+        part of the answer that it has not read yet.
         """
         if self._linger_timer or self._raw.is_closing():
             return
@@ -262,7 +262,7 @@ class Connection(HttpToolsProtocol):
         return self._linger_timer is not None or self._raw.is_closing()
 
     def pause_writing(self) -> None:
-        """Give a client that takes nothing some time."""
+        """Give a client that reads nothing some time."""
         super().pause_writing()
         seconds = self._limits.slow_client_timeout_s
         self._write_timer = self.loop.call_later(seconds, self._drop_slow_client)
@@ -280,7 +280,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _GentleTransport:
-    """The transport as uvicorn sees it: to close it is left to the connection."""
+    """The transport as uvicorn sees it: only the connection closes it."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self.write = transport.write

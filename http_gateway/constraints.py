@@ -27,10 +27,10 @@ Found = tuple[str, str, Any]  # field of the request, field of Constraint, value
 
 
 def take_constraint(fields: Fields, names: dict[str, str]) -> Constraint | None:
-    """Take response_format, guided_* and structured_outputs; at most one of them may say something.
+    """Take response_format, guided_* and structured_outputs; at most one may set a constraint.
 
     Args:
-        fields: Of the request.
+        fields: Those of the request.
         names: Gets the request's name of the constraint.
     """
     found = _format(fields.object("response_format"), lambda each: each.object("json_schema"))

@@ -1,7 +1,7 @@
-"""Errors in the format of OpenAI's API, and what those of the router become.
+"""Errors in the format of OpenAI's API, and the conversion of the router's errors.
 
 HttpError        a status and {"error": {"message", "type", "param", "code"}}
-ClientLeft       the client closed the connection: nobody is left to be told
+ClientLeft       the client closed the connection: there is nobody to answer
 """
 
 import json
@@ -13,10 +13,10 @@ import pagewire
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-CLIENT_CLOSED = 499  # as nginx calls it, for logs: nobody gets it
+CLIENT_CLOSED = 499  # nginx's name, for logs: no client gets it
 _TOO_MANY_TOKENS = re.compile(r"found \d+ tokens")  # as the router says it of a prompt
 
-RenameField = Callable[[str], str]  # a field as gRPC names it |-> as HTTP does
+RenameField = Callable[[str], str]  # a field's name in gRPC |-> its name in HTTP
 
 
 class ClientLeft(Exception):
@@ -27,12 +27,12 @@ class HttpError(Exception):
     """Ends a request.
 
     Args:
-        status: Of HTTP.
+        status: The HTTP status.
         message: For people.
         kind: `type` of the error.
-        param: The field that is wrong.
+        param: The wrong field.
         code: For programs.
-        headers: Further ones of the answer.
+        headers: Further headers of the answer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HttpError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON of the answer, also that of an event in the middle of a stream."""
+        """The JSON of the answer, or of an event in the middle of a stream."""
         error = {
             "message": self.message,
             "type": self.kind,

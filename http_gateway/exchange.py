@@ -21,12 +21,12 @@ from pagewire.tracing import caller_span
 
 log = logging.getLogger(__name__)
 
-# A value that metadata can carry. Whether it is a token is for the router to say.
+# A value that metadata can carry. The router decides whether it is a token.
 MAX_TRACEPARENT = 64  # characters; a valid one has 55
 AUTHORIZATION = re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,4095}")
 UNREADABLE = "unreadable"
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
-# Asked all the time, so no work, and no line each.
+# Polled all the time: neither counted as work nor logged.
 PROBES = {"/health", "/ready", "/metrics", "/cluster"}
 EVENT_STREAM = (
     ("content-type", "text/event-stream; charset=utf-8"),
@@ -43,7 +43,7 @@ class Record:
         self.path = ""  # one of the gateway's own; empty: unknown
         self.status = 0
         self.outcome = "ok"
-        self.tenant = ""  # for whom it is; empty: the router tells no callers apart
+        self.tenant = ""  # its tenant; empty: the router does not distinguish callers
         self.model = ""
         self.is_stream = False
         self.router_request_id = ""
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def elapsed_s(self) -> float:
-        """Time since the request came."""
+        """Time since the request arrived."""
         return asyncio.get_running_loop().time() - self.started_at
 
     def write(self, method: str) -> None:
@@ -122,10 +122,10 @@ class Exchange:
         return value
 
     async def run(self, answer: Awaitable[None]) -> None:
-        """Run what answers until it ends or the client leaves; what it raises is answered, too.
+        """Run the endpoint until it ends or the client leaves; its errors are answered, too.
 
         Raises:
-            ClientLeft: Nobody waits for the answer any more.
+            ClientLeft: The client no longer waits for the answer.
         """
         has_left = False
         try:
@@ -148,7 +148,7 @@ class Exchange:
     async def answer(
         self, status: int, body: bytes, headers: Iterable[tuple[str, str]] = ()
     ) -> None:
-        """Answer with a whole body."""
+        """Answer with a complete body."""
         await self._start(status, (*headers, ("content-length", str(len(body)))))
         self._has_ended = True
         await self._send_body({"type": "http.response.body", "body": body})
@@ -168,7 +168,7 @@ class Exchange:
         await self._send_body({"type": "http.response.body", "body": events})
 
     async def fail(self, error: HttpError) -> None:
-        """Answer with an error: by its status, or by an event where the answer has begun."""
+        """Answer with an error: as a status, or as an event if the answer has begun."""
         self.record.outcome = error.code or "invalid"
         if self._has_ended:
             return
@@ -209,11 +209,11 @@ class Endpoint:
     """An ASGI application for one path: reads the request, and answers it while a client waits.
 
     Args:
-        path: As the route has it, for log and metrics.
-        answer: Answers an exchange; what it raises becomes an error's answer.
-        admit: Given the authorization, returns for whom a request is, or raises PagewireError:
-            before its body is read. None: everybody may ask.
-        reads_body: Whether it is given the request's JSON object, else an empty one.
+        path: That of the route, for log and metrics.
+        answer: Answers an exchange; its errors become the answer.
+        admit: Given the authorization, returns the request's tenant or raises PagewireError, before
+            the body is read. None: anybody may call.
+        reads_body: Whether it gets the request's JSON object; otherwise an empty one.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Endpoint:
 
 
 def _traceparent(scope: Scope) -> str:
-    """Return the caller's span; a router checks whether it is valid."""
+    """Return the caller's trace context; a router checks whether it is valid."""
     values = [value for key, value in scope["headers"] if key == b"traceparent"]
     return values[0].decode("latin-1")[:MAX_TRACEPARENT] if len(values) == 1 else ""
 
@@ -270,7 +270,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; nothing is raised."""
         record = scope["record"] = Record(_request_id(scope))
-        scope["send_body"] = send  # of what lies between, nothing has to do with bodies
+        scope["send_body"] = send  # no layer in between touches bodies
         header = (b"x-request-id", record.request_id.encode())
 
         async def send_noted(message: Any) -> None:
@@ -292,7 +292,7 @@ class RequestLog:
 
 
 def internal_error() -> HttpError:
-    """Make the error for a fault of the gateway itself."""
+    """Make the error for a bug of the gateway."""
     message = "internal error; see the gateway's log"
     return HttpError(500, message, kind=SERVER, code="internal_error")
 
@@ -311,6 +311,6 @@ def _authorization(scope: Scope) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's own name for a request, if it gave a sensible one."""
+    """Return the client's own id of a request, if it gave a valid one."""
     given = dict(scope["headers"]).get(b"x-request-id", b"")
     return given.decode() if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

@@ -1,6 +1,6 @@
-"""The fields of a request's JSON object: taken one by one, until none is left that nobody reads.
+"""The fields of a request's JSON object: taken one by one, so that an unread field is an error.
 
-A field that is null is as good as absent, as in OpenAI's API.
+A null field counts as absent, as in OpenAI's API.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Unsupported:
     """A known field that this gateway does not support."""
 
     reason: str
-    off: tuple[Any, ...] = ()  # values that ask for nothing, as clients send them by default
+    off: tuple[Any, ...] = ()  # values without effect, which clients send by default
 
 
 class Fields:
@@ -27,7 +27,7 @@ class Fields:
 
     Args:
         values: The object.
-        path: Of it in the request, "tools[0].function"; empty: the request itself.
+        path: Its path in the request, "tools[0].function"; empty: the request itself.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
@@ -88,7 +88,7 @@ class Fields:
                 )
 
     def drop(self, *fields: str) -> None:
-        """Take fields that change nothing here."""
+        """Take fields without effect here."""
         for field in fields:
             self._left.pop(field, None)
 

@@ -1,4 +1,4 @@
-"""Routers that a gateway asks for: before a call while it knows none, and after a loss."""
+"""Routers that a gateway looks up: before a call while it knows none, and after a loss."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ class FoundRouters(Routers):
     """Owned by the event loop of the gateway.
 
     Args:
-        find: Says where they are now.
+        find: Returns their current addresses.
         connector: Opens channels to them.
     """
 
@@ -29,10 +29,10 @@ class FoundRouters(Routers):
         self._relocating: asyncio.Task[None] | None = None
 
     async def locate(self) -> None:
-        """Learn where the routers are; not while there is a stream to one.
+        """Look up the routers; not while there is a stream to one.
 
         Raises:
-            PagewireError: Nobody knows.
+            PagewireError: No address is known.
         """
         if self.addresses and self.has_stream:
             return
@@ -40,7 +40,7 @@ class FoundRouters(Routers):
             await self.move(await self._find())
 
     def leave(self, address: str) -> None:
-        """Have calls go to the next router, or to where one is found meanwhile."""
+        """Send calls to the next router, or to one found meanwhile."""
         super().leave(address)
         if self._relocating is None or self._relocating.done():
             log.warning("router_lost", extra=fields(address=address))

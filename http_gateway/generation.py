@@ -1,4 +1,4 @@
-"""What all endpoints that generate share: starting calls, reading their answers, accounting."""
+"""Shared by all generating endpoints: starting calls, reading their answers, accounting."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pagewire.protos.token_ids import TOKEN_BYTES
 from pagewire.wire import usage_from
 
 FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
-WHOLE_S = 1.0  # between two messages of a call whose answer nobody sees a part of
+WHOLE_S = 1.0  # between two messages of a call whose answer is sent whole
 COMMENT = b": waiting\n\n"  # which clients of event streams skip
 
 
@@ -30,10 +30,10 @@ class Generation:
     """The calls of one request, while they run. Use it with `async with`.
 
     Args:
-        link: To the router.
-        texts: Of tokens, for log probabilities.
+        link: The connection to the router.
+        texts: Texts of tokens, for log probabilities.
         exchange: The request.
-        model: That answers.
+        model: The model that answers.
         requests: One for each call.
         is_stream: Whether the client gets events.
     """
@@ -78,7 +78,7 @@ class Generation:
         return self._answers.failed_call if self._answers else 0
 
     async def batches(self) -> AsyncIterator[list[Message]]:
-        """Yield what has arrived since the last time, until all calls are over.
+        """Yield the messages that arrived since the last time, until all calls are over.
 
         Raises:
             PagewireError: A call failed.
@@ -87,7 +87,7 @@ class Generation:
         record = self._exchange.record
         while not self._answers.is_over:
             arrived = await self._answers.next()
-            if not arrived:  # keeps what lies between from closing the connection
+            if not arrived:  # keeps proxies from closing the connection
                 if self._is_stream:
                     await self._exchange.send_events(COMMENT)
                 continue
@@ -109,7 +109,7 @@ class Generation:
         return 0.0 if self._model.has_reasoning else WHOLE_S  # tokens of reasoning are counted
 
     async def load_texts(self, arrived: Iterable[Message]) -> None:
-        """Have the texts of all tokens that log probabilities name."""
+        """Fetch the texts of all tokens that log probabilities name."""
         await self.texts.load(
             self._exchange.authorization,
             self._model.name,

@@ -1,4 +1,4 @@
-"""What a gateway counts: what came over HTTP."""
+"""A gateway's counters of HTTP requests."""
 
 from prometheus_client import Counter
 
@@ -12,11 +12,11 @@ class Metrics(RequestMetrics):
         super().__init__()
         self._requests = Counter(
             "pagewire_http_requests",
-            "Requests that were answered, by path, method and status.",
+            "HTTP requests answered, by path, method and status.",
             ("path", "method", "status"),
             registry=self.registry,
         )
 
     def end(self, path: str, method: str, status: int) -> None:
-        """Count a request that is over; `path` is one of the gateway's own, or empty."""
+        """Count an answered request; `path` is one of the gateway's own, or empty."""
         self._requests.labels(path, method, str(status)).inc()

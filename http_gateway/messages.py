@@ -1,4 +1,4 @@
-"""Messages and tools of a chat as OpenAI's API has them, made into those of the client."""
+"""Converts messages and tools of a chat from OpenAI's API to those of the client."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from http_gateway.fields import Fields, Unsupported, as_object
 from pagewire import Model, SamplingOptions, forced_calls
 from pagewire.arguments import shown, shown_with_type
 
-# Templates know no developers: these messages have taken the place of system messages.
+# Templates know no role developer: its messages have replaced system messages.
 _ROLES = {"developer": "system"}
 _KEPT = ("name", "reasoning_content", "tool_calls", "tool_call_id")
 _UNSUPPORTED = {
@@ -48,10 +48,10 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        shown: As the template sees them.
-        functions: Names of those that may be called.
-        must_call: Whether the answer has to be calls.
-        only: The function that has to be called; None: any.
+        shown: The tools as the template sees them.
+        functions: Names of functions that may be called.
+        must_call: Whether the answer must be calls.
+        only: The function that must be called; None: any.
     """
 
     shown: Sequence[Mapping[str, Any]] = ()
@@ -62,10 +62,10 @@ class Tools:
     def hold(
         self, options: SamplingOptions, names: dict[str, str], model: Model, *, is_parallel: bool
     ) -> None:
-        """Hold the answer to the calls that it has to be.
+        """Constrain the answer to the calls that it must be.
 
         Raises:
-            HttpError: It is held to another form: calls have one of their own.
+            HttpError: It has another constraint: calls need their own.
         """
         if self.shown and options.get("constraint"):
             allowed = f"absent with {names['constraint']}, or tool_choice 'none'"
@@ -81,13 +81,13 @@ def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
     """Take the tools of a request.
 
     Args:
-        fields: Of the request.
-        model: That is served.
+        fields: Those of the request.
+        model: The served model.
         is_flat: Whether the fields of a function stand beside its type, in the tools and in
-            tool_choice, as /v1/responses has them.
+            tool_choice, as in /v1/responses.
 
     Raises:
-        HttpError: Also where the model's calls could not be told from its text.
+        HttpError: Also if the model's calls could not be distinguished from its text.
     """
     choice = fields.take("tool_choice")
     only = None
@@ -110,13 +110,13 @@ def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
     if choice == "none" or not given:
         return Tools()
     if model.tool_call_format is None:
-        found = "tools, but the model's chat template teaches no format of calls that is known"
+        found = "tools, but the model's chat template has no known format of calls"
         raise refused("tools", found, "none", code="unsupported_parameter")
     return Tools(shown=shown_tools, functions=functions, must_call=must_call, only=only)
 
 
 def _chosen(choice: Fields, *, is_flat: bool) -> str:
-    """Return the name of the function that a tool_choice is."""
+    """Return the name of the function in a tool_choice."""
     kind = choice.text("type")
     if kind != "function":
         raise choice.refused("type", shown(kind), "'function'")
@@ -128,7 +128,7 @@ def _chosen(choice: Fields, *, is_flat: bool) -> str:
 
 
 def chat_field(field: str) -> str:
-    """Return what a request calls a field of a chat that gRPC names."""
+    """Return a request's name of a chat's field in gRPC."""
     for grpc_name, name in NAMES.items():
         if field.startswith(grpc_name):
             return name + field[len(grpc_name) :]
@@ -154,8 +154,8 @@ def content_text(content: object, path: str, types: Mapping[str, str] = _TEXT_PA
 
     Args:
         content: A text, or an array of parts.
-        path: Of it in the request.
-        types: Of the parts that it may have |-> the field that holds their text.
+        path: Its path in the request.
+        types: Type of an allowed part |-> the field that holds its text.
     """
     if isinstance(content, str):
         return content
@@ -189,7 +189,7 @@ def _tool_name(value: object, path: str, *, is_flat: bool, may_be_strict: bool) 
 
 
 def _chat_tool(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as templates know it."""
+    """Return a tool in the form that templates know."""
     function = {name: each for name, each in flat.items() if name != "type" and each is not None}
     return {"type": "function", "function": function}
 

@@ -14,7 +14,7 @@ class Models:
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
-        self._created = int(time.time())  # when this gateway began to offer it
+        self._created = int(time.time())  # when this gateway first offered it
 
     async def list(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Show all models."""
@@ -22,7 +22,7 @@ class Models:
         await exchange.answer_json({"object": "list", "data": [self._shown(model)]})
 
     async def show(self, exchange: Exchange, _: dict[str, Any]) -> None:
-        """Show the one that the path names."""
+        """Show the model that the path names."""
         name, model = exchange.path_params["model"], await self._link.model(exchange.authorization)
         if name != model.name:
             message = f"model: found {name[:100]!r}; allowed: {model.name!r}"

@@ -1,4 +1,4 @@
-"""GET / and /page/{name}: the files of the page, which a browser runs as they are."""
+"""GET / and /page/{name}: the files of the page, which browsers run unchanged."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MEDIA_TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline, and no way from text to markup: `innerHTML` throws.
+# No foreign sources, nothing inline, and no text turned into markup: `innerHTML` throws.
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -26,7 +26,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Kept, but asked for each time: a new gateway has new files under the old names.
+    # Cached, but revalidated each time: a new gateway has new files under the old names.
     "cache-control": "no-cache",
 }
 
@@ -39,7 +39,7 @@ class _File:
 
 
 class PageFiles:
-    """Serves the page from memory; it needs no key, as it tells nothing of the cluster."""
+    """Serves the page from memory; it needs no key, as it reveals nothing of the cluster."""
 
     def __init__(self) -> None:
         self._parts = {
@@ -55,7 +55,7 @@ class PageFiles:
         """Answer with a file that the page names.
 
         Raises:
-            HTTPException: There is none of that name.
+            HTTPException: There is no file of that name.
         """
         part = self._parts.get(request.path_params["name"])
         if part is None:

@@ -1,4 +1,4 @@
-"""What an answer's text consists of, once it is read: reasoning, content, and calls of tools."""
+"""The parts of an answer's text: reasoning, content, and calls of tools."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,21 +6,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thinks before it answers."""
+    """The model's reasoning before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What it answers."""
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """It calls a function."""
+    """The beginning of a function call."""
 
     index: int  # among the calls of the answer
     call_id: str
@@ -29,7 +29,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Some more of a call's arguments, as the model writes them."""
+    """A further piece of a call's arguments, as the model writes them."""
 
     index: int
     text: str
@@ -44,7 +44,7 @@ class PartReader(Protocol):
     def push(self, text: str) -> list[Part]: ...
 
     def finish(self) -> list[Part]:
-        """Return what was held back; the text ends here."""
+        """Return the text that was held back; the text ends here."""
         ...
 
 

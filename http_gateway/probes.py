@@ -15,27 +15,28 @@ STATUS_TIMEOUT_S = 2.0  # less than the 10 s that Prometheus waits by default
 
 
 class Probes:
-    """Tells orchestrators and Prometheus how the gateway is."""
+    """Reports the gateway's state to orchestrators and Prometheus."""
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
         self._operator = b""  # authorization of the last operator; empty: callers need none
 
     async def health(self, exchange: Exchange, _: dict[str, Any]) -> None:
-        """Say that this process answers, whatever stands behind it."""
+        """Report that this process answers, whatever the state of the cluster."""
         await exchange.answer(200, b"")
 
     async def ready(self, exchange: Exchange, _: dict[str, Any]) -> None:
-        """Say whether a request would find a worker."""
+        """Report whether a request would find a worker."""
         if not await self._link.is_serving():
             message = "no decode worker takes requests"
             raise HttpError(503, message, kind=SERVER, code="unavailable")
         await exchange.answer_json({"status": "ready"})
 
     async def metrics(self, exchange: Exchange, _: dict[str, Any]) -> None:
-        """Show all counters: those of this gateway, and those of the cluster, if a router tells.
+        """Show all counters: the gateway's, and the cluster's if a router reports them.
 
-        They are for operators. While no router says who is one, whoever was one last is.
+        They are for operators. While no router can say who is one, the last operator's token
+        counts.
         """
         status = None
         asking = exchange.authorization.encode()

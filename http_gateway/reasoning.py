@@ -17,11 +17,11 @@ class _State(Enum):
 class ReasoningReader:
     """Reads the reasoning, and leaves the rest to another reader.
 
-    Empty lines around the reasoning belong to the template: they are dropped.
+    Empty lines around the reasoning belong to the template and are dropped.
 
     Args:
         is_begun: The prompt ends with <think>, so the text begins within the reasoning.
-        answer: Reads what follows; None: all of it is content.
+        answer: Reads the rest; None: all of it is content.
     """
 
     def __init__(self, *, is_begun: bool, answer: PartReader | None) -> None:
@@ -37,7 +37,7 @@ class ReasoningReader:
         return self._state is not _State.ANSWER
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain with some more text."""
+        """Return the parts that are certain after more text."""
         if self._state is _State.ANSWER:
             return self._rest(text)
         self._text += text
@@ -55,7 +55,7 @@ class ReasoningReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return what was held back."""
+        """Return the text that was held back."""
         parts: list[Part] = []
         if self._state is _State.REASONING or self._is_begun:
             parts += self._reasoning(self._take().rstrip("\n"))

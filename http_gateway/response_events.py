@@ -1,7 +1,7 @@
-"""The items of a response and the events that tell of them, in the order in which text comes.
+"""The items of a response and their events, in the order in which text comes.
 
 An item is open until the next one begins: reasoning, the message, or a call of a function. Items
-and events are those of OpenAI's API; `response` has all items that were told of.
+and events are those of OpenAI's API; `response` has all items that events have reported.
 """
 
 import secrets
@@ -65,12 +65,12 @@ class ResponseBuilder:
     def add(
         self, parts: Sequence[Part], logprobs: Sequence[dict[str, Any]], finish: str | None
     ) -> str:
-        """Take what is new; return its events.
+        """Take new text; return its events.
 
         Args:
-            parts: Of the text.
-            logprobs: Of the tokens.
-            finish: Why the text ends with it; None: it goes on.
+            parts: Parts of the text.
+            logprobs: Those of the tokens.
+            finish: Why the text ends here; None: it goes on.
         """
         events = ""
         for part in parts:
@@ -86,7 +86,7 @@ class ResponseBuilder:
                     events += self._arguments(text)
         if finish == "length":
             self._incomplete = {"reason": "max_output_tokens"}
-        if finish and not self._items:  # an answer without a word is an empty message
+        if finish and not self._items:  # an empty answer is an empty message
             events += self._open("message")
         return events
 

@@ -1,4 +1,4 @@
-"""The input of /v1/responses, made into messages of a chat."""
+"""Converts the input of /v1/responses to messages of a chat."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def input_messages(instructions: str, value: object) -> list[dict[str, Any]]:
 
 
 class _Turns:
-    """Puts items together: reasoning and calls belong to one message of the assistant."""
+    """Combines items: reasoning and calls belong to one message of the assistant."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self._messages = messages

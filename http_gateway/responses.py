@@ -57,7 +57,7 @@ class ResponseRequest:
 
 
 def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) -> ResponseRequest:
-    """Check a request; `names` gets what it calls options that gRPC names otherwise."""
+    """Check a request; `names` gets its names of options that gRPC names differently."""
     echoed = {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
@@ -140,7 +140,7 @@ class Responses:
 
 
 class _Answer:
-    """Feeds what comes to a builder."""
+    """Feeds messages to a builder as they come."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Answer:
 
 
 def _input_field(field: str) -> str:
-    """Return what a request calls a field of its chat: it calls the messages input."""
+    """Return a request's name of a chat's field; its name of messages is input."""
     name = chat_field(field)
     return "input" if name.startswith("messages") else name
 
@@ -222,7 +222,7 @@ def _take_text(text: Fields, names: dict[str, str]) -> Constraint | None:
 
 
 def _refuse_options(fields: Fields) -> None:
-    """Refuse what asks for more than the text as it comes."""
+    """Refuse stream options beyond the text as it comes."""
     options = fields.object("stream_options")
     if options.flag("include_obfuscation"):
         raise options.refused("include_obfuscation", "true", "false: nothing is padded")

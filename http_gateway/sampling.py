@@ -1,4 +1,4 @@
-"""The fields that say how tokens are drawn, which all ways to generate share."""
+"""The sampling fields, which all generating endpoints share."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -7,7 +7,7 @@ from http_gateway.constraints import take_constraint
 from http_gateway.fields import Fields
 from pagewire import SamplingOptions
 
-# By the names of OpenAI's API, which are those of the client
+# Names of OpenAI's API, which the client shares
 _OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "stop", "n")
 # Further ones, as vLLM names them
 _FURTHER = (
@@ -30,10 +30,10 @@ def take_sampling(
     """Take the sampling fields of a request, which the client's validator then checks.
 
     Args:
-        fields: Of the request.
-        names: Gets what the request calls options that have another name there.
+        fields: Those of the request.
+        names: Gets the request's names of options that it names differently.
         openai: Fields of OpenAI's API that this request has, without `seed`.
-        max_tokens: What it calls the number of tokens; the last one given counts.
+        max_tokens: Its names of the token limit; the last one given counts.
     """
     options: dict[str, Any] = {name: fields.take(name) for name in (*openai, *_FURTHER)}
     for name in max_tokens:
@@ -47,7 +47,7 @@ def take_sampling(
 
 
 def field_name(field: str, names: Mapping[str, str]) -> str:
-    """Return what a request calls a field that gRPC names: sampling.top_p -> top_p."""
+    """Return a request's name of a field in gRPC: sampling.top_p -> top_p."""
     if not field.startswith("sampling."):
         return field
     name, bracket, rest = field.removeprefix("sampling.").partition("[")
@@ -55,6 +55,6 @@ def field_name(field: str, names: Mapping[str, str]) -> str:
 
 
 def _seed(seed: object) -> object:
-    """Return a seed of OpenAI's API, which may be negative, as one of 64 bits without a sign."""
+    """Return a seed of OpenAI's API, which may be negative, as an unsigned one of 64 bits."""
     is_negative = type(seed) is int and -(2**63) <= seed < 0
     return seed % 2**64 if is_negative else seed  # type: ignore[operator]

@@ -32,11 +32,11 @@ class GatewayServer:
     """Serves HTTP for the routers of a cluster, in the event loop that starts it.
 
     Args:
-        find_routers: Says where they are; asked again when one is lost.
+        find_routers: Returns their addresses; called again when one is lost.
         config: Limits.
         host, port: Where clients connect; port 0 takes a free one.
-        door: What it listens with; None: in clear, for this host.
-        router_tls: With which routers are connected to; None: in clear.
+        door: TLS of its port; None: in clear, for this host.
+        router_tls: TLS of the connections to routers; None: in clear.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GatewayServer:
 
         Raises:
             OSError: The address cannot be bound.
-            OpenInClear: Other hosts could connect, and nothing would be encrypted.
+            OpenInClear: Other hosts could connect without encryption.
             InvalidRequestError: A file of router_tls cannot be used.
         """
         context = self._door.ssl_context(self._host)
@@ -82,7 +82,7 @@ class GatewayServer:
             "ws": "none",
             "lifespan": "off",
             "log_config": None,
-            "log_level": "critical",  # what happens is logged here, with fields
+            "log_level": "critical",  # events are logged here, with fields
             "access_log": False,  # the application writes its own
             "proxy_headers": False,
             "server_header": False,
@@ -96,7 +96,7 @@ class GatewayServer:
         return address
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing more, give running answers `grace_s` seconds, then end them."""
+        """Accept no more requests, give running answers `grace_s` seconds, then end them."""
         if not (self._server and self._serving and self._link):
             return
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
@@ -106,11 +106,11 @@ class GatewayServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: whoever started it says when to stop.
+    """uvicorn's server without its signal handlers: its owner stops it.
 
     Args:
-        config: Of uvicorn.
-        context: Of TLS; None: connections are in clear.
+        config: uvicorn's.
+        context: That of TLS; None: connections are in clear.
         handshake_s: Longest time for a client to begin TLS; uvicorn leaves it a minute.
     """
 

@@ -1,4 +1,4 @@
-"""Server-sent events, made of prepared text: what differs between two chunks is little."""
+"""Server-sent events, made of prepared text: two chunks differ little."""
 
 import json
 from json.encoder import encode_basestring
@@ -22,7 +22,7 @@ class Chunks:
 
     Args:
         head: The fields that all chunks share.
-        has_usage: Whether they have `usage`, null but in the last one.
+        has_usage: Whether they have `usage`, null except in the last one.
     """
 
     def __init__(self, head: dict[str, Any], *, has_usage: bool) -> None:

@@ -1,4 +1,4 @@
-"""Texts of single tokens, which log probabilities show: asked of the router once for each token."""
+"""Texts of single tokens, for log probabilities; the router is asked once for each token."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ Drawn = tuple[int, common_pb2.TokenLogprobs]  # token id, its log probabilities
 
 
 class TokenTexts:
-    """A cache of the vocabulary's texts; they are as many as it has tokens, at most."""
+    """A cache of the vocabulary's texts, at most one per token."""
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
@@ -25,7 +25,7 @@ class TokenTexts:
     async def load(
         self, authorization: str, model: str, responses: Iterable[inference_pb2.GenerateResponse]
     ) -> None:
-        """Make the texts known of all tokens that some responses name, to whoever got them."""
+        """Fetch the texts of all tokens that responses name, on behalf of their caller."""
         if model != self._model:
             self._model, self._texts = model, {}
         wanted: set[int] = set()
@@ -44,7 +44,7 @@ def drawn_tokens(
     """Return the tokens of a response with their log probabilities, but for the end token.
 
     Args:
-        response: Of a request for log probabilities.
+        response: It has log probabilities.
         stop: The request's stop strings.
         is_stop: Whether the choice ends with this response, by a token or a string.
     """
@@ -54,7 +54,7 @@ def drawn_tokens(
 
 
 def chat_logprobs(drawn: Sequence[Drawn], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return tokens as chats, and responses, have them."""
+    """Return tokens in the format of chats and responses."""
     return [
         {
             **_token(texts[token_id], entry.logprob),
@@ -72,13 +72,13 @@ def chat_logprobs(drawn: Sequence[Drawn], texts: TokenTexts) -> list[dict[str, A
 def completion_logprobs(
     drawn: Sequence[Drawn], texts: TokenTexts, offset: int, *, has_top: bool
 ) -> dict[str, Any]:
-    """Return tokens as completions have them.
+    """Return tokens in the format of completions.
 
     Args:
         drawn: The tokens.
-        texts: Of them.
-        offset: Of the first one in the text, characters.
-        has_top: Whether the most probable ones were asked for, too.
+        texts: Their texts.
+        offset: Position of the first one in the text, characters.
+        has_top: Whether the most probable tokens were requested, too.
     """
     tokens = [texts[token_id] for token_id, _ in drawn]
     offsets = []
@@ -103,7 +103,7 @@ def completion_logprobs(
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
-    # A token that is a part of a character has no text of its own, and its bytes are not known.
+    # A token that is part of a character has no text, and its bytes are unknown.
     is_partial = "\ufffd" in text
     return {
         "token": text,

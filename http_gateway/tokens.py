@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize, as in vLLM."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from http_gateway.messages import chat_field, take_messages, take_tools
 from http_gateway.wire import RouterLink
 from pagewire.wire import tokenize_chat_request, tokenize_request
 
-# What a generation would not do either
+# Not supported by generations either
 _OF_TEXT = {"add_special_tokens": Unsupported("a prompt has them", off=(True,))}
 _OF_CHAT = {
     "add_generation_prompt": Unsupported("the assistant answers next", off=(True,)),

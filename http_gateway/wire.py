@@ -1,4 +1,4 @@
-"""The gateway's connection to the routers: generate calls that outlive them, and single calls."""
+"""The gateway's connection to the routers: generate calls that outlive it, and single calls."""
 
 import asyncio
 from collections import OrderedDict
@@ -25,9 +25,9 @@ from pagewire.wire import (
     status_from,
 )
 
-CALL_TIMEOUT_S = 10.0  # of what a router answers at once
+CALL_TIMEOUT_S = 10.0  # of calls that a router answers at once
 TOKENIZE_TIMEOUT_S = 60.0  # a router that starts waits for a worker's model, 30 s by default
-CALLER_FRESH_S = 2.0  # how long what the router said to a caller holds
+CALLER_FRESH_S = 2.0  # how long a router's answer to a caller is valid
 MOST_CALLERS = 1024  # that are known at a time
 
 INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -35,23 +35,23 @@ INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """What the router says to a caller."""
+    """The router's answer to a caller."""
 
-    model: Model | None  # that it serves; None: it knows none yet
-    tenant: str  # for whom the call is made; empty: the router tells no callers apart
+    model: Model | None  # the served model; None: it knows none yet
+    tenant: str  # the tenant of the call; empty: the router does not distinguish callers
     until: float  # loop time; then it is asked again
 
 
 class RouterLink:
-    """Talks to the routers from one event loop; connects when it is first needed, and anew.
+    """Talks to the routers from one event loop; connects when first needed, and reconnects.
 
-    Each call is made with the authorization of whoever asked for it, and each stream has that of
-    one caller alone: the router judges them, and nothing here could say that they are others.
+    Each call carries the authorization of its caller, and each stream serves one caller alone: the
+    router checks it, and nothing here can act for another caller.
     `authorization` is a header's value, empty for none.
 
     Args:
-        find_routers: Says where the routers are, each time before one is connected to.
-        request_timeout_s: Of a generation.
+        find_routers: Returns the routers' addresses; called before each connection.
+        request_timeout_s: Limit of a generation.
         resume_s: How long a generation that has lost its router looks for another.
         tick_s: See Answers.
         connector: Makes gRPC channels to an address.
@@ -71,7 +71,7 @@ class RouterLink:
         self._resume_s = resume_s
         self._tick_s = tick_s
         self._callers: OrderedDict[str, Caller] = OrderedDict()
-        self._is_open = False  # the router tells no callers apart, as far as is known
+        self._is_open = False  # as far as is known, the router does not distinguish callers
 
     async def start(
         self,
@@ -82,9 +82,9 @@ class RouterLink:
         """Start one call or several, whose answers are read together.
 
         Args:
-            authorization: Of the caller.
+            authorization: The caller's.
             requests: One for each call.
-            interval_s: Least time between two messages of a call; what comes between travels
+            interval_s: Shortest time between two messages of a call; output in between travels
                 together.
 
         Raises:
@@ -116,14 +116,14 @@ class RouterLink:
         return answers
 
     def key(self, authorization: str) -> str:
-        """Return what tells callers apart: all are one where the router makes no difference."""
+        """Return a key of the caller, the same for all if the router does not distinguish them."""
         return "" if self._is_open else authorization
 
     async def tenant(self, authorization: str) -> str:
-        """Return for whom a call would be made; empty: the router tells no callers apart.
+        """Return the tenant of a call; empty: the router does not distinguish callers.
 
         Raises:
-            PagewireError: It refuses the caller, or does not answer.
+            PagewireError: The router refuses the caller, or does not answer.
         """
         return (await self._caller(authorization)).tenant
 
@@ -139,20 +139,20 @@ class RouterLink:
         return caller.model
 
     async def status(self, authorization: str) -> ClusterStatus:
-        """Return what the router tells an operator of the cluster.
+        """Return the router's view of the cluster, for operators.
 
         Raises:
-            PagewireError: The router does not answer, or the caller is none.
+            PagewireError: The router does not answer, or the caller is no operator.
         """
         request = inference_pb2.GetClusterStatusRequest()
         response = await self._call("GetClusterStatus", request, authorization, CALL_TIMEOUT_S)
         if response.is_partial:
-            message = "this is for operators of the cluster; the token's tenant is none"
+            message = "this is for operators of the cluster; the token's tenant is not one"
             raise AuthenticationError(message, code="PERMISSION_DENIED")
         return status_from(response)
 
     async def is_serving(self) -> bool:
-        """Return whether the router has a decode worker that takes requests; it tells everybody.
+        """Return whether the router has a decode worker that takes requests; anybody may ask.
 
         Raises:
             PagewireError: The router does not answer.
@@ -183,7 +183,7 @@ class RouterLink:
         *,
         with_pieces: bool = False,
     ) -> tuple[str, list[str]]:
-        """Return the text of tokens, special ones included, and if asked for that of each."""
+        """Return the text of tokens, special ones included, and if requested that of each."""
         request = detokenize_request(token_ids, model, False, with_pieces=with_pieces)
         response = await self._call("Detokenize", request, authorization, TOKENIZE_TIMEOUT_S)
         return response.text, list(response.pieces)

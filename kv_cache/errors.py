@@ -2,7 +2,7 @@
 
 CacheError
 ├── OutOfPages        not enough pages are free or evictable; nothing was changed
-├── PageStateError    a page is not in a state that allows the operation, as in a double free;
+├── PageStateError    the state of a page does not allow the operation, as in a double free;
 │                     nothing was changed
 └── SequenceEnded     the sequence was released or aborted before
 """
@@ -13,7 +13,7 @@ class CacheError(Exception):
 
 
 class OutOfPages(CacheError):
-    """More pages are needed than are free or evictable."""
+    """Fewer pages are free or evictable than are needed."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} pages needed, {available} free or evictable")
@@ -22,7 +22,7 @@ class OutOfPages(CacheError):
 
 
 class PageStateError(CacheError):
-    """A page is in another state than the operation allows."""
+    """The state of a page does not allow the operation."""
 
 
 class SequenceEnded(CacheError):

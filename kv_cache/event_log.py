@@ -1,8 +1,8 @@
-"""What changed in a prefix cache, numbered, for routers that follow it.
+"""Numbered changes of a prefix cache, for routers that follow it.
 
 A worker appends the cache's events in batches; each batch has the next sequence number. A
-subscriber names the last batch that it has applied and gets the ones after it. Where these are no
-longer kept, or it speaks of another incarnation, it gets a snapshot and forgets what it knew.
+subscriber names the last batch that it has applied and gets the later ones. If these are no longer
+kept, or it names another incarnation, it gets a snapshot and forgets its earlier state.
 """
 
 from collections import deque
@@ -32,17 +32,17 @@ class EventBatch:
     """A net change: no hash is both stored and removed."""
 
     incarnation: int
-    sequence: int  # of this batch; one more than that of the batch before
-    is_snapshot: bool  # `stored` is the whole cache; forget everything else
+    sequence: int  # one more than that of the batch before
+    is_snapshot: bool  # `stored` is the whole cache; discard earlier state
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
 
 
 class EventLog:
-    """The last batches of one incarnation of a worker, and the state that they lead to."""
+    """The last batches of one incarnation of a worker, and the state after them."""
 
     def __init__(self, incarnation: int, *, max_hashes: int = 1 << 16) -> None:
-        """Keep batches with `max_hashes` hashes in total; who is further behind starts over."""
+        """Keep batches of `max_hashes` hashes in total; subscribers further behind start over."""
         self.incarnation = incarnation
         self._max_hashes = max_hashes
         self._sequence = 0  # of the last batch
@@ -81,7 +81,7 @@ class EventLog:
         return batch
 
     def batches_after(self, incarnation: int, sequence: int) -> list[EventBatch]:
-        """Return what brings a subscriber up to date: later batches, or one snapshot."""
+        """Return the update for a subscriber: later batches, or one snapshot."""
         oldest = self._batches[0].sequence if self._batches else self._sequence + 1
         if incarnation != self.incarnation or not oldest - 1 <= sequence <= self._sequence:
             return [self.snapshot()]

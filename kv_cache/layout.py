@@ -1,4 +1,4 @@
-"""The shape of a page, and the identity that two workers must share before they exchange pages."""
+"""The shape of a page, and the identity that two workers must share to exchange pages."""
 
 from dataclasses import dataclass
 

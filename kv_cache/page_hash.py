@@ -4,7 +4,8 @@
     page k  = H(page k-1 or root, tokens of page k)        each 16 bytes, BLAKE2b with a key
 
 Equal hashes mean the same model, tenant salt and tokens from position 0 on. Workers report pages by
-these hashes and the router computes the same from a prompt. The prefix cache compares tokens.
+these hashes, and the router computes the same hashes from a prompt. The prefix cache compares
+tokens.
 """
 
 import struct
@@ -38,7 +39,7 @@ def page_hashes(
 def packed_page_hashes(
     packed: bytes, page_size: int, *, fingerprint: str, salt: bytes = b"", key: bytes = b""
 ) -> list[bytes]:
-    """Return the same for token ids that are packed, little-endian uint32."""
+    """Return the same for packed token ids, little-endian uint32."""
     hashes = []
     parent = root_hash(fingerprint, salt, key)
     for page_tokens in _split_packed(packed, page_size):
@@ -53,7 +54,7 @@ def split_pages(token_ids: Sequence[int], page_size: int) -> list[bytes]:
 
 
 def root_hash(fingerprint: str, salt: bytes, key: bytes) -> bytes:
-    """Return the parent of first pages."""
+    """Return the parent hash of first pages."""
     name = fingerprint.encode()
     # The length keeps (fingerprint, salt) pairs with equal concatenations apart.
     material = struct.pack("<I", len(name)) + name + salt

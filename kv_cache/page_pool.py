@@ -1,13 +1,13 @@
-"""Who holds each page of one pool: accounting only, no contents.
+"""The holders of each page of one pool: accounting only, no contents.
 
 The state of a page follows from its holders; the first line that applies counts:
 
-    INCOMING     a transfer that is under way may write it
-    QUARANTINE   a transfer that failed may still write it
+    INCOMING     a transfer in progress may write it
+    QUARANTINE   a failed transfer may still write it
     LIVE         a sequence references it
     LEASED       only leases hold it: a receiver has not acknowledged it yet
     CACHED       only the radix tree holds it; may be evicted
-    FREE         nobody holds it
+    FREE         no holder
 
     allocate            FREE -> LIVE, or FREE -> INCOMING
     accept              INCOMING -> LIVE            contents were verified
@@ -34,11 +34,11 @@ class PageState(Enum):
     INCOMING = "incoming"
     QUARANTINE = "quarantine"
 
-    # Enum's own hashes the name in Python, which took half of the time of `_settle`.
+    # Enum's __hash__ hashes the name in Python, which took half of the time of `_settle`.
     __hash__ = object.__hash__
 
 
-# States in which contents are final for whoever may look at the page.
+# States in which contents are final for every holder of the page.
 READABLE = frozenset({PageState.LIVE, PageState.CACHED, PageState.LEASED})
 
 
@@ -56,7 +56,7 @@ class PageCounts:
 
 
 class Quarantined(NamedTuple):
-    """A page in QUARANTINE, as its last owner knows it."""
+    """A page in QUARANTINE, in its last owner's generation."""
 
     page_id: int
     generation: int
@@ -65,10 +65,10 @@ class Quarantined(NamedTuple):
 class PagePool:
     """Page states, reference counts and generations.
 
-    Invariants: the states partition the pool, and owners the pages that are not FREE; exactly the
-    FREE pages are in the free list; only FREE pages are handed out. Operations on several pages
-    check all of them first: when one raises, nothing has changed. A call names each page at most
-    once.
+    Invariants: the states partition the pool; the owners partition the pages that are not FREE; the
+    free list holds exactly the FREE pages; only FREE pages are handed out. Operations on several
+    pages check all of them first: when one raises, nothing has changed. A call names each page at
+    most once.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -81,7 +81,7 @@ class PagePool:
         self._is_in_tree = [False] * num_pages
         self._transfer: list[PageState | None] = [None] * num_pages  # INCOMING or QUARANTINE
         self._generations = [0] * num_pages
-        self._owners = [b""] * num_pages  # for whom each was allocated last
+        self._owners = [b""] * num_pages  # the last owner that each was allocated for
         self._held: dict[bytes, int] = {}  # owner |-> its pages that are not FREE, 1 or more
         self._counts = dict.fromkeys(PageState, 0)
         self._counts[PageState.FREE] = num_pages
@@ -96,18 +96,18 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or free once they are evicted."""
+        """Pages that are free or evictable."""
         return self._counts[PageState.FREE] + self._counts[PageState.CACHED]
 
     def state(self, page_id: int) -> PageState:
         return self._states[page_id]
 
     def generation(self, page_id: int) -> int:
-        """Return how often the page was allocated; tells two owners of one page apart."""
+        """Return how often the page was allocated; distinguishes successive owners of one page."""
         return self._generations[page_id]
 
     def num_held(self, owner: bytes) -> int:
-        """Return how many pages were allocated for an owner and are not FREE again."""
+        """Return how many pages were allocated for an owner and are not FREE again yet."""
         return self._held.get(owner, 0)
 
     def num_references(self, page_id: int) -> int:
@@ -126,11 +126,11 @@ class PagePool:
 
         Args:
             num_pages: How many.
-            incoming: They are INCOMING; else LIVE.
-            owner: For whom they count until they are FREE again, whoever holds them.
+            incoming: Whether they become INCOMING; otherwise LIVE.
+            owner: The owner that they count for until they are FREE again, whatever holds them.
 
         Raises:
-            OutOfPages: If fewer are free; nothing has changed then.
+            OutOfPages: Fewer are free; nothing has changed.
         """
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free))
@@ -188,7 +188,7 @@ class PagePool:
         self._settle(page_id)
 
     def accept(self, page_ids: Sequence[int]) -> None:
-        """INCOMING -> LIVE: the contents have arrived, or nothing will write the pages any more."""
+        """INCOMING -> LIVE: the contents have arrived, or no transfer can write them any more."""
         self._require(page_ids, {PageState.INCOMING})
         for page_id in page_ids:
             self._transfer[page_id] = None
@@ -197,7 +197,7 @@ class PagePool:
     def quarantine(self, page_ids: Sequence[int]) -> tuple[Quarantined, ...]:
         """INCOMING -> QUARANTINE: the owner's reference ends, late writes may still land.
 
-        Returns what `release_quarantine` takes.
+        Returns the argument of `release_quarantine`.
         """
         self._require(page_ids, {PageState.INCOMING})
         if any(self._is_in_tree[page_id] for page_id in page_ids):
@@ -211,8 +211,8 @@ class PagePool:
     def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
         """QUARANTINE -> FREE: the transport is known to be quiet.
 
-        The transport of these pages: one that is in quarantine for a later owner, whose writes may
-        still land, is of another generation, and raises PageStateError.
+        Quiet means the transport of these pages. A page in quarantine for a later owner, whose
+        writes may still land, has another generation and raises PageStateError.
         """
         self._require([page.page_id for page in pages], {PageState.QUARANTINE})
         for page_id, generation in pages:

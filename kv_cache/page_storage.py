@@ -1,4 +1,4 @@
-"""Where page contents live, as the transfer layer sees it: opaque bytes by page id.
+"""Page contents as the transfer layer sees them: opaque bytes by page id.
 
 Implementations: `kv_cache.torch_storage.TorchPageStorage` (CPU or CUDA tensor) and the fake model's
 storage in `tests.support.fake_engine`. This file is free of torch.

@@ -1,12 +1,12 @@
-"""The prefix cache of a worker: which pages a sequence uses, shares, receives and leaves behind.
+"""The prefix cache of a worker: the pages that a sequence uses, shares, receives and leaves behind.
 
 Life of a sequence:
 
-    match      what the tree has for its tokens; pages that others still fill are waited for, until
-               they settle
+    match      finds the tree's pages for its tokens; the caller waits until pages that other
+               sequences still fill have settled
     reserve    ready pages are referenced, the rest allocated and entered as pending
-    hold_twin  the contents of a full last page are in the tree already: to copy, not to compute
-    commit     contents of the first pages are final: others may use them
+    hold_twin  the contents of a full last page are in the tree already: copied, not computed
+    commit     contents of the first pages are final: other sequences may use them
     extend     room for generated tokens        insert    full generated pages enter the tree
     release    the end, also by preemption      abort     the transfer into its pages failed
 
@@ -15,9 +15,9 @@ Life of a sequence:
                    0                                num_committed_pages
                    [ ................ in the tree ................. | not in the tree ........ ]
 
-A salt may have a quota: then pages that were allocated for it go as soon as it has more and nobody
-holds them, its least recently used first. What a sequence holds never goes, so a salt may have more
-than its quota for as long as its sequences need it, but nothing cached besides.
+A salt may have a quota. As soon as it has more pages, those that were allocated for it and have no
+holder are evicted, least recently used first. A page that a sequence holds is never evicted, so a
+salt may exceed its quota for as long as its sequences need that, but then it has no cached pages.
 
 Pure: no clock, no thread. One owner calls it from one event loop, and never ends, forks or inserts
 a sequence while an engine step works on its pages.
@@ -39,8 +39,8 @@ class PrefixMatch:
     """Full pages of a prompt that the tree holds; at least one token is left to compute."""
 
     num_ready_pages: int
-    num_pending_pages: int  # right after the ready ones: being computed or received by others
-    last_pending_page: int | None = None  # id of the last of them; all are settled when it is
+    num_pending_pages: int  # right after the ready ones: computed or received by other sequences
+    last_pending_page: int | None = None  # the id of the last; all have settled when it has
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -49,15 +49,15 @@ class SequencePages:
 
     page_ids: list[int]  # in token order; empty after the end
     num_cached_pages: int  # ready when reserved
-    num_committed_pages: int  # contents final; of pages made by extend, those that were inserted
+    num_committed_pages: int  # contents final; pages made by extend count once inserted
     salt: bytes
-    num_tree_pages: int  # the first so many are a path of the tree, the rest is private
+    num_tree_pages: int  # this many first pages are a path of the tree, the rest is private
     twin_page_id: int | None = None  # ready page of the tree, equal to the last one; see hold_twin
     is_open: bool = True
 
     @property
     def twin_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return the copies (source page, target page) that come before the last token."""
+        """Return the copies (source page, target page) to make before the last token."""
         return () if self.twin_page_id is None else ((self.twin_page_id, self.page_ids[-1]),)
 
 
@@ -72,13 +72,13 @@ class Lease:
 class PrefixCache:
     """Page pool and radix tree of one worker, kept consistent.
 
-    Invariants: whoever holds a tree page holds all pages before it, so that CACHED pages can always
-    be evicted and free + cached is exactly what an allocation can get. Ready pages never follow
-    pending ones. An operation that raises OutOfPages has changed nothing. A salt that has more
-    pages than its quota has none that are CACHED.
+    Invariants: a holder of a tree page holds all pages before it, so that CACHED pages can always
+    be evicted and an allocation can get exactly free + cached pages. Ready pages never follow
+    pending ones. An operation that raises OutOfPages has changed nothing. A salt over its quota has
+    no CACHED pages.
 
     Attributes:
-        num_over_quota: Pages that were evicted for a quota, ever.
+        num_over_quota: Pages evicted for a quota so far.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class PrefixCache:
         """Bound the pages that a salt may keep, from now on.
 
         Args:
-            salt: Whose.
-            share: Of the pool's pages, above 0; 1 or more: no bound. It is one page at least.
+            salt: The salt.
+            share: Its part of the pool's pages, above 0, at least one page; 1 or more: no bound.
         """
         if share >= 1:
             self._quotas.pop(salt, None)
@@ -111,7 +111,7 @@ class PrefixCache:
         self._keep_quota(salt)
 
     def match(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixMatch:
-        """Look up a prompt; marks what it finds as used and changes nothing else."""
+        """Look up a prompt; marks the pages that it finds as used and changes nothing else."""
         path = self._match_path(split_pages(token_ids, self.page_size), len(token_ids), salt)
         num_ready = sum(page.is_ready for page in path)
         has_pending = num_ready < len(path)
@@ -127,10 +127,10 @@ class PrefixCache:
         """Begin a sequence: share its ready pages, allocate all others, enter full ones as pending.
 
         Args:
-            incoming: New pages are INCOMING, a transfer may write them; else LIVE.
+            incoming: New pages become INCOMING: a transfer may write them; otherwise LIVE.
 
         Raises:
-            OutOfPages: If the new pages are more than are free or evictable.
+            OutOfPages: Fewer pages are free or evictable than are needed.
         """
         assert token_ids, "a sequence has at least one token"
         page_tokens = split_pages(token_ids, self.page_size)
@@ -153,9 +153,9 @@ class PrefixCache:
         return seq
 
     def hold_twin(self, seq: SequencePages, token_ids: Sequence[int]) -> bool:
-        """If all pages of a sequence that was just reserved are cached, pin the last one's twin.
+        """If all pages of a sequence just reserved are cached, pin the last one's twin.
 
-        A sequence shares no page that it will write, and the last token has to be computed for the
+        A sequence shares no page that it will write, and it must compute the last token for the
         logits of the next. So the caller makes `twin_copies` and then computes one token instead of
         a page. The pin ends when all pages are committed, or with the sequence.
         """
@@ -199,8 +199,8 @@ class PrefixCache:
         """Enter all full pages of `token_ids`, which the sequence has computed, into the tree.
 
         Where the tree has an equal ready page, the sequence switches to it and drops its own, so
-        `page_ids` may change. Pages from the first on that others hold too, or whose equal page in
-        the tree is pending, stay private until a later call.
+        `page_ids` may change. From the first page on that has another holder, or whose equal page
+        in the tree is pending, pages stay private until a later call.
         """
         self._check_open(seq)
         page_tokens = split_pages(token_ids, self.page_size)
@@ -227,11 +227,11 @@ class PrefixCache:
         """Begin a second sequence over the first `num_tokens` tokens, which are computed.
 
         Returns:
-            The new sequence, which shares full pages and has a page of its own for a partial last
+            The new sequence, which shares full pages and has a separate page for a partial last
             one, and the copies (source page, target page) that the caller must make before use.
 
         Raises:
-            OutOfPages: If no page is free or evictable for the partial page.
+            OutOfPages: No page is free or evictable for the partial page.
         """
         self._check_open(seq)
         num_full, num_rest = divmod(num_tokens, self.page_size)
@@ -278,7 +278,7 @@ class PrefixCache:
         return quarantined
 
     def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
-        """Free pages that nothing can write any more."""
+        """Free pages that no transfer can write any more."""
         self.pool.release_quarantine(pages)
 
     def lease(self, seq: SequencePages, num_pages: int) -> Lease:
@@ -308,7 +308,7 @@ class PrefixCache:
         return events
 
     def drain_settled(self) -> list[int]:
-        """Return the pages that were pending and are ready now, or gone, since the last call."""
+        """Return the pending pages that have become ready or left the tree since the last call."""
         settled, self._settled = self._settled, []
         return settled
 
@@ -347,19 +347,19 @@ class PrefixCache:
             if num_new > available:
                 raise OutOfPages(num_new, available)
         self.pool.reference(shared)
-        self._keep_quota(salt, num_new)  # first: others' pages must not go for what is too many
+        self._keep_quota(salt, num_new)  # first: an excess must not evict pages of other salts
         self._evict(num_new - self.pool.num_free)
         return self.pool.allocate(num_new, incoming=incoming, owner=salt)
 
     def _keep_quota(self, salt: bytes, num_new: int = 0) -> None:
-        """Evict what a salt has cached beyond its quota, as if it had `num_new` pages more."""
+        """Evict a salt's cached pages beyond its quota, as if it had `num_new` more pages."""
         quota = self._quotas.get(salt)
         if quota is not None:
             num_over = self.pool.num_held(salt) + num_new - quota
             self.num_over_quota += self._evict(num_over, salt)
 
     def _evict(self, num_pages: int, salt: bytes | None = None) -> int:
-        """Free up to `num_pages` cached pages, of a salt or anybody's; return how many."""
+        """Free up to `num_pages` cached pages, of one salt or of all; return how many."""
         evicted = self.tree.evict(num_pages, self._is_evictable, salt=salt)
         for page in evicted:
             self.pool.leave_tree(page.page_id)

@@ -1,6 +1,6 @@
-"""Which pages hold which prefixes: a radix tree whose letters are pages.
+"""Maps prefixes to pages: a radix tree whose letters are pages.
 
-    root ── salt "" ── [A B C] ──┬── [D E]          node = run of pages that nothing parts
+    root ── salt "" ── [A B C] ──┬── [D E]          node = run of pages without a branch
                                  └── [F]            child key = all tokens of its first page
 
 Tokens decide, never hashes. One subtree per tenant salt. Runs are split when a sequence leaves in
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RadixNode:
-    """A run of pages: what a cascade planner groups by, together with `parent`."""
+    """A run of pages; with `parent`, the unit by which a cascade planner groups."""
 
     parent: "RadixNode | None"  # None: the root
-    salt: bytes  # of the subtree; empty at the root, too
+    salt: bytes  # of the subtree; empty at the root as well
     key: bytes  # in parent.children: tokens of the first page, or a salt below the root
     start: int  # depth of the first page
     serial: int  # order of creation
     last_used: int  # time of the tree's own clock; never below that of a child
     run: list["TreePage"] = field(default_factory=list)  # empty only at the root and for salts
     children: dict[bytes, "RadixNode"] = field(default_factory=dict)
-    is_queued: bool = False  # has its one entry in the eviction queue
+    is_queued: bool = False  # its single entry is in the eviction queue
 
     @property
     def page_ids(self) -> list[int]:
@@ -40,7 +40,7 @@ class TreePage:
     page_hash: bytes
     depth: int  # pages before it in its prefix
     is_ready: bool  # False: being computed or received; such pages have no ready page below
-    node: RadixNode  # whose run holds it
+    node: RadixNode  # the node whose run holds it
 
 
 class RadixTree:
@@ -116,7 +116,7 @@ class RadixTree:
         is_ready: bool,
         salt: bytes = b"",
     ) -> TreePage:
-        """Enter a page directly below `parent` (None: at the front), where no equal page is."""
+        """Enter a page directly below `parent` (None: at the front); no equal page is there."""
         assert page_id not in self._pages, f"page {page_id} is in the tree already"
         assert self.child(parent, tokens, salt) is None, "the tree has an equal page"
         depth = 0 if parent is None else parent.depth + 1
@@ -136,7 +136,7 @@ class RadixTree:
         return page
 
     def remove(self, page: TreePage) -> None:
-        """Take out a page below which there is none."""
+        """Take out a page that has none below it."""
         node = page.node
         assert node.run[-1] is page, "only the end of a run can be removed"
         assert not node.children, "only a leaf can be removed"
@@ -148,7 +148,7 @@ class RadixTree:
         self._enqueue(node)
 
     def touch(self, page: TreePage) -> None:
-        """Mark the prefix that ends with `page` as used now."""
+        """Mark the prefix that ends with `page` as just used."""
         self._clock += 1
         node: RadixNode | None = page.node
         while node is not None:
@@ -168,8 +168,8 @@ class RadixTree:
 
         Args:
             num_pages: How many; 0 or less takes out none.
-            is_evictable: Tells of a page id whether the page may go.
-            salt: Whose pages; None: anybody's.
+            is_evictable: Returns whether the page of this id may go.
+            salt: The salt whose pages may go; None: any.
         """
         evicted: list[TreePage] = []
         if num_pages <= 0:
@@ -244,7 +244,7 @@ class RadixTree:
     def _split_after(self, page: TreePage) -> RadixNode:
         """Return the node whose run ends with `page`, after a split where needed.
 
-        The lower part keeps its identity, and with it its children and its place in the queue.
+        The lower part keeps its identity, and so its children and its place in the queue.
         """
         lower = page.node
         length = page.depth - lower.start + 1

@@ -32,7 +32,7 @@ _BLOCK_WORDS = 1 << 20
 class TorchPageStorage:
     """Implements `kv_cache.page_storage.PageStorage` over `pages` [num_pages, *layout.page_shape].
 
-    Pages start as zeros, so that slots nobody wrote are finite. Work on a CUDA device runs on the
+    Pages start as zeros, so that unwritten slots are finite. Work on a CUDA device runs on the
     calling thread's current stream; export, import and digest return when it is done.
     """
 
@@ -105,7 +105,7 @@ class TorchPageStorage:
 
     def _check_ids(self, page_ids: Sequence[int]) -> None:
         for page_id in page_ids:
-            # A negative index would silently count from the end.
+            # A negative index would silently address from the end.
             if not 0 <= page_id < self.num_pages:
                 raise IndexError(f"page id {page_id} is not in [0, {self.num_pages})")
 
@@ -117,7 +117,7 @@ class TorchPageStorage:
 def digest_multipliers(page_words: int) -> Tensor:
     """Return the odd multipliers of both lanes, [2, page_words], int64, on the CPU.
 
-    SplitMix64 of the position, so that no version of any library can change them.
+    SplitMix64 of the position, so that no library version can change them.
     """
     value = np.arange(1, 2 * page_words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

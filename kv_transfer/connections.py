@@ -11,7 +11,7 @@ from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.transport import Connection, Transport
 from pagewire.protos.call_tasks import is_own_cancellation, mark_seen
 
-CLOSE_S = 10.0  # closing gives up on aborts that take longer
+CLOSE_S = 10.0  # close gives up on aborts that take longer
 
 # (name of the worker, its incarnation)
 PeerKey = tuple[str, int]
@@ -44,13 +44,13 @@ class ConnectionPool:
     async def get(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> Incoming:
         """Return the connection to a peer.
 
-        Callers that come while it is being made wait for the same one; `connect` of the first is
-        called, until its deadline. Of those who have more time the first tries again then. A
-        connect that raises TransportRefused lets the next transport be tried.
+        Callers that come while it is being made wait for the same one; the `connect` of the first
+        caller runs until its deadline. Then the first caller with time left tries again. If
+        `connect` raises TransportRefused, the next transport is tried.
 
         Raises:
-            TransferTimeout: When there is no connection at `deadline`.
-            TransferError: When setting it up failed; also what `connect` raised.
+            TransferTimeout: There is no connection at `deadline`.
+            TransferError: The set-up failed; also errors of `connect`.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -64,7 +64,7 @@ class ConnectionPool:
             entry = self._entries[peer_key]
             try:
                 async with asyncio.timeout_at(deadline):
-                    # Shielded: one caller that leaves must not end the set-up of the others.
+                    # Shielded: a caller that leaves must not end the set-up of other callers.
                     return await asyncio.shield(entry)
             except TimeoutError as error:
                 raise TransferTimeout(f"no connection to {peer_key[0]} in time") from error
@@ -99,7 +99,7 @@ class ConnectionPool:
                     except TransportRefused as error:
                         refusal = error
         except Exception as error:
-            # What `connect` does may end at the same deadline, with an error of its own.
+            # `connect` may end at the same deadline, with its own error.
             is_late = asyncio.get_running_loop().time() >= deadline
             if not (is_late or isinstance(error, TimeoutError)):
                 raise
@@ -162,11 +162,11 @@ class AcceptedConnections:
     ) -> None:
         """Run the sender's half of a set-up. A receiver's new connection replaces its last one.
 
-        The caller knows that it is the receiver who asks, and derives the same `key`.
+        The caller has authenticated the receiver, and derives the same `key`.
 
         Raises:
-            TransportRefused: When this worker has no transport of that name.
-            ConnectionBroken: When the receiver does not come before `deadline`.
+            TransportRefused: This worker has no transport of that name.
+            ConnectionBroken: The receiver does not connect before `deadline`.
         """
         transport = self._transports.get(transport_name)
         if transport is None:
@@ -187,7 +187,7 @@ class AcceptedConnections:
         """Return a healthy connection of a receiver.
 
         Raises:
-            ConnectionBroken: When it has none of that id, or it is broken; it must connect anew.
+            ConnectionBroken: It has none of that id, or it is broken; it must reconnect.
         """
         outgoing = self._connections.get((peer_key, connection_id))
         if outgoing is None:

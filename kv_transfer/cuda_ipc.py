@@ -14,9 +14,9 @@ and for each operation
 
 All integers are big-endian. A frame that the receiver does not expect breaks the connection.
 
-Only the receiver writes, into its own pages, and by itself; so nothing hangs when its peer dies,
-and an abort lasts no longer than a copy. A mapping keeps the memory of a dead sender alive, which
-whoever replaces it needs: the receiver always reads the socket, whose end tells it to unmap.
+Only the receiver writes, into its own pages and without its peer's help; so nothing hangs when the
+peer dies, and an abort lasts no longer than a copy. A mapping keeps the memory of a dead sender
+alive, which its successor needs: the receiver always reads the socket, whose end tells it to unmap.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class Memory(Protocol):
     def gpu_id(self) -> str: ...
 
     def card(self) -> bytes:
-        """Return what another process needs to map the pages; whoever has it can write them."""
+        """Return the handle with which any process can map the pages, and write them."""
         ...
 
     def open(self, card: bytes, num_pages: int) -> PeerPages:
@@ -183,7 +183,7 @@ class CudaIpcTransport:
             await wire.send(_NOT_MAPPED)
             raise
         except asyncio.CancelledError:
-            # The thread goes on; what it maps must not stay.
+            # The thread goes on; its mapping must not stay.
             thread.submit(_close_opened, opening)
             raise
         try:

@@ -1,7 +1,7 @@
 """Runs one pure state machine of a transfer: queues its events, arms its deadlines.
 
 `Receiver` and `Sender` each own a Driver and give it their machine and a function that executes
-one action; what both can do, their owners ask of the driver itself. The driver's task starts with
+one action; their owners call the driver for what both have in common. The driver's task starts with
 the first event and ends when the machine is finished, which after a failure can be later than the
 outcome: the machine first becomes quiescent.
 """
@@ -35,7 +35,7 @@ async def run_inline(function: Callable[[], T], /) -> T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferStats:
-    """What one attempt moved."""
+    """The amounts that one attempt moved."""
 
     pages_moved: int = 0
     bytes_moved: int = 0
@@ -43,7 +43,7 @@ class TransferStats:
 
 
 class MachineState(Protocol):
-    """What the driver asks of a state."""
+    """The parts of a state that the driver reads."""
 
     @property
     def failure(self) -> Failure | None: ...
@@ -83,7 +83,7 @@ class Driver(Generic[State, Event, Action]):
         self._task: asyncio.Task[None] | None = None
         self._stuck: asyncio.Future[None] | None = None  # done when the machine got stuck
         self._jobs: set[asyncio.Task[None]] = set()
-        self._cause: Exception | None = None  # what made the machine fail, if that was local
+        self._cause: Exception | None = None  # the local cause of the machine's failure, if any
         self._bug: Exception | None = None  # a callback of the caller raised
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class Driver(Generic[State, Event, Action]):
         self._events.put_nowait(event)
 
     def spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a job beside the machine; it reports by posting an event."""
+        """Run a job in the background; it reports by posting an event."""
         task = asyncio.get_running_loop().create_task(self._guard(job))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
@@ -127,11 +127,11 @@ class Driver(Generic[State, Event, Action]):
             raise self.state.failure.error() from self._cause
 
     def stream_lost(self, detail: str) -> None:
-        """Say that the Prefill stream ended: no message will come any more."""
+        """Note that the Prefill stream ended: no more messages will come."""
         self.post(StreamLost(detail))
 
     async def cancel(self, reason: str) -> None:
-        """Give up; return when the other side has been told."""
+        """Give up; return when the other side knows."""
         self.post(Cancelled(reason))
         await self._ended.wait()
 
@@ -148,7 +148,7 @@ class Driver(Generic[State, Event, Action]):
                 be reused until it does, if ever: see call_when_quiescent.
         """
         if self._task is not None and self._stuck is not None:
-            # The machine must reach its end also when nobody waits for it any more.
+            # The machine must reach its end even if no caller waits for it.
             await asyncio.wait({self._task, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
             if self._task.done():
                 self._task.result()
@@ -175,7 +175,7 @@ class Driver(Generic[State, Event, Action]):
             raise
         finally:
             self._ended.set()
-            # A hanging abort goes on: cancelling it would make nothing better.
+            # A hanging abort goes on: cancelling it would not help.
             if self.state.is_quiescent:
                 for job in self._jobs:
                     job.cancel()
@@ -215,7 +215,7 @@ class Driver(Generic[State, Event, Action]):
         assert self._stuck is not None
         if not self._stuck.done():
             self._stuck.set_result(None)
-        # No deadline: it has passed, and nobody waits any more.
+        # No deadline: it has passed, and no caller waits.
         return await self._events.get()
 
     async def _apply(self, event: Any) -> None:
@@ -229,7 +229,7 @@ class Driver(Generic[State, Event, Action]):
                 # Its channel was closed, which cancels the calls on it.
                 self._fail_locally(ConnectionError("the call was cancelled"))
             except Exception as error:
-                # Whatever fails here ends this attempt and nothing else.
+                # A failure here ends this attempt and nothing else.
                 if not isinstance(action, Send):
                     self._bug = error
                 self._fail_locally(error)

@@ -2,7 +2,7 @@
 
 All NCCL calls of a GPU come from one PollingThread; the asyncio side only waits for its results,
 each with a deadline. A dead peer shows no NCCL error: the deadline passes, and abort, in a helper
-thread, ends what is posted.
+thread, ends posted operations.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from kv_transfer.polling_thread import PollingThread, Steps
 UNIQUE_ID_BYTES = 128
 STAGING_BYTES = 64 << 20  # per connection, two slabs
 WARM_UP_S = 120.0  # Triton may compile
-MAX_CTAS = 16  # more for a shorter time disturb the neighbours less than few for long
+MAX_CTAS = 16  # many for a short time disturb other kernels less than few for long
 
 # unique id | NCCL version | pages in a message | bytes of a page
 _OFFER = struct.Struct(f"!{UNIQUE_ID_BYTES}sIIQ")
@@ -62,11 +62,11 @@ class NcclTransport:
     """Implements `kv_transfer.transport.Transport` for a storage in GPU memory.
 
     The process should run with CUDA_MODULE_LOADING=EAGER, and its engine should be warm: a kernel
-    that is loaded for the first time while a transfer hangs would hang with it.
+    that is first loaded while a transfer hangs would hang with it.
 
     Raises:
-        LayoutMismatch: When the storage is not on a CUDA device.
-        ConnectionBroken: When nccl4py is missing.
+        LayoutMismatch: The storage is not on a CUDA device.
+        ConnectionBroken: nccl4py is missing.
     """
 
     name = "nccl"
@@ -87,7 +87,7 @@ class NcclTransport:
         self._connections: list[NcclConnection] = []
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
-        # NCCL knows no keys: who has the unique id can join. It travels in a proven call only.
+        # NCCL has no keys: anybody with the unique id can join. It travels in proven calls only.
         unique_id = self._device.unique_id()
         self._offers[connection_id] = unique_id
         return _OFFER.pack(

@@ -5,7 +5,7 @@
 
 Two slabs alternate, so that the copy of one message overlaps the wire time of the next. Everything
 is enqueued ahead and ordered by events; the host only polls the last event and the communicator.
-Slabs belong to one connection: nobody else can be given one that an aborted message still writes.
+Slabs belong to one connection: none that an aborted message still writes can be given to another.
 """
 
 import importlib

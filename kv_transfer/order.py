@@ -1,10 +1,10 @@
-"""Several transfers over one connection: in which order both sides post, and how many may wait.
+"""Several transfers over one connection: the order in which both sides post, and how many may wait.
 
 A connection moves one message after the other, and both sides must post in the same order. The
-sender decides it: it numbers its sends and says the number in ChunkPosted. ChunkPosted of different
-transfers may overtake each other, since each comes over a stream of its own, so the receiver posts
-by number. A number that is missing is that of a transfer whose stream was lost after ChunkGo: that
-one aborts the connection, and so ends the wait of all others.
+sender decides it: it numbers its sends and puts the number into ChunkPosted. ChunkPosted of
+different transfers may overtake each other, since each has a separate stream, so the receiver posts
+by number. A missing number belongs to a transfer whose stream was lost after ChunkGo: that transfer
+aborts the connection and so ends the wait of all others.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ WINDOW = 8  # chunks that a receiver asks for at a time; hides the round trips b
 
 @dataclass(slots=True)
 class Load:
-    """What is under way on one side of a connection: each of it has the time of all."""
+    """Operations in progress on one side of a connection: each may take the time of all."""
 
     num_chunks: int = 0
     num_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count a chunk that is asked for, or posted."""
+        """Count a chunk that is requested or posted."""
         self.num_chunks += 1
         self.num_bytes += num_bytes
 
     def remove(self, num_bytes: int) -> None:
-        """Count it no longer."""
+        """Stop counting it."""
         self.num_chunks -= 1
         self.num_bytes -= num_bytes
 
@@ -50,7 +50,7 @@ class Outgoing:
         return self._num_posted - 1
 
     async def send(self, page_ids: Sequence[int], seconds: float) -> None:
-        """Send pages as the connection does, within so long from the end of the send before."""
+        """Send pages over the connection, within a time from the end of the previous send."""
         async with self._order:
             await self.connection.send(page_ids, asyncio.get_running_loop().time() + seconds)
 
@@ -64,15 +64,15 @@ class Incoming:
         self.load = Load()
         self._is_broken = False  # a receive failed, so that no turn comes any more
         self._num_done = 0
-        self._known: set[int] = set()  # numbers not done that were said
+        self._known: set[int] = set()  # announced numbers that are not done
         self._waiting: dict[int, asyncio.Future[None]] = {}  # number |-> set when its turn comes
 
     async def receive(self, order: int, page_ids: Sequence[int], seconds: float) -> None:
-        """Receive pages as the connection does, within so long from the end of the one before.
+        """Receive pages over the connection, within a time from the end of the previous receive.
 
         Raises:
-            ConnectionBroken: As the connection does; also when a number comes twice, or when an
-                earlier receive failed or was cancelled.
+            ConnectionBroken: The connection failed, a number came twice, or an earlier receive
+                failed or was cancelled.
         """
         await self._turn(order)
         try:
@@ -86,7 +86,7 @@ class Incoming:
             following.set_result(None)
 
     async def abort(self) -> None:
-        """Abort the connection, and let nobody wait for a turn that will not come."""
+        """Abort the connection, and end all waits for turns that will not come."""
         self._break()
         await self.connection.abort()
 
@@ -102,7 +102,7 @@ class Incoming:
         try:
             await turn
         except asyncio.CancelledError:
-            self._break()  # its pages come all the same, before those of anybody behind it
+            self._break()  # its pages come all the same, before those of any later receive
             raise
 
     def _break(self) -> None:

@@ -20,7 +20,7 @@ class PageTls(Protocol):
 
 
 class PageSocket:
-    """Owns a connected, non-blocking socket. What it raises, its connection does not outlive."""
+    """Owns a connected, non-blocking socket. Its errors end the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -40,18 +40,18 @@ class PageSocket:
             view = view[await self._receive_some(view) :]
 
     async def receive(self, num_bytes: int) -> bytes:
-        """Return so many bytes; raises as receive_into does."""
+        """Return this many bytes; raises as receive_into does."""
         buffer = bytearray(num_bytes)
         await self.receive_into(memoryview(buffer))
         return bytes(buffer)
 
     def shut(self) -> None:
-        """Make what waits fail at once; to close the socket under it would confuse the selector."""
+        """Fail waiting operations at once; closing the socket under them confuses the selector."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close; nothing may wait."""
+        """Close; no operation may wait."""
         self._socket.close()
 
     async def _receive_some(self, view: memoryview) -> int:
@@ -72,7 +72,7 @@ class TlsSocket(PageSocket):
         self._arrived = bytearray(PIECE_BYTES)
 
     async def shake_hands(self) -> None:
-        """Begin; raises as receive_into does, also where the other side is not believed."""
+        """Begin; raises as receive_into does, also if the peer's certificate is not accepted."""
         while True:
             try:
                 self._tls.do_handshake()

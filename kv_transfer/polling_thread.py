@@ -1,6 +1,6 @@
 """One thread that advances many slow operations in turns, by polling.
 
-NCCL wants all calls for a GPU from one thread, and never to be waited for inside a call. So an
+NCCL needs all calls for a GPU to come from one thread, and none may block inside a call. So an
 operation is a generator: it issues calls, and yields whenever it would wait.
 """
 

@@ -1,4 +1,4 @@
-"""What the two state machines of a transfer share: failures, events and actions.
+"""Shared by the two state machines of a transfer: failures, events and actions.
 
 The machines (`receiver_protocol`, `sender_protocol`) are pure: `step(state, event)` returns the
 next state and the actions that a driver must execute, in order. Same state and same event, same
@@ -49,7 +49,7 @@ class Failure:
     detail: str
 
     def error(self) -> TransferError:
-        """Return the exception that says the same."""
+        """Return the equivalent exception."""
         return _ERRORS[self.kind](self.detail)
 
 
@@ -62,7 +62,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class StreamLost:
-    """Event: control messages reach the other side no longer."""
+    """Event: control messages no longer reach the other side."""
 
     detail: str
 
@@ -81,7 +81,7 @@ class ConnectionAborted:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """Event: `wait` took longer than it may."""
+    """Event: `wait` exceeded its deadline."""
 
     wait: Wait
 

@@ -1,4 +1,4 @@
-"""TCP connections between two workers that have proven to each other who they are.
+"""TCP connections between two workers that have authenticated each other.
 
 The receiver of pages listens; its offer names host and port. Both sides have the connection's key
 (see `kv_transfer.transport.Transport`) and prove it by challenge and response, so neither the key
@@ -46,7 +46,7 @@ _ACCEPTED = b"\x01"
 
 
 class ProvenSockets:
-    """Makes such connections, on both sides.
+    """Makes proven connections, on both sides.
 
     Args:
         host: Address to listen on, and for senders to connect to.
@@ -74,16 +74,16 @@ class ProvenSockets:
         self._offers: dict[str, tuple[bytes, asyncio.Future[PageSocket]]] = {}
 
     def offer(self, connection_id: str, key: bytes, **more: str) -> bytes:
-        """Receiver: begin a connection, listening from the first on.
+        """Receiver: begin a connection; the first one starts the listener.
 
         Args:
-            more: What else the sender must know; see `read_offer`.
+            more: Further fields for the sender; see `read_offer`.
 
         Returns:
-            What the sender needs to find it.
+            The offer, by which the sender finds it.
 
         Raises:
-            ConnectionBroken: When no port is free.
+            ConnectionBroken: No port is free.
         """
         loop = asyncio.get_running_loop()
         if self._listener is None:
@@ -106,7 +106,7 @@ class ProvenSockets:
         """Receiver: return the connection begun by `offer`, once the sender has proven itself.
 
         Raises:
-            ConnectionBroken: When the sender does not come before `deadline`.
+            ConnectionBroken: The sender does not connect before `deadline`.
         """
         _, accepted = self._offers[connection_id]
         try:
@@ -149,7 +149,7 @@ class ProvenSockets:
         return wire
 
     async def close(self) -> None:
-        """Stop listening. Connections that were made go on."""
+        """Stop listening. Existing connections go on."""
         for task in (self._listening, *self._greetings):
             if task is not None:
                 task.cancel()
@@ -177,7 +177,7 @@ class ProvenSockets:
             await asyncio.sleep(0)  # it begins, so that a cancellation closes its socket
 
     async def _secured(self, sock: socket.socket, *, is_server: bool) -> PageSocket:
-        """Return the connection, over which one may speak."""
+        """Return the connection, ready for use."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is None:
             return PageSocket(sock)
@@ -218,7 +218,7 @@ class ProvenSockets:
                     offer.set_result(wire)
                     is_taken = True
         except (OSError, TimeoutError, ConnectionBroken):
-            # A stranger, or a sender that left: whoever waits for the offer has a deadline.
+            # A stranger, or a sender that left: the waiter for the offer has a deadline.
             return
         finally:
             if not is_taken:

@@ -49,7 +49,7 @@ class Receiver:
         run_blocking: Runs digests; see driver.RunBlocking.
 
     Attributes:
-        driver: Takes the sender's messages, cancels, and says when nothing can write any more.
+        driver: Takes the sender's messages, cancels, and knows when nothing can write any more.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Receiver:
         """Return when all wanted pages are committed.
 
         Raises:
-            TransferError: When the attempt failed; what was committed stays committed.
+            TransferError: The attempt failed; committed pages stay committed.
         """
         await self.driver.outcome()
         return self._stats
 
     @property
     def stats(self) -> TransferStats:
-        """What was received until now, committed or not."""
+        """The amounts received so far, committed or not."""
         return self._stats
 
     def wire_s_after(self, at: float) -> float:

@@ -10,8 +10,8 @@ Life of a chunk:
 
 A failure in CALLED or RECEIVING does not end the machine: the pages may still be written. It stays
 until the posted receive is over (then the connection is still good), or aborts the connection and
-stays until abort returned. Only then it is quiescent, and the caller may reuse the pages. An abort
-that is overdue makes it stuck: nobody should wait for it, but it may still return.
+stays until abort returned. Only then is it quiescent, and the caller may reuse the pages. An
+overdue abort makes it stuck: no caller should wait for it, but it may still return.
 """
 
 import enum
@@ -45,7 +45,7 @@ from kv_transfer.protocol import (
 
 
 class Slot(enum.Enum):
-    """What this transfer does with a receive slot of the connection."""
+    """The state of this transfer's receive slot of the connection."""
 
     IDLE = "idle"
     WAITING = "waiting"
@@ -129,7 +129,7 @@ class ReceiverState:
 
     @property
     def is_finished(self) -> bool:
-        """True when no event changes anything any more."""
+        """True when no further event changes anything."""
         return self.is_ended and self.slot is Slot.IDLE
 
     @property
@@ -192,7 +192,7 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
         case Cancelled(reason=reason):
             return _fail(state, FailureKind.CANCELLED, reason)
         case StreamLost(detail=detail):
-            # Without the stream nobody can tell whether the sender posted after ChunkGo.
+            # Without the stream it is unknown whether the sender posted after ChunkGo.
             return _break(state, FailureKind.BROKEN, detail, (Slot.CALLED,))
         case ConnectionLost(detail=detail):
             return _break(state, FailureKind.BROKEN, detail, (Slot.CALLED, Slot.RECEIVING))
@@ -302,7 +302,7 @@ def _fail(state: ReceiverState, kind: FailureKind, detail: str) -> tuple[Receive
     actions: Actions = (Send(Abort(state.ticket, detail)),)
     if state.slot is Slot.WAITING:
         state = replace(state, slot=Slot.IDLE, current=None)
-        actions = (LeaveSlot(), *actions)  # telling takes time, in which a slot may come
+        actions = (LeaveSlot(), *actions)  # sending it takes time, in which a slot may come
     return replace(state, failure=Failure(kind, detail), announced=(), verifying=()), actions
 
 

@@ -47,7 +47,7 @@ class Sender:
         run_blocking: Runs digests; see driver.RunBlocking.
 
     Attributes:
-        driver: Takes the receiver's messages, cancels, and says when nothing can read any more.
+        driver: Takes the receiver's messages, cancels, and knows when nothing can read any more.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Sender:
         """Return when the receiver has acknowledged all pages up to the last.
 
         Raises:
-            TransferError: When the attempt failed; sends may still be posted.
+            TransferError: The attempt failed; sends may still be posted.
         """
         await self.driver.outcome()
         return self._stats
 
     @property
     def stats(self) -> TransferStats:
-        """What was sent until now, acknowledged or not."""
+        """The amounts sent so far, acknowledged or not."""
         return self._stats
 
     def _seconds(self, wait: Wait) -> float:

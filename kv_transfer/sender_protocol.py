@@ -7,8 +7,8 @@ Life of a chunk:
 4. SENT        the transport has read the pages
 5. released    ChunkAck came as well; the lease of the pages ends
 
-The sender answers an Abort with its own, after all that it posted: so the receiver learns whether a
-send is under way. A failure while SENDING does not end the machine: the transport may still read
+The sender answers an Abort with its own, after all its posted sends: so the receiver learns whether
+a send is under way. A failure while SENDING does not end the machine: the transport may still read
 the pages. It is quiescent when the posted sends are over or the connection's abort returned.
 """
 
@@ -43,7 +43,7 @@ from kv_transfer.protocol import (
 
 
 class Stage(enum.Enum):
-    """Where a chunk is in its life."""
+    """The stage of a chunk's life."""
 
     COMPUTED = "computed"
     ANNOUNCED = "announced"
@@ -91,8 +91,7 @@ SenderEvent = ReceiverMessage | CommonEvent | GrantGiven | ChunkComputed | SendD
 class PostSend:
     """Action: post the send of the chunk's pages, then report SendDone.
 
-    Its number among the sends of the connection, which is the driver's to know, goes into the
-    ChunkPosted that follows.
+    The driver puts its number among the connection's sends into the following ChunkPosted.
     """
 
     chunk: int
@@ -137,7 +136,7 @@ class SenderState:
 
     @property
     def is_finished(self) -> bool:
-        """True when no event changes anything any more."""
+        """True when no further event changes anything."""
         return self.is_ended and self.is_quiescent
 
 

@@ -1,4 +1,4 @@
-"""What the connections over a socket share: one operation at a time, a deadline, a safe abort."""
+"""Base of connections over a socket: one operation at a time, a deadline, a safe abort."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class SocketConnection:
-    """Owns a proven socket, and what touches the pages on behalf of it."""
+    """Owns a proven socket, and the work that touches pages on its behalf."""
 
     def __init__(self, connection_id: str, wire: PageSocket, run_blocking: RunBlocking) -> None:
         self._connection_id = connection_id
@@ -43,7 +43,7 @@ class SocketConnection:
         self._wire.close()
 
     async def _touch(self, function: Callable[[], T]) -> T:
-        """Run what touches pages; `abort` waits for it, also when the caller has left."""
+        """Run work that touches pages; `abort` waits for it, even if the caller has left."""
 
         async def run() -> T:
             return await self._run_blocking(function)
@@ -55,7 +55,7 @@ class SocketConnection:
 
     @asynccontextmanager
     async def _operating(self, deadline: float) -> AsyncIterator[None]:
-        """Run one operation; whatever fails in it breaks the connection."""
+        """Run one operation; any failure in it breaks the connection."""
         try:
             async with asyncio.timeout_at(deadline), self._order:
                 if self._is_broken:

@@ -1,4 +1,4 @@
-"""The seam between the transfer protocol and what carries bytes: cuda_ipc, nccl, tcp, loopback.
+"""The seam between the transfer protocol and its carriers: cuda_ipc, nccl, tcp, loopback.
 
 A connection carries pages in one direction between one sender and one receiver. Operations of one
 side happen one after the other, in the order of their calls. The protocol guarantees the same order
@@ -17,7 +17,7 @@ from observability.logs import fields
 
 logger = logging.getLogger(__name__)
 
-PageTransport = Literal["auto", "cuda_ipc", "nccl"]  # what pages of GPUs move over first
+PageTransport = Literal["auto", "cuda_ipc", "nccl"]  # transports that pages of GPUs prefer
 
 
 class Connection(Protocol):
@@ -45,22 +45,22 @@ class Connection(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Stop everything that is posted. When it returns, no page is written any more."""
+        """Stop all posted operations. When it returns, no page is written any more."""
         ...
 
 
 class Transport(Protocol):
     """Makes connections for one worker's storage.
 
-    A connection has a key of 32 bytes that only its two sides can derive. A transport that takes
-    connections from the network lets in only who proves to know it.
+    A connection has a key of 32 bytes that only its two sides can derive. A transport that accepts
+    connections from the network admits only peers that prove their knowledge of the key.
     """
 
     @property
     def name(self) -> str: ...
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
-        """Receiver: begin a connection; returns what the sender needs to find it."""
+        """Receiver: begin a connection; returns the offer, by which the sender finds it."""
         ...
 
     async def accept(self, connection_id: str, deadline: float) -> Connection:
@@ -90,13 +90,13 @@ def open_transports(
     port_range: str = "",
     choice: PageTransport = "auto",
 ) -> list[Transport]:
-    """Return what a worker's pages can move over, best first.
+    """Return the transports for a worker's pages, best first.
 
     NCCL is always there for GPUs of different hosts.
 
     Args:
-        storage: Of the pages.
-        device: Where it is.
+        storage: That of the pages.
+        device: Its device.
         host: The worker's own address.
         tls: Encrypts connections, but not those of NCCL; None: they are in clear.
         port_range: Of listeners, but not those of NCCL; see options.ports.

@@ -1,6 +1,6 @@
 """Transfer control messages as protobuf, for the Prefill stream.
 
-What comes from the network is checked here once: lengths, presence, direction.
+Messages from the network are checked here once: lengths, presence, direction.
 """
 
 from kv_transfer.errors import TransferError
@@ -74,7 +74,7 @@ def transfer_message_to_proto(message: TransferMessage) -> worker_pb2.TransferMe
 
 
 def sender_message_from_proto(proto: worker_pb2.TransferMessage) -> SenderMessage:
-    """Return what a sender said; raises TransferError if a sender cannot say it."""
+    """Return a sender's message; raises TransferError if it is a receiver's."""
     message = _message(proto)
     if not isinstance(message, SenderMessage):
         raise TransferError(f"the sender sent {proto.WhichOneof('kind')}, a receiver's message")
@@ -82,7 +82,7 @@ def sender_message_from_proto(proto: worker_pb2.TransferMessage) -> SenderMessag
 
 
 def receiver_message_from_proto(proto: worker_pb2.TransferMessage) -> ReceiverMessage:
-    """Return what a receiver said; raises TransferError if a receiver cannot say it."""
+    """Return a receiver's message; raises TransferError if it is a sender's."""
     message = _message(proto)
     if not isinstance(message, ReceiverMessage):
         raise TransferError(f"the receiver sent {proto.WhichOneof('kind')}, a sender's message")

@@ -1,4 +1,4 @@
-"""What /metrics tells of a router, and of each worker as that sees it."""
+"""Metrics of a router, and of each worker as the router sees it."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -11,44 +11,44 @@ from prometheus_client.registry import Collector
 STATES = ("connecting", "ready", "draining", "dead")
 PAGE_USES = ("free", "live", "cached", "leased", "incoming", "quarantine")
 OF_A_WORKER = ("worker_id", "pool")
-# Fields of WorkerStatus by kind, with their meaning. Counters begin anew when a worker does.
+# Fields of WorkerStatus by kind, with their meaning. Counters restart from zero with the worker.
 GAUGES = {
-    "running": "Sequences in the batch; of a prefill worker, prompts that are computed.",
+    "running": "Sequences in the batch; on a prefill worker, prompts being computed.",
     "waiting": "Requests that wait for pages, for a prefill or for a place in the batch.",
-    "queued_tokens": "Prompt tokens that are not computed yet.",
+    "queued_tokens": "Prompt tokens not computed yet.",
 }
 COUNTERS = {
     "steps": "Engine steps.",
-    "steps_ahead": "Of these, steps launched before the last one's tokens were known.",
-    "looked_up_tokens": "Prompt tokens that were needed: looked up in the worker's cache.",
-    "cached_tokens": "Of these, tokens that were found.",
-    "computed_tokens": "Prompt tokens that were computed.",
+    "steps_ahead": "Of these, steps launched before the previous one's tokens were known.",
+    "looked_up_tokens": "Prompt tokens needed: looked up in the worker's cache.",
+    "cached_tokens": "Of these, tokens found in the worker's cache.",
+    "computed_tokens": "Prompt tokens computed.",
     "generated_tokens": "Tokens that were generated.",
-    "needed_bytes": "Bytes of all pages of the prompts that another worker was to prefill.",
+    "needed_bytes": "Bytes of all pages of the prompts that prefill workers were to compute.",
     "pages_moved": "Pages sent to, or received from, the other pool.",
     "bytes_moved": "Bytes of those pages.",
-    "transfer_failures": "Attempts to move pages that failed.",
-    "preemptions": "Sequences that gave up their pages to others.",
-    "attention_needed_bytes": "K and V that drawn tokens attended to, each token's for itself.",
-    "attention_read_bytes": "Of these, bytes that attention read: shared prefixes once a step.",
+    "transfer_failures": "Failed attempts to move pages.",
+    "preemptions": "Sequences preempted.",
+    "attention_needed_bytes": "Bytes of K and V that drawn tokens attended to, counted per token.",
+    "attention_read_bytes": "Of these, bytes that attention read: a shared prefix once per step.",
     "sharing_groups": "Groups of sequences that shared what attention read, summed over steps.",
     "sharing_rows": "Sequences in these groups, summed over steps.",
-    "transfer_s": "Time in which pages of prompts were received, summed over transfers.",
+    "transfer_s": "Time spent receiving pages of prompts, summed over transfers.",
     "exposed_transfer_s": "Of this, time after the prompt was computed.",
-    "over_quota_pages": "Cached pages that went because their tenant had more than it may keep.",
+    "over_quota_pages": "Cached pages evicted because their tenant exceeded its cache_share.",
 }
-# Of TenantStatus. There are as many series as tenants are configured, whoever calls.
+# Of TenantStatus. The number of series is that of configured tenants, whatever callers send.
 OF_TENANTS = {
-    "active_requests": (GaugeMetricFamily, "Calls that are served."),
+    "active_requests": (GaugeMetricFamily, "Calls in progress."),
     "requests": (CounterMetricFamily, "Generations that began."),
-    "refused_requests": (CounterMetricFamily, "Calls that were refused because of a limit."),
+    "refused_requests": (CounterMetricFamily, "Calls refused because of a limit."),
     "prompt_tokens": (CounterMetricFamily, "Tokens of prompts."),
     "generated_tokens": (CounterMetricFamily, "Tokens that were generated."),
 }
 
 
 class Pages(Protocol):
-    """Numbers of pages, as pagewire.PageCounts has them."""
+    """The fields of pagewire.PageCounts."""
 
     @property
     def total(self) -> int: ...
@@ -61,7 +61,7 @@ class Pages(Protocol):
 
 
 class Worker(Protocol):
-    """A worker, as pagewire.WorkerStatus has it: with all fields that this file names."""
+    """The fields of pagewire.WorkerStatus that this file names."""
 
     @property
     def worker_id(self) -> str: ...
@@ -80,21 +80,21 @@ class Worker(Protocol):
 
 
 class Tenant(Protocol):
-    """A tenant, as pagewire.TenantStatus has it: with all fields that this file names."""
+    """The fields of pagewire.TenantStatus that this file names."""
 
     @property
     def name(self) -> str: ...
 
 
 class Connections(Protocol):
-    """How connections are protected, as pagewire.Encryption has it."""
+    """The protection of connections, as in pagewire.Encryption."""
 
     @property
     def expires_at_s(self) -> int | None: ...
 
 
 class Cluster(Protocol):
-    """What a router knows, as pagewire.ClusterStatus has it."""
+    """A router's view of its cluster, as in pagewire.ClusterStatus."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
@@ -125,7 +125,7 @@ def expose_cluster(status: Cluster | None) -> bytes:
     """Return the text that Prometheus reads.
 
     Args:
-        status: What the router knows; None if it does not answer.
+        status: The router's view; None if it does not answer.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ClusterCollector(lambda: status))
@@ -133,21 +133,21 @@ def expose_cluster(status: Cluster | None) -> bytes:
 
 
 class ClusterCollector(Collector):
-    """Tells what a router knows at each scrape.
+    """Collects a router's view at each scrape.
 
     Args:
-        ask: Returns it; None: the router does not answer.
+        ask: Returns the view; None: the router does not answer.
     """
 
     def __init__(self, ask: Callable[[], Cluster | None]) -> None:
         self._ask = ask
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, so that nobody is asked before the first scrape."""
+        """Yield nothing, so that registration does not query the router."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics; raises what asking raises."""
+        """Yield all metrics; raises the errors of `ask`."""
         status = self._ask()
         is_up = float(status is not None)
         yield GaugeMetricFamily("pagewire_router_up", "1: the router answers.", value=is_up)
@@ -155,7 +155,7 @@ class ClusterCollector(Collector):
             return
         yield GaugeMetricFamily(
             "pagewire_router_requests_active",
-            "Requests that the router serves, those of gRPC included.",
+            "Requests that the router serves, however they arrived.",
             value=status.active_requests,
         )
         yield GaugeMetricFamily(
@@ -170,7 +170,7 @@ class ClusterCollector(Collector):
         )
         yield CounterMetricFamily(
             "pagewire_router_requests_resumed",
-            "Times that requests went on in a new attempt.",
+            "Times that requests continued in a new attempt.",
             value=status.resumed_requests,
         )
         yield from _certificates(status)
@@ -187,10 +187,10 @@ def _tenants(tenants: Sequence[Tenant]) -> Iterator[Metric]:
 
 
 def _certificates(status: Cluster) -> Iterator[Metric]:
-    """Yield nothing of connections in clear, so that an alert needs no exception for them."""
+    """Yield nothing for connections in clear, so that an alert needs no exception for them."""
     expiry = GaugeMetricFamily(
         "pagewire_router_certificate_expiry_timestamp_seconds",
-        "When a certificate of the router expires, since 1970.",
+        "When a certificate of the router expires, in Unix time.",
         labels=("connections",),
     )
     for name, each in (("front", status.front_tls), ("cluster", status.cluster_tls)):
@@ -219,7 +219,7 @@ def _workers(workers: Sequence[Worker]) -> Iterator[Metric]:
     yield pages
     usage = GaugeMetricFamily(
         "pagewire_kv_cache_usage_perc",
-        "Share of the pages that are not free and cannot be evicted; 1 is all.",
+        "Share of the pages that are neither free nor evictable; 1 means all.",
         labels=OF_A_WORKER,
     )
     for each in living:

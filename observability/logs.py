@@ -1,8 +1,8 @@
 """Log lines of all processes: an event name and fields, as text or JSON, on standard error.
 
-Code logs with the standard library, and hands the fields over as values:
-`log.info("request_done", extra=fields(request_id=request_id, pages=3))`; this file alone decides
-how a line looks.
+Code logs with the standard library and passes the fields as values:
+`log.info("request_done", extra=fields(request_id=request_id, pages=3))`; this file alone formats
+lines.
 """
 
 import json
@@ -27,7 +27,7 @@ def fields(**values: object) -> Mapping[str, Mapping[str, object]]:
 class TextFormatter(logging.Formatter):
     """`at level logger event key=value key="a value with spaces"`, one line per event.
 
-    A quoted value is a JSON string. The lines of an exception follow the event's.
+    A quoted value is a JSON string. The lines of an exception follow the line of the event.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,6 +1,6 @@
-"""What /metrics tells of requests, at an HTTP gateway and at a router.
+"""Metrics of requests, at an HTTP gateway and at a router.
 
-Names end as vLLM's do where they mean the same; docs/metrics.md lists all of them.
+Names end like vLLM's where they mean the same; docs/metrics.md lists all of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ MetricT = TypeVar("MetricT", Counter, Histogram)
 
 
 class ByLabels(Generic[MetricT]):
-    """A metric's series, remembered: the library looks each up under a lock, in text form."""
+    """Caches a metric's series: the library looks each up under a lock, by text."""
 
     def __init__(self, metric: MetricT) -> None:
         self._metric: MetricT = metric
@@ -51,7 +51,7 @@ class ByLabels(Generic[MetricT]):
 
 
 class RequestMetrics:
-    """The counters of one process that answers requests; `expose` renders them for Prometheus."""
+    """The counters of one process that answers requests; `expose` renders them."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # series that tell when others began; nobody asks
@@ -60,12 +60,12 @@ class RequestMetrics:
         PlatformCollector(registry=self.registry)
         self._running = Gauge(
             "pagewire_num_requests_running",
-            "Requests that are being answered, those that wait included.",
+            "Requests in progress, including those that wait.",
             registry=self.registry,
         )
         self._waiting = Gauge(
             "pagewire_num_requests_waiting",
-            "Of these, requests whose first token has not come.",
+            "Of these, requests whose first token has not arrived.",
             registry=self.registry,
         )
         self._success = self._counter(
@@ -74,29 +74,29 @@ class RequestMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
         self._cached_tokens = self._counter(
-            "prefix_cache_hits", "Tokens of prompts that were found in a cache."
+            "prefix_cache_hits", "Prompt tokens that no worker computed for the request."
         )
         self._looked_up_tokens = self._counter(
-            "prefix_cache_queries", "Tokens of prompts that were looked up in caches."
+            "prefix_cache_queries", "Prompt tokens looked up in caches."
         )
         self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request to its first token.", SECONDS
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS
         )
         self._queue = self._histogram(
             "request_queue_time_seconds",
-            "From a call's arrival at a decode worker until its prompt was begun.",
+            "From a call's arrival at a decode worker until work on its prompt began.",
             SECONDS_IN_QUEUE,
         )
-        self._preemptions = self._counter(
-            "num_preemptions", "Times that requests gave up their pages to others."
-        )
+        self._preemptions = self._counter("num_preemptions", "Times that requests were preempted.")
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time per token after the first, of a call.",
+            "Mean time of a call per token after the first.",
             SECONDS_PER_TOKEN,
         )
         self._latency = self._histogram(
-            "e2e_request_latency_seconds", "From a request to the end of its answer.", SECONDS
+            "e2e_request_latency_seconds",
+            "From a request's arrival to the end of its answer.",
+            SECONDS,
         )
         self._prompt_length = self._histogram(
             "request_prompt_tokens", "Tokens of a prompt.", TOKENS
@@ -106,11 +106,11 @@ class RequestMetrics:
         )
 
     def running(self) -> AbstractContextManager[None]:
-        """Count a request as one that runs while entered."""
+        """Count a request as running while entered."""
         return self._running.track_inprogress()
 
     def waiting(self, change: int) -> None:
-        """Count a request that begins to wait for its first token, 1, or ends to, -1."""
+        """Count a request that begins (1) or ceases (-1) to wait for its first token."""
         self._waiting.inc(change)
 
     def call_finished(self, model: str, usage: inference_pb2.Usage, cached_tokens: int) -> None:
@@ -131,11 +131,11 @@ class RequestMetrics:
         self._success.labels(model, reason).inc()
 
     def first_token(self, model: str, seconds: float) -> None:
-        """Note when the first token of a request came."""
+        """Note when the first token of a request arrived."""
         self._first_token.labels(model).observe(seconds)
 
     def answered(self, model: str, seconds: float) -> None:
-        """Note how long a whole answer took."""
+        """Note how long a complete answer took."""
         self._latency.labels(model).observe(seconds)
 
     def expose(self) -> bytes:
@@ -158,10 +158,10 @@ class RequestMetrics:
 
 
 class GapsCollector(Collector):
-    """Tells the histogram of the time between a choice's tokens.
+    """Collects the histogram of the time between a choice's tokens.
 
     Args:
-        gaps: What is told, as it is then.
+        gaps: Read at each scrape.
         model: Returns the name of the served model, empty while it is not known.
     """
 
@@ -173,7 +173,7 @@ class GapsCollector(Collector):
         """Yield the one metric."""
         family = HistogramMetricFamily(
             "pagewire_inter_token_latency_seconds",
-            "Between two tokens of a choice as they come to the router.",
+            "Between two tokens of a choice as they reach the router.",
             labels=BY_MODEL,
         )
         if model := self._model():

@@ -1,11 +1,11 @@
-"""Traces: what a request did in each process and when, as spans of OpenTelemetry.
+"""Traces: the course of a request through each process, as spans of OpenTelemetry.
 
-`configure_tracing` is called once in each process, as `configure_logging` is. Where nothing is
+`configure_tracing` is called once in each process, like `configure_logging`. If nothing is
 configured, OpenTelemetry is not imported, and every span is `NO_SPAN`, which does nothing.
 
-The router begins the trace of a request, or goes on with that of its caller. The context of its
-spans travels with the request to the workers, in the form of W3C Trace Context, and their spans
-hang below. No span holds text or tokens of a prompt or an answer.
+The router begins the trace of a request, or continues its caller's. The context of its spans
+travels with the request to the workers, as W3C Trace Context, and their spans become children. No
+span holds text or tokens of a prompt or an answer.
 """
 
 import logging
@@ -24,13 +24,13 @@ from options.option import check_options, option
 log = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_S = 5.0
-LOSSES_S = 60.0  # between two lines that tell of them
+LOSSES_S = 60.0  # between two log lines about them
 FLUSH_S = 2.0  # for the last spans of a process that stops
-MAX_QUEUED_SPANS = 8192  # what comes while so many wait is lost
+MAX_QUEUED_SPANS = 8192  # spans beyond this many waiting ones are lost
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 _IS_SAMPLED = 1  # bit of the flags
-# Fields of log lines that the semantic conventions for generative AI have names for.
+# Fields of log lines with a name in the semantic conventions for generative AI.
 _STANDARD_NAMES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
@@ -41,7 +41,7 @@ _provider: Any = None  # opentelemetry.sdk.trace.TracerProvider
 
 
 class TracingUnavailable(Exception):
-    """Traces are configured, and the packages for them are not installed."""
+    """Traces are configured, but their packages are not installed."""
 
 
 def _is_endpoint(value: object) -> bool:
@@ -50,7 +50,7 @@ def _is_endpoint(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracingConfig:
-    """Where traces go. Headers and certificates for it: see OTEL_EXPORTER_OTLP_*."""
+    """The destination of traces. OTEL_EXPORTER_OTLP_* set headers and certificates."""
 
     endpoint: str = option(
         "",
@@ -61,8 +61,8 @@ class TracingConfig:
     )
     sample_ratio: float = option(
         1.0,
-        "Share of the requests that are traced, chosen by trace id. A caller can ask for no trace, "
-        "and not for more of them.",
+        "Share of the requests that are traced, chosen by trace id. A caller can refuse a trace, "
+        "but cannot ask for more.",
         at_least=0,
         at_most=1,
     )
@@ -72,24 +72,24 @@ class TracingConfig:
 
 
 class NoSpan:
-    """What is not traced."""
+    """A span that is not traced."""
 
     context = ""
     is_traced = False
 
     def child(self, name: str, **values: object) -> "NoSpan":
-        """Begin a part of it in this process."""
+        """Begin a child span in this process."""
         return self
 
     def event(self, name: str, **values: object) -> None:
-        """Note that something happened now."""
+        """Add an event with the current time."""
 
     def end(self, error: str = "", **values: object) -> None:
-        """End it now; with an error it counts as failed."""
+        """End the span now; with an error it counts as failed."""
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """What a log line says to be found from the trace."""
+        """The fields of a log line that link it to the trace."""
         return {}
 
 
@@ -97,7 +97,7 @@ NO_SPAN = NoSpan()
 
 
 class Span(NoSpan):
-    """A part of a trace. Values are attributes; those that are None are left out."""
+    """A span of a trace. Values are attributes; None values are left out."""
 
     is_traced = True
 
@@ -131,10 +131,10 @@ class Span(NoSpan):
 
 
 def begin_trace(name: str, caller: str, **values: object) -> NoSpan:
-    """Begin what a caller from outside asked for, below the caller's span if there is one.
+    """Begin the span of an outside caller's request, below the caller's span if there is one.
 
     Args:
-        name: Of the span.
+        name: Name of the span.
         caller: A W3C traceparent; anything else counts as none.
     """
     if _tracer is None:
@@ -143,7 +143,7 @@ def begin_trace(name: str, caller: str, **values: object) -> NoSpan:
 
 
 def begin_part(name: str, context: str, **values: object) -> NoSpan:
-    """Begin this process's part of a trace: `context` is that of a span; empty: no trace."""
+    """Begin this process's part of a trace; `context` is its parent span's; empty: no trace."""
     if _tracer is None or not context:
         return NO_SPAN
     return _begin(name, _parent(context), values)
@@ -153,8 +153,8 @@ def configure_tracing(config: TracingConfig, *, service: str, instance: str) -> 
     """Send this process's spans to the collector; call it once, before any request.
 
     Args:
-        config: Where they go.
-        service: Name of what the process is, as in "pagewire-router".
+        config: The destination.
+        service: Kind of the process, as in "pagewire-router".
         instance: Name of the process, as in "decode-0".
 
     Raises:
@@ -166,17 +166,17 @@ def configure_tracing(config: TracingConfig, *, service: str, instance: str) -> 
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # Each batch that fails would be two lines or more.
+    # Each failed batch would log two lines or more.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=EXPORT_TIMEOUT_S)
-    # It exports in a thread of its own. What a collector does not take in time is lost.
+    # It exports in a separate thread. Spans that a collector does not take in time are lost.
     noted: Any = _NotedLosses(exporter)
     processor = BatchSpanProcessor(noted, max_queue_size=MAX_QUEUED_SPANS)
     trace_to(processor, sample_ratio=config.sample_ratio, service=service, instance=instance)
 
 
 def check_tracing(config: TracingConfig) -> None:
-    """Raise TracingUnavailable if traces are configured and OpenTelemetry is not installed."""
+    """Raise TracingUnavailable if traces are configured but OpenTelemetry is not installed."""
     if config.endpoint and not all(map(_is_installed, _MODULES)):
         raise TracingUnavailable(
             f"tracing.endpoint is {config.endpoint!r}, and OpenTelemetry is not installed: "
@@ -187,7 +187,7 @@ def check_tracing(config: TracingConfig) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # a package above it is missing
+    except ImportError:  # a parent package is missing
         return False
 
 
@@ -198,7 +198,7 @@ def trace_to(processor: Any, *, sample_ratio: float, service: str, instance: str
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     # By trace id, also below a caller's span: all processes then choose alike, and no caller can
-    # make the cluster trace more than it is told to.
+    # make the cluster trace more than its configuration says.
     ratio = TraceIdRatioBased(sample_ratio)
     global _provider, _tracer
     _provider = TracerProvider(
@@ -211,7 +211,7 @@ def trace_to(processor: Any, *, sample_ratio: float, service: str, instance: str
 
 
 def stop_tracing() -> None:
-    """Send what waits, for FLUSH_S at most; nothing is traced from now on. It blocks."""
+    """Send waiting spans, for at most FLUSH_S, and trace nothing more. It blocks."""
     global _provider, _tracer
     provider, _provider, _tracer = _provider, None, None
     if provider is not None:
@@ -222,7 +222,7 @@ def stop_tracing() -> None:
 
 
 class _NotedLosses:
-    """A SpanExporter that logs at most once in LOSSES_S that another one fails."""
+    """A SpanExporter that logs the failures of another one, at most once in LOSSES_S."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter = exporter
@@ -257,7 +257,7 @@ def _begin(name: str, parent: Any, values: dict[str, object]) -> NoSpan:
 
 
 def _parent(traceparent: str) -> Any:
-    """Return the context of a span elsewhere; an empty one if this is no traceparent."""
+    """Return the context of a remote span; an empty one if this is no traceparent."""
     from opentelemetry.context import Context
     from opentelemetry.trace import (
         NonRecordingSpan,

@@ -20,9 +20,9 @@ class RouterActor:
     """One router; `__init__` returns when it serves. It never touches CUDA.
 
     Args:
-        settings: Of the router.
-        controller_name: Of the actor that knows the workers. A name, because Ray cannot restart an
-            actor whose arguments hold a handle that is gone.
+        settings: Those of the router.
+        controller_name: Name of the actor that knows the workers. A name, because Ray cannot
+            restart an actor whose arguments hold a handle of a dead actor.
     """
 
     async def __init__(self, settings: RouterSettings, controller_name: str) -> None:  # type: ignore[misc] # Ray awaits it
@@ -35,7 +35,7 @@ class RouterActor:
         except Exception:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise  # the launcher reports it
-            # Ray gives up an actor whose constructor raises, but starts a dead process again.
+            # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("router_start_failed", extra=fields(router_id=settings.config.router_id))
             os._exit(1)
 

@@ -97,8 +97,8 @@ class Admission:
             tenant.num_active, self.num_active, limit, tenant.rules.weight
         ):
             raise Overloaded(
-                f"{tenant.num_active} calls of this tenant are active; what is left of the "
-                f"router's {limit} places is for others",
+                f"{tenant.num_active} calls of this tenant are active; the rest of the "
+                f"router's {limit} places is for other tenants",
                 self._config.retry_delay_s,
             )
         self.num_active += 1
@@ -180,7 +180,7 @@ class Admission:
             draw_seed=lambda: begun.seed if begun else int(self._random_id()[:16], 16),
         )
         await self._check_constraint(sampling, model)
-        if begun:  # the router that began may have known of other workers
+        if begun:  # the first router may have known other workers
             sampling = replace(sampling, max_tokens=begun.max_tokens)
         timeout_s = self._config.request_timeout_s
         if time_remaining_s is not None:

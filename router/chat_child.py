@@ -4,7 +4,7 @@ It receives the template, and answers each chat with one of
 
     {"text": ...}      the rendering
     {"refused": ...}   the template does not accept these messages
-    {"tools": ...}     the tools are invalid: what they are
+    {"tools": ...}     the tools are invalid: what was found
     {"error": ...}     the template failed
 """
 
@@ -56,5 +56,5 @@ def _render(template: ChatTemplate, chat: dict[str, Any]) -> Answer:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ChatTemplateError(f"wrote what is no text: {error.reason}") from None
+        raise ChatTemplateError(f"wrote invalid text: {error.reason}") from None
     return {"text": text}

@@ -87,7 +87,7 @@ class ChatTemplate:
                 array of objects; empty: none.
 
         Raises:
-            WrongTools: tools_json is something else.
+            WrongTools: tools_json is not such an array.
             RefusedByTemplate: The template rejects these messages, with a reason.
             ChatTemplateError: The template failed or broke a rule of the sandbox.
             MemoryError: It needed more memory than the process may use.
@@ -207,7 +207,7 @@ def _tools(tools_json: str) -> list[dict[str, Any]] | None:
     except RecursionError:
         raise WrongTools("values nested too deeply") from None
     except ValueError as error:
-        raise WrongTools(f"no JSON: {error}") from None
+        raise WrongTools(f"not JSON: {error}") from None
     if isinstance(tools, list) and all(isinstance(each, dict) for each in tools):
         return tools or None
     raise WrongTools("another value")

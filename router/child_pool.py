@@ -51,7 +51,7 @@ class ChildLimits:
     """Limits of one answer."""
 
     cpu_s: float = 2.0  # processor time
-    wall_s: float = 10.0  # on a host that has others to serve
+    wall_s: float = 10.0  # on a host that also does other work
     memory_bytes: int = 256 << 20  # beyond what the idle process has
     start_s: float = 30.0  # of a child: the interpreter, imports, getting ready
 
@@ -95,7 +95,7 @@ class ChildPool:
     async def start(self) -> None:
         """Start the children; raise what `check_ready` raises, or ChildLimit, when all ended."""
         spawning = (self._spawn() for _ in range(self._num_children))
-        # All of them end before the first failure is told: no process outlives it.
+        # All of them end before the first failure is raised: no process outlives it.
         for child in await asyncio.gather(*spawning, return_exceptions=True):
             if isinstance(child, BaseException):
                 raise child
@@ -113,7 +113,7 @@ class ChildPool:
         self._num_waiting += 1
         try:
             async with asyncio.timeout(self._limits.wall_s):
-                while (child := await self._idle.get()).is_gone:  # killed by somebody, while idle
+                while (child := await self._idle.get()).is_gone:  # killed from outside, while idle
                     self._hold(self._replace(child))
         except TimeoutError:
             raise Overloaded(f"too many {self._busy}", self._limits.cpu_s) from None
@@ -240,7 +240,7 @@ class _Child:
         except (EOFError, ConnectionError):
             raise ChildLimit(await self._cause_of_death()) from None
         except (ValueError, RecursionError):
-            raise ChildLimit("wrote what is no answer") from None
+            raise ChildLimit("wrote no valid answer") from None
         if "exceeded" in answer:
             raise ChildLimit(answer["exceeded"])
         return answer

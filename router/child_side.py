@@ -31,8 +31,8 @@ def serve(make_work: Callable[[Any], tuple[Callable[[], Answer], Work]]) -> None
     """Serve the socket that is standard input until it ends.
 
     Args:
-        make_work: Takes the settings, without limits; returns what gets ready within them, and what
-            answers a message.
+        make_work: Takes the settings, without limits; returns a function that gets ready within
+            the limits, and one that answers a message.
     """
     router = socket.socket(fileno=0)
     with suppress(BrokenPipeError, ConnectionResetError, EOFError):
@@ -68,7 +68,7 @@ def _give_up_rights() -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let the process take so much more than it has now."""
+    """Let the process take this much more memory than it has now."""
     with open("/proc/self/statm") as file:
         num_pages = int(file.read().split()[0])
     limit = num_pages * resource.getpagesize() + num_bytes
@@ -92,6 +92,6 @@ def _read(router: socket.socket, num_bytes: int) -> bytes:
 
 
 def _send(router: socket.socket, answer: Answer) -> None:
-    # What is no text can only be in the words of an error; JSON writes it as escapes, too.
+    # Invalid text can only occur in an error's message; JSON can write it as escapes.
     encoded = json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace")
     router.sendall(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)

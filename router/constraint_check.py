@@ -17,26 +17,26 @@ from router.errors import ChildLimit
 from router.request import ServedModel
 
 MAX_ANSWER_BYTES = 1 << 16
-CPU_S = 0.7  # of one: who sends one that is too large is told within a second
+CPU_S = 0.7  # of one: a client whose constraint is too large knows within a second
 MAX_KNOWN = 1000  # constraints that were tried
 MAX_KNOWN_BYTES = 4 << 20  # of them all
 
 
 class ConstraintChecker(Protocol):
-    """Tells whether constraints can be served."""
+    """Decides whether constraints can be served."""
 
     async def check(self, constraint: Constraint, model: ServedModel) -> None:
-        """Return if a worker can compile a constraint.
+        """Return if a worker can compile a constraint, else raise.
 
         Raises:
             InvalidConstraint: It is wrong, or exceeds a limit.
             NoVocabulary: The model's tokenizer cannot be used.
-            Overloaded: Too many wait to be tried.
+            Overloaded: Too many constraints wait to be tried.
         """
         ...
 
     async def close(self) -> None:
-        """End; nothing may be under way."""
+        """End; no check may be under way."""
         ...
 
 

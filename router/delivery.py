@@ -14,8 +14,8 @@ Message = TypeVar("Message")
 class Delivery(Generic[Message]):
     """The delivery of one call's messages.
 
-    A write that the client blocks is never cancelled: gRPC would keep its memory, and could not
-    send a status after it. It is left alone and ends with the call.
+    A write that the client blocks is never cancelled: gRPC would keep its memory and could not send
+    a status after it. The write ends with the call.
 
     Args:
         messages: To write, in order.

@@ -46,7 +46,7 @@ from router.worker_registry import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
-_MOST_PREFIXES = 1024  # that are counted; a router shows a few of them
+_MOST_PREFIXES = 1024  # most prefixes that are counted; a router shows a few of them
 _SMALLEST = Demand(num_pages=1, mean_pages=1.0, num_sequences=1)
 
 
@@ -65,12 +65,12 @@ class Dispatcher:
         """Make the dispatcher of a router.
 
         Args:
-            config: Of the router.
+            config: That of the router.
             registry: The workers.
-            index: What they hold.
+            index: The pages that they hold.
             has_tenants: Whether tenants take turns.
-            on_dispatched: Told of each request, when it is first sent to a worker, how long it
-                waited for that, s.
+            on_dispatched: Called when a request is first sent to a worker, with the seconds that
+                it waited for that.
         """
         self.num_resumed = 0  # see Generation.num_resumptions
         self.hot_prefixes = HotPrefixes(max_prefixes=_MOST_PREFIXES)
@@ -158,8 +158,8 @@ class Dispatcher:
 
     async def _attempt_until_done(self, stream: Stream) -> None:
         generation = stream.generation
-        # Names of workers that are not tried again while there is another one. Names, because a
-        # worker whose engine fails comes back idle, and would always be the first choice.
+        # Names of workers that are tried again only if there is no other. Names, because a worker
+        # whose engine fails comes back idle and would always be the first choice.
         refused: set[str] = set()
         num_lost = 0
         patience_ends_at: float | None = None  # with workers that take nothing more
@@ -207,7 +207,7 @@ class Dispatcher:
         is_new = generation.num_tokens == 0
         wait_s = self._config.worker_wait_s if is_new else self._config.resume_wait_s
         if refused and not self._others(refused):
-            # The remaining workers have just refused: give them, or a new one, a moment.
+            # The remaining workers have just refused: wait a moment for them, or for a new one.
             await self._registry.wait_changed(loop.time() + self._config.retry_delay_s)
         until = loop.time() + wait_s
         while not (ready := self._registry.ready("decode")):
@@ -219,8 +219,8 @@ class Dispatcher:
         """Choose workers and count the request's load there."""
         while True:
             decode_workers = await self._candidates(generation, refused)
-            # Those that this router has sent to a worker wait for nobody. That another one has is
-            # what a caller says, who can say it again and again.
+            # Requests that this router has already sent to a worker wait for no turn. That another
+            # router has sent one is only the caller's word, which it can repeat.
             if self._turns is None or generation.attempt >= 0:
                 return self._place_now(generation, decode_workers)
             tenant, cost = generation.request.tenant, _cost(generation)
@@ -286,7 +286,7 @@ class Dispatcher:
         )
 
     def _check_wait(self, wait_s: float) -> None:
-        """Refuse a new request that could not start in time, with a delay after which it could."""
+        """Refuse a new request that could not start in time; the error says when to retry."""
         excess_s = wait_s - self._config.max_expected_wait_s
         if excess_s > 0:
             raise Overloaded(
@@ -360,7 +360,7 @@ class Dispatcher:
             reason = "the session crashed"
         finally:
             if self._sessions.get(session.worker) is session:
-                # Declares the worker dead, which comes back to worker_lost.
+                # Declares the worker dead, which calls worker_lost.
                 self._registry.report_broken(session.worker, reason)
                 self.worker_lost(session.worker, reason)
 

@@ -1,10 +1,10 @@
-"""What can go wrong with a request, as the router sees it.
+"""Errors of a request at the router.
 
 RouterError
-  InvalidRequest         a field is wrong; says which, what was found and what is allowed
+  InvalidRequest         a field is wrong; names it, the value found and what is allowed
     UnknownModel         the model name is not served
   NotAuthenticated       the call has no token of a tenant
-  Overloaded             the router or the tenant has enough; try again after `retry_delay_s`
+  Overloaded             the router or the tenant is at a limit; try again after `retry_delay_s`
   NoWorker               no decode worker became available in time
   RouterStops            the router stops; another one can go on with the call
   RequestFailed          a worker ended the request with an error of the request's own
@@ -23,22 +23,22 @@ AttemptFailed            this attempt is over, another worker may go on
 DeltaGap                 tokens are missing between two deltas of a choice
 RefusedByTemplate        the chat template does not accept the messages
 WorkerGone               a worker cannot be used, for now
-ControllerGone           nobody tells the members, for now
+ControllerGone           the controller cannot be reached, for now
 
 `server.py` maps these to gRPC status codes.
 """
 
 
 class RouterError(Exception):
-    """Base of everything that ends a request without a result."""
+    """Base of errors that end a request without a result."""
 
 
 class InvalidRequest(RouterError):
     """A field of the request is wrong, or several are.
 
     Args:
-        field, found, allowed: Of the first wrong field.
-        others: Errors of further fields, which this one then stands for.
+        field, found, allowed: Those of the first wrong field.
+        others: Errors of further fields, which this one then includes.
     """
 
     def __init__(self, field: str, found: str, allowed: str, *others: "InvalidRequest") -> None:
@@ -59,7 +59,7 @@ class UnknownModel(InvalidRequest):
 
 
 class NotAuthenticated(RouterError):
-    """A call does not say, by a token, for whom it is made. Nobody is told which tenants exist."""
+    """A call has no token of a tenant. The error does not reveal which tenants exist."""
 
 
 class Overloaded(RouterError):
@@ -71,11 +71,11 @@ class Overloaded(RouterError):
 
 
 class NoWorker(RouterError):
-    """Nobody can serve the request now."""
+    """No worker can serve the request now."""
 
 
 class RouterStops(RouterError):
-    """This router serves no more; the client's library goes on at another one."""
+    """This router is stopping; the client's library continues at another one."""
 
 
 class RequestFailed(RouterError):
@@ -127,8 +127,8 @@ class AttemptFailed(Exception):
 
     def __init__(self, reason: str, *, is_refusal: bool = False, is_overload: bool = False) -> None:
         super().__init__(reason)
-        self.is_refusal = is_refusal  # the worker itself said no
-        self.is_overload = is_overload  # because, although healthy, it takes nothing more
+        self.is_refusal = is_refusal  # the worker itself refused
+        self.is_overload = is_overload  # because it is healthy but takes no more requests
 
 
 class DeltaGap(Exception):
@@ -140,7 +140,7 @@ class RefusedByTemplate(Exception):
 
 
 class WrongTools(Exception):
-    """What was given as the tools of a chat is none; the message says what it is."""
+    """The tools of a chat are not valid tools; the message says what was found."""
 
 
 class WorkerGone(Exception):
@@ -148,4 +148,4 @@ class WorkerGone(Exception):
 
 
 class ControllerGone(Exception):
-    """Nobody tells who the workers are; the message says why."""
+    """The controller does not report the workers; the message says why."""

@@ -1,30 +1,30 @@
 """How long a request would wait before it starts: pure estimates, from heartbeats and own counts.
 
 A request starts when its decode worker has pages for its prompt and a place in the batch, and a
-prefill worker has computed what came before. The three queues are worked off at the same time, so
-the longest wait counts:
+prefill worker has computed all earlier prompts. The three queues drain at the same time, so the
+longest wait counts:
 
-- Pages: where they are short, each request that ends makes room for about one that waits. Those
+- Pages: when they are short, each request that ends makes room for about one that waits. Requests
   that hold pages end once per `HoldingTime`, on average.
 - Places: likewise.
 - Prefill: tokens in the queue over `TokenRate`, as observed; nothing before that.
 
-Doubt is settled for the request: what is unknown, old or merely cached is not in its way.
+Doubt favours the request: unknown load, old reports and merely cached pages do not delay it.
 """
 
 from dataclasses import dataclass
 
 EXPECTED_NEW_TOKENS = 250
-PRIOR_HOLDING_S = 5.0  # as many tokens of 20 ms
+PRIOR_HOLDING_S = 5.0  # as many tokens, of 20 ms each
 PRIOR_WEIGHT = 8.0  # as many requests as have to end before the prior counts half
-KEPT_SHARE = 0.98  # of what ended before, when another request ends
+KEPT_SHARE = 0.98  # weight of earlier requests when another one ends
 RATE_HALF_LIFE_S = 30.0
 MIN_OBSERVED_S = 1.0
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
+@dataclass(kw_only=True, slots=True)  # not frozen, which would make construction many times slower
 class DecodeQueue:
-    """What a request would find on a decode worker; a limit of 0 is unknown."""
+    """The state of a decode worker that a request would meet; a limit of 0 is unknown."""
 
     num_pages: int = 0  # of the pool
     num_free_pages: int = 0  # free or evictable
@@ -38,7 +38,7 @@ class DecodeQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a request would take of a decode worker."""
+    """The resources that a request would take of a decode worker."""
 
     num_pages: int  # to start: those that the worker's cache lacks
     mean_pages: float  # on average until it ends
@@ -56,7 +56,7 @@ def wait_to_hold_s(queue: DecodeQueue, demand: Demand) -> float:
         # A worker keeps a page free for each sequence that grows.
         lacking = wanted - (queue.num_free_pages - queue.num_holding)
         num_blocked = (queue.num_waiting + 1) * min(1.0, lacking / wanted)
-        # Those ahead that are not blocked begin to hold, as far as there is room for their growth.
+        # Unblocked requests ahead begin to hold pages, as far as there is room for their growth.
         num_starting = max(0.0, queue.num_waiting - num_blocked)
         num_at_once = min(queue.num_holding + num_starting, queue.num_pages / demand.mean_pages)
         num_holding = max(1.0, queue.num_holding, num_at_once)
@@ -65,17 +65,18 @@ def wait_to_hold_s(queue: DecodeQueue, demand: Demand) -> float:
 
 
 class HoldingTime:
-    """Estimates how long requests hold their pages, also while none has ended yet.
+    """Estimates how long requests hold their pages, even while none has ended yet.
 
-    It is the total time of all requests over the number of those that ended: the maximum-likelihood
-    mean of exponential times of which some are not over. About the last fifty that ended count.
+    The estimate is the total time of all requests over the number of ended ones: the
+    maximum-likelihood mean of exponential times, some still running. About the last fifty ended
+    requests count.
     """
 
     def __init__(self) -> None:
         self._num_ended = 0.0
         self._ended_s = 0.0  # how long these took
         self._num_running = 0
-        self._sum_started_at = 0.0  # of those that run
+        self._sum_started_at = 0.0  # of running requests
 
     def start(self, now: float) -> None:
         """Note that a request begins to hold pages; times are those of any one clock."""
@@ -83,7 +84,7 @@ class HoldingTime:
         self._sum_started_at += now
 
     def end(self, started_at: float, now: float) -> None:
-        """Note the end of a request that started then."""
+        """Note the end of a request and its start time."""
         self._num_running -= 1
         self._sum_started_at -= started_at
         if not self._num_running:
@@ -99,10 +100,10 @@ class HoldingTime:
 
 
 class TokenRate:
-    """Tokens that a worker computes per second while it has some to compute.
+    """Tokens that a worker computes per second while it has tokens to compute.
 
-    Only times count in which it was busy for sure: at their end it still had tokens to compute, and
-    at their beginning more than it computed.
+    Only periods count in which it was certainly busy: at their end it still had tokens to compute,
+    and at their beginning more than it computed.
     """
 
     def __init__(self) -> None:
@@ -121,7 +122,7 @@ class TokenRate:
         computed_before, queued_before, at = self._last
         num_new = num_computed - computed_before
         if num_queued and queued_before and not num_new:
-            return  # one pass may take longer than from heartbeat to heartbeat
+            return  # one pass may outlast the period between heartbeats
         self._last = (num_computed, num_queued, now)
         if num_queued and 0 < num_new <= queued_before:
             factor = 0.5 ** ((now - at) / RATE_HALF_LIFE_S)
@@ -129,7 +130,7 @@ class TokenRate:
             self._busy_s = self._busy_s * factor + (now - at)
 
     def seconds(self, num_tokens: int) -> float:
-        """Return how long so many tokens take; 0 while that is not known."""
+        """Return how long a number of tokens takes; 0 while the rate is unknown."""
         if self._busy_s < MIN_OBSERVED_S:
             return 0.0
         return num_tokens * self._busy_s / self._num_tokens

@@ -1,6 +1,6 @@
-"""The gRPC server that clients connect to, with the limits that no client may pass.
+"""The gRPC server that clients connect to, with limits that no client can exceed.
 
-Where a tenants file says who may call, the door comes first, and one tenant leaves room for others.
+With a tenants file the door authenticates each call first, and no tenant can take all places.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ def make_server(
 
     Args:
         config: Limits.
-        tenants: Who may call; None: everybody.
+        tenants: The callers allowed; None: any.
         shares_port: Other processes of this user may listen on the same port: the kernel gives each
             of them a part of the connections.
     """
@@ -45,7 +45,7 @@ def make_server(
 
 
 def max_open_calls(config: RouterConfig) -> int:
-    """Return how many calls of a method may be open: those that are served, and as many that end.
+    """Return how many calls of a method may be open: the served ones, and as many that end.
 
     A call that was refused, or whose client reads nothing, ends when its status is delivered.
     """
@@ -59,9 +59,9 @@ def server_options(config: RouterConfig) -> tuple[tuple[str, int], ...]:
     return (
         *LISTEN_OPTIONS,
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # To parse a message holds up all streams.
+        # Parsing a message delays all streams.
         ("grpc.max_receive_message_length", config.max_request_bytes),
-        # Of one connection. Calls that come before the client knows it break, so that it leaves
+        # Per connection. Calls that arrive before the client knows the limit break, so it leaves
         # the guard room to refuse them with a reason.
         ("grpc.max_concurrent_streams", 2 * max_open_calls(config)),
         ("grpc.max_allowed_incoming_connections", config.max_connections),

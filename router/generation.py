@@ -3,17 +3,17 @@
 It is pure: no clock, no waiting.
 
 Rules, in the order in which a delta meets them:
-- another attempt than the current one, or a choice that is over: dropped;
+- it is of an earlier attempt, or its choice is over: dropped;
 - tokens that were received before (first_index below the next index): dropped;
 - tokens missing in between: DeltaGap, the request is resumed elsewhere;
-- a stop string in what follows the first min_tokens tokens: the choice ends there, whatever else
-  the worker says about it.
+- a stop string after the first min_tokens tokens: the choice ends there, whatever else the worker
+  reports about it.
 
-A call that was begun at another router starts with what its client has of it; see `resume`.
+A call that began at another router starts with the part that its client has; see `resume`.
 
-What a client has not taken merges into one output per choice, so that the memory of a request is
-bounded by its tokens. Its text is made when it is taken, of all tokens at once; but token by token
-as they come where a stop string may end the choice.
+Output that a client has not taken merges into one per choice, so that a request's memory is bounded
+by its tokens. Its text is decoded when it is taken, from all tokens at once; if a stop string may
+end the choice, it is decoded token by token as they arrive.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Finish(Enum):
 
 @dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class WorkerStats:
-    """What a request cost; see RequestStats in protos/common.proto."""
+    """The cost of a request; see RequestStats in protos/common.proto."""
 
     decode_cached_tokens: int = 0
     prefill_cached_tokens: int = 0
@@ -53,10 +53,10 @@ class WorkerStats:
     prefill_retries: int = 0
     resumptions: int = 0
     queue_ms: int = 0
-    cached_tokens: int | None = None  # None: no worker has told
+    cached_tokens: int | None = None  # None: no worker has reported it
 
     def plus(self, other: "WorkerStats") -> "WorkerStats":
-        """Return the sum, field by field; what one attempt computed, no other one has found."""
+        """Return the sum by field; tokens that one attempt computed count as found by none."""
         sums = {
             each.name: getattr(self, each.name) + getattr(other, each.name)
             for each in fields(self)
@@ -91,7 +91,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Output:
-    """What a choice has for the client since the client last took something."""
+    """Output of a choice since the client last took some."""
 
     choice: int
     first_index: int
@@ -114,7 +114,7 @@ class Timings:
 class Choice:
     """One of a request's n streams.
 
-    Invariant: `token_ids` is what the client has or will get, without gap or repetition.
+    Invariant: `token_ids` are the tokens that the client has or will get, gapless and once each.
     """
 
     def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
@@ -129,9 +129,9 @@ class Choice:
         self._min_tokens = request.sampling.min_tokens
         self._max_tokens = request.sampling.max_tokens
         self._output: Output | None = None
-        self._textless: list[int] = []  # tokens of the output whose text is not made yet
+        self._textless: list[int] = []  # tokens of the output that are not decoded yet
         self.num_resumed = 0  # tokens that the client had before this router began
-        self._num_chars_had = 0  # of the text that is to be made, those that the client has
+        self._num_chars_had = 0  # of the text to be decoded, characters that the client has
 
     def accept(self, delta: Delta) -> int:
         """Take over a delta; return how many of its tokens are new.
@@ -171,7 +171,7 @@ class Choice:
         return len(new_ids)
 
     def resume(self, received: ReceivedChoice) -> None:
-        """Start with what the client has; its text is made again, and cut off."""
+        """Start after the client's part; that part is decoded again, and its text cut off."""
         token_ids = unpack_token_ids(received.packed_token_ids)
         if received.is_finished:
             self.token_ids = token_ids
@@ -248,7 +248,7 @@ class Choice:
         return text[had:]
 
     def _finish_of(self, token_ids: Sequence[int]) -> Finish | None:
-        """Return how tokens end that a worker would have ended with the last of them."""
+        """Return the reason with which a worker would have ended these tokens."""
         if token_ids and token_ids[-1] in self._end_token_ids:
             return Finish.STOP
         return Finish.LENGTH if len(token_ids) >= self._max_tokens else None
@@ -266,8 +266,8 @@ class Generation:
         self.request = request
         self.choices = [Choice(i, request, tokenizer) for i in range(request.sampling.n)]
         self.attempt = -1  # of the last begin_attempt
-        self.failed_passes = 0  # as the last worker told that gave up; the next one must know
-        self.num_resumptions = 0  # attempts that went on with what an earlier one had begun
+        self.failed_passes = 0  # as told by the last worker that gave up; the next one must know
+        self.num_resumptions = 0  # attempts that continued an earlier one
         self.decode_workers: list[str] = []  # in order of use
         self.token_gaps: TokenGaps | None = None  # where time between tokens is counted
         self.first_token_at: float | None = None  # loop time
@@ -276,14 +276,14 @@ class Generation:
         self.span = NO_SPAN  # of the call
         self.num_unfinished = len(self.choices)
         self._past_stats: WorkerStats | None = None  # of the attempts before the current one
-        self._stats = WorkerStats()  # the newest that the current attempt told
+        self._stats = WorkerStats()  # the newest that the current attempt reported
         self._running: set[int] = set()  # choices that the current worker still works on
-        self._stopped: set[int] = set()  # of those, the ones that have ended here
+        self._stopped: set[int] = set()  # those of them that have ended here
 
     def resume(self, received: Sequence[ReceivedChoice]) -> None:
-        """Go on behind what the client has of a call that was begun at another router.
+        """Go on after the client's part of a call that began at another router.
 
-        Call it first, once; it takes as long as to make the text of all these tokens.
+        Call it first, once; it takes as long as decoding all these tokens.
         """
         self.num_resumptions = 1
         for each in received:
@@ -306,11 +306,11 @@ class Generation:
 
     @property
     def stats(self) -> WorkerStats:
-        """What all attempts cost, as far as they lived to tell."""
+        """The cost of all attempts, as far as they reported it."""
         return self._past_stats.plus(self._stats) if self._past_stats else self._stats
 
     def begin_attempt(self, worker_id: str) -> list[tuple[int, Sequence[int]]]:
-        """Count a new attempt and return what it has to go on with: (choice, tokens so far)."""
+        """Count a new attempt and return the choices to continue: (choice, tokens so far)."""
         if self.attempt >= 0:
             self._past_stats, self._stats = self.stats, WorkerStats()
         self.attempt += 1
@@ -350,7 +350,7 @@ class Generation:
     def take_stopped(self) -> list[int]:
         """Return the choices that a stop string ended while others go on; each only once.
 
-        The worker knows nothing of stop strings and must be told.
+        The worker knows no stop strings, so it must be told.
         """
         if not self._stopped or self.is_finished:  # then the whole request is cancelled
             return []
@@ -379,7 +379,7 @@ class Generation:
         )
 
     def take_outputs(self) -> list[Output]:
-        """Return what the client has not got yet, one output per choice at most."""
+        """Return the output that the client does not have yet, at most one per choice."""
         return [output for choice in self.choices if (output := choice.take())]
 
 

@@ -1,7 +1,7 @@
-"""The process in which constraints are tried: what router/constraint_check.py starts.
+"""The process in which constraints are tried; router/constraint_check.py starts it.
 
-It is told the model's tokenizer, and answers each constraint with {} if it can be compiled, else
-with what is wrong: {"found": ..., "allowed": ...}.
+It gets the model's tokenizer, and answers each constraint with {} if it can be compiled, otherwise
+with the fault: {"found": ..., "allowed": ...}.
 """
 
 import resource
@@ -13,7 +13,7 @@ from grammars.constraint import Constraint, ConstraintKind
 from grammars.errors import InvalidConstraint, NoVocabulary
 from router.child_side import Answer, Work, serve
 
-# Less than a worker's thread has: what ends this process by its depth does not get there.
+# Less than a worker's thread has: a constraint too deep for a worker ends this process first.
 STACK_BYTES = 2 << 20
 
 

@@ -1,4 +1,4 @@
-"""Which prefixes prompts had in common, and how often: for people to see, no decision asks."""
+"""Prefixes that prompts shared, and how often: shown to people, used by no decision."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from heapq import nlargest
 class HotPrefix:
     """A prefix that prompts found in a cache."""
 
-    tenant: str  # whose prompts
-    page_hash: bytes  # of its last page, which stands for all before
+    tenant: str  # whose prompts they were
+    page_hash: bytes  # of its last page, which stands for all earlier ones
     num_tokens: int
     num_hits: int  # prompts whose longest known prefix it was
 
 
 class HotPrefixes:
-    """Counts the longest known prefix of each prompt, without what is in it.
+    """Counts the longest known prefix of each prompt, without its contents.
 
-    Invariant: at most `max_prefixes` are held; those that no prompt had for longest go first.
+    Invariant: at most `max_prefixes` are held; the least recently used go first.
     """
 
     def __init__(self, *, max_prefixes: int) -> None:
@@ -33,8 +33,8 @@ class HotPrefixes:
         """Count a prompt.
 
         Args:
-            tenant: Whose it is.
-            page_hashes: Of its full pages.
+            tenant: Its tenant.
+            page_hashes: Those of its full pages.
             num_known: How many of them, from the first on, some worker holds.
             page_size: Tokens of a page.
         """
@@ -52,11 +52,11 @@ class HotPrefixes:
             self._found.popitem(last=False)
 
     def hottest(self, count: int, tenant: str | None = None) -> list[HotPrefix]:
-        """Return those with most hits, most first; of equals the longest first.
+        """Return the prefixes with most hits, most first; of equals the longest first.
 
         Args:
             count: How many at most.
-            tenant: Of this one alone; None: of all.
+            tenant: The only tenant to consider; None: all.
         """
         found = [each for each in self._found.values() if tenant in (None, each.tenant)]
         return nlargest(count, found, key=lambda each: (each.num_hits, each.num_tokens))

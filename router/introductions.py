@@ -1,7 +1,7 @@
-"""Tells decode workers of prefill workers, so that no request has to wait for a connection.
+"""Introduces prefill workers to decode workers, so that no request has to wait for a connection.
 
-A connection takes two workers some round trips, with NCCL up to seconds. Made when the router knows
-of both, it is there before the first request needs it. What fails here costs nothing: the first
+A connection takes two workers some round trips, with NCCL up to seconds. It is made as soon as the
+router knows both, before the first request needs it. A failure here costs nothing: the first
 request connects then.
 """
 
@@ -27,7 +27,7 @@ class Introductions:
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
-        self._told: dict[Worker, frozenset[WorkerMember]] = {}  # decode worker |-> whom it knows
+        self._told: dict[Worker, frozenset[WorkerMember]] = {}  # decode worker |-> known to it
 
     async def run(self) -> None:
         """Introduce until cancelled."""
@@ -49,7 +49,7 @@ class Introductions:
                 "introduction_failed",
                 extra=fields(worker_id=worker.member.worker_id, reason=error.details()),
             )
-        # Its channel was closed, because another start has replaced it or it has left:
+        # Its channel was closed, because it has restarted or left:
         except grpc.aio.UsageError:
             return  # before the call
         except asyncio.CancelledError:  # during the call

@@ -1,7 +1,7 @@
-"""The calls of one GenerateMany stream: runs each, and collects what they have for its writer.
+"""The calls of one GenerateMany stream: runs each, and collects their results for its writer.
 
-A call that has something new appends it, and one writer takes what all calls have at once. When the
-writer is held up, calls wait, and their generations merge what their workers send meanwhile.
+A call appends its new results, and one writer takes those of all calls at once. When the writer is
+blocked, calls wait, and their generations merge the deltas that arrive meanwhile.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from router.errors import InvalidRequest
 _MOST_PENDING = 1024  # results that calls append before they wait for the writer
 
 Send = Callable[[Any], Awaitable[None]]
-# Runs a call to its end: given what its caller sent to start it, and where its messages go. Returns
-# the error status that ends it, serialized, or nothing.
+# Runs a call to its end, given its caller's first message and a sink for its messages. Returns the
+# serialized error status that ends it, or nothing.
 Play = Callable[[Any, Send], Awaitable[bytes]]
 
 
@@ -23,13 +23,13 @@ class ManyCalls:
 
     Args:
         play: Runs one call.
-        cancelled_status: Serialized, what a call ends with that its caller cancels.
+        cancelled_status: Serialized status of a call that its caller cancels.
     """
 
     def __init__(self, play: Play, *, cancelled_status: bytes) -> None:
         self._play = play
         self._cancelled_status = cancelled_status
-        self._tasks: dict[int, asyncio.Task[bytes]] = {}  # call id |-> what runs it
+        self._tasks: dict[int, asyncio.Task[bytes]] = {}  # call id |-> its task
         self._pending: list[tuple[int, Any]] = []  # (call id, message or status)
         self._has_news = asyncio.Event()  # something is pending, or the calls are over
         self._is_taken = asyncio.Event()
@@ -61,10 +61,10 @@ class ManyCalls:
         self._has_news.set()
 
     async def take(self) -> list[tuple[int, Any]]:
-        """Wait for results and return all there are, call by call in order; none: all is over.
+        """Wait for results and return them, each call's in order; none: all calls are over.
 
         Raises:
-            Exception: What `close` was given.
+            Exception: The argument of `close`.
         """
         while not self._pending and not (self._is_closed and not self._tasks) and not self._error:
             self._has_news.clear()
@@ -76,13 +76,13 @@ class ManyCalls:
         return pending
 
     async def wait_taken(self) -> None:
-        """Wait while much is pending. Who starts calls waits, too: each ends with a result."""
+        """Wait while much is pending. Starting a call waits as well: each ends with a result."""
         while len(self._pending) >= _MOST_PENDING:
             self._is_taken.clear()
             await self._is_taken.wait()
 
     async def stop(self) -> None:
-        """Cancel what runs and wait for its end."""
+        """Cancel running calls and wait for their end."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

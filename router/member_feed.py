@@ -1,8 +1,8 @@
-"""Follows the membership that the cluster's controller tells.
+"""Follows the membership that the cluster's controller publishes.
 
-The stream begins anew whenever it breaks or is silent, and at the beginning all is told. Until then
-the router goes by what it knows. A controller that was started again has another incarnation: the
-first call learns it, and the next one means it.
+The stream is reopened whenever it breaks or is silent, and it begins with all members. Until then
+the router uses the members that it knows. A restarted controller has another incarnation: the first
+call learns it, and the next one names it.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from router.membership import WorkerMember
 
 logger = logging.getLogger(__name__)
 
-SILENT_S = 6.0  # of a controller that tells all once in a second
+SILENT_S = 6.0  # of a controller that sends all members once a second
 RETRY_S = 0.5
 UNKNOWN_INCARNATION = 0
 
 
 class MemberFeed:
-    """Tells a router its members.
+    """Keeps a router's members up to date.
 
     Args:
         router_id: For the controller's log.
         find_controller: Returns its address; raises ControllerGone.
         connect_controller: Makes a channel to an address, for one incarnation.
-        take: Given all members, whenever there is news.
+        take: Called with all members, whenever they change.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MemberFeed:
             await channel.close()
 
     async def _tell(self, call: Any, applied: int) -> None:
-        with suppress(asyncio.InvalidStateError):  # it is over; who reads next learns why
+        with suppress(asyncio.InvalidStateError):  # it is over; the next read learns why
             await call.write(wire.members_request(self._router_id, applied))
 
 

@@ -1,4 +1,4 @@
-"""Who the router may use: what the controller (or a test) hands to `Router.set_workers`."""
+"""The workers that a router may use: the argument of `Router.set_workers`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,5 +14,5 @@ class WorkerMember:
     incarnation: int  # random 64-bit number of this start
     address: str  # "host:port" for connect_channel
     pool: PoolName
-    # It finishes what it has and then leaves. The same start before and after, so not compared.
+    # It finishes its requests and then leaves. The start stays the same, so not compared.
     is_draining: bool = field(default=False, compare=False)

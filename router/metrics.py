@@ -1,4 +1,4 @@
-"""What a router counts of requests, and all that its /metrics tells."""
+"""A router's counters of requests, and all metrics of its /metrics."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ class RouterMetrics(RequestMetrics):
         self._outcomes = ByLabels(
             Counter(
                 "pagewire_router_requests",
-                "Calls that are over, by outcome: ok, or the name of a gRPC status.",
+                "Finished calls, by outcome: ok, or the name of a gRPC status.",
                 ("outcome",),
                 registry=self.registry,
             )
@@ -43,10 +43,10 @@ class RouterMetrics(RequestMetrics):
         self._outcomes.labels(outcome).inc()
 
     def tell_cluster(self, ask: Callable[[], Cluster], model: Callable[[], str]) -> None:
-        """Let each scrape also tell what is known when it comes; call it once.
+        """Let each scrape also report the router's current view; call it once.
 
         Args:
-            ask: Returns what the router knows; may raise, which fails the scrape.
+            ask: Returns the router's view; may raise, which fails the scrape.
             model: Returns the name of the served model, empty while it is not known.
         """
         self.registry.register(GapsCollector(self.token_gaps, model))

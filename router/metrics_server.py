@@ -1,4 +1,4 @@
-"""Serves a router's metrics to Prometheus, over HTTP on a port of its own."""
+"""Serves a router's metrics to Prometheus, over HTTP on a separate port."""
 
 import socket
 import ssl
@@ -16,22 +16,22 @@ from router.errors import PortTaken
 
 MAX_SCRAPES = 8  # at a time; further connections are closed
 DEADLINE_S = 10.0  # for a whole request, from its connection to the last byte of the answer
-POLL_S = 0.1  # how often the server looks whether it is to stop
+POLL_S = 0.1  # how often the server checks whether it must stop
 
 
 class MetricsServer:
-    """A thread that answers, and one more for each scrape that runs.
+    """A thread that accepts connections, and one more for each running scrape.
 
     Args:
-        registry: What is told. It is collected in these threads.
-        host, port: Where Prometheus asks.
-        tls: Of the connections; None: they are in clear.
-        is_operator: Returns whether a request with such a header `authorization`, empty where there
-            is none, may be answered. Called in these threads; it and the registry's collectors may
-            raise TimeoutError.
+        registry: The metrics, collected in these threads.
+        host, port: The address that Prometheus scrapes.
+        tls: TLS of the connections; None: they are in clear.
+        is_operator: Returns whether a request with this `authorization` header, empty if absent,
+            may be answered. Called in these threads; it and the registry's collectors may raise
+            TimeoutError.
 
     Raises:
-        PortTaken: Something else listens there, or nobody may.
+        PortTaken: The port is in use or not allowed to this user.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to listen; takes as long as POLL_S. Scrapes that run end by themselves."""
+        """Stop listening; takes up to POLL_S. Running scrapes finish on their own."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -90,7 +90,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type] # of IPv6 there is more
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # that of HTTPServer asks a name server for its own name
+        TCPServer.server_bind(self)  # HTTPServer's own method asks a name server for its name
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
@@ -123,7 +123,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that leaves, or sends nonsense, is none of the router's errors."""
+        """Log nothing: a client that leaves, or sends nonsense, is no error of the router."""
 
 
 def _cut_off(connection: socket.socket) -> None:
@@ -133,4 +133,4 @@ def _cut_off(connection: socket.socket) -> None:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Say nothing: scrapes come all the time."""
+        """Log nothing: scrapes come all the time."""

@@ -1,4 +1,4 @@
-"""Runs what grows with a prompt, such as tokenizing, beside the event loop and its streams."""
+"""Runs work that grows with a prompt, such as tokenizing, off the event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -20,10 +20,10 @@ class RunBlocking(Protocol):
 
 
 class OffLoop:
-    """A bounded number of functions that run at once, and a bounded size of those that wait.
+    """Bounds the number of functions that run at once and the size of the waiting ones.
 
-    A caller that is cancelled gives up its place in the queue at once; a function that runs keeps
-    its place to its end, because a thread cannot be stopped.
+    A cancelled caller gives up its place in the queue at once; a running function keeps its place
+    to the end, because a thread cannot be stopped.
     """
 
     def __init__(self, run_blocking: RunBlocking, *, retry_delay_s: float) -> None:
@@ -33,7 +33,7 @@ class OffLoop:
         self._num_bytes = 0
 
     async def run(self, function: Callable[[], T], num_bytes: int) -> T:
-        """Return what a function returns that works on so many bytes.
+        """Return the result of a function that works on this many bytes.
 
         Raises:
             Overloaded: Too much waits already.

@@ -1,8 +1,8 @@
-"""Spaces the messages of streams, so that what messages cost leaves the router time for tokens.
+"""Spaces the messages of streams, so that the cost of messages leaves the router time for tokens.
 
-A message costs the router CPU time however many tokens it carries: about 45 us if a request is a
-gRPC call of its own, about 11 us in a stream that calls share. A token costs 5 to 9 us. So the
-tokens of a stream gather after each of its messages, longer the more streams there are. With few
+A message costs the router CPU time however many tokens it carries: about 45 us if each request is a
+separate gRPC call, about 11 us in a stream that calls share. A token costs 5 to 9 us. So the tokens
+of a stream gather after each of its messages; the more streams there are, the longer. With few
 streams no token waits.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 TICK_S = 1e-3  # streams that are due within it share a timer
 
-OWN_CALL_US = 80  # of a message, where a request is a gRPC call of its own
+OWN_CALL_US = 80  # of a message, where each request is a separate gRPC call
 SHARED_CALL_US = 20  # where calls share a stream
 
 Wake = Callable[[], None]
@@ -23,9 +23,9 @@ class Pace:
     """How often a stream may send.
 
     Attributes:
-        message_us: Microseconds of the router's time that each of its messages is given. This is
-            about twice what a message costs, which leaves half of a core for tokens.
-        least_s: How long its tokens gather at least.
+        message_us: Microseconds of the router's time budgeted for each message. This is about twice
+            the cost of a message, which leaves half of a core for tokens.
+        least_s: The shortest time that its tokens gather.
     """
 
     message_us: int
@@ -39,20 +39,20 @@ class Pacer:
         most_s: The longest that tokens gather; 0: they never do.
 
     Attributes:
-        sending_us: What one message of each choice whose tokens come now is given, microseconds.
+        sending_us: Budget of one message for each choice that receives tokens now, microseconds.
     """
 
     def __init__(self, most_s: float) -> None:
         self.sending_us = 0
         self._most_s = most_s
-        self._ticks: dict[int, list[Wake]] = {}  # number of a tick |-> what to call then
+        self._ticks: dict[int, list[Wake]] = {}  # number of a tick |-> callbacks
 
     def interval_s(self, pace: Pace) -> float:
         """Return how long tokens of a stream gather after a message."""
         return max(min(self._most_s, self.sending_us * 1e-6), pace.least_s)
 
     def call_at(self, due_at: float, wake: Wake) -> None:
-        """Call `wake` at the last tick that is not after a loop time, or soon if it has passed."""
+        """Call `wake` at the last tick up to a loop time, or soon if that has passed."""
         tick = int(due_at / TICK_S)
         wakes = self._ticks.get(tick)
         if wakes is None:

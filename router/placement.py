@@ -4,15 +4,15 @@ from router.worker_registry import Worker
 
 
 class Placement:
-    """Where one attempt of a request is; released exactly once.
+    """The place of one attempt of a request; released exactly once.
 
     Args:
         decode: The worker that owns the request.
         prefill: Candidates, best first.
         computing: The worker that is expected to compute the prompt.
-        num_computed_tokens: That it has to compute.
+        num_computed_tokens: Tokens that it has to compute.
         prompt_len: Tokens of the prompt.
-        num_pages: That the decode worker has to find for it.
+        num_pages: Pages that the decode worker has to find for it.
         num_sequences: Choices of the request.
     """
 

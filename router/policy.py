@@ -1,24 +1,24 @@
-"""Decides where a request is served: a pure function of the request and what workers hold and do.
+"""Decides where a request is served: a pure function of the request and the workers' state.
 
 The cost of a worker is a time in seconds, and the cheapest worker wins.
 
 A decode worker costs
     wait      until it has pages and a place in its batch (router/expected_wait.py)
-  + load      num_requests x decode_load_s: the new request slows the steps of those that run
-              there, and they slow its own
-  + pressure  share of the pool that is in use with the request x page_pressure_s
+  + load      num_requests x decode_load_s: the new request and those that run there slow each
+              other's steps
+  + pressure  share of the pool in use including the request x page_pressure_s
   + receive   tokens that its cache lacks x receive_s_per_token: bytes over bandwidth
-  + compute   the cost of the best prefill worker. A decode worker that lacks no more than
-              local_prefill_max_tokens computes those itself, if that is cheaper.
+  + compute   the cost of the best prefill worker. A decode worker that lacks at most
+              local_prefill_max_tokens computes them itself, if that is cheaper.
 
 A prefill worker costs the tokens in its queue, plus new_work_weight x the tokens that its cache
 lacks, over prefill_tokens_per_s. New work weighs more than waiting: computing a prefix again takes
-time from everybody, waiting for one that is being computed only from the request itself.
+time from all requests, waiting for one being computed only from the request itself.
 
-What a decode worker lacks it receives, which takes milliseconds over NVLink. Only a prefill worker
-that lacks it, too, computes it, and that costs the same whichever decode worker is chosen. So the
-same prefix on another decode worker is worth little more than the transfer, and load decides.
-Without prefill workers a decode worker computes all that it lacks, and overlap is worth that.
+A decode worker receives the pages that it lacks, which takes milliseconds over NVLink. They are
+computed only if the prefill worker lacks them, too, at the same cost for every decode worker. So a
+prefix that a decode worker already holds saves little more than the transfer, and load decides.
+Without prefill workers a decode worker computes all that it lacks, and overlap saves that work.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from router.expected_wait import EXPECTED_NEW_TOKENS, DecodeQueue, Demand, wait_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyWeights:
-    """What turns counts into seconds; see RouterConfig for the meaning."""
+    """Factors that turn counts into seconds; see RouterConfig for their meaning."""
 
     prefill_tokens_per_s: float
     new_work_weight: float
@@ -48,24 +48,24 @@ class WorkerLoad:
     num_requests: int = 0  # that it has now
     queued_tokens: int = 0  # prompt tokens that wait to be computed there
     prefill_wait_s: float = 0.0  # until these are computed, as far as that is known
-    receive_s_per_token: float = 0.0  # of a decode worker: to receive a token's part of pages
+    receive_s_per_token: float = 0.0  # of a decode worker: time to receive a token's part of pages
     queue: DecodeQueue = field(default_factory=DecodeQueue)  # of a decode worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteQuery:
-    """What the decision depends on besides the workers."""
+    """The inputs of the decision besides the workers."""
 
     num_tokens: int  # of the prompt
     num_sequences: int  # choices
     max_new_tokens: int  # of each
     page_size: int
-    affinity: bytes  # of the first page: sends cold prompts with one beginning to one place
+    affinity: bytes  # of the first page: cold prompts with the same beginning go to the same place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteDecision:
-    """Which worker decodes, and which may prefill, best first."""
+    """The decode worker, and the prefill candidates, best first."""
 
     decode_worker: str
     prefill_candidates: tuple[str, ...]
@@ -87,8 +87,8 @@ def route(
 
     Args:
         query: The request.
-        decode_workers: Those that take requests; at least one.
-        prefill_workers: Likewise; none means that the decode worker prefills.
+        decode_workers: The ones that take requests; at least one.
+        prefill_workers: The ones that take requests; none means that the decode worker prefills.
         overlaps: worker_id |-> leading pages that it holds; absent is 0.
         weights: Of the costs.
     """
@@ -151,14 +151,14 @@ class _Costs:
             + worker.num_requests * self._weights.decode_load_s
             + share_in_use * self._weights.page_pressure_s
             + receive_s
-            # At most what a prefill worker costs, so that no worker loses by holding more.
+            # At most the cost of a prefill worker, so that no worker loses by holding more.
             + min(
                 self.compute_s(each) for each in (self.computing(worker, prefill), prefill) if each
             )
         )
 
     def computing(self, decode: WorkerLoad, prefill: WorkerLoad | None) -> WorkerLoad:
-        """Return the worker that computes the prompt if it is decoded there."""
+        """Return the worker that computes the prompt if this worker decodes it."""
         is_little = self.num_lacking(decode) <= self._weights.local_prefill_max_tokens
         return decode if prefill is None or is_little else prefill
 

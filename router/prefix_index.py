@@ -1,4 +1,4 @@
-"""Which worker holds which pages: page hash |-> workers, fed by the workers' cache events.
+"""Maps each page hash to the workers that hold the page, fed by the workers' cache events.
 
 Confirmed entries follow the events of each worker exactly. Speculative entries stand for pages that
 a routed request is about to create; they bridge the time until the event comes, and expire.
@@ -17,14 +17,14 @@ class CacheBatch:
 
     incarnation: int
     sequence: int  # after this batch
-    is_snapshot: bool  # `stored` is everything there is
+    is_snapshot: bool  # `stored` is the whole cache
     stored: bytes  # page hashes, concatenated
     removed: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a worker's events were applied."""
+    """The last of a worker's events that was applied."""
 
     incarnation: int
     sequence: int
@@ -74,7 +74,7 @@ class PrefixIndex:
                 pages.discard(page_hash)
                 self._clear(page_hash, bit)
         for page_hash in _split(batch.stored):
-            # When full, what came first stays: the beginnings that many prompts share.
+            # When full, the earliest entries stay: the beginnings that many prompts share.
             if page_hash in self._masks or len(self._masks) < self._max_pages:
                 self._masks[page_hash] = self._masks.get(page_hash, 0) | bit
                 pages.add(page_hash)
@@ -84,7 +84,7 @@ class PrefixIndex:
     def expect(self, worker_id: str, page_hashes: Sequence[bytes], expires_at: float) -> None:
         """Count pages as held by a worker until a time, because a request was sent there.
 
-        Those that it holds are left alone: its events tell when it does no more.
+        Pages that it holds are left alone: its events say when it drops them.
         """
         bit = self._bit(worker_id)
         entered = []
@@ -126,7 +126,7 @@ class PrefixIndex:
         return sorted(worker_id for worker_id, bit in self._bits.items() if mask & bit)
 
     def forget(self, worker_id: str) -> None:
-        """Drop the confirmed entries of a worker; the next batch must be a snapshot."""
+        """Drop a worker's confirmed entries; its next batch must be a snapshot."""
         self._positions.pop(worker_id, None)
         pages = self._pages.pop(worker_id, None)
         if pages:

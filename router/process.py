@@ -1,4 +1,4 @@
-"""What a process that hosts a router holds beside it: its server, and who tells it the workers.
+"""The process of a router: its server, and the feed of its workers.
 
 The same in Ray (router/actor.py) and without it (`pagewire router`).
 """
@@ -40,19 +40,19 @@ from router.tenants.watch import TenantsWatch
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 1.0  # for calls to end that were told to
+CLOSE_S = 1.0  # for cancelled calls to end
 T = TypeVar("T")
-STATUS_S = 2.0  # for the event loop to say what it knows
+STATUS_S = 2.0  # for the event loop to report its view
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSettings:
-    """What a router is started with."""
+    """Settings of a router process."""
 
     config: RouterConfig  # without keys
     model_dir: Path  # of tokenizer and chat template
     host: str  # where clients connect; empty: the address of network_interface
-    port: int  # 0: a free one, anew at each start
+    port: int  # 0: a free one at each start
     network_interface: str = ""
     shares_port: bool = False  # see router.front
     log_level: str = "info"  # see observability.logs
@@ -108,7 +108,7 @@ class RouterProcess:
 
     @property
     def cluster_token(self) -> str:
-        """The token of whoever started the cluster; empty: nobody needs one."""
+        """The token of the cluster's owner; empty: calls need none."""
         return "" if self._tenants.is_open else self._settings.keys.cluster_token
 
     async def start(self) -> str:
@@ -117,8 +117,8 @@ class RouterProcess:
         Raises:
             ModelFolderError: The chat template cannot be used.
             RuntimeError: The port is taken.
-            OpenInClear: Other hosts could connect, and nothing would be encrypted.
-            PortTaken: That of the metrics is.
+            OpenInClear: Other hosts could connect without encryption.
+            PortTaken: The port of the metrics is in use.
             TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
         """
         settings = self._settings
@@ -144,10 +144,10 @@ class RouterProcess:
         return address
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing new, give running requests `grace_s` seconds, then end everything.
+        """Refuse new work, give running requests `grace_s` seconds, then end everything.
 
-        What does not end in time clients resume elsewhere. Meanwhile the router says that it stops;
-        one that shares its port closes it, so that the others get all new connections.
+        Clients resume unfinished requests elsewhere. Meanwhile the router reports that it stops; if
+        it shares its port, it closes it, so that other routers get all new connections.
         """
         closing = []
         if self._settings.shares_port:

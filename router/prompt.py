@@ -1,4 +1,4 @@
-"""A prompt as a front end hands it over, and how it becomes token ids."""
+"""Prompts as front ends pass them, and their conversion to token ids."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from router.validation import check_packed_token_ids, check_text
 
 T = TypeVar("T")
 
-# What takes longer than half a millisecond; the way through a thread costs a third of one.
+# Work of more than half a millisecond; a detour through a thread costs a third of one.
 LARGE_TEXT_CHARS = 1000
 LARGE_PACKED_BYTES = 16_384  # to check and hash
 LARGE_IDS_BYTES = 4000  # to turn into text
-LARGE_PIECES_BYTES = 160  # ... and each by itself
+LARGE_PIECES_BYTES = 160  # ... and each separately
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ToolCall:
     id: str = ""
 
     def for_template(self) -> dict[str, Any]:
-        """Return what ChatTemplate takes."""
+        """Return the form that ChatTemplate takes."""
         function = {"name": self.name, "arguments": self.arguments}
         return {**_given(id=self.id), "type": "function", "function": function}
 
@@ -68,7 +68,7 @@ class ChatMessage:
         return sum(map(len, texts)) + sum(map(len, calls))
 
     def for_template(self) -> dict[str, Any]:
-        """Return what ChatTemplate takes, with keys as transformers' documentation names them."""
+        """Return the form that ChatTemplate takes, with the keys of transformers' documentation."""
         return {
             "role": self.role,
             "content": self.content,
@@ -106,7 +106,7 @@ class PromptEncoder:
     async def encode(
         self, prompt: Prompt, finish: Callable[[bytes], T], *, max_chars: int
     ) -> tuple[str, T]:
-        """Return the text of a prompt, "" for token ids, and what `finish` makes of its tokens.
+        """Return the text of a prompt, "" for token ids, and the result of `finish` for its tokens.
 
         Args:
             prompt: As a front end hands it over.
@@ -146,7 +146,7 @@ class PromptEncoder:
     async def decode(
         self, packed: bytes, *, skip_special_tokens: bool, with_pieces: bool
     ) -> tuple[str, list[str]]:
-        """Return the text of packed token ids, and if asked for the text of each by itself.
+        """Return the text of packed token ids and, if requested, the text of each one.
 
         Raises:
             InvalidRequest: The router has no tokenizer.

@@ -1,4 +1,4 @@
-"""A request in the forms it takes on its way in: as asked, and complete."""
+"""A request in its two forms: as the client sent it, and complete."""
 
 from dataclasses import dataclass, field, fields
 
@@ -12,9 +12,9 @@ _CAPACITIES = ("max_context_tokens", "max_choices")  # in which workers may diff
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """The model that the workers serve: the same on all workers of a router, but for capacities.
+    """The model that the workers serve: the same on all workers of a router, except capacities.
 
-    A worker whose pages hold less than the model's context reports what they hold.
+    A worker whose pages hold less than the model's context reports their capacity.
     """
 
     name: str
@@ -60,7 +60,7 @@ class AskedSampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingDefaults:
-    """What unset parameters become: the model's generation_config, else these."""
+    """Defaults of unset parameters that the model's generation_config does not set."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -89,17 +89,17 @@ class Sampling:
     n: int
     logprobs: int | None  # None: none
     skip_special_tokens: bool = True  # in the text; the router's own business, too
-    constraint: Constraint | None = None  # what each choice is held to
+    constraint: Constraint | None = None  # on each choice
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class GenerationRequest:
-    """An admitted request: everything that dispatch needs to get it served."""
+    """An admitted request: everything that dispatch needs."""
 
     request_id: str  # 32 hexadecimal digits
     packed_token_ids: bytes  # the prompt, as pagewire.protos.token_ids packs it
     sampling: Sampling
-    end_token_ids: frozenset[int]  # those that end a choice and are not part of its text
+    end_token_ids: frozenset[int]  # they end a choice and are not part of its text
     page_hashes: tuple[bytes, ...]  # of the prompt's full pages
     page_size: int
     arrived_at: float  # loop time

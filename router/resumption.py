@@ -1,14 +1,14 @@
-"""Resume tokens: what a router gives a caller, so that any other one can go on with the call.
+"""Resume tokens: with one, a caller can continue its call at any other router.
 
-A router keeps nothing for a call that another one may resume. The caller sends its request again,
-what it has received, and the token of the first message. The token holds what the first router
-chose, and a proof over that and over all that the tokens depend on:
+A router stores nothing for a call that another one may resume. The caller sends its request again,
+the output that it has received, and the token of the first message. The token holds the choices of
+the first router, and a proof over them and over all that the output depends on:
 
     version (1) | expires at (8) | seed (8) | most tokens (4) | request id (16) | proof (32)
 
-The proof is HMAC-SHA256 under a key that all routers of a cluster have, and no one else. A request
-that differs in its prompt or its sampling, another model and another tenant thus have another one.
-Integers are big-endian; times are seconds since 1970 by the routers' clocks.
+The proof is HMAC-SHA256 under a key that only the routers of a cluster have. Another prompt,
+sampling, model or tenant therefore gives another proof. Integers are big-endian; times are seconds
+since 1970 by the routers' clocks.
 """
 
 import hmac
@@ -31,7 +31,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceivedChoice:
-    """What a caller has of one choice."""
+    """The part of one choice that a caller has."""
 
     choice: int
     packed_token_ids: bytes
@@ -41,7 +41,7 @@ class ReceivedChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """What a caller has of a call that it lost."""
+    """The part of a lost call that its caller has."""
 
     token: bytes
     choices: tuple[ReceivedChoice, ...]
@@ -54,7 +54,7 @@ class Resumption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """What the router chose that began a call; to be believed when the token is checked."""
+    """The choices of the router that began a call; trustworthy once the token is checked."""
 
     request_id: str
     seed: int
@@ -62,11 +62,11 @@ class Begun:
 
 
 class ResumeTokens:
-    """Makes and checks the tokens of one cluster. Of another tenant they are of no use.
+    """Makes and checks the tokens of one cluster. A token is useless to another tenant.
 
     Args:
-        key: Of the cluster's routers; empty: no call can be resumed.
-        lifetime_s: Of a token.
+        key: Key of the cluster's routers; empty: no call can be resumed.
+        lifetime_s: Lifetime of a token.
         wall_clock: Returns seconds since 1970.
     """
 
@@ -89,10 +89,10 @@ class ResumeTokens:
         return head + self._proof(head, request, asked, fingerprint)
 
     def read(self, token: bytes) -> Begun:
-        """Return what a token says, which is not checked yet.
+        """Return the contents of a token, which are not checked yet.
 
         Raises:
-            InvalidRequest: It is none.
+            InvalidRequest: It is no token.
         """
         if not self._key:
             raise InvalidRequest("resume", "a resumption", "none: this router has no key for it")
@@ -104,13 +104,13 @@ class ResumeTokens:
     def check(
         self, token: bytes, request: GenerationRequest, asked: AskedSampling, fingerprint: str
     ) -> None:
-        """Refuse a token that is not of this request, or too old.
+        """Refuse a token of another request, or one that is too old.
 
         Args:
             token: One that `read` has read.
-            request: Complete, with what the token says.
+            request: Complete, with the token's contents.
             asked: As the caller sent it now.
-            fingerprint: Of the model.
+            fingerprint: That of the model.
 
         Raises:
             InvalidRequest: Names the field.

@@ -43,13 +43,13 @@ class Router:
         model_dir: Folder with tokenizer.json, chat template and generation_config.json; None serves
             token ids only (no text, no chat, no stop strings).
         connect_channel: Makes a grpc.aio channel to one start of a worker.
-        tenants: Who may call, as of the server; None: everybody.
+        tenants: The callers allowed, as for the server; None: any.
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
         wall_clock: Returns seconds since 1970, by which resume tokens expire.
-        make_renderer: Makes what renders chats with the model's template.
-        make_checker: Makes what tries constraints, with the tokenizer of a folder.
-        run_blocking: Runs what grows with a prompt.
-        describe_tls: Tells how it is connected, for the cluster's status.
+        make_renderer: Makes the renderer of chats with the model's template.
+        make_checker: Makes the checker of constraints with the tokenizer of a folder.
+        run_blocking: Runs work that grows with a prompt.
+        describe_tls: Describes its connections, for the cluster's status.
 
     Raises:
         ModelFolderError: A file of the model folder cannot be used.
@@ -149,12 +149,12 @@ class Router:
         self.registry.set_members(workers)
 
     def cluster_status(self) -> ClusterStatus:
-        """Return what this router knows now, as clients get it."""
+        """Return this router's current view of the cluster, as clients get it."""
         return status_from(self._servicer.cluster_status())
 
     @property
     def model_name(self) -> str:
-        """The served model; empty until a worker has told it."""
+        """The served model; empty until a worker has reported it."""
         return self.registry.model.name if self.registry.model else ""
 
     async def stop(self, grace_s: float) -> None:

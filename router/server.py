@@ -70,7 +70,7 @@ _CODES_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # Takes all messages of a call to its caller.
 _Deliver = Callable[[AsyncGenerator[inference_pb2.GenerateResponse, None]], Awaitable[None]]
 
-# Returns how clients are connected to the router, and it to the cluster.
+# Describes the connections of clients to the router, and of the router to the cluster.
 DescribeTls = Callable[[], tuple[Encryption, Encryption]]
 
 
@@ -194,7 +194,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return self.cluster_status()
 
     def cluster_status(self) -> inference_pb2.GetClusterStatusResponse:
-        """Return what this router knows now, as operators see it."""
+        """Return this router's current view of the cluster, for operators."""
         front, cluster = self._describe_tls()
         return inference_pb2.GetClusterStatusResponse(
             workers=[
@@ -288,7 +288,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def _served(self, record: "_Record") -> AsyncIterator[Tenant]:
-        """Hold a place for a request, and note how it ends: if not well, with a RouterError."""
+        """Hold a place for a request, and note how it ends; failures become a RouterError."""
         tenant: Tenant | None = None
         try:
             tenant = current_tenant(self._tenants)
@@ -305,7 +305,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             record.outcome = "CANCELLED"
             raise
         except Exception:
-            # Nothing that one request does may reach the others.
+            # A bug in one request must not affect others.
             logger.exception("request_crashed", extra=fields(request_id=record.request_id))
             record.outcome = "INTERNAL"
             raise RequestFailed(
@@ -360,7 +360,7 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
 
 @contextmanager
 def _accounted(record: "_Record", tenant: Tenant) -> Iterator[Account]:
-    """Count what a generation uses; one that is refused before any work has used nothing."""
+    """Count the usage of a generation; one refused before any work has used nothing."""
     account = Account(tenant)
     try:
         yield account
@@ -374,7 +374,7 @@ def _accounted(record: "_Record", tenant: Tenant) -> Iterator[Account]:
 
 
 class _Record:
-    """What the log says about one request, in one line."""
+    """The log line of one request."""
 
     def __init__(self, request_id: str, arrived_at: float) -> None:
         self.request_id = request_id
@@ -419,7 +419,7 @@ def _resumed_from(generation: Generation) -> dict[str, object]:
 
 
 def _traceparent(context: grpc.aio.ServicerContext) -> str:
-    """Return what the caller's own tracing put into the call's metadata."""
+    """Return the trace context in the call's metadata."""
     metadata = context.invocation_metadata() or ()
     return next((value for key, value in metadata if key == "traceparent"), "")
 
@@ -440,7 +440,7 @@ def _prompt(request: Any, field: str) -> Prompt:
 
 async def _results(calls: ManyCalls) -> AsyncGenerator[inference_pb2.GenerateManyResponse, None]:
     while results := await calls.take():
-        # A caller that reads late gets much at once, and no message may be too long.
+        # A caller that reads late gets much at once, but no message may be too long.
         for first in range(0, len(results), _MOST_RESULTS):
             part = results[first : first + _MOST_RESULTS]
             yield inference_pb2.GenerateManyResponse(
@@ -491,7 +491,7 @@ async def _read_calls(
 
 @asynccontextmanager
 async def _answering(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """End a call with the status of what goes wrong."""
+    """End a call with the status of its error."""
     try:
         yield
     except RouterError as error:

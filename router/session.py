@@ -1,8 +1,8 @@
 """The stream between this router and a decode worker, and the requests that share it.
 
 The session's reader feeds each `Stream` and never waits for a client; a client's call takes from
-its stream at its own pace, and no faster than the router's. A stream outlives a session: when one
-breaks, the request goes on over another, as the next attempt.
+its stream at its own pace, and no faster than the router's. A stream outlives a session: when that
+breaks, the request continues over another session, as the next attempt.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ class Stream:
     """A request on its way: fed by a session, drained by the client's call.
 
     Args:
-        generation: What is fed and drained.
-        pacer: Says how long tokens gather after each message.
-        pace: What its messages cost, and how long its tokens gather at least.
+        generation: The state that is fed and drained.
+        pacer: Decides how long tokens gather after each message.
+        pace: The cost of its messages, and the shortest time that its tokens gather.
     """
 
     def __init__(self, generation: Generation, pacer: Pacer, pace: Pace) -> None:
@@ -54,13 +54,13 @@ class Stream:
         return self._pace.message_us * len(self.generation.choices)  # each has messages of its own
 
     async def next_outputs(self) -> list[Output]:
-        """Wait until there is something new and return it; nothing means that all was returned.
+        """Wait for new output and return it; nothing means that all was returned.
 
         Raises:
-            RouterError: The request failed; after everything that was received before.
+            RouterError: The request failed; raised after all earlier output was returned.
         """
         while not self._is_over:
-            # No deadline here: the task that drives the request has one, and ends this.
+            # No deadline here: the task that drives the request has one and ends this wait.
             await self._ready.wait()
             self._ready.clear()
             self._is_gathering = False
@@ -75,7 +75,7 @@ class Stream:
 
     def begin_attempt(self) -> "asyncio.Future[None]":
         self._attempt_over = asyncio.get_running_loop().create_future()
-        # A client that leaves at the same moment leaves nobody to look at the failure.
+        # If the client leaves at the same moment, the failure is never retrieved.
         self._attempt_over.add_done_callback(mark_seen)
         return self._attempt_over
 
@@ -106,7 +106,7 @@ class Stream:
             self._pacer.call_at(self._due_at, self._ready.set)
 
     def on_failure(self, failure: Failure) -> None:
-        """End the attempt because the worker says so, unless that is stale."""
+        """End the attempt because the worker reports its end, unless that is stale."""
         if not self.generation.fail_attempt(failure.attempt):
             return
         self.generation.failed_passes = failure.failed_passes
@@ -149,7 +149,7 @@ class Session:
         self._post(message)
 
     def remove(self, stream: Stream) -> None:
-        """Drop a stream; what the worker still holds for it is cancelled."""
+        """Drop a stream; cancel its choices that are still open at the worker."""
         request_id = stream.generation.request.request_id
         if self.streams.get(request_id) is stream:
             del self.streams[request_id]
@@ -157,7 +157,7 @@ class Session:
                 self._post(wire.cancel(request_id))
 
     def fail(self, reason: str) -> None:
-        """End the attempts of all streams; each goes on elsewhere."""
+        """End the attempts of all streams; each request continues elsewhere."""
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.fail_attempt(AttemptFailed(reason))

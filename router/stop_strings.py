@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """What a piece of text led to."""
+    """The result of a piece of text."""
 
-    text: str  # may be sent on: no stop string begins in it
+    text: str  # safe to send: no stop string begins in it
     stopped_by: str = ""  # the stop string that was found; nothing follows it
 
 

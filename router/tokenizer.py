@@ -10,9 +10,10 @@ from router.added_tokens import TokenFiles
 class Tokenizer:
     """A tokenizer.json with the added tokens of the files beside it.
 
-    tokenizer.json alone defines how text is split, and its post-processor which special tokens a
-    prompt gets. transformers likewise ignores `add_bos_token` and `add_eos_token`, but replaces the
-    splitting of two tokenizer classes (docs/decisions/0014-what-a-model-folder-may-say.md).
+    tokenizer.json alone defines how text is split, and its post-processor defines which special
+    tokens a prompt gets. transformers likewise ignores `add_bos_token` and `add_eos_token`, but
+    replaces the splitting of two tokenizer classes
+    (docs/decisions/0014-what-a-model-folder-may-say.md).
 
     Args:
         serialized: Content of tokenizer.json.
@@ -96,7 +97,7 @@ class Tokenizer:
 
 
 class WithSpecialTokens:
-    """A tokenizer's decoder whose text has the special tokens, too; see router.detokenizer."""
+    """A tokenizer's decoder whose text includes special tokens; see router.detokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,7 +1,7 @@
-"""The one validator: what a client may ask for, whichever front end it used.
+"""The one validator of clients' requests, for all front ends.
 
-Each refusal is an `InvalidRequest` that names the field, what was found and what is allowed; for
-sampling parameters it names all fields that are wrong.
+Each refusal is an `InvalidRequest` that names the field, the value found and what is allowed; for
+sampling parameters it names all wrong fields.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def check_text(field: str, text: str, max_chars: int) -> None:
 
 
 def check_num_messages(field: str, num_messages: int) -> None:
-    """Refuse a chat whose messages would take long to look at one by one."""
+    """Refuse a chat with so many messages that checking each would take long."""
     if num_messages > MAX_MESSAGES:
         raise InvalidRequest(field, f"{num_messages} messages", f"at most {MAX_MESSAGES}")
 
@@ -81,7 +81,7 @@ def _check_vocabulary(field: str, packed: bytes, model: ServedModel) -> None:
 
 
 def check_resumption(resumption: Resumption, sampling: Sampling, model: ServedModel) -> None:
-    """Refuse what no caller can have received of a request."""
+    """Refuse output that no caller can have received of a request."""
     seen: set[int] = set()
     for index, each in enumerate(resumption.choices):
         field = f"resume.choices[{index}]"
@@ -92,7 +92,7 @@ def check_resumption(resumption: Resumption, sampling: Sampling, model: ServedMo
         check_packed_token_ids(f"{field}.token_ids", each.packed_token_ids)
         num_tokens = len(each.packed_token_ids) // TOKEN_BYTES
         if num_tokens > sampling.max_tokens:
-            allowed = f"at most {sampling.max_tokens}, as many as were to come"
+            allowed = f"at most {sampling.max_tokens}, the max_tokens of the call"
             raise InvalidRequest(f"{field}.token_ids", f"{num_tokens} tokens", allowed)
         if num_tokens:
             _check_vocabulary(f"{field}.token_ids", each.packed_token_ids, model)
@@ -109,14 +109,14 @@ def complete_sampling(
     has_tokenizer: bool,
     draw_seed: Callable[[], int],
 ) -> Sampling:
-    """Check sampling parameters and fill in what is unset.
+    """Check sampling parameters and fill in unset ones.
 
     Args:
-        asked: What the client gave.
-        defaults: What the model folder gives, checked when it was read.
+        asked: The client's parameters.
+        defaults: Those of the model folder, checked when it was read.
         model: Limits.
-        prompt_len: Of an already checked prompt, tokens.
-        has_tokenizer: Whether stop strings can be found, and answers held to a form.
+        prompt_len: Tokens of the prompt, which is checked already.
+        has_tokenizer: Whether stop strings and constraints can be served.
         draw_seed: Called when no seed is given, so that a resumed stream draws the same tokens.
 
     Raises:
@@ -173,7 +173,7 @@ def end_token_ids(sampling: Sampling, model: ServedModel) -> frozenset[int]:
 
 
 class _Refusals:
-    """What is wrong with sampling parameters, so that a caller hears of all of it at once."""
+    """Collects the faults of sampling parameters, so that a caller learns all of them at once."""
 
     def __init__(self) -> None:
         self._errors: list[InvalidRequest] = []
@@ -201,7 +201,7 @@ class _Refusals:
         return value
 
     def raise_any(self) -> None:
-        """Raise one error for all that was noted."""
+        """Raise one error for all faults."""
         if self._errors:
             first, *others = self._errors
             raise InvalidRequest(first.field, first.found, first.allowed, *others)
@@ -225,7 +225,7 @@ def _check_stop_strings(stop: tuple[str, ...], refusals: _Refusals, *, has_token
 def _check_constraint(
     asked: AskedSampling, model: ServedModel, refusals: _Refusals, *, has_tokenizer: bool
 ) -> None:
-    """Note what contradicts a constraint: it alone says where an answer ends."""
+    """Note parameters that contradict a constraint, which alone decides where an answer ends."""
     if asked.constraint is None:
         return
     kind = asked.constraint.kind.value

@@ -79,12 +79,12 @@ def watch_members(channel: grpc.aio.Channel) -> Any:
 
 
 def members_request(router_id: str, applied_version: int) -> controller_pb2.WatchMembersRequest:
-    """Make the message that says which members a router goes by; 0: none yet."""
+    """Make the message that says which members a router uses; 0: none yet."""
     return controller_pb2.WatchMembersRequest(router_id=router_id, applied_version=applied_version)
 
 
 def members(message: controller_pb2.WatchMembersResponse) -> list[WorkerMember]:
-    """Convert what the controller tells; members of a pool that is not known here are left out."""
+    """Convert the controller's members; leave out members of unknown roles."""
     return [
         WorkerMember(
             worker_id=each.worker.worker_id,
@@ -99,7 +99,7 @@ def members(message: controller_pb2.WatchMembersResponse) -> list[WorkerMember]:
 
 
 async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
-    """Ask a worker who it is."""
+    """Ask a worker for its identity."""
     request = worker_pb2.GetInfoRequest()
     info = await _worker_service(channel).GetInfo(request, timeout=timeout_s)
     return WorkerInfo(
@@ -205,8 +205,8 @@ def submit(
         choices: (choice, token ids already received) of those that are not finished.
         prefill_candidates: Best first.
         timeout_s: The worker gives up after it.
-        failed_passes: As the worker told that had it last.
-        traceparent: Of the attempt's span; empty: it is not traced.
+        failed_passes: As reported by the worker that had it last.
+        traceparent: That of the attempt's span; empty: it is not traced.
     """
     sampling = request.sampling
     return worker_pb2.SessionRequest(
@@ -235,14 +235,14 @@ def submit(
 
 
 def cancel(request_id: str, choices: Sequence[int] = ()) -> worker_pb2.SessionRequest:
-    """Make the message that frees whatever a worker holds for choices, without any for all."""
+    """Make the message that frees a worker's state of these choices; none given: of all."""
     return worker_pb2.SessionRequest(
         cancel=worker_pb2.CancelRequest(request_id=request_id, choices=choices)
     )
 
 
 def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool) -> Delta:
-    """Convert new tokens of one choice, with their log probabilities if these were asked for."""
+    """Convert new tokens of one choice, with their log probabilities if requested."""
     return Delta(
         attempt=message.attempt,
         choice=message.choice,
@@ -265,10 +265,10 @@ def failure(message: worker_pb2.RequestFailure) -> Failure:
 
 
 def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
-    """Convert what a client asked for; unset fields become None.
+    """Convert a client's parameters; unset fields become None.
 
     Raises:
-        InvalidRequest: There is a constraint that says nothing.
+        InvalidRequest: A constraint is empty.
     """
     try:
         constraint = constraint_from_proto(params)
@@ -288,7 +288,7 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
 
 
 def resumption(request: inference_pb2.GenerateRequest) -> Resumption | None:
-    """Convert what a caller has of a call that it lost; None: it makes a new call."""
+    """Convert a caller's part of a lost call; None: it makes a new call."""
     if not request.HasField("resume"):
         return None
     return Resumption(
@@ -350,7 +350,7 @@ def call_result(
 
 
 def request_stats(stats: WorkerStats) -> common_pb2.RequestStats:
-    """Convert what a request cost."""
+    """Convert the cost of a request."""
     return common_pb2.RequestStats(**{name: getattr(stats, name) for name in _STATS})
 
 
@@ -381,7 +381,7 @@ def model(
 def worker_status(
     member: WorkerMember, state: str, beat: WorkerHeartbeat | None, age_s: float
 ) -> inference_pb2.WorkerStatus:
-    """Convert what the registry knows of a worker; `state` is a name of WorkerState."""
+    """Convert the registry's view of a worker; `state` is a name of WorkerState."""
     status = inference_pb2.WorkerStatus(
         worker=_worker_ref(member),
         pool=f"POOL_{member.pool.upper()}",
@@ -394,7 +394,7 @@ def worker_status(
 
 
 def tenant_status(tenant: Tenant) -> inference_pb2.TenantStatus:
-    """Convert what one tenant does and did."""
+    """Convert the figures of one tenant."""
     counts = tenant.counts
     return inference_pb2.TenantStatus(
         name=tenant.name,
@@ -407,7 +407,7 @@ def tenant_status(tenant: Tenant) -> inference_pb2.TenantStatus:
 
 
 def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPrefix:
-    """Convert what is shown of a prefix; `workers` hold its last page."""
+    """Convert a shown prefix; `workers` hold its last page."""
     return inference_pb2.HotPrefix(
         id=prefix.page_hash[:_SHOWN_HASH_BYTES],
         tokens=prefix.num_tokens,
@@ -417,7 +417,7 @@ def hot_prefix(prefix: HotPrefix, workers: Sequence[str]) -> inference_pb2.HotPr
 
 
 def encryption(found: Encryption) -> inference_pb2.Encryption:
-    """Convert what is shown of one kind of connections."""
+    """Convert the protection of one kind of connections."""
     return inference_pb2.Encryption(encrypted=found.is_on, expires_at_s=int(found.expires_at))
 
 

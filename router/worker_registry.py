@@ -1,19 +1,19 @@
-"""The workers a router knows: who is alive, how loaded, and what their caches hold.
+"""The workers that a router knows: their state, load and cached pages.
 
 Life of a worker's entry (one per incarnation):
     CONNECTING  announced by the controller; GetInfo and the first heartbeat are awaited
     READY       heartbeats arrive; takes requests
     DRAINING    the membership or its heartbeats say so; finishes what it has
     DEAD        its connection or a session broke, it is stuck or was silent for long, or another
-                incarnation replaced it. While it is a member the registry goes on trying to reach
+                incarnation replaced it. While it is a member, the registry keeps trying to reach
                 it, and it may become READY again.
 
-Whether a worker lives its connection says: gRPC's own threads answer pings, however late its event
-loop and thus its heartbeats are. Whether it works its progress says. Silence alone counts only when
-it lasts long.
+A worker's connection shows whether it is alive: gRPC's own threads answer pings, however late its
+event loop and thus its heartbeats are. Its progress shows whether it works. Silence alone counts
+only when it lasts long.
 
-A worker leaves when it is not announced and not alive. Not being announced is no reason by itself:
-a controller that was started again knows only those workers that have announced themselves since.
+A worker leaves when it is neither announced nor alive. A missing announcement alone is no reason: a
+restarted controller knows only the workers that have announced themselves since.
 
 Load is counted here at the moment of a decision, because heartbeats lag behind a burst; the
 heartbeat's own numbers count where they are larger, since they include other routers' requests.
@@ -42,7 +42,7 @@ from router.worker_report import WorkerHeartbeat, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
-STALE_HEARTBEAT_S = 1.5  # three of them by default; nobody is refused because of older ones
+STALE_HEARTBEAT_S = 1.5  # three of them by default; older ones refuse no request
 
 
 class Worker:
@@ -53,7 +53,7 @@ class Worker:
         self.channel = channel
         self.state = "CONNECTING"
         self.model: ServedModel | None = None
-        self.misfit = ""  # why it can never serve beside the others
+        self.misfit = ""  # why it can never serve beside the other workers
         self.heartbeat: WorkerHeartbeat | None = None
         self.heartbeat_at = 0.0  # loop time
         self.max_sequences = 0  # places in its batch; 0: unknown, or a prefill worker
@@ -66,19 +66,19 @@ class Worker:
         self.queued_tokens = 0  # of them, prompt tokens to compute before their first token
         self.holding = HoldingTime()  # of them
         self._token_rate = TokenRate()
-        self._foreign_requests = 0  # that others had there at the last heartbeat
+        self._foreign_requests = 0  # that other routers had there at the last heartbeat
         self._foreign_sequences = 0
         self._foreign_tokens = 0
-        # Of both, what had its pages at the last heartbeat.
+        # The part of both that had its pages at the last heartbeat.
         self._num_served = 0.0
         self._num_served_pages = 0.0
         self.broken = asyncio.Event()  # set to make the registry reconnect
         self.task: asyncio.Task[None] | None = None
 
     def take_heartbeat(self, beat: WorkerHeartbeat, now: float) -> None:
-        """Keep it; what it counts beyond this router's own requests is the load of others.
+        """Keep it; its load beyond this router's own requests is that of other routers.
 
-        Own load is counted at the moment it changes: a heartbeat would still show what ended since.
+        Own load is counted when it changes: a heartbeat still includes requests that ended since.
         """
         self.heartbeat, self.heartbeat_at = beat, now
         self._foreign_requests = max(0, beat.num_running + beat.num_waiting - self.num_requests)
@@ -90,7 +90,7 @@ class Worker:
         self._note_served(beat)
 
     def load(self, now: float) -> WorkerLoad:
-        """Return the load of this moment."""
+        """Return the current load."""
         queued_tokens = self.queued_tokens + self._foreign_tokens
         return WorkerLoad(
             worker_id=self.member.worker_id,
@@ -102,7 +102,7 @@ class Worker:
         )
 
     def queue(self, now: float) -> DecodeQueue:
-        """Return what a request would find there."""
+        """Return the state that a request would meet there."""
         beat = self.heartbeat
         if beat is None or now - self.heartbeat_at > STALE_HEARTBEAT_S:
             return DecodeQueue()
@@ -120,7 +120,7 @@ class Worker:
     def _note_served(self, beat: WorkerHeartbeat) -> None:
         """Note which part of the requests without a first token holds its pages already.
 
-        A decode worker counts the prompts of the others as queued, and what it computes itself.
+        A decode worker counts the other prompts as queued, and the tokens that it computes itself.
         """
         num_tokens = max(1, self.num_waiting_tokens)
         share = 1 - min(1.0, beat.queued_tokens / num_tokens)
@@ -154,7 +154,7 @@ class WorkerRegistry:
         Args:
             config: Deadlines.
             connect_channel: Makes a channel to one start of a worker.
-            index: Kept up to date with the caches of living workers.
+            index: Updated from the caches of living workers.
             on_lost: Called with the reason when a worker that was in use becomes DEAD.
         """
         self._config = config
@@ -166,11 +166,11 @@ class WorkerRegistry:
         self._departed: dict[tuple[str, int], tuple[Worker, float]] = {}  # |-> (worker, left_at)
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        # As all workers can serve it: with the least capacities of any.
+        # With the smallest capacities of any worker.
         self.model: ServedModel | None = None
 
     def set_members(self, members: Iterable[WorkerMember]) -> None:
-        """Follow these members, and of the others those that live; idempotent."""
+        """Follow these members, and former ones while they live; idempotent."""
         self._announced = {member.worker_id: member for member in members}
         for worker_id, worker in list(self._workers.items()):
             member = self._announced.get(worker_id)
@@ -213,7 +213,7 @@ class WorkerRegistry:
     def known_workers(self) -> Sequence[KnownWorker]:
         """Return all members, and those that left less than forget_dead_after_s ago.
 
-        Who was to leave and does not live any more has left as it should, and is not among them.
+        A worker that was to leave and is dead has left as planned, and is not among them.
         """
         now = asyncio.get_running_loop().time()
         self._forget_departed(now)
@@ -230,7 +230,7 @@ class WorkerRegistry:
         ]
 
     def misfits(self) -> dict[str, str]:
-        """Return the members that serve another model than the others, and in what it differs."""
+        """Return the members whose model differs from the others', and the differences."""
         return {name: worker.misfit for name, worker in self._workers.items() if worker.misfit}
 
     async def stop(self) -> None:
@@ -244,7 +244,7 @@ class WorkerRegistry:
         del self._workers[worker.member.worker_id]
         self._lose(worker, "left the membership")
         left_at = asyncio.get_running_loop().time()
-        self._forget_departed(left_at)  # also if nobody ever asks for the status
+        self._forget_departed(left_at)  # also if the status is never requested
         self._departed[worker.member.worker_id, worker.member.incarnation] = worker, left_at
         task = asyncio.create_task(self._close(worker), name=f"close-{worker.member.worker_id}")
         self._closing.add(task)
@@ -427,7 +427,7 @@ class WorkerRegistry:
                 logger.warning(
                     "cache_events_broken", extra=fields(worker_id=worker_id, reason=_reason(error))
                 )
-                # Whatever went wrong, a snapshot puts it right.
+                # Whatever the error, a snapshot repairs it.
                 self._index.forget(worker_id)
             await asyncio.sleep(self._config.reconnect_delay_s)
 

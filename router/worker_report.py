@@ -1,4 +1,4 @@
-"""What workers say about themselves, as values."""
+"""Workers' reports about themselves, as values."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerHeartbeat:
-    """The part of a heartbeat that the router decides by."""
+    """The part of a heartbeat that the router uses for decisions."""
 
     incarnation: int
     steps: int  # grows with each engine step

@@ -1,1 +1,1 @@
-"""What hosts an engine in either pool: process, actor, step loop, service, identity."""
+"""Hosts an engine in either pool: process, actor, step loop, service, identity."""

@@ -1,4 +1,4 @@
-"""What the Ray actors of both pools share: each start has a new incarnation, a failure ends it."""
+"""Base of both pools' Ray actors: each start is a new incarnation, and a failure ends it."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
 IDENTITY_TIMEOUT_S = 60.0  # for the controller to read some bytes of each tensor
-CLOSE_TIMEOUT_S = 15.0  # for what is still open when a worker has drained
+CLOSE_TIMEOUT_S = 15.0  # for calls still open when a worker has drained
 
 Config = TypeVar("Config")
 
@@ -36,9 +36,9 @@ class WorkerActor(ABC, Generic[Config]):
     Args:
         settings: Model, device and addresses.
         config: Limits and deadlines.
-        keys: With which it proves who it is.
-        controller_name: Of the actor that hears of each start. A name, because Ray cannot start an
-            actor again whose arguments hold a handle that is gone.
+        keys: Prove its identity.
+        controller_name: Name of the actor that each start is announced to. A name, because Ray
+            cannot restart an actor whose arguments hold a handle of a dead actor.
     """
 
     pool: ClassVar[str]
@@ -63,7 +63,7 @@ class WorkerActor(ABC, Generic[Config]):
         except Exception:
             if not is_restart:
                 raise  # the launcher reports it
-            # Ray gives up an actor whose constructor raises, but starts a dead process again.
+            # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("worker_start_failed", extra=fields(worker_id=settings.worker_id))
             os._exit(1)
         self._watching: asyncio.Task[None] = asyncio.create_task(self._exit_when_failed())
@@ -80,18 +80,18 @@ class WorkerActor(ABC, Generic[Config]):
         await self._process.stop(grace_s)
 
     async def drain(self, grace_s: float) -> None:
-        """Begin to leave: take nothing new, let running requests end for `grace_s`, and be gone.
+        """Begin to leave: refuse new work, give running requests `grace_s` seconds, then exit.
 
-        Returns at once, and needs nobody from then on; a second call changes nothing.
+        Returns at once and needs no further call; a second call changes nothing.
         """
         if self._leaving is None:
             self._watching.cancel()
             self._leaving = asyncio.create_task(self._leave(grace_s))
 
     async def restart(self, grace_s: float) -> None:
-        """Begin to end: let running requests go on for `grace_s`; then Ray starts it anew.
+        """Begin to end: give running requests `grace_s` seconds, then exit; Ray restarts it.
 
-        Returns at once, and needs nobody from then on; a second call changes nothing.
+        Returns at once and needs no further call; a second call changes nothing.
         """
         if self._leaving is None:
             self._watching.cancel()
@@ -119,12 +119,12 @@ class WorkerActor(ABC, Generic[Config]):
             return True  # at the first start of a cluster the controller is there
 
     async def _model_identity(self) -> ModelIdentity:
-        """Return which model is at the router's host now: it may have changed on all hosts."""
+        """Return which model the router's host has now: it may have changed on all hosts."""
         call: Any = self._controller.model_identity.remote()
         try:
             identity: ModelIdentity = await asyncio.wait_for(call, IDENTITY_TIMEOUT_S)
         except TimeoutError as error:
-            raise HostUnfit("the router's host does not tell which model it has") from error
+            raise HostUnfit("the router's host does not report which model it has") from error
         return identity
 
     async def _leave(self, grace_s: float) -> None:
@@ -142,7 +142,7 @@ class WorkerActor(ABC, Generic[Config]):
         with suppress(ray.exceptions.RayError, TimeoutError):
             await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)
         log.info("worker_drained", extra=fields(worker_id=worker_id))
-        # Ray starts whoever exits again, but not whom somebody ends.
+        # Ray restarts an actor that exits, but not one that was killed on request.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def _begin_anew(self, grace_s: float) -> None:
@@ -175,7 +175,7 @@ class WorkerActor(ABC, Generic[Config]):
             )
 
     def _report_loaded(self, done_bytes: int, total_bytes: int) -> None:
-        # Nobody waits for the answer, so a controller that is gone delays and fails no start.
+        # The answer is not awaited, so a dead controller neither delays nor fails a start.
         self._controller.report_loaded.remote(self._settings.worker_id, done_bytes, total_bytes)
 
     async def _exit_when_failed(self) -> None:
@@ -185,7 +185,7 @@ class WorkerActor(ABC, Generic[Config]):
 
 
 def _on_this_host(settings: WorkerSettings, expected: ModelIdentity | None) -> WorkerSettings:
-    """Return the settings with what differs by host; HostUnfit: the worker cannot run here."""
+    """Return the settings for this host; HostUnfit: the worker cannot run here."""
     nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
     own_id = ray.get_runtime_context().get_node_id()
     [own] = [each for each in nodes if each["NodeID"] == own_id]

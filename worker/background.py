@@ -1,4 +1,4 @@
-"""Tasks that run beside the calls of a worker, and what becomes of one that breaks."""
+"""Background tasks of a worker, and the failure of one that breaks."""
 
 import asyncio
 import logging
@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 class BackgroundTasks:
     """Holds tasks until they end.
 
-    Work handles the errors that it expects, and the bugs after which it can still free what it
-    holds. One that raises all the same has left something half done: the worker must end.
+    A task handles the errors that it expects, and bugs after which it can still free its resources.
+    A task that raises all the same has left work half done: the worker must end.
     """
 
     def __init__(self) -> None:
@@ -23,21 +23,21 @@ class BackgroundTasks:
         self._crashed = asyncio.Event()
 
     def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run `work` beside the caller, who may cancel it; `name` is for logs."""
+        """Run `work` in the background; the caller may cancel it; `name` is for logs."""
         task = asyncio.get_running_loop().create_task(self._guard(work, name), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Python warns of work that was cancelled before it began, unless it is closed.
+        # Python warns of a coroutine that was cancelled before it began, unless it is closed.
         task.add_done_callback(lambda _: work.close())
         return task
 
     async def wait(self) -> None:
-        """Return when no task is left, those included that are started meanwhile."""
+        """Return when no task is left, including tasks that start meanwhile."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     async def wait_crashed(self) -> None:
-        """Raise what the first task raised that broke."""
+        """Raise the error of the first task that broke."""
         await self._crashed.wait()
         assert self._crash is not None
         raise self._crash

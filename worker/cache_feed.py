@@ -16,7 +16,7 @@ class CacheFeed:
         self._changed = asyncio.Event()
 
     def publish(self) -> None:
-        """Append what changed in the cache since the last call."""
+        """Append the cache's changes since the last call."""
         events = self._cache.drain_events()
         if events and self._log.append(events) is not None:
             # Each waiter holds the event that it waits for; the next change sets a new one.
@@ -24,7 +24,7 @@ class CacheFeed:
             self._changed = asyncio.Event()
 
     async def follow(self, incarnation: int, after_sequence: int) -> AsyncIterator[EventBatch]:
-        """Yield all batches after a point, or a snapshot first; then new ones as they come."""
+        """Yield all batches after a point, or a snapshot; then new batches as they come."""
         while True:
             changed = self._changed
             for batch in self._log.batches_after(incarnation, after_sequence):

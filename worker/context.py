@@ -1,4 +1,4 @@
-"""What the host and the pool of one worker share: who it is, its cache, its state."""
+"""State that the host and the pool of one worker share: identity, cache, flags."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports tokenizers
 
 
 class HostConfig(Protocol):
-    """What the host reads of a pool's configuration."""
+    """The part of a pool's configuration that the host reads."""
 
     @property
     def transfer_deadlines(self) -> TransferDeadlines: ...
@@ -39,18 +39,18 @@ class WorkerContext:
     """One start of one worker. Owned by the event loop that serves it.
 
     Args:
-        config: Of the worker's pool.
-        identity: Which start of which worker this is.
-        model: What the executor's engine serves.
+        config: That of the worker's pool.
+        identity: The worker and its incarnation.
+        model: The model that the executor's engine serves.
         executor: Runs the engine without blocking the event loop. The caller closes it after the
             worker has stopped.
-        credentials: Of this start; with them it calls other workers, and makes keys of connections.
-        transports: What pages can move over, best first; made for the engine's storage. The host
+        credentials: Those of this start, for calls to other workers and for keys of connections.
+        transports: The transports of pages, best first, made for the engine's storage. The host
             closes them.
 
     Attributes:
-        model: As the engine's pages can serve it.
-        grammars: Of the model, for answers that are held to a form.
+        model: The model within the limits of the engine's pages.
+        grammars: Those of the model, for answers with a constraint.
         wake: Set it to have the scheduler look again.
         is_draining: The worker takes nothing new.
     """
@@ -92,7 +92,7 @@ class WorkerContext:
         return read_vocabulary(self.model.text_folder, self.model.vocab_size)
 
     def check_incarnation(self, incarnation: int) -> None:
-        """Raise StaleIncarnation if a caller means another start of this worker."""
+        """Raise StaleIncarnation if a caller means another incarnation of this worker."""
         if incarnation != self.identity.incarnation:
             raise StaleIncarnation(
                 f"incarnation {incarnation} is asked for, this is {self.identity.incarnation}"

@@ -1,16 +1,16 @@
-"""Why a worker of either pool refuses a call, or ends what it serves; each pool adds its own.
+"""Why a worker of either pool refuses or ends a call; each pool adds its own errors.
 
-WorkerError              the caller is told why
-├── Overloaded           too much waits already
+WorkerError              reported to the caller
+├── Overloaded           too many requests wait already
 ├── Draining             the worker is going away; another one can take over
 ├── TimedOut             the call, or the request, took longer than it may
-├── PassFailed           a pass failed that computed for it; another worker may succeed
-├── EngineFailed         passes failed for it again and again, or drew no token
+├── PassFailed           a pass that computed for it failed; another worker may succeed
+├── EngineFailed         passes for it failed repeatedly, or drew no token
 ├── InternalError        a bug of the worker ended it; the log says which
-└── StaleIncarnation     the caller means another start of this worker
+└── StaleIncarnation     the caller means another incarnation of this worker
 
 HostUnfit                a worker cannot run on the host where it was placed
-EngineLost               the engine computes nothing any more: the worker must end
+EngineLost               the engine no longer computes: the worker must end
 EngineClosed             the executor was called after close()
 
 STATUS_CODES in worker/server.py maps them to status codes.
@@ -18,11 +18,11 @@ STATUS_CODES in worker/server.py maps them to status codes.
 
 
 class WorkerError(Exception):
-    """Base of everything that a caller is told about."""
+    """Base of the errors that are reported to a caller."""
 
 
 class Overloaded(WorkerError):
-    """Too much waits already."""
+    """Too many requests wait already."""
 
 
 class Draining(WorkerError):
@@ -34,11 +34,11 @@ class TimedOut(WorkerError):
 
 
 class PassFailed(WorkerError):
-    """A pass failed that computed for it."""
+    """A pass that computed for it failed."""
 
 
 class EngineFailed(WorkerError):
-    """Passes failed for it on several workers, or no token could be drawn for it."""
+    """Passes for it failed on several workers, or no token could be drawn for it."""
 
 
 class InternalError(WorkerError):
@@ -49,7 +49,7 @@ class InternalError(WorkerError):
 
 
 class StaleIncarnation(WorkerError):
-    """The caller means another start of this worker."""
+    """The caller means another incarnation of this worker."""
 
 
 class HostUnfit(Exception):
@@ -57,7 +57,7 @@ class HostUnfit(Exception):
 
 
 class EngineLost(Exception):
-    """The engine computes nothing any more."""
+    """The engine no longer computes."""
 
 
 class EngineClosed(Exception):

@@ -1,4 +1,4 @@
-"""Runs an engine in one thread of its own, so that the event loop never waits for a pass."""
+"""Runs an engine in one separate thread, so that the event loop never waits for a pass."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,10 +28,10 @@ class EngineExecutor(Protocol):
 
 
 class ThreadExecutor:
-    """Calls run one after the other, in the order in which they were made; exceptions propagate.
+    """Runs calls one after the other, in the order in which they were made; exceptions propagate.
 
-    A call that has begun cannot be stopped: cancelling waits for its end. A read that is cancelled
-    has read its step, whose pages can then be handed out again.
+    A call that has begun cannot be stopped: cancelling waits for its end. A cancelled read has
+    still read its step, whose pages can then be handed out again.
     """
 
     def __init__(self, engine: EngineLike) -> None:
@@ -50,7 +50,7 @@ class ThreadExecutor:
         return await self._run(self._engine.read)
 
     def close(self) -> None:
-        """End the thread after the call that runs; those still queued are cancelled."""
+        """End the thread after the running call; cancel queued calls."""
         self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 

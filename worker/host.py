@@ -1,12 +1,12 @@
 """Runs a worker of either pool: services, step loop, heartbeats, health, drain, failure.
 
-The pool brings its scheduler and its own service:
+The pool supplies its scheduler and its own service:
 1. register   the services and health are added to a server
 2. start      the step loop runs
-3. stop       new work is refused, running work has some time, then everything ends
+3. stop       new work is refused, running work gets some time, then everything ends
 
-When the engine computes nothing any more, or a bug breaks the step loop or a background task,
-everything ends at once and `wait_failed` says so: the process must exit, and the next one is a new
+When the engine no longer computes, or a bug breaks the step loop or a background task, everything
+ends at once and `wait_failed` raises the reason: the process must exit, and its successor is a new
 incarnation.
 """
 
@@ -32,7 +32,7 @@ from worker.step_loop import Scheduler, StepListener, StepLoop
 
 logger = logging.getLogger(__name__)
 
-RESIGN_S = 1.0  # for telling everybody that the worker ends
+RESIGN_S = 1.0  # for telling all callers that the worker ends
 
 
 class PoolScheduler(Scheduler[Any, Any, Any], Protocol):
@@ -51,12 +51,12 @@ class PoolScheduler(Scheduler[Any, Any, Any], Protocol):
     def num_queued_tokens(self) -> int: ...
 
     def free_ended(self) -> None:
-        """Free the pages of what has ended; only between steps."""
+        """Free the pages of ended work; only between steps."""
         ...
 
 
 class Pool(StepListener[Any, Any, Any], Protocol):
-    """What differs between the pools."""
+    """The differences between the pools."""
 
     @property
     def name(self) -> str:
@@ -81,11 +81,11 @@ class Pool(StepListener[Any, Any, Any], Protocol):
         ...
 
     async def wait_idle(self) -> None:
-        """Return when nothing is being served."""
+        """Return when no request is being served."""
         ...
 
     def end_all(self, error: WorkerError) -> None:
-        """End what is being served, and tell the callers why."""
+        """End all requests, and tell the callers the reason."""
         ...
 
     async def wait_told(self) -> None:
@@ -101,8 +101,8 @@ class WorkerHost:
     """One worker. Everything runs in the event loop that called `start`.
 
     Args:
-        context: What it shares with the pool.
-        pool: What it serves.
+        context: State that it shares with the pool.
+        pool: Its scheduler and service.
     """
 
     def __init__(self, context: WorkerContext, pool: Pool) -> None:
@@ -151,7 +151,7 @@ class WorkerHost:
         self._running = asyncio.get_running_loop().create_task(self._run(), name="worker")
 
     async def wait_failed(self) -> None:
-        """Raise what broke the worker, when everybody has been told: the process must exit then.
+        """Raise the error that broke the worker, once all callers know: the process must exit then.
 
         Returns after an orderly stop.
         """
@@ -161,7 +161,7 @@ class WorkerHost:
             self._running.result()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new work, give what runs `grace_s` seconds, then end everything."""
+        """Refuse new work, give running work `grace_s` seconds, then end everything."""
         self._context.is_draining = True
         await self._health.enter_graceful_shutdown()
         try:
@@ -180,7 +180,7 @@ class WorkerHost:
         self._feed.publish()
 
     async def _run(self) -> None:
-        """Step; when that or a background task breaks, send everybody away and raise why."""
+        """Step; if that or a background task breaks, turn all callers away and raise the error."""
         loop = asyncio.get_running_loop()
         parts = {
             loop.create_task(self._loop.run(), name="steps"),
@@ -202,13 +202,13 @@ class WorkerHost:
         raise error
 
     async def _resign(self) -> None:
-        """Take nothing new, and send everybody away."""
+        """Refuse new work, and turn all callers away."""
         self._context.is_draining = True
         await self._health.enter_graceful_shutdown()
         await self._send_away(Draining("this worker fails"))
 
     async def _send_away(self, error: WorkerError) -> None:
-        """End what runs and see that its callers know, so that they go on elsewhere at once."""
+        """End running work and make sure its callers know, so that they go on elsewhere at once."""
         self._pool.end_all(error)
         with suppress(TimeoutError):
             async with asyncio.timeout(RESIGN_S):
@@ -216,7 +216,7 @@ class WorkerHost:
 
     @contextmanager
     def _probe(self) -> Iterator[SequenceSlice | None]:
-        """Make a pass of one token on a page of its own."""
+        """Make a pass of one token on a separate page."""
         try:
             pages = self.cache.reserve([0], incoming=False)
         except OutOfPages:

@@ -1,4 +1,4 @@
-"""Who a worker is and what it serves: values that both pools are constructed with."""
+"""Identity and model of a worker: values that both pools are constructed with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from credentials.party import Party, Role
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
-    """One start of one worker. A message that means another incarnation is refused."""
+    """One start of one worker. A message for another incarnation is refused."""
 
     worker_id: str  # stable name, "prefill-0"; survives restarts
     incarnation: int  # random 64-bit number, new at each start of the process
     address: str  # gRPC address, "host:port"
 
     def as_party(self, role: Role) -> Party:
-        """Return who it is when it calls or is called."""
+        """Return the party that it is as caller and as callee."""
         return Party(role=role, name=self.worker_id, incarnation=self.incarnation)
 
 
@@ -31,12 +31,12 @@ class ModelInfo:
     vocab_size: int  # token ids are below it
     max_context_tokens: int  # longest prompt plus output; see `within`
     eos_token_ids: tuple[int, ...]
-    text_folder: Path | None = None  # with its tokenizer.json; None: nothing is held to a form
+    text_folder: Path | None = None  # with its tokenizer.json; None: no constraints
 
     def within(self, num_slots: int) -> "ModelInfo":
-        """Return the model as a pool of `num_slots` token slots can serve it.
+        """Return the model with the context that a pool of `num_slots` token slots can serve.
 
-        One request alone must fit, or it could never end.
+        A single request must fit, or it could never end.
         """
         return replace(self, max_context_tokens=min(self.max_context_tokens, num_slots))
 

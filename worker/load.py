@@ -1,4 +1,4 @@
-"""What a worker tells about itself in each heartbeat."""
+"""Figures that a worker reports in each heartbeat."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from llm_engine.kv_reads import KVReads
 class WorkerTotals:
     """Totals since the start of this incarnation."""
 
-    looked_up_tokens: int = 0  # prompt tokens that were looked up in the cache
+    looked_up_tokens: int = 0  # prompt tokens looked up in the cache
     cached_tokens: int = 0  # of them, those whose pages were found
     computed_tokens: int = 0  # prompt tokens computed
     generated_tokens: int = 0  # tokens drawn

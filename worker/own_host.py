@@ -1,7 +1,7 @@
-"""What differs by host: looked at on each that gets a worker, before the worker loads weights.
+"""Differences between hosts, checked on each host before its worker loads weights.
 
-The launcher has it looked at on all hosts that there are, before it starts anything, so that one
-error tells of all. A worker looks again, because hosts join later.
+The launcher checks all present hosts before it starts anything, so that one error lists all
+problems. A worker checks again, because hosts join later.
 """
 
 import socket
@@ -18,25 +18,25 @@ from options.interfaces import NoAddress, address_on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOptions:
-    """What is configured once, and means something else on each host."""
+    """Options that are set once and have another effect on each host."""
 
-    # address, name or resource of a host |-> path of the model there, if it is another one
+    # address, name or resource of a host |-> path of the model there, if it differs
     model_paths: Mapping[str, str] = field(default_factory=dict)
-    network_interface: str = ""  # empty: the address that Ray has of the host
+    network_interface: str = ""  # empty: the host's address in Ray
     nccl_interface: str = ""  # empty: NCCL has none of its own, or is not used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFound:
-    """What was found on one host."""
+    """The findings on one host."""
 
-    address: str  # with which it is found by others; empty: a problem tells why there is none
+    address: str  # address for other hosts; empty: a problem says why there is none
     model: Path
-    problems: tuple[str, ...]  # each a sentence with the host; none: a worker can start
+    problems: tuple[str, ...]  # each a sentence that names the host; none: a worker can start
 
 
 def host_names(node: Mapping[str, Any]) -> frozenset[str]:
-    """Return what a host goes by: address, name and resources.
+    """Return the names by which options select a host: address, name and resources.
 
     Args:
         node: As ray.nodes() describes it.
@@ -45,10 +45,10 @@ def host_names(node: Mapping[str, Any]) -> frozenset[str]:
 
 
 def model_on(model_paths: Mapping[str, str], model: Path, names: Collection[str]) -> Path:
-    """Return where the model lies on a host: at the first path for one of its names, or at model.
+    """Return the path of the model on a host: the first path for one of its names, or `model`.
 
     Args:
-        names: What the host goes by; see host_names.
+        names: Those of the host; see host_names.
     """
     return Path(next((path for name, path in model_paths.items() if name in names), model))
 
@@ -63,11 +63,11 @@ def look(
     """Look at the host of this process; reads from its disk.
 
     Args:
-        options: Of the cluster.
-        model: Where the model lies unless the options name another place.
-        names: What the host goes by; see host_names.
-        address: That Ray has of it.
-        expected: Which model must lie there; None: whichever does.
+        options: Those of the cluster.
+        model: Path of the model unless the options name another one.
+        names: Those of the host; see host_names.
+        address: The host's address in Ray.
+        expected: The model that must be there; None: any.
     """
     problems = []
     host = f"{socket.gethostname()} ({address})"
@@ -94,7 +94,7 @@ def look(
 
 
 def _wrong_copy(host: str, model: Path, expected: ModelIdentity) -> str:
-    """Say why there is no copy of the expected model; empty: there is one."""
+    """Say why the expected model is missing; empty: it is there."""
     remedy = "a copy of the model must be there, or at a path that model_paths names"
     try:
         if not model.exists():

@@ -1,6 +1,6 @@
-"""One worker in one process: loads the engine, serves gRPC, says where it is, stops.
+"""One worker in one process: loads the engine, serves gRPC, announces its address, stops.
 
-Both pools' actors are thin shells around this; they bring the worker class, the transports and the
+Both pools' actors are thin shells around this; they supply the worker class, the transports and the
 way to announce. Nothing here knows Ray.
 """
 
@@ -36,14 +36,14 @@ from worker.own_host import HostOptions
 
 log = logging.getLogger(__name__)
 
-ANNOUNCE_PERIOD_S = 2.0  # bounds how long a restarted controller does not know this worker
+ANNOUNCE_PERIOD_S = 2.0  # a restarted controller knows this worker after that
 MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has one for each prompt that waits
-LAST_WORDS_S = 0.5  # for what was written last to leave a process that stops
+LAST_WORDS_S = 0.5  # for the last messages to leave a process that stops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
-    """What a worker process is started with; the cluster's configuration fills it."""
+    """Settings of a worker process; the cluster's configuration fills them."""
 
     worker_id: str  # "prefill-0"
     model_dir: Path  # or GGUF file; see load_engine and by_host
@@ -54,22 +54,22 @@ class WorkerSettings:
     num_seats: int  # sequences that decode at once; 0 on prefill workers
     page_size: int  # token slots
     num_pages: int  # 0: as many as memory allows
-    gpu_memory_fraction: float  # for pages, of what is free after the weights
-    workers_per_gpu: int  # that share the GPU's memory
+    gpu_memory_fraction: float  # for pages, of the memory free after the weights
+    workers_per_gpu: int  # how many share the GPU's memory
     cpu_pages_bytes: int  # for pages, without a GPU
     cpu_threads: int  # without a GPU
     host: str  # address that the worker binds and is reached at; empty: as by_host says
     log_level: str
     log_format: str  # "text" or "json"
     by_host: HostOptions = field(default_factory=HostOptions)  # counts where host is empty
-    port_range: str = ""  # from which its servers take their ports; see options.ports
+    port_range: str = ""  # range of its servers' ports; see options.ports
     page_transport: PageTransport = "auto"  # see kv_transfer.transport.open_transports
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor, ClusterCredentials], WorkerHost]
-Announce = Callable[[WorkerIdentity, bool], Awaitable[None]]  # told whether it leaves the cluster
+Announce = Callable[[WorkerIdentity, bool], Awaitable[None]]  # the bool: it leaves the cluster
 
 
 class WorkerProcess:
@@ -106,7 +106,7 @@ class WorkerProcess:
             build: Makes the worker around the loaded engine.
 
         Raises:
-            OpenInClear: Other hosts could connect, and nothing would be encrypted.
+            OpenInClear: Other hosts could connect without encryption.
             NoPortFree: All ports of the range are taken.
             TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
         """
@@ -159,7 +159,7 @@ class WorkerProcess:
         )
 
     async def wait_failed(self) -> None:
-        """Return only if the worker cannot go on, when it has told everybody."""
+        """Return once the worker cannot go on and has told all callers."""
         assert self._worker, "start has returned"
         try:
             await self._worker.wait_failed()
@@ -169,7 +169,7 @@ class WorkerProcess:
             await self._server.stop(LAST_WORDS_S)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop as a worker that leaves the cluster: it announces that until it has stopped."""
+        """Stop and leave the cluster: it announces its departure until it has stopped."""
         self._is_leaving = True
         await self.stop(grace_s)
 
@@ -178,11 +178,11 @@ class WorkerProcess:
         try:
             if self._worker:
                 await self._worker.stop(grace_s)
-        finally:  # also of one that does not end in time, and is not waited for
+        finally:  # also if the worker does not end in time
             if self._announcing:
                 self._announcing.cancel()
         if self._server:
-            # Routers keep calls open that watch this worker: they do not end by themselves.
+            # Routers watch this worker with calls that stay open until they are ended.
             await self._server.stop(LAST_WORDS_S)
         if self._executor:
             await asyncio.to_thread(self._executor.close)

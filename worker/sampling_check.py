@@ -1,7 +1,7 @@
-"""Checks sampling parameters before they reach an engine, whoever sent them.
+"""Checks sampling parameters, from any sender, before they reach an engine.
 
-Routers validate for people and complete what is unset. A value that an engine cannot take must not
-get there all the same: a pass that fails costs all requests of its batch.
+Routers validate what clients send and fill in defaults. This check keeps a value that an engine
+cannot take from getting there all the same: a failed pass costs all requests of its batch.
 """
 
 from llm_engine.sampling import SamplingParams
@@ -13,7 +13,7 @@ def check_sampling(params: SamplingParams, model: ModelInfo) -> None:
     """Check complete parameters against the contract and the model.
 
     Raises:
-        ValueError: Names the field, what was found and what is allowed.
+        ValueError: Names the field, the value and what is allowed.
     """
     for name, allowed in RANGES.items():
         value = getattr(params, name)

@@ -1,4 +1,4 @@
-"""WorkerService: what workers of both pools offer to routers, beside their own service."""
+"""WorkerService: the service that workers of both pools offer to routers, beside their own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -45,9 +45,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     Args:
         pool: "prefill" or "decode".
         transports: Names, best first.
-        load: Returns the load of this moment.
+        load: Returns the current load.
         totals: Counters, read at each heartbeat.
-        max_choices: Of one request; 0 for prefill workers, which do not limit them.
+        max_choices: The most choices of one request; 0 on prefill workers, which have no limit.
     """
 
     def __init__(

@@ -1,18 +1,17 @@
 """Runs a scheduler's plans on the engine, step after step. No decision is made here.
 
 Life of a step:
-1. plan     the scheduler says what to compute; what needs no engine begins at once
-2. launch   the engine begins it; where it runs beside the host, the next step is planned and
-            launched meanwhile, unless requests arrive just now
+1. plan     the scheduler decides what to compute; work that needs no engine begins at once
+2. launch   the engine begins the step; where it runs beside the host, the next step is planned and
+            launched meanwhile, unless requests are just arriving
 3. read     the step has ended, and its tokens are known
-4. settle   the scheduler is told what was drawn, and the pool what came of it
+4. settle   the scheduler gets the drawn tokens, and the pool the outcome
 
-After a step that failed:
-5. drop     what was launched behind it is read, and means nothing
-6. judge    an engine that computes nothing any more ends the worker
-7. again    else each half of its requests gets a step of its own, and all that was dropped follows,
-            one step at a time; in the end the request that fails alone is known, and the others
-            have lost nothing
+After a failed step:
+5. drop     steps launched behind it are read and discarded
+6. judge    an engine that no longer computes ends the worker
+7. again    otherwise each half of its requests gets a separate step, and the dropped steps follow,
+            one at a time; this isolates the request that fails alone, and all others lose nothing
 """
 
 import asyncio
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Work(Protocol):
-    """What a step computes for: a request or a prompt."""
+    """A request or a prompt that a step computes for."""
 
     @property
     def request_id(self) -> str: ...
@@ -55,16 +54,16 @@ ProgressT_contra = TypeVar("ProgressT_contra", contravariant=True)
 
 
 class StepPlan(Protocol):
-    """What one engine step computes."""
+    """The plan of one engine step."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing for the engine to do."""
+        """Whether the engine has nothing to do."""
         ...
 
     @property
     def is_partial(self) -> bool:
-        """Whether the next plan may compute more though nothing happens until then."""
+        """Whether the next plan may compute more even if nothing changes until then."""
         ...
 
     @property
@@ -81,20 +80,20 @@ class StepPlan(Protocol):
         """Return what the engine does; it stays as it is until the step is settled.
 
         Args:
-            is_again: A step failed before, so the engine's seats mean nothing.
+            is_again: A step failed before, so the engine's seats are invalid.
         """
         ...
 
     def halves(self: PlanT) -> Sequence[PlanT]:
-        """Return two plans, each for half of the requests; none if there is only one request."""
+        """Return two plans, one for each half of the requests; none for a single request."""
         ...
 
 
 class Scheduler(Protocol[PlanT, WorkT_co, ProgressT_co]):
     """Decides what each step computes; from a plan to its report the plan's pages are fixed.
 
-    Plans are settled in the order in which they were made, some of them after later ones were made.
-    The halves of a plan may be settled one after the other in its stead.
+    Plans are settled in the order in which they were made; later plans may exist by then. The
+    halves of a plan may be settled one after the other in its place.
     """
 
     def next_step(self) -> PlanT:
@@ -102,7 +101,7 @@ class Scheduler(Protocol[PlanT, WorkT_co, ProgressT_co]):
         ...
 
     def end_undrawn(self, plan: PlanT, result: StepResult) -> Sequence[WorkT_co]:
-        """End what no token could be drawn for, and return it."""
+        """End the items for which no token could be drawn, and return them."""
         ...
 
     def complete_step(self, plan: PlanT, result: StepResult) -> Sequence[ProgressT_co]:
@@ -110,27 +109,27 @@ class Scheduler(Protocol[PlanT, WorkT_co, ProgressT_co]):
         ...
 
     def fail_step(self, plan: PlanT) -> Sequence[WorkT_co]:
-        """End all that took part in a step that failed, and return it."""
+        """End all items that took part in a failed step, and return them."""
         ...
 
 
 class StepListener(Protocol[PlanT_contra, WorkT_contra, ProgressT_contra]):
-    """What a pool does with the outcome of steps."""
+    """A pool's reactions to the outcome of steps."""
 
     def planned(self, plan: PlanT_contra) -> None:
-        """Begin what the plan asks for and the engine does not do; must not wait."""
+        """Begin the plan's work that needs no engine; must not wait."""
         ...
 
     def progressed(self, progress: Sequence[ProgressT_contra]) -> None:
-        """Take what a step brought."""
+        """Take the progress of a step."""
         ...
 
     def failed(self, work: WorkT_contra, error: WorkerError) -> None:
-        """Tell the caller of something that the scheduler has ended."""
+        """Report an item that the scheduler has ended to its caller."""
         ...
 
 
-# Gives a pass that computes for nobody, while it is needed; None: there is no page for it.
+# Yields a pass that serves no request, and keeps it valid; None: there is no page for it.
 MakeProbe = Callable[[], AbstractContextManager[SequenceSlice | None]]
 
 
@@ -138,12 +137,12 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     """One task; while nothing can be computed it waits to be woken.
 
     Args:
-        scheduler: Plans, and is told what came of it.
-        listener: Hears of plans, progress and failures.
+        scheduler: Makes plans and takes their outcome.
+        listener: Receives plans, progress and failures.
         before_step: Called when the scheduler may have changed the cache.
         wake: Set when the scheduler may have something new to plan.
         make_probe: Makes a pass that shows whether the engine still computes.
-        max_failed_passes: In a row, probes included; then the engine counts as lost.
+        max_failed_passes: Failed passes in a row, probes included, before the engine is lost.
     """
 
     def __init__(
@@ -175,10 +174,10 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._read_at = 0.0  # when the last step ended
 
     async def run(self) -> None:
-        """Step until cancelled; what was launched then ends, and nobody hears of its results.
+        """Step until cancelled; launched steps then end, and their results are dropped.
 
         Raises:
-            EngineLost: The engine computes nothing any more.
+            EngineLost: The engine no longer computes.
         """
         try:
             while True:
@@ -203,7 +202,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                 self._scheduler.fail_step(plan)
 
     async def _begin(self, plan: PlanT) -> None:
-        """Launch a plan, and settle as many as must be settled before the next is made."""
+        """Launch a plan, and settle the plans that must be settled before the next is made."""
         if plan.is_alone:
             await self._settle_down_to(0)
         self._unsettled.append(plan)
@@ -211,7 +210,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             await self._launch(plan.engine_step(self._eos_token_ids, is_again=False))
         except Exception as error:
             await self._settle_down_to(1)
-            if self._unsettled:  # else an older one failed as well, and this one was computed again
+            if self._unsettled:  # else an older plan failed too, and this one was computed again
                 await self._recover(error)
         else:
             self.num_steps_ahead += len(self._unsettled) > 1
@@ -231,7 +230,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             self._settle(self._unsettled.popleft(), result)
 
     async def _launch(self, step: EngineStep) -> None:
-        # At once: a launch that is cancelled has happened all the same.
+        # At once: a cancelled launch has happened all the same.
         self._launched_at.append(asyncio.get_running_loop().time())
         try:
             await self._executor.launch(step)
@@ -250,13 +249,13 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         return replace(result, seconds=self._read_at - began_at)
 
     async def _drop_launched(self) -> None:
-        """Wait until nothing is written any more: pages may be handed out again only then."""
+        """Wait until no step writes any more: only then may pages be handed out again."""
         while self._launched_at:
             with contextlib.suppress(Exception):
                 await self._read()
 
     async def _recover(self, error: Exception) -> None:
-        """After the oldest plan failed, compute it in halves, and all that followed it again."""
+        """After the oldest plan failed, compute it in halves, and repeat all later plans."""
         await self._drop_launched()
         await self._halve(error)
         while self._unsettled:
@@ -295,10 +294,10 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             self._listener.failed(work, error)
 
     async def _judge(self, error: Exception) -> None:
-        """Return if the engine still computes; else end all and raise EngineLost."""
+        """Return if the engine still computes; otherwise end all requests and raise EngineLost."""
         self._num_failed += 1
         if is_device_lost(error):
-            # What was computed may have done it, so whoever took part is told.
+            # The step may have caused it, so all that took part are told.
             reason: WorkerError = PassFailed("the pass that computed for it lost the device")
         else:
             while self._num_failed < self._max_failed_passes:
@@ -315,7 +314,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         raise EngineLost(f"{type(error).__name__}: {error}") from error
 
     async def _probe(self) -> bool | None:
-        """Return whether a pass for nobody succeeds; None: there is no page for one."""
+        """Return whether a probe succeeds; None: there is no page for one."""
         with self._make_probe() as probe:
             if probe is None:
                 return None

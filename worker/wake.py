@@ -1,4 +1,4 @@
-"""What ends the sleep of the step loop, and whether more of it may come at once."""
+"""Wakes the step loop, and knows whether more requests may follow at once."""
 
 import asyncio
 import math
@@ -10,8 +10,8 @@ BURST_GAP_S = 0.001
 class Wake(asyncio.Event):
     """Set it to have the scheduler look again: something was submitted, ended, committed or freed.
 
-    Of requests that come in a burst the first ones must not take a step with them that is launched
-    ahead: all others would wait for two steps instead of one.
+    The first requests of a burst must not have a second step launched ahead: all others would wait
+    for two steps instead of one.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Wake(asyncio.Event):
 
     @property
     def is_in_burst(self) -> bool:
-        """Whether a request arrived just now, so that others may follow."""
+        """Whether a request has just arrived, so that others may follow."""
         return asyncio.get_running_loop().time() - self._arrived_at < BURST_GAP_S
 
     def set_by_arrival(self) -> None:

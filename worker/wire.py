@@ -1,4 +1,4 @@
-"""Converts between the contract of protos/ and the values of this package."""
+"""Converts between messages of protos/ and the values of this package."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Read complete parameters; the router has set every field that has a default.
 
     Raises:
-        InvalidConstraint: There is a constraint that says nothing.
+        InvalidConstraint: A constraint is empty.
     """
     return SamplingParams(
         temperature=message.temperature,
@@ -56,7 +56,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def logprobs_to_proto(tokens: Sequence[SampledToken]) -> list[common_pb2.TokenLogprobs]:
-    """Write the log probabilities of tokens; empty where they were not asked for."""
+    """Write the log probabilities of tokens; empty where they were not requested."""
     return [
         common_pb2.TokenLogprobs(
             logprob=token.logprob,

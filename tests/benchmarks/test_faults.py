@@ -101,7 +101,7 @@ def test_a_run_without_an_end_is_listed_and_costs_no_other_one(run_once):
     assert row["times"] == 3
     assert row["broken"] == [f"TimeoutError: {late}"]
     text = page({"cases": [row], "commit": "", "hardware": HARDWARE, "command": ""}, "name")
-    assert "SIGKILL of a decode worker: a further run broke off (TimeoutError)." in text
+    assert "SIGKILL of a decode worker: a further run was aborted (TimeoutError)." in text
 
 
 def test_a_fault_that_always_breaks_its_cluster_ends_and_fails(run_once):

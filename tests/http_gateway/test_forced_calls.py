@@ -243,7 +243,7 @@ def test_calls_that_no_template_teaches_cannot_be_forced(
     models: Callable[[str], Gateway],
 ) -> None:
     served = models("plain")
-    with pytest.raises(openai_package.BadRequestError, match="no format of calls") as caught:
+    with pytest.raises(openai_package.BadRequestError, match="no known format of calls") as caught:
         openai(served).chat.completions.create(**ask(tool_choice="required"))
     assert caught.value.param == "tools"
     with Client(served.router_address) as client:

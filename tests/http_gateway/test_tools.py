@@ -217,7 +217,7 @@ def test_what_cannot_be_done_with_tools_is_refused_by_its_field(parrots, options
 
 
 def test_a_model_whose_template_knows_no_tools_takes_none(parrots):
-    with pytest.raises(openai.BadRequestError, match="no format of calls") as refused:
+    with pytest.raises(openai.BadRequestError, match="no known format of calls") as refused:
         client_of(parrots("plain")).chat.completions.create(**ask("x"))
 
     assert refused.value.param == "tools"

@@ -128,7 +128,7 @@ def test_what_a_template_says_comes_back_as_from_the_template_itself() -> None:
                 await renderer.render(chat("no"))
             with pytest.raises(ChatTemplateError, match=r"failed: UndefinedError"):
                 await renderer.render(chat("wrong"))
-            with pytest.raises(ChatTemplateError, match=r"no text"):
+            with pytest.raises(ChatTemplateError, match=r"invalid text"):
                 await renderer.render(chat("no text"))
             with pytest.raises(ChatTemplateError, match=r"more than 100000 characters"):
                 await renderer.render(chat("x" * 100_001))

@@ -158,7 +158,7 @@ def test_a_worker_does_not_wait_for_ever_for_the_routers_host(
     controller.model_identity = SimpleNamespace(remote=lambda: asyncio.Event().wait())
     monkeypatch.setattr(module, "IDENTITY_TIMEOUT_S", 0.0)
 
-    with pytest.raises(HostUnfit, match="router's host does not tell which model it has"):
+    with pytest.raises(HostUnfit, match="router's host does not report which model it has"):
         start(model)
 
     assert started == []

@@ -186,7 +186,7 @@ def test_one_tenant_never_takes_the_last_places() -> None:
             answers = await asyncio.gather(*flood)
             refused = [answer for answer in answers if answer.error]
             assert len(refused) == 84
-            assert "what is left of the router's 18 places is for others" in (
+            assert "the rest of the router's 18 places is for other tenants" in (
                 refused[0].error.details() or ""  # type: ignore[union-attr]
             )
 
