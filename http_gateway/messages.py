@@ -110,7 +110,7 @@ def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
     if choice == "none" or not given:
         return Tools()
     if model.tool_call_format is None:
-        found = "tools, but the model's chat template teaches no format of calls that is known"
+        found = "tools, but the model's chat template has no format of calls that Pagewire knows"
         raise refused("tools", found, "none", code="unsupported_parameter")
     return Tools(shown=shown_tools, functions=functions, must_call=must_call, only=only)
 
