@@ -98,6 +98,11 @@ def load_config(
             refuse(blamed[0], problem.told(lambda name: spell(path_in(section, name))))  # noqa: B023
             for name in blamed:
                 values.pop(name)
+            without_role |= {pool_named(name) for name in blamed if name.endswith(".role")}
+        # A pool whose role was wrong must not be told to lack one.
+        values = {
+            name: each for name, each in values.items() if pool_named(name) not in without_role
+        }
     if wrong:
         raise ConfigError("\n".join(told for _, told in sorted(wrong, key=lambda each: each[0])))
     return made

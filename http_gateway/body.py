@@ -108,4 +108,4 @@ def _too_large(limits: GatewayConfig) -> HttpError:
 
 
 def _no_json(reason: str) -> HttpError:
-    return HttpError(400, f"the body is no JSON object: {reason}", code="invalid_json")
+    return HttpError(400, f"the body is not a JSON object: {reason}", code="invalid_json")

@@ -111,6 +111,10 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
             "pools.early.role is 'prefill'; it must be decode with prefill 0",
         ),
         (
+            "{prefill: 0, pools: {early: {role: prefill, workers: 2}}}",
+            "pools.early.role is 'prefill'; it must be decode with prefill 0",
+        ),
+        (
             "pools: {decode: {max_step_tokens: 256}}",
             "pools.decode.max_step_tokens is 256; it must exceed decode_worker.max_running_sequen",
         ),

@@ -70,14 +70,14 @@ def test_a_request_without_what_it_needs_says_what_is_missing(address, path):
 
 DEEP = "[" * 100_000
 WRONG_BODIES = {
-    "nothing": (b"", "no JSON object"),
+    "nothing": (b"", "not a JSON object"),
     "an array": (b"[]", "it must be an object"),
     "a number": (b"5", "it must be an object"),
     "null": (b"null", "it must be an object"),
-    "cut off": (b'{"messages": [', "no JSON object"),
+    "cut off": (b'{"messages": [', "not a JSON object"),
     "two objects": (b"{}{}", "Extra data"),
-    "single quotes": (b"{'a': 1}", "no JSON object"),
-    "a comment": (b'{"a": 1 /* x */}', "no JSON object"),
+    "single quotes": (b"{'a': 1}", "not a JSON object"),
+    "a comment": (b'{"a": 1 /* x */}', "not a JSON object"),
     "a repeated key": (b'{"messages": [], "messages": []}', "'messages' is given twice"),
     "a repeated key inside": (b'{"a": {"b": 1, "b": 2}}', "'b' is given twice"),
     "NaN": (b'{"temperature": NaN}', "NaN is no JSON number"),
@@ -85,10 +85,10 @@ WRONG_BODIES = {
     "bad UTF-8": (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
     "UTF-16": ('{"prompt": "x"}'.encode("utf-16"), "is not UTF-8"),
     "a byte order mark": (b"\xef\xbb\xbf{}", "BOM"),
-    "a control character": (b'{"prompt": "\x00"}', "no JSON object"),
-    "an endless number": (b'{"seed": ' + b"1" * 100_000 + b"}", "no JSON object"),
-    "deep arrays": (b'{"a": ' + DEEP.encode(), "no JSON object"),
-    "deep objects": (b'{"a":' * 100_000, "no JSON object"),
+    "a control character": (b'{"prompt": "\x00"}', "not a JSON object"),
+    "an endless number": (b'{"seed": ' + b"1" * 100_000 + b"}", "not a JSON object"),
+    "deep arrays": (b'{"a": ' + DEEP.encode(), "not a JSON object"),
+    "deep objects": (b'{"a":' * 100_000, "not a JSON object"),
     "many values": (b'{"a": [' + b"[]," * 400_000 + b"[]]}", "more than"),
 }
 
