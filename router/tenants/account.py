@@ -24,7 +24,7 @@ class Account:
         self._num_prompt_tokens = num_tokens
 
     def skip(self, num_tokens: int) -> None:
-        """Leave out generated tokens of an earlier call, which count with the prompt of this one."""
+        """Leave out generated tokens of an earlier call: they count with the prompt of this one."""
         self._num_generated = num_tokens
 
     def use_generated(self, num_tokens: int) -> None:
