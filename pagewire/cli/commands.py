@@ -20,8 +20,8 @@ EXIT_CODES = (
     "SIGTERM."
 )
 SERVER_COMMANDS = (
-    *("demo", "doctor", "down", "drain", "gateway", "restart", "router", "router-keys", "scale"),
-    *("serve", "tokens", "up"),
+    *("demo", "doctor", "down", "drain", "gateway", "move", "restart", "router", "router-keys"),
+    *("scale", "serve", "tokens", "up"),
 )
 INSTALL_SERVER = "pip install 'pagewire[server]'"
 
