@@ -46,13 +46,14 @@ serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--pref
 
 test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)
-	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu and not thorough" $(ARGS)
 
 quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: less than a minute
 	$(TEST_ENV) $(PY) -m pytest -n $(QUICK_JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness and not wheels" -m "not cluster and not thorough" $(QUICK) $(ARGS)
 
 thorough: $(DEV_READY) ## tests that take long and seldom find anything
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "thorough and not gpu" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "thorough and not gpu and not cluster" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "thorough and cluster and not gpu" $(ARGS)
 
 test-page: $(DEV_READY) $(PAGE_READY) ## the HTTP gateway's page in this host's Chromium, or in CHROMIUM=PATH
 	$(TEST_ENV) $(PY) -m pytest -m browser tests/http_gateway $(ARGS)
