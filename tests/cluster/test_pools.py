@@ -76,7 +76,7 @@ def test_a_pool_has_its_own_options_and_number(host):
     assert done(host, "drain", "decode-spare-0") == "decode-spare-0 has left"
     assert set(workers(host)) == {"prefill-0", "prefill-1", "decode-0"}
     assert (
-        "runs already: prefill-0, prefill-1, decode-0 on cpu"
+        "already running: prefill-0, prefill-1, decode-0 on cpu"
         in host.run("up", "--config", str(host.config))[1]
     )
 
