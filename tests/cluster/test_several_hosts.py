@@ -87,6 +87,8 @@ def test_a_host_of_workers_that_loses_its_power_costs_no_token_and_comes_back(
     assert row["decode_prompt_tokens"] == 0
 
 
+# Not before tests that restart workers of the same cluster: after it Ray may start none again.
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(why_no_clocks()), reason=why_no_clocks() or "they can jump")
 @pytest.mark.parametrize("name", ["clock/workers", "clock/head"])
 def test_a_wall_clock_that_jumps_costs_no_token_and_no_worker(cluster, clients, seeds, name):
