@@ -23,9 +23,11 @@ ablation/ARM/N,S,U  N streams that share S tokens: `prime_ms`, `step_ms`, and `m
                     each request reads its prefix for itself; none: both of these.
 replay/ARM          the first seconds of a Mooncake trace, by --trace-seconds, -rate and -lengths.
 kill/SIDE/MOMENT    SIGKILL before, during and after a transfer, --kills times each (kills.py).
+hang/SIDE/MOMENT    likewise SIGSTOP, and SIGCONT ten seconds later.
 
-Where the product has no switch, the workers are altered (altered_workers.py). Try it anywhere with
---shape tiny --scale small --device cpu --page-size 16.
+Where the product has no switch, the workers are altered (altered_workers.py). With --apart NCCL
+takes them for workers of different hosts, so that workers on one GPU can use it, over sockets. Try
+it anywhere with --shape tiny --scale small --device cpu --page-size 16.
 """
 
 import argparse
@@ -335,10 +337,11 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
         ]
     cases += [
         Case(
-            name=f"kill/{side}/{moment}",
+            name=f"{fault}/{side}/{moment}",
             cluster="1+1, watched",
-            measure=partial(kills.kill, side, moment, options.kills),
+            measure=partial(kills.strike, fault, side, moment, options.kills),
         )
+        for fault in kills.FAULTS
         for side in kills.SIDES
         for moment in kills.MOMENTS
     ]
@@ -352,7 +355,7 @@ def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterS
         model=model, prefill=1, decode=1, device=options.device, options=cluster_options(options)
     )
     pairs = options.pairs
-    return {
+    clusters = {
         "1+1": base,
         f"{pairs}+{pairs}": replace(base, prefill=pairs, decode=pairs),
         "0+1": replace(base, prefill=0),
@@ -366,6 +369,16 @@ def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterS
         },
         "1+1, watched": replace(base, options={**base.options, **kills.OPTIONS}),
     }
+    if not options.apart:
+        return clusters
+    return {
+        name: replace(
+            spec,
+            altered=replace(spec.altered, lives_apart=True),
+            options={**spec.options, "page_transport": "nccl"},
+        )
+        for name, spec in clusters.items()
+    }
 
 
 def main() -> None:
@@ -375,7 +388,8 @@ def main() -> None:
     parser.add_argument("--trace-seconds", type=float, default=180.0, help="of the trace's time")
     parser.add_argument("--trace-rate", type=float, default=1.0, help="2: twice as fast")
     parser.add_argument("--trace-lengths", type=float, default=1.0, help="0.5: half as long")
-    parser.add_argument("--kills", type=int, default=3, help="of each side at each moment")
+    parser.add_argument("--kills", type=int, default=3, help="also hangs, of each kind")
+    parser.add_argument("--apart", action="store_true", help="NCCL as between hosts")
     parser.add_argument("--pairs", type=int, help="of GPUs for the replay; default: 1, of four 2")
     options = parser.parse_args()
     options.pairs = options.pairs or (2 if num_gpus() >= 4 else 1)
