@@ -148,7 +148,8 @@ def test_a_port_in_use_ends_it_with_what_helps():
         result = run_main("gateway", "--port", port)
 
     assert result.returncode == 1
-    assert f"port {port} on 127.0.0.1 is in use; choose another with --port" in result.stderr
+    assert f"port {port} on 127.0.0.1 is in use by process " in result.stderr
+    assert "); choose another with --port" in result.stderr
 
 
 def test_its_port_is_not_that_of_a_router_in_the_help():
