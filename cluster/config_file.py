@@ -155,7 +155,7 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], Lines]:
     if content is None:
         return {}, []
     if not isinstance(content, Mapping):
-        told = f"found {told_kind(content)} at the top level; it must be a mapping of options"
+        told = f"found {told_kind(content)} at the top level; allowed: a mapping of options"
         raise ConfigError(f"{path}: {told}")
     return content, lines
 

@@ -114,7 +114,8 @@ def pool_problems(
         if not NAME.fullmatch(name):
             # All of its options are blamed, so that no other problem of the pool is told.
             pool_path = OptionName(f"{SECTION}.{name}")
-            yield WrongOption("{} has the name {!r}; it must be {}", pool_path, name, ACCEPTED_NAME)
+            told = "{}: found the pool name {!r}; allowed: {}"
+            yield WrongOption(told, pool_path, name, ACCEPTED_NAME)
             continue
         if name in ROLES:
             for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):

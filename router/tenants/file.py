@@ -87,7 +87,7 @@ def read_tenants(path: Path) -> TenantsFile:
             "everybody may call"
         )
     if not isinstance(tenants, Mapping):
-        told = f"found {told_kind(tenants)} at the top level; it must be a mapping of tenants"
+        told = f"found {told_kind(tenants)} at the top level; allowed: a mapping of tenants"
         raise TenantsFileError(f"{path}: {told}")
     rules = _Reader(path, keys).read(tenants)
     mode = stat.S_IMODE(found.st_mode)
@@ -153,7 +153,7 @@ class _Reader:
             if key not in options:
                 names = [_HASHES, *options]
                 near = did_you_mean(key, names, f"{name}.")
-                self._refuse(path, f"{path} is unknown; allowed:", ", ".join(names) + near)
+                self._refuse(path, f"{path}: unknown; allowed:", ", ".join(names) + near)
             elif not options[key].allows(value):
                 found = f"{path} is {_shown(value)}; it must be"
                 self._refuse(path, found, options[key].allowed())

@@ -80,13 +80,13 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
         ),
         (
             "pools: {Small-1: {role: decode}}",
-            "pools.Small-1 has the name 'Small-1'; it must be a lower-case letter, then at most 31",
+            "pools.Small-1: found the pool name 'Small-1'; allowed: a lower-case letter, then",
         ),
         (
             "pools: {my pool: {role: decode, workers: 1}}",
-            "pools.my pool has the name 'my pool'; it must be a lower-case letter, then at most 31",
+            "pools.my pool: found the pool name 'my pool'; allowed: a lower-case letter, then",
         ),
-        ("pools: {my pool: {workers: 1}}", "pools.my pool has the name 'my pool'; it must be a l"),
+        ("pools: {my pool: {workers: 1}}", "pools.my pool: found the pool name 'my pool'"),
         (
             "pool: {small: {role: decode}}",
             "unknown option pool.small.role; did you mean pools.small.role?",
@@ -291,9 +291,9 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("decode: {heartbeat_s: 1}", ["did you mean decode_worker.heartbeat_s?"]),
         (
             "- prefill",
-            ["cluster.yaml: found a list at the top level; it must be a mapping of options"],
+            ["cluster.yaml: found a list at the top level; allowed: a mapping of options"],
         ),
-        ("prefill", ["cluster.yaml: found a text at the top level; it must be a mapping"]),
+        ("prefill", ["cluster.yaml: found a text at the top level; allowed: a mapping"]),
         ("prefill: [", ["cluster.yaml, line 1, column 11: is not plain YAML: expected the node"]),
         ("model: !!python/name:os.system", ["line 1, column 8: is not plain YAML: could not"]),
         ("router: !!map [1]", ["line 1, column 9: is not plain YAML: expected a mapping node"]),
