@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import chain
 
 import pytest
@@ -184,8 +185,25 @@ def test_a_port_in_use_is_refused_without_slow_imports(command, flag):
 
         [line], slow = refused(command, demo_model_dir(), *chain(*options.items()))
 
-    assert line.startswith(f"error: port {port} on 127.0.0.1 is in use; choose another with {flag}")
+    assert line.startswith(f"error: port {port} on 127.0.0.1 is in use by process {os.getpid()} (")
+    assert f"; choose another with {flag}, or let {flag} 0 " in line
     assert slow == set()
+
+
+def test_all_ports_in_use_are_told_at_once(monkeypatch):
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    options = ("port", "http_port", "router.metrics_port", "controller_port")
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in options]
+        ports = [each.getsockname()[1] for each in taken]
+        with pytest.raises(PlacementError) as refused:
+            check_on_a_host_with(monkeypatch, memory, **dict(zip(options, ports, strict=True)))
+
+    lines = str(refused.value).splitlines()
+    flags = ("--port", "--http-port", "--router-metrics-port", "--controller-port")
+    for line, port, flag in zip(lines, ports, flags, strict=True):
+        assert line.startswith(f"port {port} on 127.0.0.1 is in use by process {os.getpid()} (")
+        assert f"; choose another with {flag}, or" in line
 
 
 @pytest.mark.parametrize("option", ["network_interface", "nccl_interface"])

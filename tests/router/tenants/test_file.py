@@ -66,7 +66,7 @@ globex:
 BAD = [
     ("", ["names no tenant; it must name one or more"]),
     ("{}", ["names no tenant"]),
-    ("- acme", ["holds list, must be a mapping of tenants"]),
+    ("- acme", ["found a list at the top level; allowed: a mapping of tenants"]),
     ("acme: {", ["line 1", "is not plain YAML"]),
     ("acme:", ["line 1: acme is empty; it must be a mapping with token_hashes"]),
     ("a b: {}", ["line 1: 'a b' is no name of a tenant; it must be 1 to 64 letters"]),
@@ -85,8 +85,9 @@ BAD = [
     (f"acme: {{token_hashes: [{A}, {A}]}}", ["acme.token_hashes[1] is that of acme.token_h"]),
     (
         f"acme:\n  token_hashes: [{A}]\n  quota: 5",
-        ["line 3: acme.quota is unknown; allowed: token_hashes, requests_per_s, burst, tokens_"],
+        ["line 3: acme.quota: unknown; allowed: token_hashes, requests_per_s, burst, tokens_"],
     ),
+    (f"acme: {{token_hashes: [{A}], brst: 5}}", ["; did you mean 'acme.burst'?"]),
     (
         f"acme:\n  token_hashes: [{A}]\n  requests_per_s: -1",
         ["line 3: acme.requests_per_s is -1; it must be a finite number, 0 to 1000000"],
