@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
+from kv_transfer.aborts import Abort, LiveConnections
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch
 from kv_transfer.polling_thread import PollingThread, Steps
 
@@ -84,7 +85,7 @@ class NcclTransport:
         self._thread = PollingThread("nccl")
         self._thread.submit(self, self._device.warm_up()).result(WARM_UP_S)
         self._offers: dict[str, bytes] = {}  # connection_id |-> unique id
-        self._connections: list[NcclConnection] = []
+        self._connections = LiveConnections[NcclConnection]()
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
         # NCCL has no keys: anybody with the unique id can join. It travels in proven calls only.
@@ -119,8 +120,10 @@ class NcclTransport:
         return await self._open(connection_id, True, unique_id, pages_in_message, deadline)
 
     async def close(self) -> None:
-        await asyncio.gather(*(connection.abort() for connection in self._connections))
-        self._thread.close(timeout_s=1.0)
+        try:
+            await self._connections.abort()
+        finally:
+            self._thread.close(timeout_s=1.0)
 
     async def _open(
         self,
@@ -136,9 +139,7 @@ class NcclTransport:
             unique_id=unique_id,
             pages_in_message=pages_in_message,
         )
-        connection = NcclConnection(connection_id, link, self._thread)
-        self._connections = [each for each in self._connections if not each.is_broken]
-        self._connections.append(connection)
+        connection = self._connections.add(NcclConnection(connection_id, link, self._thread))
         await connection.open(deadline)
         return connection
 
@@ -152,7 +153,7 @@ class NcclConnection:
         self._thread = thread
         self._is_broken = False
         self._order = asyncio.Lock()
-        self._aborting: asyncio.Task[None] | None = None
+        self._abort = Abort(self._do_abort)
 
     @property
     def connection_id(self) -> str:
@@ -178,8 +179,8 @@ class NcclConnection:
         await self._run(lambda: self._link.receive(page_ids), deadline)
 
     async def abort(self) -> None:
-        # Shielded: a caller that gives up must not stop it half-way.
-        await asyncio.shield(self._begin_abort())
+        self._begin_abort()
+        await self._abort.finish()
 
     async def _run(self, steps: Callable[[], Steps[None]], deadline: float) -> None:
         try:
@@ -200,13 +201,11 @@ class NcclConnection:
             self._is_broken = True
             raise
 
-    def _begin_abort(self) -> asyncio.Task[None]:
+    def _begin_abort(self) -> None:
         self._is_broken = True
-        if self._aborting is None:
-            self._aborting = asyncio.get_running_loop().create_task(self._abort())
-        return self._aborting
+        self._abort.begin()
 
-    async def _abort(self) -> None:
+    async def _do_abort(self) -> None:
         # NCCL forbids abort while a thread is inside another call on the communicator.
         await asyncio.wrap_future(self._thread.drop(self))
         await _in_daemon_thread(self._link.abort)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from kv_transfer.aborts import Abort
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.page_socket import PageSocket
@@ -23,6 +24,7 @@ class SocketConnection:
         self._order = asyncio.Lock()
         self._num_frames = 0
         self._copy: asyncio.Task[Any] | None = None  # touches the storage right now
+        self._abort = Abort(self._do_abort)
 
     @property
     def connection_id(self) -> str:
@@ -33,7 +35,14 @@ class SocketConnection:
         return self._is_broken
 
     async def abort(self) -> None:
+        self._begin_abort()
+        await self._abort.finish()
+
+    def _begin_abort(self) -> None:
         self._is_broken = True
+        self._abort.begin()
+
+    async def _do_abort(self) -> None:
         self._wire.shut()
         async with self._order:
             pass

@@ -8,6 +8,7 @@ import pytest
 
 from kv_transfer.connections import AcceptedConnections, ConnectionPool
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
+from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
 from tests.kv_transfer.pair import KEY, RECEIVER, Workers, make_storage
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
@@ -55,7 +56,7 @@ def test_a_broken_connection_is_made_anew() -> None:
 
 def test_an_offer_is_withdrawn_also_if_the_call_fails_before_anybody_waits_for_it() -> None:
     async def scenario() -> None:
-        transport = TcpTransport(make_storage(4, 1), host="127.0.0.1")
+        transport = TcpTransport(make_storage(4, 1), ProvenSockets(host="127.0.0.1"))
         pool = ConnectionPool([transport], random_id=lambda: "c0", key_of=lambda *_: KEY)
 
         async def connect(connection_id: str, name: str, offer: bytes) -> None:
