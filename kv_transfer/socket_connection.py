@@ -74,6 +74,12 @@ class SocketConnection:
         except (OSError, TimeoutError) as error:
             self._is_broken = True
             raise ConnectionBroken(str(error) or "no progress before the deadline") from error
+        except ConnectionBroken:
+            self._is_broken = True
+            raise
+        except Exception as error:  # of a copy, as when a GPU reports an error
+            self._is_broken = True
+            raise ConnectionBroken(f"{type(error).__name__}: {error}") from error
         except BaseException:
             self._is_broken = True
             raise

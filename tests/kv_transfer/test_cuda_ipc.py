@@ -297,6 +297,26 @@ def test_abort_waits_for_the_copy_and_then_unmaps() -> None:
     run(scenario)
 
 
+def test_a_copy_that_fails_breaks_the_connection() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+
+            def fail(source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+                raise TransportRefused("cudaMemcpyAsync failed: 700")
+
+            pair.mapped.copy = fail  # type: ignore[method-assign]
+            sends = asyncio.create_task(sending.send([1], soon()))
+
+            with pytest.raises(ConnectionBroken, match="cudaMemcpyAsync failed: 700"):
+                await receiving.receive([2], soon())
+            await receiving.abort()
+            with pytest.raises(ConnectionBroken):
+                await sends
+
+    run(scenario)
+
+
 def test_an_abort_whose_caller_leaves_goes_on() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
@@ -375,6 +395,20 @@ def test_what_fails_behind_a_mapping_unmaps_again(monkeypatch: pytest.MonkeyPatc
         memory.open(b"h" * 64 + bytes(8) + b"g" * 16, 8)
 
     assert closed == [4096]
+
+
+def test_an_unmapping_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(
+        cudaStreamDestroy=lambda stream: (0,), cudaIpcCloseMemHandle=lambda base: (1,)
+    )
+    monkeypatch.setattr(cuda_ipc_memory, "cuda", SimpleNamespace(set_device=lambda device: None))
+    pages = object.__new__(cuda_ipc_memory.CudaPeerPages)
+    memory = object.__new__(cuda_ipc_memory.CudaMemory)
+    memory.runtime, memory.device = runtime, torch.device("cpu")
+    pages._memory, pages._base, pages._owned_stream, pages._words = memory, 4096, 1, None
+
+    with pytest.raises(TransportRefused, match="cudaIpcCloseMemHandle failed: 1"):
+        pages.close()
 
 
 def ipc_threads() -> int:

@@ -219,6 +219,29 @@ def test_strangers_that_stay_silent_keep_no_place_from_a_sender() -> None:
     run(scenario)
 
 
+def test_strangers_who_come_all_at_once_are_no_more_than_the_limit_either() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            port = json.loads(pair.receiver.offer("c0", KEY))["port"]
+            # All of them wait to be accepted before the first one is.
+            strangers = [
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+                for _ in range(MAX_GREETINGS + 50)
+            ]
+            most = 0
+            for _ in range(20 * len(strangers)):
+                await asyncio.sleep(0)
+                most = max(most, len(pair.receiver._sockets._greetings))
+
+            assert most == MAX_GREETINGS
+            for stranger in strangers[:50]:
+                assert stranger.recv(1) == b"", "the oldest are let go"
+            for stranger in strangers:
+                stranger.close()
+
+    run(scenario)
+
+
 @needs_ipv6
 def test_pages_move_over_ipv6() -> None:
     async def scenario() -> None:
