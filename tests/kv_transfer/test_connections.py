@@ -70,6 +70,38 @@ def test_an_offer_is_withdrawn_also_if_the_call_fails_before_anybody_waits_for_i
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["the call fails", "cancelled"])
+def test_what_was_accepted_before_its_set_up_failed_is_aborted(is_cancelled: bool) -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        deadline = asyncio.get_running_loop().time() + 5
+        closing: list[asyncio.Task[None]] = []
+
+        async def connect(connection_id: str, name: str, offer: bytes) -> None:
+            await workers.accepted.connect(
+                peer_key=RECEIVER,
+                connection_id=connection_id,
+                transport_name=name,
+                offer=offer,
+                key=KEY,
+                deadline=deadline,
+            )
+            await asyncio.sleep(0.01)  # the receiver has accepted by now
+            if is_cancelled:
+                closing.append(asyncio.create_task(workers.pool.close()))
+                await asyncio.sleep(60)
+            raise ConnectionBroken("the answer was lost")
+
+        with pytest.raises(ConnectionBroken):
+            await workers.pool.get(("prefill-0", 7), connect, deadline)
+        await asyncio.sleep(0.01)
+
+        [accepted] = workers.receiver_transport._connections
+        assert accepted.is_broken, "nobody else will ever abort it"
+
+    run(scenario)
+
+
 def test_dropping_aborts_both_views_of_the_connection() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
