@@ -28,8 +28,8 @@ from functools import partial
 from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
-from kv_transfer.aborts import LiveConnections
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch, TransportRefused
+from kv_transfer.ordered_connection import LiveConnections
 from kv_transfer.page_socket import PageSocket
 from kv_transfer.proven_sockets import ProvenSockets, read_offer
 from kv_transfer.socket_connection import SocketConnection
@@ -198,11 +198,11 @@ class Sending(SocketConnection):
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
-            header = _FRAME.pack(_FRAME_MAGIC, self._num_frames, len(page_ids))
+            header = _FRAME.pack(_FRAME_MAGIC, self._num_done, len(page_ids))
             await self._wire.send(header + struct.pack(f"!{len(page_ids)}I", *page_ids))
             (frame,) = _READ.unpack(await self._wire.receive(_READ.size))
-            if frame != self._num_frames:
-                raise ConnectionBroken(f"frame {frame} was read, expected {self._num_frames}")
+            if frame != self._num_done:
+                raise ConnectionBroken(f"frame {frame} was read, expected {self._num_done}")
 
     async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
         raise AssertionError("a sender receives nothing")
@@ -241,12 +241,12 @@ class Receiving(SocketConnection):
                     f"{len(source_ids)} pages arrive, expected are {len(page_ids)}"
                 )
             await self._touch(partial(self._pages.copy, source_ids, page_ids))
-            await self._wire.send(_READ.pack(self._num_frames))
+            await self._wire.send(_READ.pack(self._num_done))
 
-    async def _do_abort(self) -> None:
+    async def _stop(self) -> None:
         self._wire.shut()
         await asyncio.wait({self._reading})
-        await super()._do_abort()
+        await super()._stop()
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._pages.close)
         self._thread.shutdown(wait=False)
         try:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
-from kv_transfer.aborts import Abort, LiveConnections
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.ordered_connection import LiveConnections, OrderedConnection
 from kv_transfer.polling_thread import PollingThread, Steps
 
 UNIQUE_ID_BYTES = 128
@@ -144,24 +144,13 @@ class NcclTransport:
         return connection
 
 
-class NcclConnection:
+class NcclConnection(OrderedConnection):
     """Implements `kv_transfer.transport.Connection` over a Link."""
 
     def __init__(self, connection_id: str, link: Link, thread: PollingThread) -> None:
-        self._connection_id = connection_id
+        super().__init__(connection_id)
         self._link = link
         self._thread = thread
-        self._is_broken = False
-        self._order = asyncio.Lock()
-        self._abort = Abort(self._do_abort)
-
-    @property
-    def connection_id(self) -> str:
-        return self._connection_id
-
-    @property
-    def is_broken(self) -> bool:
-        return self._is_broken
 
     async def open(self, deadline: float) -> None:
         """Run this side's half of the set-up; on failure abort and raise ConnectionBroken."""
@@ -178,34 +167,11 @@ class NcclConnection:
     async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
         await self._run(lambda: self._link.receive(page_ids), deadline)
 
-    async def abort(self) -> None:
-        self._begin_abort()
-        await self._abort.finish()
-
     async def _run(self, steps: Callable[[], Steps[None]], deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline), self._order:
-                if self._is_broken:
-                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
-                await asyncio.wrap_future(self._thread.submit(self, steps()))
-        except TimeoutError as error:
-            self._is_broken = True
-            raise ConnectionBroken("no progress before the deadline") from error
-        except ConnectionBroken:
-            self._is_broken = True
-            raise
-        except Exception as error:
-            self._is_broken = True
-            raise ConnectionBroken(f"{type(error).__name__}: {error}") from error
-        except BaseException:
-            self._is_broken = True
-            raise
+        async with self._operating(deadline):
+            await asyncio.wrap_future(self._thread.submit(self, steps()))
 
-    def _begin_abort(self) -> None:
-        self._is_broken = True
-        self._abort.begin()
-
-    async def _do_abort(self) -> None:
+    async def _stop(self) -> None:
         # NCCL forbids abort while a thread is inside another call on the communicator.
         await asyncio.wrap_future(self._thread.drop(self))
         await _in_daemon_thread(self._link.abort)

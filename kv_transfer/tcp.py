@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 
 from kv_cache.page_storage import PageBytes, PageStorage
-from kv_transfer.aborts import LiveConnections
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
+from kv_transfer.ordered_connection import LiveConnections
 from kv_transfer.page_socket import PageSocket
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.socket_connection import SocketConnection
@@ -89,7 +89,7 @@ class TcpConnection(SocketConnection):
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
-            header = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
+            header = (_FRAME_MAGIC, self._num_done, len(page_ids), self._storage.page_bytes)
             await self._wire.send(_FRAME.pack(*header))
             for some in self._pieces(page_ids):
                 contents = await self._touch(partial(self._storage.export_pages, some))
@@ -99,7 +99,7 @@ class TcpConnection(SocketConnection):
     async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
             header = _FRAME.unpack(await self._wire.receive(_FRAME.size))
-            expected = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
+            expected = (_FRAME_MAGIC, self._num_done, len(page_ids), self._storage.page_bytes)
             if header != expected:
                 raise ConnectionBroken(f"frame {header[1:]} arrived, expected {expected[1:]}")
             for some in self._pieces(page_ids):
