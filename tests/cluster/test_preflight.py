@@ -57,6 +57,26 @@ def test_pages_that_the_host_can_never_hold_are_refused_by_their_option(
         check_on_a_host_with(monkeypatch, memory, **options)
 
 
+def test_the_memory_of_each_pool_counts(monkeypatch, tmp_path):
+    memory = HostMemory(total_bytes=8 * GIB, free_bytes=7 * GIB)
+    monkeypatch.setattr(preflight, "read_host_memory", lambda: memory)
+    options = {"model": str(demo_model_dir()), "device": "cpu", "port": 0, "http_port": 0}
+
+    def check(pools):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(json.dumps({"pools": pools}))
+        said = []
+        check_start(load_config(file, options), said.append)
+        return said
+
+    words = "3 workers need about .*, with 256 MiB to 1.0 TiB for pages each, by pool; 7.0 GiB of"
+    with pytest.raises(PlacementError, match=words):
+        check({"large": {"role": "decode", "workers": 1, "cpu_pages_mib": 2**20}})
+    options["cpu_pages_mib"] = 2**20
+    small = {"cpu_pages_mib": 64}
+    assert check({"prefill": small, "decode": small}) == []
+
+
 def test_workers_that_may_not_fit_now_are_warned_of(monkeypatch):
     tight = HostMemory(total_bytes=64 * GIB, free_bytes=GIB)
     ample = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
