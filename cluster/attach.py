@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +19,8 @@ from observability.logs import fields
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 30.0  # for answers of a controller from memory, or from Ray
+START_TIMEOUT_S = 120.0  # for a controller's process, too; hosts can be busy with other starts
+AT_ONCE_S = 1.0  # in which serving processes answer
 
 
 def attach_ray(address: str, *, shows_worker_logs: bool) -> None:
@@ -124,6 +127,33 @@ def ask(call: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
             f"the cluster does not answer ({last_line(error)}); Ray starts it again "
             "by itself: try again in some seconds"
         ) from error
+
+
+def ask_starting(call: Any, say: Callable[[str], None], check: Callable[[], None]) -> Any:
+    """Return the answer of a controller that may still have to start.
+
+    Args:
+        call: To it.
+        say: Told what the wait is for, if it is not over at once.
+        check: Called repeatedly; its errors end the wait.
+
+    Raises:
+        ClusterError: As raised there, or because there is no answer.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    is_told = False
+    while not ray.wait([call], timeout=AT_ONCE_S)[0]:
+        check()
+        if time.monotonic() >= deadline:
+            raise StartError(
+                f"the cluster's controller has not answered within {START_TIMEOUT_S:.0f} s; Ray "
+                "goes on to start it: try again, or end it with `pagewire down --grace-s 0`; see "
+                "the logs of the Ray session"
+            )
+        if not is_told:
+            say("waiting for the cluster's controller, which Ray starts")
+            is_told = True
+    return ask(call)
 
 
 def last_line(error: Exception) -> str:

@@ -272,9 +272,8 @@ class ControllerActor:
         existing = {each for each in names if is_worker(each)}
         leaving = (self._membership.leaving | self._membership.gone) & existing
         staying = frozenset(existing - leaving)
-        return ClusterWorkers(
-            staying=staying, leaving=leaving, answering=staying & self._heard_of()
-        )
+        answering = (staying & self._heard_of()) - self._membership.restarting
+        return ClusterWorkers(staying=staying, leaving=leaving, answering=answering)
 
     def _heard_of(self) -> frozenset[str]:
         return self._membership.heard_since(_now() - HEARD_S)

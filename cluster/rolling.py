@@ -70,6 +70,11 @@ def _restart_front(controller: Any, name: str, grace_s: float, deadline: float) 
 
 def _wait(name: str, deadline: float, is_back: Callable[[], bool]) -> None:
     while not is_back():
+        if name not in ray.util.list_named_actors():  # Ray keeps one that it starts again
+            raise StartError(
+                f"{name} has left the cluster meanwhile, by another command; the others are as "
+                "they were; see `pagewire status`"
+            )
         if time.monotonic() >= deadline:
             raise StartError(
                 f"{name} has not come back in time; Ray goes on to start it, and the others are as "

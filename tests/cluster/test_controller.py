@@ -185,6 +185,44 @@ def test_what_cannot_be_restarted_is_refused_and_nothing_has_changed(world, name
     asyncio.run(main())
 
 
+def test_workers_of_a_role_do_not_all_restart_at_once_nor_leave_while_the_others_do(world):
+    async def main():
+        await world.start()
+        results = await asyncio.gather(
+            *(world.controller.restart(name, 7.0) for name in ("decode-0", "decode-1")),
+            return_exceptions=True,
+        )
+        assert results[0] is None
+        assert "decode-1', the last decode worker that serves now, while decode-0" in str(
+            results[1]
+        )
+        with pytest.raises(ConfigError, match="decode-0', which has not been heard of lately"):
+            await world.controller.restart("decode-0", 7.0)
+        await world.announce("decode-0")  # it still ends
+        with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):
+            await world.controller.drain("decode-1", 7.0)
+        with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):
+            await world.controller.scale({"decode": 1}, 7.0)
+        await world.controller.restart("prefill-0", 7.0)
+        told = [each for each in world.told if each[0] in {"restart", "drain"}]
+        assert told == [("restart", "decode-0", 7.0), ("restart", "prefill-0", 7.0)]
+
+        await world.announce("decode-0", incarnation=2)
+        await world.controller.restart("decode-1", 7.0)
+
+    asyncio.run(main())
+
+
+def test_the_only_worker_of_a_role_may_restart(world):
+    async def main():
+        await world.start()
+        await world.controller.drain("decode-0", 7.0)
+        await world.controller.restart("decode-1", 7.0)
+        assert world.told[-1] == ("restart", "decode-1", 7.0)
+
+    asyncio.run(main())
+
+
 def worker_names(without=""):
     return [each for each in sorted(worker_ids(2, 2)) if each != without]
 
