@@ -27,7 +27,7 @@ class Clock:
         return (calls, []) if self.now >= self.answers_at else ([], calls)
 
 
-@pytest.mark.parametrize(("answers_at", "said"), [(0.5, []), (90.0, WAITING)])
+@pytest.mark.parametrize(("answers_at", "said"), [(0.5, []), (8.0, []), (90.0, WAITING)])
 def test_a_controller_that_still_starts_is_waited_for(monkeypatch, answers_at, said):
     Clock(monkeypatch, answers_at)
     lines = []
