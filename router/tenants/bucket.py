@@ -7,13 +7,14 @@ _ROUNDING = 1e-6  # units by which sums of floats may be off
 
 @dataclass(eq=False, slots=True)
 class _Span:
-    """A period after whose end a bucket was, or is, charged.
+    """A period of a bucket that ends with undecided charges, or now.
 
-    The level is at most the capacity at any time, and what came and was taken since. All times of a
-    span have the same charges after them, so that the lowest of these bounds is enough for them.
+    Each moment of the past bounds the level: by the capacity, and what came and was taken since.
+    All moments of a span have the same undecided charges after them, so that the lowest of their
+    bounds stands for them all, whatever is decided.
     """
 
-    bound: float  # without any undecided charge; less the bucket's `_moved`
+    bound: float  # the lowest, without any undecided charge, and without the bucket's `_moved`
     num_charges: int = 0  # undecided ones, made after this span and before the next one
     charged: float = 0.0  # by these
 
@@ -31,7 +32,7 @@ class Bucket:
 
     Invariant: the level is at most the capacity. It may be below 0: what was taken without asking
     is owed. When a charge is given back, the level becomes that of a bucket which was never charged
-    with it. This is less than the amount more if the bucket would have been full meanwhile.
+    with it: less than the amount comes back if that one would have been full meanwhile.
 
     Args:
         rate_per_s: Units that come each second; 0: everything is allowed.
