@@ -11,7 +11,7 @@ from cluster import controller as module
 from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.deployment import Deployment
-from cluster.errors import ConfigError, PlacementError, Stopping
+from cluster.errors import ConfigError, PlacementError, StartError, Stopping
 from cluster.membership import HEARD_S
 from cluster.placement import needs_of
 from cluster.places import Place
@@ -116,6 +116,7 @@ class RouterThatHears:
             self.told.append(told)
 
     async def wait_applied(self, timeout_s):
+        await asyncio.sleep(0)
         self.told.append(("applied",))
 
 
@@ -209,6 +210,18 @@ def test_workers_of_a_role_do_not_all_restart_at_once_nor_leave_while_the_others
 
         await world.announce("decode-0", incarnation=2)
         await world.controller.restart("decode-1", 7.0)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_leaves_while_routers_hear_of_its_restart_is_told(world):
+    async def main():
+        await world.start()
+        restarting = asyncio.create_task(world.controller.restart("decode-1", 7.0))
+        await asyncio.sleep(0)
+        world.ended.add("decode-1")
+        with pytest.raises(StartError, match="decode-1 has left the cluster meanwhile"):
+            await restarting
 
     asyncio.run(main())
 

@@ -68,3 +68,15 @@ def test_a_worker_that_leaves_by_another_command_is_not_waited_for(monkeypatch, 
     with pytest.raises(StartError, match="decode-0 has left the cluster meanwhile"):
         restart_cluster(cluster, ["decode-0"], 7.0, lambda line: None)
     assert cluster.looks == 10
+
+
+def test_a_router_that_left_before_its_turn_is_told(monkeypatch):
+    cluster = Cluster(monkeypatch)
+
+    def get_actor(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+
+    with pytest.raises(StartError, match="router-0 has left the cluster meanwhile"):
+        restart_cluster(cluster, ["router-0"], 7.0, lambda line: None)
