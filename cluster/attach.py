@@ -149,7 +149,8 @@ def ask_starting(call: Any, say: Callable[[str], None], check: Callable[[], None
         if waited_s >= START_TIMEOUT_S:
             raise StartError(
                 f"the cluster's controller has not answered within {START_TIMEOUT_S:.0f} s; its "
-                "host may be busy: try again; see the logs of the Ray session"
+                "host may be busy: try again, or end it with `pagewire down --grace-s 0`; see the "
+                "logs of the Ray session"
             )
         if waited_s >= USUAL_START_S and not is_told:
             say("waiting for the cluster's controller, which Ray starts")
