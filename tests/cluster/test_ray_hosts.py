@@ -218,7 +218,8 @@ def test_a_path_of_a_host_that_is_not_there_is_refused(monkeypatch, model):
     check(model, said, **BY_POOL, model_paths=paths)
     assert said == [
         "note: model_paths has 'gpu-b', by which no host of the Ray cluster goes yet: it has "
-        + hosts
+        + hosts,
+        "waiting until 1 host can be looked at",
     ]
 
 
