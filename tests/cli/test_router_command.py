@@ -32,6 +32,7 @@ from tests.router.scripted_worker import ScriptedWorker, Session, delta
 from tests.router.tokenizers_for_tests import TEXTS, byte_level
 from tests.support.cluster_keys import SECRET, credentials_of
 from tests.support.command_line import run_main
+from tests.support.grpcurl import grpcurl
 
 PROMPT = "the quick brown fox"
 TOKENIZER = Tokenizer(byte_level().to_str())
@@ -396,3 +397,47 @@ def test_keys_come_from_the_secret_file_and_only_their_owner_reads_them(tmp_path
     secret.write_bytes(b"x" * 32)
     result = run_main("router-keys", missing, "--secret-file", str(secret))
     assert f"{missing} cannot be written" in result.stderr
+
+
+def test_grpcurl_finds_methods_by_reflection_and_reads_a_stream(
+    keys_path: Path, model_dir: Path
+) -> None:
+    async def scenario() -> tuple[str, dict[str, subprocess.CompletedProcess[str]]]:
+        calls = {
+            "list": ["list"],
+            "describe": ["describe", "pagewire.v1.InferenceService"],
+            "health": ["grpc.health.v1.Health/Check"],
+            "models": ["pagewire.v1.InferenceService/ListModels"],
+            "generate": ["pagewire.v1.InferenceService/Generate"],
+            "wrong": ["pagewire.v1.InferenceService/Generate"],
+        }
+        bodies = {
+            "generate": {"text": PROMPT, "sampling": {"max_tokens": 3, "temperature": 0}},
+            "wrong": {"text": PROMPT, "sampling": {"max_tokens": 3, "top_p": 7}},
+        }
+        async with controller_and_worker() as (controller, _):
+            with routers(1, controller, keys_path, model_dir) as [(address, _)]:
+                async with AsyncClient(address) as client:
+                    await client.generate(PROMPT, max_tokens=1)  # waits for the worker
+                    [model] = await client.list_models()
+                done = {}
+                for name, call in calls.items():
+                    body = bodies.get(name)
+                    data = ["-d", json.dumps({"model": model.name, **body})] if body else []
+                    done[name] = await asyncio.to_thread(grpcurl, *data, address, *call)
+                return model.name, done
+
+    name, done = asyncio.run(scenario())
+
+    listed = done["list"].stdout.split()
+    assert {"grpc.health.v1.Health", "pagewire.v1.InferenceService"} <= set(listed)
+    assert "stream .pagewire.v1.GenerateResponse" in done["describe"].stdout
+    assert json.loads(done["health"].stdout) == {"status": "SERVING"}
+    assert json.loads(done["models"].stdout)["models"][0]["name"] == name
+    messages = done["generate"].stdout.replace("}\n{", "}\0{").split("\0")
+    text = "".join(json.loads(each).get("text", "") for each in messages)
+    assert text == TOKENIZER.decode(SAID[:3])
+    assert json.loads(messages[-1])["usage"]["completion_tokens"] == 3
+    assert done["wrong"].returncode != 0
+    assert "Code: InvalidArgument" in done["wrong"].stderr
+    assert "top_p" in done["wrong"].stderr
