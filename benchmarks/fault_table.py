@@ -48,13 +48,15 @@ depend on that machine; the zeros do not.
 NOTES = {
     "partition/long": (
         "Those requests were of one run: no decode worker answered for 30 s, though one was on an\n"
-        "unaffected host. In these runs Ray's workers yielded to all other processes of the\n"
-        "machine (niceness 15), about 40 of which competed for its two cores, so it probably\n"
-        "never ran. The aborted run was not whole after 180 s, on the same machine."
+        "unaffected host. In the first eight runs Ray's workers yielded to all other processes of\n"
+        "the machine (niceness 15), about 40 of which competed for its two cores, so it probably\n"
+        "never ran. The aborted run was one of them. The last twelve runs had less beside them:\n"
+        "no request failed, and the cluster was whole after 91 to 109 s."
     ),
     "launcher/start": (
-        "The second `pagewire up` had not ended after 180 s, for an unknown reason; in the other\n"
-        "runs it took 30 to 152 s, while about 20 other processes competed for the two cores."
+        "In one of the first eight runs the second `pagewire up` had not ended after 180 s. About\n"
+        "20 other processes competed for the two cores; in the other runs it took 30 to 152 s.\n"
+        "With less beside it, the last twelve took 28 to 56 s."
     ),
 }
 CORRUPTION = """
