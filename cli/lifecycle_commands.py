@@ -115,7 +115,7 @@ def scale(
         name, _, number = each.partition("=")
         if not re.fullmatch(r"-?\d{1,9}", number) or name in wanted:
             raise ConfigError(
-                f"--pool is {each!r}; it must be a pool and the number of its workers, once for "
+                f"--pool: found {each!r}; allowed: a pool and the number of its workers, once for "
                 "each pool, as in small=4"
             )
         wanted[name] = int(number)

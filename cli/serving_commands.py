@@ -103,7 +103,7 @@ def demo(config: ClusterConfig) -> None:
     """
     if not config.prefill:
         raise ConfigError(
-            "prefill is 0; it must be at least 1, because the demo shows the transfer"
+            "prefill: found 0; allowed: 1 or more, because the demo shows the transfer"
         )
     prepare_ray(is_local=not config.ray_address)
     configure_logging(config.log_level, config.log_format)

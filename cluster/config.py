@@ -236,7 +236,7 @@ class ClusterConfig:
         if not self.host and not self.network_interface:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be a host name or an address, without a port, or empty "
+                    "{}: found {!r}; allowed: a host name or an address, without a port, or empty "
                     "with {}",
                     OptionName("host"),
                     self.host,
@@ -246,7 +246,7 @@ class ClusterConfig:
         if self.model_paths and not self.ray_address:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be absent without {}, because all workers are on one host",
+                    "{}: found {!r}; allowed: none without {}, because all workers are on one host",
                     OptionName("model_paths"),
                     self.model_paths,
                     OptionName("ray_address"),
@@ -255,7 +255,7 @@ class ClusterConfig:
         if self.ray_address and self.workers_per_gpu > 1:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be 1 with {}, where Ray gives each worker a GPU of its "
+                    "{}: found {!r}; allowed: 1 with {}, where Ray gives each worker a GPU of its "
                     "own",
                     OptionName("workers_per_gpu"),
                     self.workers_per_gpu,
@@ -265,7 +265,7 @@ class ClusterConfig:
         if self.pool_resources and not self.ray_address:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be False without {}, because one host has both pools",
+                    "{}: found {!r}; allowed: False without {}, because one host has both pools",
                     OptionName("pool_resources"),
                     self.pool_resources,
                     OptionName("ray_address"),
@@ -274,7 +274,7 @@ class ClusterConfig:
         if self.pool_resources and self.device == "auto":
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be cpu or cuda with {}, because hosts may join later",
+                    "{}: found {!r}; allowed: cpu or cuda with {}, because hosts may join later",
                     OptionName("device"),
                     self.device,
                     OptionName("pool_resources"),
@@ -291,7 +291,7 @@ class ClusterConfig:
         if self.http_port and self.http_port == self.port:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must differ from {}, which is the router's",
+                    "{}: found {!r}; allowed: a port other than {}, which is the router's",
                     OptionName("http_port"),
                     self.http_port,
                     OptionName("port"),
@@ -301,7 +301,7 @@ class ClusterConfig:
             if self.controller_port and self.controller_port == getattr(self, name):
                 problems.append(
                     WrongOption(
-                        "{} is {!r}; it must differ from {}, where clients connect",
+                        "{}: found {!r}; allowed: a port other than {}, where clients connect",
                         OptionName("controller_port"),
                         self.controller_port,
                         OptionName(name),
@@ -311,7 +311,7 @@ class ClusterConfig:
             if self.router.metrics_port and self.router.metrics_port == getattr(self, name):
                 problems.append(
                     WrongOption(
-                        "{} is {!r}; it must differ from {}",
+                        "{}: found {!r}; allowed: a port other than {}",
                         OptionName("router.metrics_port"),
                         self.router.metrics_port,
                         OptionName(name),
@@ -325,7 +325,7 @@ class ClusterConfig:
             if dead_after_s < 2 * pool.heartbeat_s:
                 problems.append(
                     WrongOption(
-                        "{} is {!r}; it must be at least twice {}, which is {!r}",
+                        "{}: found {!r}; allowed: at least twice {}, which is {!r}",
                         OptionName("router.dead_after_s"),
                         dead_after_s,
                         OptionName(f"{section}.heartbeat_s"),

@@ -135,10 +135,10 @@ def check_port_free(
                 ) from error
             case errno.EACCES:
                 raise PlacementError(
-                    f"port {port} on {host} is not allowed; without root it must be 1024 or higher"
+                    f"port: found {port} on {host}; allowed: 1024 or more without root"
                 ) from error
             case _:
                 raise ConfigError(
-                    f"host is {host!r}; it must be a name or an address of this host ({reason}); "
+                    f"host: found {host!r}; allowed: a name or an address of this host ({reason}); "
                     "give one with --host: 127.0.0.1 for clients here, 0.0.0.0 for all"
                 ) from error

@@ -113,26 +113,26 @@ def pool_problems(
 
         if not NAME.fullmatch(name):
             yield WrongOption(
-                "{} is of a pool by the name {!r}; it must be {}", own("role"), name, ACCEPTED_NAME
+                "{}: found the pool name {!r}; allowed: {}", own("role"), name, ACCEPTED_NAME
             )
             continue
         if name in ROLES:
             for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):
                 if value := getattr(pool, option_name):
-                    told = "{} is {!r}; it must be absent, because {} says it"
+                    told = "{}: found {!r}; allowed: none, because {} says it"
                     yield WrongOption(told, own(option_name), value, remedy)
         elif not pool.role:
-            yield WrongOption("{} is missing; it must be prefill or decode", own("role"))
+            yield WrongOption("{}: found none; allowed: prefill or decode", own("role"))
         elif workers_per_gpu > 1:
             yield WrongOption(
-                "{} is {!r}; with {} above 1 there must be no further pools",
+                "{}: found {!r}; allowed: no further pools with {} above 1",
                 own("role"),
                 pool.role,
                 OptionName("workers_per_gpu"),
             )
         elif pool.role == "prefill" and num_prefill == 0:
             yield WrongOption(
-                "{} is 'prefill'; it must be decode with {} 0, which means that there are no "
+                "{}: found 'prefill'; allowed: decode with {} 0, which means that there are no "
                 "prefill workers",
                 own("role"),
                 OptionName("prefill"),
@@ -140,7 +140,7 @@ def pool_problems(
         is_decode = "decode" in (name, pool.role)
         if is_decode and pool.max_step_tokens and pool.max_step_tokens <= max_running_sequences:
             yield WrongOption(
-                "{} is {!r}; it must exceed {}, which is {!r}",
+                "{}: found {!r}; allowed: more than {}, which is {!r}",
                 own("max_step_tokens"),
                 pool.max_step_tokens,
                 OptionName("decode_worker.max_running_sequences"),
@@ -148,11 +148,11 @@ def pool_problems(
             )
         for option_name in ("accelerator_type", "resources"):
             if not ray_address and (value := getattr(pool, option_name)):
-                told = "{} is {!r}; it must be absent without {}, because all workers are on one "
+                told = "{}: found {!r}; allowed: none without {}, because all workers are on one "
                 yield WrongOption(told + "host", own(option_name), value, OptionName("ray_address"))
         if pool.accelerator_type and device == "cpu":
             yield WrongOption(
-                "{} is {!r}; it must be absent with {} cpu",
+                "{}: found {!r}; allowed: none with {} cpu",
                 own("accelerator_type"),
                 pool.accelerator_type,
                 OptionName("device"),

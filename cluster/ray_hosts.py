@@ -105,12 +105,15 @@ def _check_names(config: ClusterConfig, nodes: Sequence[Node], say: Callable[[st
     if not unknown:
         return
     hosts = ", ".join(f"{n['NodeManagerAddress']} ({n['NodeManagerHostname']})" for n in nodes)
-    told = f"model_paths has {', '.join(map(repr, unknown))}"
+    told = f"model_paths: found {', '.join(map(repr, unknown))}"
     if config.pool_resources:
-        say(f"note: {told}, by which no host of the Ray cluster goes yet: it has {hosts}")
+        say(
+            f"note: {told}, which no host of the Ray cluster has as address, name or custom "
+            f"resource yet; its hosts are {hosts}"
+        )
         return
     raise ConfigError(
-        f"{told}; it must be the address, the name or a custom resource of a host of the Ray "
+        f"{told}; allowed: the address, the name or a custom resource of a host of the Ray "
         f"cluster, which has {hosts}"
     )
 

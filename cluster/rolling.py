@@ -42,7 +42,7 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
             check_restart(workers, name)
         elif name not in fronts:
             allowed = ", ".join([*workers.names, *fronts])
-            raise ConfigError(f"NAME is {name!r}; it must be one of {allowed}")
+            raise ConfigError(f"NAME: found {name!r}; allowed: {allowed}")
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     for number, name in enumerate(names, 1):
         with told_at_interrupt(f"{name} begins anew by itself; the others are as they were"):

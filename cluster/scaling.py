@@ -93,7 +93,7 @@ def find_pool(config: ClusterConfig, name: str, flag: str) -> str:
         return name
     if name not in config.pools:
         names = ", ".join(dict.fromkeys([*ROLES, *config.pools]))
-        raise ConfigError(f"{flag} is {name!r}; it must be one of {names}")
+        raise ConfigError(f"{flag}: found {name!r}; allowed: {names}")
     return pool_key(name, config.pools[name])
 
 
@@ -121,7 +121,7 @@ def plan_scale(
         most = 0 if is_without else MOST_WORKERS
         if not least <= number <= most:
             raise ConfigError(
-                f"{_flag(pool)} is {number}; it must be {_range(least, most)}: "
+                f"{_flag(pool)}: found {number}; allowed: {_range(least, most)}, because "
                 f"{_reason(role, of_role)}"
             )
         if number > len(found):
@@ -129,8 +129,8 @@ def plan_scale(
         drains += found[number:]
     if starts and device == "cuda" and config.workers_per_gpu > 1:
         raise ConfigError(
-            f"workers_per_gpu is {config.workers_per_gpu}; to add workers to a running cluster it "
-            "must be 1, because each has its GPU from the start"
+            f"workers_per_gpu: found {config.workers_per_gpu}; allowed: 1 where workers join a "
+            "running cluster, because each has its GPU from the start"
         )
     for role in ROLES:
         if gone := [each for each in drains if role_of(each) == role]:
@@ -161,8 +161,8 @@ def plan_move(
         raise ConfigError(f"--to is {to!r}; {_reason('prefill', ())}")
     if device == "cuda" and config.workers_per_gpu > 1:
         raise ConfigError(
-            f"workers_per_gpu is {config.workers_per_gpu}; to move workers it must be 1, because "
-            "each has its GPU from the start"
+            f"workers_per_gpu: found {config.workers_per_gpu}; allowed: 1 where workers move, "
+            "because each has its GPU from the start"
         )
     if worker_id not in workers.answering:
         raise ConfigError(
@@ -183,7 +183,7 @@ def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
     """
     if worker_id not in workers.staying | workers.leaving:
         names = ", ".join(workers.names)
-        raise ConfigError(f"WORKER is {worker_id!r}; it must be one of {names}")
+        raise ConfigError(f"WORKER: found {worker_id!r}; allowed: {names}")
     if worker_id in workers.staying:
         _check_remaining(workers, role_of(worker_id), [worker_id])
 
@@ -208,7 +208,7 @@ def _check_known(workers: ClusterWorkers, argument: str, worker_id: str) -> None
         raise ConfigError(f"{argument} is {worker_id!r}, which is to leave; nothing has changed")
     if worker_id not in workers.staying:
         names = ", ".join(workers.names)
-        raise ConfigError(f"{argument} is {worker_id!r}; it must be one of {names}")
+        raise ConfigError(f"{argument}: found {worker_id!r}; allowed: {names}")
 
 
 def _check_remaining(

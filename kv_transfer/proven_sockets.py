@@ -190,7 +190,7 @@ class ProvenSockets:
         encoded, own = connection_id.encode(), self._random_bytes(CHALLENGE_BYTES)
         if len(encoded) > MAX_ID_BYTES:
             raise ConnectionBroken(
-                f"the connection id has {len(encoded)} bytes, allowed are {MAX_ID_BYTES}"
+                f"connection id: found {len(encoded)} bytes; allowed: at most {MAX_ID_BYTES}"
             )
         await wire.send(_HELLO.pack(_HELLO_MAGIC, len(encoded), own) + encoded)
         try:

@@ -113,6 +113,6 @@ def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
 def _digests(joined: bytes) -> tuple[bytes, ...]:
     if not joined or len(joined) % DIGEST_BYTES:
         raise TransferError(
-            f"chunk_ready.digests has {len(joined)} bytes, must be a multiple of {DIGEST_BYTES}"
+            f"chunk_ready.digests: found {len(joined)} bytes; allowed: a multiple of {DIGEST_BYTES}"
         )
     return tuple(joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES))

@@ -76,8 +76,9 @@ def look(
             ray_address, address = address, address_on(interface)
             if is_loopback_host(address) and not is_loopback_host(ray_address):
                 problems.append(
-                    f"network_interface is {interface!r}, whose address on {host} is {address}, "
-                    "where no other host finds it; it must be one that joins the hosts"
+                    f"network_interface: found {interface!r}, whose address on {host} is "
+                    f"{address}, which no other host can reach; allowed: one that connects "
+                    "the hosts"
                 )
     except NoAddress as error:
         address = ""
