@@ -126,7 +126,7 @@ class Corruption:
     """The receiving side: requests transfers, and counts their outcomes.
 
     Args:
-        side: That of this process.
+        side: The side of this process.
         pipe: The pipe to the sender's process.
         seed: Seed of prompts and damage.
     """
@@ -330,7 +330,7 @@ def measure(
 
     Args:
         num_pages: How many, at least.
-        devices: Those of the sender and of the receiver, which is this process.
+        devices: The devices of the sender and of the receiver, which is this process.
         transport: Its name; empty: the best that they have.
         seed: Seed of prompts and damage.
 

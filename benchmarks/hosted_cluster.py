@@ -245,7 +245,7 @@ def hosted_cluster(
         folder: Takes its configuration and logs.
         has_redis: Without it the cluster ends with the host of Ray's head.
         has_clocks: The wall clock of each host can jump.
-        options: Of its configuration, beside OPTIONS.
+        options: Options of its configuration, besides OPTIONS.
     """
     with hosts(NUM_HOSTS) as machines:
         cluster = HostedCluster(machines, folder, has_redis=has_redis, has_clocks=has_clocks)

@@ -24,7 +24,7 @@ class JumpingClock:
 
     Args:
         folder: Takes the library, and the file that tells how far the clock is ahead.
-        name: Of the clock in this folder.
+        name: The name of the clock in this folder.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -40,7 +40,7 @@ def mean_nll(engine: Engine, token_ids: Sequence[int], *, num_prompt_tokens: int
 
     Args:
         engine: Whose first pages are overwritten.
-        token_ids: Of the text, two or more.
+        token_ids: The tokens of the text, two or more.
         num_prompt_tokens: Computed as a prompt; those after them one by one, as drawn ones are.
     """
     total = 0.0

@@ -58,7 +58,7 @@ class ServedCluster:
     """Owns the process; use it with `with`. It serves when the constructor returns.
 
     Raises:
-        ClusterFailed: Of the constructor, and of all methods when the process has ended.
+        ClusterFailed: Raised by the constructor, and by all methods when the process has ended.
     """
 
     def __init__(self, spec: ClusterSpec, start_timeout_s: float) -> None:

@@ -140,7 +140,7 @@ def context_note(config: ClusterConfig, device: str, context_tokens: int, comman
     """Return a note that the pages do not hold the whole context, and a remedy; empty: they do.
 
     Args:
-        config, device: Of the cluster.
+        config, device: Configuration and device of the cluster.
         context_tokens: Most tokens of a request.
         command: Name of the running command.
     """

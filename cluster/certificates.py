@@ -58,8 +58,8 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
     """Refuse connections in clear between hosts unless an option allows them.
 
     Args:
-        config, device: Those of the cluster.
-        addresses: Those on which its workers and controller will listen.
+        config, device: Configuration and device of the cluster.
+        addresses: The addresses on which its workers and controller will listen.
 
     Raises:
         ConfigError: Names the option.

@@ -44,8 +44,8 @@ def check_hosts(
     workers: it may move them at any time.
 
     Args:
-        config, device: Those of the cluster.
-        environment: That of its processes.
+        config, device: Configuration and device of the cluster.
+        environment: The environment of its processes.
         say: Gets warnings.
         check: Called repeatedly; an error that it raises ends the wait.
 

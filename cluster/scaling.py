@@ -103,7 +103,7 @@ def plan_scale(
     """Return the workers that start and leave; the highest numbers leave.
 
     Args:
-        workers: Those of the cluster.
+        workers: The workers of the cluster.
         config: The one that it was started with.
         device: "cpu" or "cuda".
         wanted: Key of a pool |-> number; an absent pool stays as it is.
@@ -144,7 +144,7 @@ def plan_move(
     """Return the name of the worker of another pool that takes the place of a leaving one.
 
     Args:
-        workers: Those of the cluster.
+        workers: The workers of the cluster.
         config: The one that it was started with.
         device: "cpu" or "cuda".
         worker_id: The worker that leaves.

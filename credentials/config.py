@@ -95,7 +95,7 @@ class FrontTlsConfig:
         """Return the files of a server; only if it is on.
 
         Args:
-            inside: Of the cluster, whose processes are clients, too.
+            inside: The options within the cluster, whose processes are clients, too.
         """
         authorities = []
         if self.client_authority_file:

@@ -66,7 +66,7 @@ class TransferDeadlines:
         """Return the longest time for `wait`; the rest matters where bytes move.
 
         Args:
-            num_bytes: Of so many chunks that move one after the other.
+            num_bytes: The size of all chunks, which move one after the other.
         """
         match wait.kind:
             case WaitKind.TRANSFER:

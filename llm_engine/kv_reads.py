@@ -35,7 +35,7 @@ def flat_reads(num_tokens: int, token_bytes: int) -> KVReads:
     """Return what rows read that share nothing.
 
     Args:
-        num_tokens: That rows attend to, summed over rows.
+        num_tokens: The tokens that rows attend to, summed over rows.
         token_bytes: K and V of a token in all layers.
     """
     num_bytes = num_tokens * token_bytes

@@ -23,7 +23,7 @@ def address_on(interface: str, *, option: str = "network_interface") -> str:
     Link-local IPv6 addresses are ignored: they need a zone, which differs by host.
 
     Args:
-        interface: Its name.
+        interface: The name of the interface.
         option: The option that names it, for the error.
 
     Raises:

@@ -15,7 +15,7 @@ def find_bad_text(raw: bytes, descriptor: Any) -> str:
 
     Args:
         raw: The serialized message.
-        descriptor: Of its type.
+        descriptor: The descriptor of its type.
 
     Raises:
         ValueError: The bytes are no message, or nested more deeply than a parser goes.

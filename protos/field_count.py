@@ -17,7 +17,7 @@ def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
 
     Args:
         raw: The serialized message.
-        descriptor: Of its type.
+        descriptor: The descriptor of its type.
         limit: Most fields.
 
     Raises:

@@ -37,7 +37,7 @@ class InvalidRequest(RouterError):
     """A field of the request is wrong, or several are.
 
     Args:
-        field, found, allowed: Those of the first wrong field.
+        field, found, allowed: Field, value found and what is allowed, for the first wrong field.
         others: Errors of further fields, which this one then includes.
     """
 

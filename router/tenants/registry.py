@@ -15,10 +15,10 @@ class Tenants:
     Where `is_open`, tokens count for nothing and everybody is one tenant without limits.
 
     Args:
-        rules: Of the tenants file; None: there is no file.
+        rules: The rules of the tenants file; None: there is no file.
         cluster_digest: SHA-256 of the cluster's own token, with which whoever started it sees it
             all; empty: none.
-        now: Of the loop's clock.
+        now: The time of the loop's clock.
     """
 
     def __init__(

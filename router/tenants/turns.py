@@ -131,10 +131,10 @@ class Turns(Generic[T]):
         """Wait for the turn of a request. Within, have it counted at its worker, and do not wait.
 
         Args:
-            name: Of its tenant.
+            name: The tenant's name.
             request: For `has_room`.
             cost: Tokens that it may take.
-            weight: Of its tenant.
+            weight: The tenant's weight.
         """
         if self._queue or self._is_taken or not self._has_room(request):
             await self._wait(name, request, cost, weight)

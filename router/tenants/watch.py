@@ -20,7 +20,7 @@ class TenantsWatch:
     """Keeps tenants as a file has them; a file that cannot be used changes nothing.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
         tenants: Changed when it changes.
         read: What `path` held when the tenants were made.
     """
