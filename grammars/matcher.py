@@ -43,7 +43,8 @@ class Vocabulary:
 
     Args:
         tokens: The model's tokens; one without text is never drawn, except markers of calls.
-        end_token_ids: The model's end tokens, one or more; they end a text where its grammar does.
+        end_token_ids: The model's end tokens, at least one. They end a text where its grammar
+            allows it.
     """
 
     def __init__(self, tokens: ModelTokens, end_token_ids: Sequence[int]) -> None:
