@@ -166,7 +166,7 @@ class _Reader:
                 told = (
                     f"{path}: found {each.cache_share:g}; allowed: {other.cache_share:g}, the share"
                 )
-                told = f"{told} of {other.name}, because tenants of one cache have one share"
+                told = f"{told} of {other.name}, because tenants of one cache have the same share"
                 self._refuse(path, told)
 
     def _digests(self, name: str, values: Any) -> frozenset[bytes]:

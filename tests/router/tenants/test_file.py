@@ -112,7 +112,7 @@ BAD = [
         f"globex:\n  token_hashes: [{B}]\n  cache: family\n  cache_share: 0.5",
         [
             "line 5: globex.cache_share: found 0.5; allowed: 1, the share of acme, because "
-            "tenants of one cache have one share"
+            "tenants of one cache have the same sh"
         ],
     ),
     (f"acme: {{token_hashes: [{A}], operator: 1}}", ["operator: found 1; allowed: true or false"]),
