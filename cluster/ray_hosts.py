@@ -176,5 +176,5 @@ def _found(call: Any, taken: Look) -> HostFound:
     except ray.exceptions.GetTimeoutError:
         problem = f"{host} has not answered within {LOOK_TIMEOUT_S:.0f} s; its disk may hang"
     except ray.exceptions.RayError as error:
-        problem = f"{host} cannot be looked at: {last_line(error)}"
+        problem = f"{host} cannot be checked: {last_line(error)}"
     return HostFound(address="", model=Path(), problems=(problem,))

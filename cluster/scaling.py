@@ -166,7 +166,7 @@ def plan_move(
         )
     if worker_id not in workers.answering:
         raise ConfigError(
-            f"WORKER is {worker_id!r}, which has not been heard of lately; it can move when it "
+            f"WORKER is {worker_id!r}, which has not been heard from lately; it can move when it "
             "serves; see `pagewire status`"
         )
     if len(workers.of(pool)) == MOST_WORKERS:
@@ -197,7 +197,7 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
     _check_known(workers, "NAME", worker_id)
     if worker_id not in workers.answering:
         raise ConfigError(
-            f"NAME is {worker_id!r}, which has not been heard of lately; it begins anew by "
+            f"NAME is {worker_id!r}, which has not been heard from lately; it restarts by "
             "itself when it can; see `pagewire status`"
         )
 
@@ -225,7 +225,7 @@ def _check_remaining(
     if not workers.answering.intersection(others):
         raise ConfigError(
             f"{named} cannot be {verb} now: of the {role} workers that would remain, "
-            f"{', '.join(others)}, none has been heard of lately; see `pagewire status`"
+            f"{', '.join(others)}, none has been heard from lately; see `pagewire status`"
         )
 
 
@@ -247,9 +247,9 @@ def _range(least: int, most: int) -> str:
 
 def _reason(role: str, found: Collection[str]) -> str:
     if role == "prefill" and not found:
-        return "the cluster was started without prefill workers; to change that, start it anew"
+        return "the cluster was started without prefill workers; to change that, start it again"
     if role == "prefill":
-        return "the last prefill worker must stay; to do without, start the cluster anew"
+        return "the last prefill worker must stay; to do without it, start the cluster again"
     return "the last decode worker must stay, or nothing is served"
 
 

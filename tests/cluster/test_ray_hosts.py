@@ -253,7 +253,7 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for_for_ever(monkey
     hung, lost = refused(model, **ON_CPUS)
 
     assert hung == "a (10.0.0.2) has not answered within 120 s; its disk may hang"
-    assert lost.startswith("b (10.0.0.3) cannot be looked at: ")
+    assert lost.startswith("b (10.0.0.3) cannot be checked: ")
     assert LOOK_TIMEOUT_S <= world.now < LOOK_TIMEOUT_S + 1
     assert world.cancelled == ["a"]
 

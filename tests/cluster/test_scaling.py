@@ -68,7 +68,7 @@ def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
             {"decode": 1},
             workers(*worker_ids(1, 2), silent=["decode-0"]),
             "decode-1 cannot be drained now: of the decode workers that would remain, decode-0, "
-            "none has been heard of lately",
+            "none has been heard from lately",
         ),
     ],
 )
@@ -160,13 +160,13 @@ def test_a_worker_may_be_drained_while_another_one_answers_and_told_twice():
         (
             "prefill-0",
             workers("prefill-0", "decode-0"),
-            "prefill-0 cannot be drained: the last prefill worker must stay; to do without, ",
+            "prefill-0 cannot be drained: the last prefill worker must stay; to do without it, ",
         ),
         (
             "decode-0",
             workers("decode-0", "decode-1", silent=["decode-1"]),
             "decode-0 cannot be drained now: of the decode workers that would remain, decode-1, "
-            "none has been heard of lately",
+            "none has been heard from lately",
         ),
     ],
 )
@@ -204,8 +204,8 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "prefill-0",
             "decode",
             workers("prefill-0", "decode-0"),
-            "prefill-0 cannot be moved: the last prefill worker must stay; to do without, start "
-            "the cluster anew; add one first with `pagewire scale --prefill 2`",
+            "prefill-0 cannot be moved: the last prefill worker must stay; to do without it, start "
+            "the cluster again; add one first with `pagewire scale --prefill 2`",
         ),
         (
             "decode-0",
@@ -223,7 +223,7 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "decode-0",
             "prefill",
             workers("prefill-0", "decode-0", "decode-1", silent=["decode-0"]),
-            "WORKER is 'decode-0', which has not been heard of lately; it can move when it serves",
+            "WORKER is 'decode-0', which has not been heard from lately; it can move when it se",
         ),
         (
             "decode-0",
