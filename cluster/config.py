@@ -90,14 +90,14 @@ class ClusterConfig:
     decode: int = option(1, "Number of decode workers.", at_least=1, at_most=1024)
     workers_per_gpu: int = option(
         1,
-        "Most workers that share a GPU of this host. Both pools share one where all workers fit on "
-        "it; else each GPU has workers of one pool.",
+        "Most workers that share a GPU of this host. Both pools share one if all workers fit on "
+        "it; otherwise each GPU has workers of one pool.",
         at_least=1,
         at_most=16,
     )
     page_transport: Literal["auto", "cuda_ipc", "nccl"] = option(
         "auto",
-        "What pages move over between GPUs of one host: nccl, or cuda_ipc, where the receiver "
+        "How pages move between GPUs of one host: nccl, or cuda_ipc, with which the receiver "
         "copies out of the sender's memory. auto: nccl, and cuda_ipc within one GPU.",
     )
 
@@ -177,7 +177,7 @@ class ClusterConfig:
     )
     pool_resources: bool = option(
         False,
-        "Each worker takes 1 unit of its pool's custom resource, pagewire-prefill or "
+        "Each worker takes one unit of its pool's custom resource, pagewire-prefill or "
         "pagewire-decode, of a host of the Ray cluster; hosts may join later.",
     )
     start_timeout_s: float = option(

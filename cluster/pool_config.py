@@ -1,7 +1,7 @@
 """Options of one pool: the workers of a role that are alike.
 
 There are the pools `prefill` and `decode`, and any number that the section `pools` names, each of
-one of these roles. The workers of a pool by the name `small` are decode-small-0, decode-small-1 ...
+one of these roles. The workers of a pool named `small` are decode-small-0, decode-small-1 ...
 """
 
 import re
@@ -38,13 +38,13 @@ class PoolConfig:
 
     role: str = option(
         "",
-        "What its workers do, prefill or decode. Not of the pools prefill and decode.",
+        "What its workers do: prefill or decode. Not for the pools prefill and decode.",
         accepts=lambda role: role in ("", *ROLES),
         accepted="prefill or decode",
     )
     workers: int | None = option(
         None,
-        "Number of its workers at the start. Not of the pools prefill and decode, which have "
+        "Number of its workers at the start. Not for the pools prefill and decode, which have "
         "options of these names.",
         at_least=1,
         at_most=MOST_WORKERS,
@@ -58,22 +58,30 @@ class PoolConfig:
     resources: Mapping[str, float] | None = option(
         None,
         "Custom resources of Ray that each of its workers takes of a host, and the amount of each. "
-        "Less than 0.01 only marks the hosts that will do.",
+        "An amount below 0.01 only marks suitable hosts.",
         accepts=_are_resources,
-        accepted="a mapping of custom resources of Ray, which CPU, GPU and memory are not, to "
-        "amounts, 0.0001 or more and whole from 1 on, as in rack-a: 0.001",
+        accepted="a mapping of custom resources of Ray (not CPU, GPU or memory) to amounts of "
+        "0.0001 or more, whole from 1 on, as in rack-a: 0.001",
     )
     num_pages: int | None = option(
         None, "Pages of each of its workers, instead of num_pages.", at_least=0
     )
     gpu_memory_fraction: float | None = option(
-        None, "Of its workers, instead of gpu_memory_fraction.", above=0, at_most=1
+        None,
+        "Share of GPU memory for pages of its workers, instead of gpu_memory_fraction.",
+        above=0,
+        at_most=1,
     )
     cpu_pages_mib: int | None = option(
-        None, "Of its workers, instead of cpu_pages_mib.", at_least=1
+        None,
+        "Memory for pages of each of its workers, MiB, instead of cpu_pages_mib.",
+        at_least=1,
     )
     max_step_tokens: int | None = option(
-        None, "Of its workers, instead of that of prefill_worker or decode_worker.", at_least=1
+        None,
+        "Tokens that its workers compute in one step, instead of max_step_tokens of prefill_worker "
+        "or decode_worker.",
+        at_least=1,
     )
 
     def __post_init__(self) -> None:

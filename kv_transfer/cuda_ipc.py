@@ -244,9 +244,7 @@ class Receiving(SocketConnection):
             if isinstance(source_ids, ConnectionBroken):
                 raise source_ids
             if len(source_ids) != len(page_ids):
-                raise ConnectionBroken(
-                    f"{len(source_ids)} pages arrive, expected are {len(page_ids)}"
-                )
+                raise ConnectionBroken(f"{len(source_ids)} pages arrive, expected {len(page_ids)}")
             await self._touch(partial(self._pages.copy, source_ids, page_ids))
             await self._wire.send(_READ.pack(self._num_frames))
 

@@ -47,7 +47,7 @@ class RouterConfig:
         at_least=0,
     )
     retry_delay_s: float = option(
-        0.5, "Suggested to refused clients; longer after a long wait.", at_least=0
+        0.5, "Delay suggested to refused clients; longer after a long wait.", at_least=0
     )
     max_prompt_chars: int = option(
         0,
@@ -91,7 +91,7 @@ class RouterConfig:
         "How long a worker may make no engine step while it sends heartbeats and sequences run.",
         at_least=0,
     )
-    connect_timeout_s: float = option(5.0, "Limit of the first call to a worker.", at_least=0)
+    connect_timeout_s: float = option(5.0, "Time limit of the first call to a worker.", at_least=0)
     reconnect_delay_s: float = option(0.2, "Pause between attempts to reach a worker.", at_least=0)
     forget_dead_after_s: float = option(
         60.0, "How long a dead worker stays in the cluster status.", at_least=0

@@ -97,7 +97,7 @@ def check_resumption(resumption: Resumption, sampling: Sampling, model: ServedMo
         if num_tokens:
             _check_vocabulary(f"{field}.token_ids", each.packed_token_ids, model)
     if sum(each.is_finished for each in resumption.choices) == sampling.n:
-        raise InvalidRequest("resume.choices", "all finished", "one or more to go on with")
+        raise InvalidRequest("resume.choices", "all finished", "one or more to continue with")
 
 
 def complete_sampling(

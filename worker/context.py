@@ -95,7 +95,7 @@ class WorkerContext:
         """Raise StaleIncarnation if a caller means another incarnation of this worker."""
         if incarnation != self.identity.incarnation:
             raise StaleIncarnation(
-                f"incarnation {incarnation} is asked for, this is {self.identity.incarnation}"
+                f"the call is for incarnation {incarnation}, this is {self.identity.incarnation}"
             )
 
     def check_open(self) -> None:

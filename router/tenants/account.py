@@ -6,7 +6,7 @@ from router.tenants.tenant import Tenant
 
 
 class Account:
-    """Of one generation, from when it may begin.
+    """The use of one generation, from the moment when it may begin.
 
     Raises:
         Overloaded: It may not; see Tenant.begin.
@@ -24,17 +24,17 @@ class Account:
         self._num_prompt_tokens = num_tokens
 
     def skip(self, num_tokens: int) -> None:
-        """Leave out generated tokens of an earlier call: they count with the prompt of this one."""
+        """Leave out an earlier call's generated tokens: they count as part of this call's prompt."""
         self._num_generated = num_tokens
 
     def use_generated(self, num_tokens: int) -> None:
-        """Count the tokens that are new when there are so many in all."""
+        """Count the new tokens; `num_tokens` is how many there are in all."""
         if num_new := num_tokens - self._num_generated:
             self._num_generated = num_tokens
             self.tenant.use_generated(num_new, _now())
 
     def undo(self) -> None:
-        """Give back what was counted, of a generation that was refused before any work."""
+        """Give back what was counted for a generation that was refused before any work."""
         self.tenant.give_back(self._num_prompt_tokens, _now())
 
 

@@ -1,10 +1,10 @@
-"""Who is next while the workers are busy: tenants take turns, by what their requests cost.
+"""Decides who is next while the workers are busy: tenants take turns, by their requests' cost.
 
-Workers serve what they have in the order in which it came, so the router gives them little more
-than they can start soon, and keeps the rest here. Of the tenants that wait, the one is next that
-has had the least since it began to wait, for its weight: its flow of requests is served as if it
-had that share of the workers to itself (weighted fair queueing). Who wants less than its share
-waits for hardly anybody; what nobody wants goes to the others.
+Workers serve requests in the order of their arrival, so the router gives them little more than they
+can start soon, and keeps the rest here. The next tenant is the waiting one that has received the
+least, relative to its weight, since it began to wait: its flow of requests is served as if it had
+its share of the workers to itself (weighted fair queueing). A tenant that wants less than its share
+hardly waits; what is left goes to the others.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Waiting(Generic[T]):
-    """One that waits."""
+    """An item that waits."""
 
     item: T
     cost: float
 
 
 class _Flow(Generic[T]):
-    """Those of one name that wait, oldest first."""
+    """The waiting items of one name, oldest first."""
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting[T]] = deque()
@@ -40,10 +40,10 @@ class _Flow(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Orders what several flows bring. Pure.
+    """Orders the items of several flows. Pure.
 
-    Invariant: a flow that waits has `had >= served`, the least that any had when it was served; so
-    a flow that comes back has no claim on what it did not want before.
+    Invariant: a waiting flow has `had >= served`, the least that any flow had when it was served.
+    So a flow that comes back has no claim on what it did not want before.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class FairQueue(Generic[T]):
         return any(flow.waiting for flow in self._flows.values())
 
     def push(self, name: str, item: T, *, cost: float, weight: float) -> Waiting[T]:
-        """Add something behind what its flow has; returns what `remove` is given."""
+        """Add an item at the end of its flow; return the handle for `remove`."""
         flow = self._flows.setdefault(name, _Flow())
         if not flow.waiting:
             flow.had = max(flow.had, self._served)
@@ -67,17 +67,17 @@ class FairQueue(Generic[T]):
         return waiting
 
     def peek(self) -> T:
-        """Return what is next; there is something."""
+        """Return the next item; call it only while items wait."""
         return self._next().waiting[0].item
 
     def pop(self) -> T:
-        """Take what is next."""
+        """Remove and return the next item."""
         flow = self._next()
         waiting = flow.waiting.popleft()
         self._served = flow.had
         flow.had += waiting.cost / flow.weight
         self._leave(flow, waiting)
-        # Others have had as much by then: whoever is forgotten loses nothing and owes nothing.
+        # The others have had as much by then, so a forgotten flow loses nothing and owes nothing.
         self._flows = {
             name: each
             for name, each in self._flows.items()
@@ -86,14 +86,14 @@ class FairQueue(Generic[T]):
         return waiting.item
 
     def remove(self, name: str, waiting: Waiting[T]) -> None:
-        """Take something that does not wait any more; no effect if it was popped."""
+        """Remove an item that no longer waits; no effect if it was popped."""
         flow = self._flows.get(name)
         if flow is not None and waiting in flow.waiting:
             flow.waiting.remove(waiting)
             self._leave(flow, waiting)
 
     def cost_before(self, name: str, cost: float, weight: float) -> float:
-        """Return about how much is served until something new of a flow has been."""
+        """Return about how much cost is served until a new item of a flow has been."""
         flow = self._flows.get(name) or _Flow()
         others = [each for each in self._flows.values() if each.waiting and each is not flow]
         share = weight / (weight + sum(each.weight for each in others))
@@ -112,23 +112,23 @@ class FairQueue(Generic[T]):
 
 
 class Turns(Generic[T]):
-    """Lets requests go on one by one, as there is room for them at the workers.
+    """Lets requests proceed one by one, as the workers have room for them.
 
     Args:
-        has_room: Tells whether a request may go on now.
+        has_room: Returns whether a request may proceed now.
     """
 
     def __init__(self, has_room: Callable[[T], bool]) -> None:
         self._has_room = has_room
         self._queue: FairQueue[tuple[T, asyncio.Event]] = FairQueue()
-        self._is_taken = False  # somebody has been let go on, and is not counted yet
+        self._is_taken = False  # a request may proceed, and is not counted yet
         self._rate = TokenRate()
         self._cost_served = 0
         self._look: asyncio.TimerHandle | None = None  # set while requests wait
 
     @asynccontextmanager
     async def turn(self, name: str, request: T, *, cost: int, weight: float) -> AsyncIterator[None]:
-        """Wait for the turn of a request. Within, have it counted at its worker, and do not wait.
+        """Wait for a request's turn. The body counts it at its worker, and must not wait.
 
         Args:
             name: The tenant's name.
@@ -152,7 +152,7 @@ class Turns(Generic[T]):
         return self._rate.seconds(int(self._queue.cost_before(name, cost, weight)))
 
     def go_on(self) -> None:
-        """Let the next request go on, if there is room for it: call it when there may be more."""
+        """Let the next request proceed if there is room for it; call it when room may have come."""
         if self._queue and not self._is_taken and self._has_room(self._queue.peek()[0]):
             self._is_taken = True
             self._queue.pop()[1].set()
@@ -172,7 +172,7 @@ class Turns(Generic[T]):
         try:
             await is_next.wait()
         except BaseException:
-            if is_next.is_set():  # let the next one go on instead
+            if is_next.is_set():  # let the next one proceed instead
                 self._is_taken = False
             self._queue.remove(name, waiting)
             self.go_on()

@@ -444,7 +444,7 @@ FRAMES = {
     ),
     "the wrong number of pages": (
         struct.pack("!8sQIII", b"PWIPCFR1", 0, 2, 1, 2),
-        "2 pages arrive, expected are 1",
+        "2 pages arrive, expected 1",
     ),
     "a frame before the last was read": (
         struct.pack("!8sQII", b"PWIPCFR1", 0, 1, 1) + struct.pack("!8sQII", b"PWIPCFR1", 1, 1, 1),

@@ -101,7 +101,7 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"sender_incarnation": 1}, "FAILED_PRECONDITION", "incarnation 1 is asked for"),
+        ({"sender_incarnation": 1}, "FAILED_PRECONDITION", "is for incarnation 1, this"),
         ({"layout": "pages-v0"}, "FAILED_PRECONDITION", "layout 'pages-v0' is not"),
         ({"transport": "nccl"}, "UNIMPLEMENTED", "transport 'nccl' is not offered"),
         ({"offer": b"nowhere"}, "UNAVAILABLE", "no receiver offers"),
@@ -206,7 +206,7 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "stale": (
         {"ticket": worker_pb2.TransferTicket(transfer_id=bytes(16), sender_incarnation=7)},
         "FAILED_PRECONDITION",
-        "incarnation 7 is asked for",
+        "is for incarnation 7, this",
     ),
     "too long for the context": (
         {"token_ids": pack_token_ids([1] * 512), "prompt_len": 512},
