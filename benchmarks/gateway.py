@@ -84,7 +84,7 @@ async def read_http(port: int, opening: asyncio.Semaphore, tokens: int) -> str:
         if line == b"data: [DONE]\n":
             break
     else:
-        raise SystemExit(f"an answer over HTTP broke off behind {last[-500:]!r}")
+        raise SystemExit(f"an answer over HTTP broke off after {last[-500:]!r}")
     writer.close()
     return "".join(text)
 

@@ -139,7 +139,7 @@ def main() -> None:
         "--dtype", default=["auto"], nargs="+", help="One number format or several."
     )
     parser.add_argument("--text", type=Path, help="Default: the demo's document.")
-    parser.add_argument("--commit", default=commit(), help="Where this is no repository.")
+    parser.add_argument("--commit", default=commit(), help="Where this is not a repository.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8") if options.text else DOCUMENT

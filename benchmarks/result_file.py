@@ -1,4 +1,4 @@
-"""The JSON of a run whose cases take long: written anew after each, and taken up again."""
+"""The JSON of a run whose cases take long: rewritten after each case, and continued later."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ Derive = Callable[[Mapping[str, Row]], list[Row]]
 
 
 class ResultFile:
-    """The JSON of a run, written anew after each case.
+    """The JSON of a run, rewritten after each case.
 
     Args:
         path: Where; None: nowhere.

@@ -97,7 +97,7 @@ def model_of(options: argparse.Namespace) -> Path:
 
 
 def cluster_options(options: argparse.Namespace) -> Row:
-    """Return the options of all clusters of a run; SystemExit: one is no NAME=VALUE."""
+    """Return the options of all clusters of a run; SystemExit: one is not NAME=VALUE."""
     found: Row = {
         "page_size": options.page_size,
         # Without it short remainders would be prefilled where they are decoded.

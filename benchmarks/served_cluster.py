@@ -23,7 +23,7 @@ from pagewire import Client, ClusterStatus
 STOP_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
 ROOT = Path(__file__).resolve().parent.parent
-# What is no part of what is measured must not get in its way.
+# What is not measured must not get in the way of what is.
 OPTIONS: Mapping[str, Any] = {
     "port": 0,
     "http_port": 0,

@@ -115,7 +115,7 @@ def check_port_free(
 
     Raises:
         PlacementError: The port is taken, or not allowed to this user.
-        ConfigError: The host is no address of this one.
+        ConfigError: The host is not an address of this host.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

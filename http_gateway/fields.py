@@ -109,7 +109,7 @@ class Fields:
         value = self._left.pop(field, None)
         if value is None:
             return default
-        if type(value) is not kind:  # a bool is no integer
+        if type(value) is not kind:  # a bool is not an integer
             raise self.refused(field, shown_with_type(value), allowed)
         return value
 

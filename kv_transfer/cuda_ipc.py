@@ -168,7 +168,7 @@ class CudaIpcTransport:
     async def _map(self, wire: PageSocket, thread: ThreadPoolExecutor) -> tuple[PeerPages, int]:
         magic, num_pages, page_bytes, card_length = _CARD.unpack(await wire.receive(_CARD.size))
         if magic != _CARD_MAGIC or not 0 < card_length <= MAX_CARD_BYTES:
-            raise ConnectionBroken("what the sender sent is no card")
+            raise ConnectionBroken("what the sender sent is not a card")
         card = await wire.receive(card_length)
         if page_bytes != self._storage.page_bytes:
             raise LayoutMismatch(
@@ -256,7 +256,9 @@ class Receiving(SocketConnection):
         self._is_broken = True
         if self._aborting is None:
             self._aborting = asyncio.get_running_loop().create_task(self._abort())
-            self._aborting.add_done_callback(mark_seen)  # of the reader's abort nobody asks
+            self._aborting.add_done_callback(
+                mark_seen
+            )  # nobody asks for the result of the reader's abort
         return self._aborting
 
     async def _abort(self) -> None:

@@ -140,7 +140,7 @@ class ProvenSockets:
         except BaseException as error:
             if sock is not None:
                 sock.close()
-            # A host that is no name at all is a ValueError.
+            # A host that cannot be a name raises ValueError.
             if isinstance(error, (OSError, TimeoutError, ValueError)):
                 reason = str(error) or "no answer in time"
                 message = f"no TCP connection to {join_address(host, port)}: {reason}"

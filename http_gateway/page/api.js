@@ -50,7 +50,7 @@ async function errorOf(response) {
   try {
     told = (await response.json()).error.message;
   } catch {
-    told = response.statusText; // of something in between that is no gateway
+    told = response.statusText; // of something in between that is not a gateway
   }
   const wait = response.headers.get("retry-after");
   const again = wait ? ` Try again in ${wait} s.` : "";

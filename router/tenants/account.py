@@ -24,7 +24,7 @@ class Account:
         self._num_prompt_tokens = num_tokens
 
     def skip(self, num_tokens: int) -> None:
-        """Leave out an earlier call's generated tokens: they count as part of this call's prompt."""
+        """Leave out an earlier call's generated tokens: they count as part of this prompt."""
         self._num_generated = num_tokens
 
     def use_generated(self, num_tokens: int) -> None:

@@ -64,8 +64,8 @@ def read_tenants(path: Path) -> TenantsFile:
         TenantsFileError: It cannot be used; has a line for each thing that is wrong.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # of a pipe nobody knows the end
-            raise TenantsFileError(f"{path}: cannot be read: it is no file")
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never end
+            raise TenantsFileError(f"{path}: cannot be read: it is not a file")
         with path.open("rb") as file:
             found = os.fstat(file.fileno())  # first: a change while it is read is another version
             content = file.read(MAX_BYTES + 1)

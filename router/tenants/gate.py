@@ -104,6 +104,6 @@ def _token_digest(metadata: Any) -> bytes:
     text = value.decode("latin-1") if isinstance(value, bytes) else value
     match = _BEARER.fullmatch(text) if len(text) <= MAX_CHARS else None
     if match is None:  # not shown: it may be a token all the same
-        found = f"{len(text)} characters that are no bearer token"
+        found = f"{len(text)} characters that are not a bearer token"
         raise NotAuthenticated(f"authorization: found {found}; allowed: {ALLOWED}")
     return digest_of(match[1].encode())
