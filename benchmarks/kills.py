@@ -150,7 +150,7 @@ def _is_hit(
 
 
 def _watch(victim: str, before: dict[str, WorkerStatus], killed_at: float, run: Run) -> Row:
-    """Return when what was seen after the kill, ms; None: it was not.
+    """Return how long after the kill each event was seen, ms; None: it was not.
 
     noticed_ms      the router gives the victim no more work
     failed_ms       the other worker has given up a transfer

@@ -17,7 +17,7 @@ class ResultFile:
 
     Args:
         path: Where; None: nowhere.
-        head: What the rows hold for.
+        head: The conditions under which the rows hold.
         derive: Makes rows of those of several cases.
         resumes: Keep the rows that the file has, but for those that failed.
 
@@ -85,5 +85,5 @@ class ResultFile:
 
 
 def say(line: str) -> None:
-    """Tell how far the run is."""
+    """Print how far the run is."""
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)

@@ -92,7 +92,7 @@ class ServedCluster:
 
     @property
     def client(self) -> Client:
-        """For questions beside what is measured."""
+        """A client for questions besides what is measured."""
         assert self._client, "the cluster serves"
         return self._client
 
