@@ -149,7 +149,7 @@ def context_note(config: ClusterConfig, device: str, context_tokens: int, comman
     if context_tokens >= needs.context_tokens:
         return ""
     return (
-        f"note: a request may have {context_tokens} tokens, the model could serve "
+        f"note: a request may have {context_tokens} tokens, although the model could serve "
         f"{needs.context_tokens}; more with {context_remedy(needs, config, device, command)}"
     )
 

@@ -355,7 +355,7 @@ def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int 
     """The pages of a worker hold the longest request that the model could serve."""
     num_pages = pages_of_worker(needs, config, gpu_free_bytes)
     tokens = num_pages * needs.page_size
-    found = f"a worker's pages hold {tokens} tokens, the model's context is {needs.context_tokens}"
+    found = f"a worker's pages hold {tokens} tokens; the model's context is {needs.context_tokens}"
     if tokens >= needs.context_tokens:
         return Finding(check="context", level="ok", found=found)
     device = "cpu" if gpu_free_bytes is None else "cuda"

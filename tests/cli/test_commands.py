@@ -269,7 +269,7 @@ def test_a_context_that_the_pages_do_not_hold_is_noted_with_what_helps(device, o
 
     note = serving_commands.context_note(config, device, 576, "up")
 
-    said = "note: a request may have 576 tokens, the model could serve 8192; more with "
+    said = "note: a request may have 576 tokens, although the model could serve 8192; more with "
     assert note.startswith(said + remedy)
     assert serving_commands.context_note(config, device, 8192, "up") == ""
 

@@ -261,7 +261,7 @@ def model_dir(tmp_path_factory):
 @pytest.mark.parametrize(
     ("facts", "options", "level", "words"),
     [
-        (CPU_HOST, {"cpu_pages_mib": 32}, "ok", "hold 8192 tokens, the model's context is 8192"),
+        (CPU_HOST, {"cpu_pages_mib": 32}, "ok", "hold 8192 tokens; the model's context is 8192"),
         (CPU_HOST, {"cpu_pages_mib": 31}, "warn", "serve --cpu-pages-mib 32"),
         (CPU_HOST, {"page_size": 16, "cpu_pages_mib": 1}, "warn", "hold 256 tokens"),
         (CPU_HOST, {"num_pages": 100}, "warn", "serve --num-pages 128"),
