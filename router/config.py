@@ -57,7 +57,8 @@ class RouterConfig:
     )
     request_timeout_s: float = option(
         3600.0,
-        "For calls without their own deadline; a call can be resumed elsewhere for this long.",
+        "Time limit of calls without their own deadline; a call can be resumed elsewhere for this "
+        "long.",
         above=0,
     )
     coalesce_ms: float = option(
