@@ -55,5 +55,5 @@ async function errorOf(response) {
   const wait = response.headers.get("retry-after");
   const again = wait ? ` Try again in ${wait} s.` : "";
   const { status } = response;
-  return new ApiError(`${told || "An error without a word"} (status ${status}).${again}`, status);
+  return new ApiError(`${told || "An error without a message"} (status ${status}).${again}`, status);
 }
