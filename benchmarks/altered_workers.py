@@ -4,10 +4,11 @@ The product has no switches for them. Each alteration replaces a function in the
 before it starts, and a run with altered workers must show in its counts that the alteration works.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ class Alteration:
     reads_again: bool = False  # each request reads its prefix for itself: no cascade
     moves_again: bool = False  # decode workers ask for all pages of a prompt: no delta
     scatters_pages: bool = False  # pages of a prompt lie far apart in the pools of both sides
+    lives_apart: bool = False  # NCCL takes each worker's host for another one
 
     def apply(self) -> None:
         """Alter this process."""
@@ -30,6 +32,8 @@ class Alteration:
             move_again()
         if self.scatters_pages:
             scatter_pages()
+        if self.lives_apart:
+            live_apart()
 
     @contextmanager
     def in_launcher(self) -> Iterator[None]:
@@ -38,15 +42,28 @@ class Alteration:
             yield
             return
         import cluster.launch
-        from decode_worker.actor import DecodeActor
-        from prefill_worker.actor import PrefillActor
 
-        of_prefill = Alteration(scatters_pages=self.scatters_pages)
-        with (
-            mock.patch.object(cluster.launch, "DecodeActor", altered(DecodeActor, self)),
-            mock.patch.object(cluster.launch, "PrefillActor", altered(PrefillActor, of_prefill)),
-        ):
+        controller = altered_controller(self)
+        with mock.patch.object(cluster.launch, "ControllerActor", controller):
             yield
+
+
+def altered_controller(alteration: Alteration) -> type:
+    """Return a controller class that places altered workers."""
+    from cluster import placement
+    from cluster.controller import ControllerActor
+    from decode_worker.actor import DecodeActor
+    from prefill_worker.actor import PrefillActor
+
+    of_prefill = replace(alteration, reads_again=False, moves_again=False)
+
+    class AlteredController(ControllerActor):
+        async def __init__(self, deployment: Any) -> None:  # type: ignore[misc] # Ray awaits it
+            for actor, its in ((DecodeActor, alteration), (PrefillActor, of_prefill)):
+                setattr(placement, actor.__name__, altered(actor, its))
+            await super().__init__(deployment)
+
+    return AlteredController
 
 
 def altered(actor: type, alteration: Alteration) -> type:
@@ -88,3 +105,8 @@ def scatter_pages() -> None:
         random.Random(num_pages).shuffle(self._free)  # noqa: S311 - nothing secret
 
     PagePool.__init__ = make_and_shuffle  # type: ignore[method-assign]
+
+
+def live_apart() -> None:
+    """Let NCCL use sockets, as between hosts; only so can two workers on one GPU connect."""
+    os.environ["NCCL_HOSTID"] = f"host of {os.getpid()}"

@@ -13,7 +13,8 @@ damaged pages and the first of them, and nothing from this chunk on is committed
 are compared with the sender's by SHA-256. At the end each prompt is decoded from undamaged pages;
 its tokens must equal the sender's, where nothing moved.
 
-On a host with GPUs: `--devices cuda:0 cuda:1`, and `--transport NAME` where there are several.
+On a host with GPUs: `--devices cuda:0 cuda:1`, and `--transport NAME` where there are several. With
+one GPU, `--devices cuda:0 cuda:0 --transport nccl` sends over sockets, as between hosts.
 """
 
 import argparse
@@ -338,7 +339,15 @@ def measure(
         NoTransport: There is no transport of that name.
     """
     context = multiprocessing.get_context("spawn")
-    sides = [Side(model=demo_model_dir(), device=each, transport=transport) for each in devices]
+    sides = [
+        Side(
+            model=demo_model_dir(),
+            device=each,
+            transport=transport,
+            lives_apart=devices[0] == devices[1],
+        )
+        for each in devices
+    ]
     ours, theirs = context.Pipe()
     sender = context.Process(target=damaging_sender.main, args=(theirs, sides[0]), daemon=True)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from benchmarks.altered_workers import live_apart
 from benchmarks.page_damage import Damage, damaged
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
@@ -49,6 +50,7 @@ class Side:
     model: Path
     device: str  # "cpu" or "cuda:1"
     transport: str  # name; empty: the best
+    lives_apart: bool  # see altered_workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +139,8 @@ def make_engine(side: Side) -> Engine:
 
 def make_transport(side: Side, storage: PageStorage) -> Transport:
     """Return the requested transport; NoTransport: there is none."""
+    if side.lives_apart:
+        live_apart()
     offered = open_transports(storage, side.device.partition(":")[0], HOST)
     for each in offered:
         if side.transport in ("", each.name):

@@ -23,9 +23,11 @@ ablation/ARM/N,S,U  N streams that share S tokens: `prime_ms`, `step_ms`, and `m
                     each request reads its prefix for itself; none: both of these.
 replay/ARM          the first seconds of a Mooncake trace, by --trace-seconds, -rate and -lengths.
 kill/SIDE/MOMENT    SIGKILL before, during and after a transfer, --kills times each (kills.py).
+hang/SIDE/MOMENT    likewise SIGSTOP, and SIGCONT ten seconds later.
 
-Where the product has no switch, the workers are altered (altered_workers.py). Try it anywhere with
---shape tiny --scale small --device cpu --page-size 16.
+Where the product has no switch, the workers are altered (altered_workers.py). With --apart NCCL
+takes them for workers of different hosts, so that workers on one GPU can use it, over sockets. Try
+it anywhere with --shape tiny --scale small --device cpu --page-size 16.
 """
 
 import argparse
@@ -335,10 +337,11 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
         ]
     cases += [
         Case(
-            name=f"kill/{side}/{moment}",
+            name=f"{fault}/{side}/{moment}",
             cluster="1+1, watched",
-            measure=partial(kills.kill, side, moment, options.kills),
+            measure=partial(kills.strike, fault, side, moment, options.kills),
         )
+        for fault in kills.FAULTS
         for side in kills.SIDES
         for moment in kills.MOMENTS
     ]
@@ -352,7 +355,7 @@ def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterS
         model=model, prefill=1, decode=1, device=options.device, options=cluster_options(options)
     )
     pairs = options.pairs
-    return {
+    clusters = {
         "1+1": base,
         f"{pairs}+{pairs}": replace(base, prefill=pairs, decode=pairs),
         "0+1": replace(base, prefill=0),
@@ -365,6 +368,16 @@ def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterS
             if altered != Alteration()
         },
         "1+1, watched": replace(base, options={**base.options, **kills.OPTIONS}),
+    }
+    if not options.apart:
+        return clusters
+    return {
+        name: replace(
+            spec,
+            altered=replace(spec.altered, lives_apart=True),
+            options={**spec.options, "page_transport": "nccl"},
+        )
+        for name, spec in clusters.items()
     }
 
 
@@ -381,7 +394,10 @@ def main() -> None:
     parser.add_argument(
         "--trace-lengths", type=float, default=1.0, help="factor of all lengths; 0.5: half as long"
     )
-    parser.add_argument("--kills", type=int, default=3, help="kills of each side at each moment")
+    parser.add_argument(
+        "--kills", type=int, default=3, help="kills, and hangs, of each side at each moment"
+    )
+    parser.add_argument("--apart", action="store_true", help="let NCCL connect as between hosts")
     parser.add_argument(
         "--pairs", type=int, help="pairs of GPUs for the replay; default: 1, or 2 on four GPUs"
     )

@@ -1,12 +1,13 @@
-"""SIGKILL of a worker of a 1 + 1 cluster around a transfer: its cost and duration.
+"""A worker of a 1 + 1 cluster is killed or hangs around a transfer: what that costs, for how long.
 
-Streams begin, one worker is killed before, during or after their pages move, and the cluster is
-observed until a new request moves pages again. The same prompts then run once more: their greedy
-tokens are those that the interrupted streams must have had.
+Streams begin, and one worker gets SIGKILL, or SIGSTOP for ten seconds, before, during or after
+their pages move. The cluster is observed until a new request moves pages again. The same prompts
+then run once more: their greedy tokens are those that the interrupted streams must have had.
 """
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from benchmarks.prompts import token_ids, wave
 from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
 from pagewire import ClusterStatus, PagewireError, WorkerStatus
 
+FAULTS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 SIDES = {"prefill": "prefill-0", "decode": "decode-0"}
 MOMENTS = ("before", "during", "after")
 # All streams must run at once after the transfer, and the transfer last for some heartbeats, also
@@ -37,12 +39,13 @@ OPTIONS = {
     "router.resume_wait_s": 180.0,
     "router.worker_wait_s": 180.0,
 }
-BEFORE_S = 0.005  # from the calls to the kill, in which no worker can fill a chunk of pages
+BEFORE_S = 0.005  # from the calls to the fault, in which no worker can fill a chunk of pages
+HANG_S = 10.0
 
 
-def kill(side: str, moment: str, times: int, run: Run) -> Row:
-    """Kill a worker repeatedly, each time with new prompts, and sum up the costs."""
-    rounds = [_kill_once(SIDES[side], moment, run) for _ in range(times)]
+def strike(fault: str, side: str, moment: str, times: int, run: Run) -> Row:
+    """Kill or stop a worker repeatedly, each time with new prompts, and sum up the costs."""
+    rounds = [_strike_once(FAULTS[fault], SIDES[side], moment, run) for _ in range(times)]
     found: Row = {
         "times": times,
         "streams": rounds[0]["streams"],
@@ -59,7 +62,7 @@ def kill(side: str, moment: str, times: int, run: Run) -> Row:
     return {"ms": found["usable_ms"], **found, "rounds": rounds}
 
 
-def _kill_once(victim: str, moment: str, run: Run) -> Row:
+def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> Row:
     sizes = run.sizes
     streams = max(sizes.streams(STREAMS), LEAST_STREAMS)
     length = max(sizes.tokens(PROMPT_TOKENS), LEAST_PROMPT_TOKENS)
@@ -74,17 +77,20 @@ def _kill_once(victim: str, moment: str, run: Run) -> Row:
     pid = run.cluster.pid(victim)
     begin_at = run.begin(specs)
     moved = _wait_for(moment, begin_at, len(specs), num_pages, before, run)
-    killed_at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    seen = _watch(victim, before, killed_at, run)
+    struck_at = time.monotonic()
+    os.kill(pid, fault)
+    hangs = fault is signal.SIGSTOP
+    if hangs:
+        threading.Timer(HANG_S, os.kill, (pid, signal.SIGCONT)).start()
+    seen = _watch(victim, before, struck_at, run, comes_back_as_it_was=hangs)
     records = run.finish(may_fail=True)
     run.until(lambda: is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster again")
     calm = run.wave(specs)
     work = work_done(records)
     return {
         "streams": len(specs),
-        "hit_the_moment": _is_hit(moment, moved, num_pages, records, killed_at),
-        "moved_pages_at_kill": moved,
+        "hit_the_moment": _is_hit(moment, moved, num_pages, records, struck_at),
+        "pages_moved_by_then": moved,
         "prompt_pages": num_pages,
         "lost_requests": sum(bool(record.error) for record in records),
         "wrong_tokens": sum(
@@ -95,7 +101,7 @@ def _kill_once(victim: str, moment: str, run: Run) -> Row:
         "errors": sorted({record.error for record in records if record.error}),
         **seen,
         "last_ms": max(
-            (round(1e3 * (each.times[-1] - killed_at), 1) for each in records if each.times),
+            (round(1e3 * (each.times[-1] - struck_at), 1) for each in records if each.times),
             default=None,
         ),
         "memory_grew_mib": _memory_growth(memory_mib, run),
@@ -120,7 +126,7 @@ def _wait_for(
     before: dict[str, WorkerStatus],
     run: Run,
 ) -> int:
-    """Wait for the moment to kill; returns the pages that had moved by then, as far as is known."""
+    """Wait for the moment to strike; returns the pages known to have moved by then."""
     moved = 0
 
     def is_due() -> bool:
@@ -138,10 +144,10 @@ def _wait_for(
 
 
 def _is_hit(
-    moment: str, moved: int, num_pages: int, records: Sequence[StreamRecord], killed_at: float
+    moment: str, moved: int, num_pages: int, records: Sequence[StreamRecord], struck_at: float
 ) -> bool:
-    """Return whether the kill came at the right moment, according to clients and workers."""
-    had_token = [bool(each.times) and each.times[0] < killed_at for each in records]
+    """Return whether the fault came at the right moment, according to clients and workers."""
+    had_token = [bool(each.times) and each.times[0] < struck_at for each in records]
     if moment == "before":
         return not any(had_token)
     if moment == "during":
@@ -149,13 +155,20 @@ def _is_hit(
     return all(had_token)
 
 
-def _watch(victim: str, before: dict[str, WorkerStatus], killed_at: float, run: Run) -> Row:
-    """Return how long after the kill each event was seen, ms; None: it was not.
+def _watch(
+    victim: str,
+    before: dict[str, WorkerStatus],
+    struck_at: float,
+    run: Run,
+    *,
+    comes_back_as_it_was: bool,
+) -> Row:
+    """Return how long after the fault each event was seen, ms; None: it was not.
 
     noticed_ms      the router gives the victim no more work
     failed_ms       the other worker has given up a transfer
     quiet_ms        and has no page any more that a transfer reads or may write
-    restarted_ms    the victim is ready again
+    restarted_ms    the victim is ready again; if it only hangs, not before it runs on
     usable_ms       a new request has moved pages, and no decode worker computed its prompt
     """
     other = next(name for name in SIDES.values() if name != victim)
@@ -165,7 +178,7 @@ def _watch(victim: str, before: dict[str, WorkerStatus], killed_at: float, run: 
 
     def mark(name: str) -> None:
         if seen[name] is None:
-            seen[name] = round(1e3 * (time.monotonic() - killed_at), 1)
+            seen[name] = round(1e3 * (time.monotonic() - struck_at), 1)
 
     def is_usable() -> bool:
         try:
@@ -180,13 +193,18 @@ def _watch(victim: str, before: dict[str, WorkerStatus], killed_at: float, run: 
             pages = its.pages
             if not pages.leased + pages.incoming + pages.quarantine:
                 mark("quiet_ms")
-        if mine is None or mine.state != "ready" or mine.incarnation == before[victim].incarnation:
+        if mine is None or mine.state != "ready":
+            return False
+        if comes_back_as_it_was:
+            if time.monotonic() < struck_at + HANG_S:
+                return False
+        elif mine.incarnation == before[victim].incarnation:
             return False
         mark("noticed_ms")
         mark("restarted_ms")
         return _probe(run)
 
-    run.until(is_usable, RECOVERY_TIMEOUT_S, f"a transfer after the death of {victim}")
+    run.until(is_usable, RECOVERY_TIMEOUT_S, f"a transfer after the fault of {victim}")
     mark("usable_ms")
     return dict(seen)
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import CaseFailed, Clock, Run
 from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
 from benchmarks.client_processes import ClientProcesses
-from benchmarks.disaggregation import dedup
+from benchmarks.disaggregation import dedup, move_again
 from benchmarks.random_checkpoint import write_random_checkpoint
-from benchmarks.run_arguments import Sizes
+from benchmarks.run_arguments import LOCAL_PREFILL, Sizes
+from benchmarks.served_cluster import ClusterSpec, ServedCluster
 from benchmarks.serving_matrix import cached, decode, ttft
 from tests.cluster.in_process import in_process_cluster
 
@@ -49,6 +51,23 @@ def test_cases_measure_what_they_say_and_refuse_a_cluster_that_only_looks_right(
     shared = rows["dedup"]
     assert (shared["times_computed"], shared["times_moved"]) == (1.0, 1.0)
     assert all(row["decode_prompt_tokens"] == 0 for row in rows.values())
+
+
+def test_a_cluster_for_measurements_has_altered_workers(tmp_path: Path) -> None:
+    write_random_checkpoint(SHAPES["tiny"], tmp_path, torch.device("cpu"))
+    spec = ClusterSpec(
+        model=tmp_path,
+        prefill=1,
+        decode=1,
+        device="cpu",
+        options={"page_size": 16, LOCAL_PREFILL: 0},
+        altered=Alteration(moves_again=True, scatters_pages=True),
+    )
+    with ServedCluster(spec, start_timeout_s=100.0) as cluster, ClientProcesses(1) as clients:
+        run = Run(cluster, clients, SIZES, Clock(100.0, seed=1))
+        row = move_again(64, run)  # which refuses less than all pages of each prompt
+    assert row["pages_moved"] == 5 * 64 // 16
+    assert row["decode_prompt_tokens"] == 0
 
 
 async def measure_all(model_dir: Path) -> dict[str, dict[str, Any]]:

@@ -63,6 +63,7 @@ def _main(pipe: Pipe, device: int, seed: int, name: str, options: dict[str, Any]
 async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[str, Any]) -> None:
     import torch
 
+    from benchmarks.altered_workers import live_apart
     from kv_cache.layout import KVLayout
     from kv_cache.torch_storage import TorchPageStorage
     from kv_transfer.cuda_ipc import CudaIpcTransport
@@ -70,6 +71,9 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
     from kv_transfer.nccl import NcclTransport
     from kv_transfer.transport import Connection, Transport
 
+    if torch.cuda.device_count() == 1:
+        device = 0
+        live_apart()
     torch.cuda.set_device(device)
     layout = KVLayout(
         num_layers=4,
