@@ -122,6 +122,6 @@ def test_a_successor_that_does_not_start_is_ended_and_told(monkeypatch):
         move_worker(cluster, "decode-1", "prefill", 7.0, said.append)
 
     told = "prefill-2 has not taken its place: prefill-2 did not start: no memory"
-    assert str(failure.value) == f"decode-1 has left, and {told}"
+    assert str(failure.value) == f"decode-1 has left, but {told}"
     assert said == [LEAVES, "starting prefill-2 in its place"]
     assert cluster.killed == ["prefill-2"]

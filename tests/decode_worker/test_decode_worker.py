@@ -890,14 +890,17 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "foreign token": ({"prompt": (1, 1000)}, "prompt_token_ids: found 1000; allowed: 0 to 999"),
     "too long": ({"prompt": (1,) * 512}, "found 512 tokens before it; allowed: fewer than 512"),
     "no choice": ({"prompt": (1,), "emitted": {}}, "choices: found 0 entries; allowed: 1 to 32"),
-    "too many choices": ({"prompt": (1,), "n": 33}, "choices has 33 entries"),
+    "too many choices": ({"prompt": (1,), "n": 33}, "choices: found 33 entries; allowed: 1 to 32"),
     "foreign choice": ({"prompt": (1,), "emitted": {64: []}}, "choices: found choice 64; allowed"),
     "nothing to draw": (
         {"prompt": (1,), "max_tokens": 0},
         "sampling.max_tokens: found 0; allowed:",
     ),
     "no number": ({"prompt": (1,), "temperature": math.nan}, "sampling.temperature: found nan"),
-    "foreign stop": ({"prompt": (1,), "stop_token_ids": (1000,)}, "sampling.stop_token_ids has id"),
+    "foreign stop": (
+        {"prompt": (1,), "stop_token_ids": (1000,)},
+        "sampling.stop_token_ids: found 1000",
+    ),
     "all drawn": (
         {"prompt": (1,), "emitted": {0: [1] * 8}},
         "8 emitted tokens; allowed: fewer than 8",

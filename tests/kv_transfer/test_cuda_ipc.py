@@ -494,7 +494,7 @@ def test_what_is_no_card_ends_the_set_up(card: bytes) -> None:
 
             await wire.send(card)
 
-            with pytest.raises(ConnectionBroken, match="no card"):
+            with pytest.raises(ConnectionBroken, match="not a card"):
                 await accepting
             assert not pair.receiver_memory.opened
             wire.close()

@@ -182,12 +182,20 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "INVALID_ARGUMENT",
         "sampling.logprobs: found 21; allowed: 0 to 20",
     ),
-    "foreign choice": ({"choices": [0, 64]}, "INVALID_ARGUMENT", "choices are 0, 64; each must"),
-    "a choice twice": ({"choices": [1, 1]}, "INVALID_ARGUMENT", "choices are 1, 1; each must"),
+    "foreign choice": (
+        {"choices": [0, 64]},
+        "INVALID_ARGUMENT",
+        "choices: found 0, 64; allowed: 0 to 63",
+    ),
+    "a choice twice": (
+        {"choices": [1, 1]},
+        "INVALID_ARGUMENT",
+        "choices: found 1, 1; allowed: .*, each once",
+    ),
     "foreign token": (
         {"token_ids": pack_token_ids([1] * 29 + [1000])},
         "INVALID_ARGUMENT",
-        "id 1000",
+        "token_ids: found 1000; allowed: 0 to 999",
     ),
     "prompt_len": (
         {"prompt_len": 31},
