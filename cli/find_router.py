@@ -9,9 +9,10 @@ import typer
 
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
-from cluster.errors import StartError, Stopping
+from cluster.errors import ConfigError, StartError, Stopping
 from cluster.local_head import find_head
-from pagewire import Client, ClusterStatus, ConnectionFailedError
+from cluster.served import served_clusters
+from pagewire import Client, ClusterStatus, ConnectionFailedError, Tls
 from pagewire.cli.client_commands import (
     ANSWER_TIMEOUT_S,
     DEFAULT_ADDRESS,
@@ -30,7 +31,8 @@ AddressFlag = Annotated[
     typer.Option(
         "--address",
         help="Address of the router, host:port. Default: the router of the cluster at "
-        f"--ray-address, else of `pagewire up` on this host, else {DEFAULT_ADDRESS}.",
+        "--ray-address, else of `pagewire up` or `pagewire serve` on this host, else "
+        f"{DEFAULT_ADDRESS}.",
     ),
 ]
 RayAddressFlag = Annotated[
@@ -46,6 +48,7 @@ class FoundRouter:
     token: str = field(default="", repr=False)  # accepted by its cluster
     is_stopping: bool = False  # its cluster, if the controller answers
     config: ClusterConfig | None = None  # of its cluster; None: the controller does not answer
+    tls: Tls | None = None  # of a cluster of `pagewire serve`
 
 
 def find_router(address: str | None, ray_address: str) -> FoundRouter:
@@ -56,6 +59,7 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         ray_address: The value of --ray-address; empty: the Ray of `pagewire up`, if one runs.
 
     Raises:
+        ConfigError: Several clusters of `pagewire serve` run here.
         NotRunning: No cluster runs on that Ray.
         StartError: The Ray does not answer, or the cluster has no router yet.
     """
@@ -63,7 +67,7 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         return FoundRouter(address=address)
     head = None if ray_address else find_head()
     if not ray_address and head is None:
-        return FoundRouter(address=DEFAULT_ADDRESS)
+        return _served_here()
     with interrupts_end_at_once():
         from cluster.environment import prepare_ray
 
@@ -76,6 +80,21 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
             found = replace(found, is_stopping=facts.is_stopping, config=facts.config)
         return found
+
+
+def _served_here() -> FoundRouter:
+    """Return the router of this host's `pagewire serve`, as far as one is known."""
+    match served_clusters():
+        case []:
+            return FoundRouter(address=DEFAULT_ADDRESS)
+        case [served]:
+            return FoundRouter(address=served.address, token=served.token, tls=served.tls)
+        case several:
+            addresses = ", ".join(each.address for each in several)
+            raise ConfigError(
+                f"{len(several)} clusters of `pagewire serve` run on this host; choose one with "
+                f"--address: {addresses}"
+            )
 
 
 @contextmanager
@@ -96,15 +115,15 @@ def found_router(
     Raises:
         NotRunning: As find_router does.
         StartError: As find_router does.
-        ConfigError: The cluster's certificate cannot be read here.
+        ConfigError: The cluster's certificate cannot be read here, or as find_router does.
         Stopping: The router does not answer because its cluster stops.
     """
     token = token_of(token_file)
     found = find_router(address, ray_address)
     kind = _EndingClient if found.is_stopping else Client
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
-    if files is None and found.config is not None:
-        files = own_client(found.config)
+    if files is None:
+        files = own_client(found.config) if found.config is not None else found.tls
     with kind(
         found.address,
         token=token or found.token,

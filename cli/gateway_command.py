@@ -121,9 +121,15 @@ async def _serve(
     )
     address = await server.start()
     name = "router" if len(router) == 1 else "routers"
-    where = f"{http_scheme(config)}://{address}/v1"
-    say(f"ready: HTTP on {where} for the {name} at {', '.join(router)}")
+    routers = f"the {name} at {', '.join(router)}"
+
+    async def tell_ready() -> None:
+        await server.wait_for_router(lambda reason: say(f"waiting for {routers}: {reason}"))
+        say(f"ready: HTTP on {http_scheme(config)}://{address}/v1 for {routers}")
+
+    telling = asyncio.create_task(tell_ready(), name="tell-ready")
     await asyncio.to_thread(signals.stopped.wait)
+    telling.cancel()
     say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
     await server.stop(config.stop_grace_s)
     say("stopped")

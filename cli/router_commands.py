@@ -17,7 +17,7 @@ from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
 from cluster.own_address import with_own_host
-from cluster.preflight import check_metrics_port_free
+from cluster.preflight import check_all, check_metrics_port_free
 from credentials.errors import KeyFileError
 from credentials.key_file import read_router_keys, read_secret, write_router_keys
 from credentials.secret import RouterKeys
@@ -69,8 +69,10 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
     except KeyFileError as error:
         raise ConfigError(f"--keys: {error}") from error
     config = with_own_host(config)
-    check_port_free(config.host, config.port, is_shared=share_port)
-    check_metrics_port_free(config)
+    check_all(
+        lambda: check_port_free(config.host, config.port, is_shared=share_port),
+        lambda: check_metrics_port_free(config),
+    )
     if wrong_name := check_certificates(config):
         say(f"warning: {wrong_name}")
     configure_logging(config.log_level, config.log_format)

@@ -1,7 +1,9 @@
 """The commands that run a cluster, or a part of one: pagewire serve, demo, gateway."""
 
+import os
 import socket
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from cli import gateway_command
 from cli.flags import config_command, with_config_flags
 from cli.stop_signals import StopSignals
 from cluster.capacity import context_remedy, read_model_needs
-from cluster.certificates import http_scheme, own_client
+from cluster.certificates import http_scheme, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.config_file import no_defaults
 from cluster.devices import count_gpus, most_gpus
@@ -20,6 +22,7 @@ from cluster.environment import prepare_ray
 from cluster.errors import ConfigError
 from cluster.model_folder import check_model_folder
 from cluster.preflight import check_start
+from cluster.served import ServedCluster, published
 from decode_worker.config import DecodeConfig
 from llm_engine.model_files import model_name
 from observability.logs import configure_logging
@@ -61,12 +64,31 @@ def serve(config: ClusterConfig) -> None:
         with running_cluster(config, device, signals, shows_worker_logs=True, say=say) as cluster:
             if note := context_note(config, cluster.device, cluster.context_tokens, "serve"):
                 say(note)
-            say(f"ready: {serving_where(config, cluster)}")
-            while not signals.stopped.wait(RAY_PERIOD_S):
-                cluster.local_ray.check()
+            with _found_by_clients(config, cluster):
+                say(f"ready: {serving_where(config, cluster)}")
+                while not signals.stopped.wait(RAY_PERIOD_S):
+                    cluster.local_ray.check()
             grace = f"running requests have {config.stop_grace_s:.0f} s"
             say(f"stopping; {grace}; a second signal ends everything at once")
         say("stopped")
+
+
+def _found_by_clients(
+    config: ClusterConfig, cluster: "RunningCluster"
+) -> AbstractContextManager[None]:
+    """Have client commands on this host find a cluster while entered; on a Ray they do anyway."""
+    if config.ray_address:
+        return nullcontext()
+    from cluster.attach import router_token
+
+    return published(
+        ServedCluster(
+            pid=os.getpid(),
+            address=cluster.address,
+            token=router_token(),
+            tls=own_client(with_absolute_files(config)),
+        )
+    )
 
 
 def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from cluster.local_head import LocalHead
 from cluster.placement import CONTROLLER_NAME, NAMESPACE, ROUTER_NAME
 from cluster.private_folder import TOKEN_PATH_VARIABLE
 from cluster.ray_address import check_ray_answers
+from cluster.served import served_clusters
 from observability.logs import fields
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def attached(address: str, head: LocalHead | None) -> Iterator[Any]:
     elif head is not None:
         attach_head(head)
     else:
-        raise NotRunning("no cluster that `pagewire up` started runs on this host")
+        raise NotRunning(_none_of_up())
     try:
         controller = find_controller()
         if controller is None:
@@ -81,6 +82,17 @@ def find_controller() -> Any:
     with suppress(ValueError):
         return ray.get_actor(CONTROLLER_NAME)
     return None
+
+
+def _none_of_up() -> str:
+    """Return that no cluster of `pagewire up` runs, and what runs instead."""
+    told = "no cluster that `pagewire up` started runs on this host"
+    if served := " and ".join(each.address for each in served_clusters()):
+        told += (
+            f"; `pagewire serve` runs one at {served}, which keeps its workers and ends with "
+            "Ctrl-C: start one that can be changed with `pagewire up`"
+        )
+    return told
 
 
 def router_address() -> str:

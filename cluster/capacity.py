@@ -106,9 +106,9 @@ def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, comman
 
 def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:
     """Return the memory that all workers of a configuration take on a host without GPUs."""
-    pages = pages_of_worker(needs, config, None) * needs.page_bytes
-    num_workers = config.num_workers("prefill") + config.num_workers("decode")
-    return CLUSTER_BYTES + num_workers * (PROCESS_BYTES + needs.weights_bytes + pages)
+    beside = PROCESS_BYTES + needs.weights_bytes
+    pages = _pages_bytes(needs, config).items()
+    return CLUSTER_BYTES + sum(config.workers_of_pools[key] * (beside + own) for key, own in pages)
 
 
 def memory_shortage(
@@ -131,10 +131,24 @@ def memory_remedy(config: ClusterConfig) -> str:
 def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory) -> str:
     """Say how much memory the workers need, by which option, and how much there is."""
     option = "num_pages" if config.num_pages else "cpu_pages_mib"
-    pages = pages_of_worker(needs, config, None) * needs.page_bytes
+    pages = _pages_bytes(needs, config).values()
+    if config.pools:
+        each = f"{format_bytes(min(pages))} to {format_bytes(max(pages))} for pages each, by pool"
+    else:
+        each = (
+            f"{format_bytes(max(pages))} for pages each, as {option} is {getattr(config, option)}"
+        )
     return (
         f"{config.num_workers('prefill') + config.num_workers('decode')} workers need about "
-        f"{format_bytes(host_bytes(needs, config))}, with {format_bytes(pages)} for pages each, as "
-        f"{option} is {getattr(config, option)}; {format_bytes(memory.free_bytes)} of "
-        f"{format_bytes(memory.total_bytes)} are free"
+        f"{format_bytes(host_bytes(needs, config))}, with {each}; "
+        f"{format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} are free"
     )
+
+
+def _pages_bytes(needs: ModelNeeds, config: ClusterConfig) -> dict[str, int]:
+    """Return the bytes for pages of each worker on a host without GPUs, by pool."""
+    return {
+        key: pages_of_worker(needs, config.in_pool(key), None) * needs.page_bytes
+        for key, number in config.workers_of_pools.items()
+        if number
+    }

@@ -8,7 +8,7 @@ once.
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,10 +220,22 @@ class ClusterConfig:
         found = (each for name, each in self.pools.items() if pool_key(name, each) == key)
         return next(found, PoolConfig())
 
+    def in_pool(self, key: str) -> "ClusterConfig":
+        """Return the configuration of a pool's workers, with their own memory for pages."""
+        pool = self.pool(key)
+        names = ("num_pages", "gpu_memory_fraction", "cpu_pages_mib")
+        own = {name: each for name in names if (each := getattr(pool, name)) is not None}
+        return replace(self, **own)
+
+    @property
+    def workers_of_pools(self) -> dict[str, int]:
+        """The numbers of workers at the start, by the key of their pool."""
+        return {"prefill": self.prefill, "decode": self.decode, **self.further_pools}
+
     def num_workers(self, role: str) -> int:
         """Return how many workers of a role there are at the start, in all pools."""
-        others = sum(n for key, n in self.further_pools.items() if key.startswith(f"{role}-"))
-        return others + (self.prefill if role == "prefill" else self.decode)
+        pools = self.workers_of_pools.items()
+        return sum(number for key, number in pools if key.partition("-")[0] == role)
 
     @property
     def tls_settings(self) -> TlsSettings:

@@ -18,10 +18,9 @@ from cluster.errors import ConfigError
 from cluster.pool_config import SECTION as POOLS
 from cluster.pool_config import PoolConfig
 from options.option import WrongOption, WrongOptions
-from options.yaml_text import Lines, YamlError, parse_yaml
+from options.yaml_text import Lines, YamlError, parse_yaml, told_kind
+from pagewire.arguments import NEAR
 from pagewire.cli.units import invalid_byte
-
-NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
 
 # Given the values set so far, returns a command's own defaults, by option path.
 Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -156,9 +155,8 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], Lines]:
     if content is None:
         return {}, []
     if not isinstance(content, Mapping):
-        raise ConfigError(
-            f"{path}: found a value of type {type(content).__name__}; allowed: a mapping of options"
-        )
+        told = f"found {told_kind(content)} at the top level; allowed: a mapping of options"
+        raise ConfigError(f"{path}: {told}")
     return content, lines
 
 
@@ -189,6 +187,9 @@ def _unknown(name: str, value: object) -> str:
             f"{name}: found {_shown(value)}; allowed: a mapping of the options of this section, "
             f"such as {example}"
         )
+    section, _, rest = name.partition(".")
+    if _nearest(section, [POOLS], NEAR) and find_option(f"{POOLS}.{rest}"):
+        return f"unknown option {name}; did you mean {POOLS}.{rest}?"
     near = _nearest(_leaf(name), {_leaf(path) for path in options}, NEAR)
     # Of options of several sections by one name that of the likeliest section.
     near = _nearest(name, [path for path in options if _leaf(path) in near], 0)

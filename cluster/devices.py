@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from cluster.errors import ConfigError, PlacementError
+from cluster.port_owner import port_owner
 
 
 def count_gpus() -> int:
@@ -129,9 +130,10 @@ def check_port_free(
         reason = getattr(error, "strerror", None) or str(error)
         match getattr(error, "errno", None):
             case errno.EADDRINUSE:
+                owner = port_owner(str(address[0]), port)
                 raise PlacementError(
-                    f"port {port} on {host} is in use; choose another with {flag}, or let {flag} 0 "
-                    f"{zero}"
+                    f"port {port} on {host} is in use{f' by {owner}' if owner else ''}; choose "
+                    f"another with {flag}, or let {flag} 0 {zero}"
                 ) from error
             case errno.EACCES:
                 raise PlacementError(

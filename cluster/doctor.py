@@ -27,8 +27,8 @@ from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_kernels, check_model_folder
 from cluster.own_address import check_interfaces, with_own_host
+from cluster.port_owner import ROUTER_TIMEOUT_S, is_router
 from cluster.preflight import check_http_port_free
-from pagewire import AuthenticationError, Client, PagewireError
 from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
 
@@ -37,7 +37,6 @@ Level = Literal["ok", "warn", "fail"]
 MIN_PYTHON = (3, 11)
 MIN_SHM_BYTES = 256 * 2**20
 SOON_S = 7 * 86_400  # that a certificate is still valid, and should have been renewed
-ROUTER_TIMEOUT_S = 2.0  # of a call to the router's port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,7 +296,7 @@ def check_port(config: ClusterConfig) -> Finding:
         remedy = "pagewire serve --host 127.0.0.1"
         return Finding(check="port", level="fail", found=str(error), remedy=remedy)
     except PlacementError as error:
-        if _is_router(config):
+        if _is_router(config, address):
             found = f"a running Pagewire router has {address}; another one needs another --port"
             return Finding(check="port", level="ok", found=found)
         remedy = f"pagewire serve --port 0; `ss -ltnp 'sport = :{port}'` shows who listens there"
@@ -389,15 +388,8 @@ def _is_gateway(config: ClusterConfig) -> bool:
         connection.close()
 
 
-def _is_router(config: ClusterConfig) -> bool:
-    """Return whether a router answers; it does so even while it waits for workers."""
-    address = join_address(config.host, config.port)
+def _is_router(config: ClusterConfig, address: str) -> bool:
     try:
-        tls = own_client(config)
-        with Client(address, default_timeout_s=ROUTER_TIMEOUT_S, tls=tls) as client:
-            client.status()
-    except AuthenticationError:
-        return True  # which wants to know for whom it is asked
-    except (PagewireError, ConfigError):
+        return is_router(address, own_client(config))
+    except ConfigError:
         return False
-    return True

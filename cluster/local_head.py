@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from cluster.errors import StartError
-from cluster.private_folder import private_folder, remove_tokens_left_behind
+from cluster.private_folder import is_locked, private_folder, remove_left_behind
 
 NAME = "head"  # of the file, in the private folder
 LOG_NAME = "head.log"  # beside it: the output of the process
@@ -74,7 +74,7 @@ def find_head() -> LocalHead | None:
     except FileNotFoundError:
         return None
     with file:
-        if not _is_locked(file):
+        if not is_locked(file):
             return None
         content = file.read()
     try:
@@ -86,7 +86,7 @@ def find_head() -> LocalHead | None:
 def remove_head_left_behind() -> None:
     """Remove file and token of a head that was killed, if nobody holds them."""
     folder = private_folder()
-    remove_tokens_left_behind(folder)
+    remove_left_behind(folder, "token")
     path = folder / NAME
     with suppress(OSError), path.open(encoding="utf-8") as file:  # it is held, or not there
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,14 +97,6 @@ def remove_head_left_behind() -> None:
 def head_log() -> Path:
     """Return the file with the log of the process."""
     return private_folder() / LOG_NAME
-
-
-def _is_locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
 
 
 def _is_at(path: Path, file: IO[str]) -> bool:

@@ -208,7 +208,7 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
     config = deployment.config
     assert config.model is not None
     is_decode = role_of(worker_id) == "decode"
-    pool = config.pool(pool_of(worker_id))
+    own = config.in_pool(pool_of(worker_id))
     return WorkerSettings(
         worker_id=worker_id,
         model_dir=config.model,
@@ -218,10 +218,10 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         deterministic=config.deterministic,
         num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
         page_size=config.page_size,
-        num_pages=config.num_pages if pool.num_pages is None else pool.num_pages,
-        gpu_memory_fraction=pool.gpu_memory_fraction or config.gpu_memory_fraction,
+        num_pages=own.num_pages,
+        gpu_memory_fraction=own.gpu_memory_fraction,
         workers_per_gpu=config.workers_per_gpu,
-        cpu_pages_bytes=(pool.cpu_pages_mib or config.cpu_pages_mib) * 2**20,
+        cpu_pages_bytes=own.cpu_pages_mib * 2**20,
         cpu_threads=config.cpu_threads,
         host="" if config.ray_address or config.network_interface else LOOPBACK,
         by_host=host_options(config, deployment.device),

@@ -120,9 +120,10 @@ def pool_problems(
             return OptionName(f"{SECTION}.{name}.{option}")
 
         if not NAME.fullmatch(name):
-            yield WrongOption(
-                "{}: found the pool name {!r}; allowed: {}", own("role"), name, ACCEPTED_NAME
-            )
+            # All of its options are blamed, so that no other problem of the pool is told.
+            pool_path = OptionName(f"{SECTION}.{name}")
+            told = "{}: found the pool name {!r}; allowed: {}"
+            yield WrongOption(told, pool_path, name, ACCEPTED_NAME)
             continue
         if name in ROLES:
             for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):

@@ -47,10 +47,12 @@ def check_start(
             check_kernels(model)
         check_ray_answers(config.ray_address)
         return None
-    check_port_free(config.host, config.port)
-    check_http_port_free(config)
-    check_metrics_port_free(config)
-    check_port_free(LOOPBACK, config.controller_port, flag="--controller-port")
+    check_all(
+        lambda: check_port_free(config.host, config.port),
+        lambda: check_http_port_free(config),
+        lambda: check_metrics_port_free(config),
+        lambda: check_port_free(LOOPBACK, config.controller_port, flag="--controller-port"),
+    )
     _check_certificates(config, say)
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
@@ -61,6 +63,21 @@ def check_start(
     else:
         _check_memory(config, say)
     return device
+
+
+def check_all(*checks: Callable[[], None]) -> None:
+    """Run checks of what a start needs; PlacementError: has a line for each thing that is missing.
+
+    Any other error ends them at once.
+    """
+    missing = []
+    for check in checks:
+        try:
+            check()
+        except PlacementError as error:
+            missing.append(str(error))
+    if missing:
+        raise PlacementError("\n".join(missing))
 
 
 def check_http_port_free(config: ClusterConfig) -> None:

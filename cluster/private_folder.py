@@ -2,7 +2,7 @@
 
 Ray makes the folder of its sockets and logs writable for everybody; within a folder that only its
 owner can enter, that is harmless. The token, which every call to a Ray started here needs, lies
-beside it.
+beside it, and so does what clients need to find the clusters of this user.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from cluster.errors import StartError
 
@@ -40,6 +41,34 @@ def private_folder() -> Path:
     return folder
 
 
+class LockedFile:
+    """A file that only this user can read; its maker locks it until it removes it, or ends.
+
+    Removes those of the same kind whose makers have ended.
+
+    Args:
+        folder: As private_folder returns it.
+        kind: Its name begins with it.
+        text: What it holds.
+    """
+
+    def __init__(self, folder: Path, kind: str, text: str) -> None:
+        remove_left_behind(folder, kind)
+        name = secrets.token_hex(8)
+        new, self.path = folder / f"new-{name}", folder / f"{kind}-{name}"
+        # Open, and with it locked, until it is removed.
+        self._file = os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file.write(text)
+        self._file.flush()
+        new.rename(self.path)  # it is never there without its lock
+
+    def remove(self) -> None:
+        """Remove it; a second call does nothing."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
 class RayToken:
     """A separate token for each Ray that is started here: in a file, until it is removed.
 
@@ -51,28 +80,28 @@ class RayToken:
     """
 
     def __init__(self, folder: Path) -> None:
-        remove_tokens_left_behind(folder)
-        name = secrets.token_hex(8)
-        new, self._path = folder / f"new-{name}", folder / f"token-{name}"
-        # Open, and with it locked, until it is removed.
-        self._file = os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._file.write(secrets.token_hex(TOKEN_BYTES))
-        self._file.flush()
-        new.rename(self._path)  # it is never there without its lock
-        os.environ[TOKEN_PATH_VARIABLE] = str(self._path)
+        self._file = LockedFile(folder, "token", secrets.token_hex(TOKEN_BYTES))
+        os.environ[TOKEN_PATH_VARIABLE] = str(self._file.path)
         os.environ.pop("RAY_AUTH_TOKEN", None)  # another cluster's; Ray would prefer it
 
     def remove(self) -> None:
         """Remove the file; call it when Ray has ended. A second call does nothing."""
-        self._path.unlink(missing_ok=True)
+        self._file.remove()
         os.environ.pop(TOKEN_PATH_VARIABLE, None)
-        self._file.close()
 
 
-def remove_tokens_left_behind(folder: Path) -> None:
-    """Remove the tokens whose makers have ended without doing so."""
-    for path in folder.glob("token-*"):
+def remove_left_behind(folder: Path, kind: str) -> None:
+    """Remove the files of a kind whose makers have ended without doing so."""
+    for path in folder.glob(f"{kind}-*"):
         with suppress(OSError), path.open("rb") as file:  # locked, or just removed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
+
+
+def is_locked(file: IO[str]) -> bool:
+    """Return whether the maker of a file still runs."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from http_gateway.errors import HttpError, refused
-from pagewire.arguments import shown, shown_with_type
+from pagewire.arguments import did_you_mean, shown, shown_with_type
 
 Value = TypeVar("Value")
 Default = TypeVar("Default")
@@ -33,6 +33,7 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._left = {name: value for name, value in values.items() if value is not None}
         self._path = path
+        self._known: set[str] = set()  # names that were asked for
 
     def name(self, field: str) -> str:
         """Return the path of a field in the request."""
@@ -40,6 +41,7 @@ class Fields:
 
     def take(self, field: str) -> Any:
         """Return a field of any type; None: it is absent."""
+        self._known.add(field)
         return self._left.pop(field, None)
 
     def text(self, field: str, default: str = "") -> str:
@@ -90,13 +92,15 @@ class Fields:
     def drop(self, *fields: str) -> None:
         """Take fields without effect here."""
         for field in fields:
-            self._left.pop(field, None)
+            self.take(field)
 
     def refuse_others(self) -> None:
         """Refuse remaining fields, which would otherwise be ignored silently."""
         if self._left:
-            field = self.name(next(iter(self._left)))
-            message = f"unknown parameter: {shown(field)}"
+            name = next(iter(self._left))
+            field = self.name(name)
+            near = did_you_mean(name, self._known, self.name(""))
+            message = f"unknown parameter {shown(field)}{near}"
             raise HttpError(400, message, param=field[:200], code="unknown_parameter")
 
     def refused(self, field: str, found: str, allowed: str) -> HttpError:
@@ -106,7 +110,7 @@ class Fields:
     def _typed(
         self, field: str, kind: type[Value], allowed: str, default: Default
     ) -> Value | Default:
-        value = self._left.pop(field, None)
+        value = self.take(field)
         if value is None:
             return default
         if type(value) is not kind:  # a bool is not an integer

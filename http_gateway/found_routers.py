@@ -27,6 +27,7 @@ class FoundRouters(Routers):
         self._find = find
         self._locating = asyncio.Lock()
         self._relocating: asyncio.Task[None] | None = None
+        self._has_answered = False  # since the last loss
 
     async def locate(self) -> None:
         """Look up the routers; not while there is a stream to one.
@@ -43,8 +44,14 @@ class FoundRouters(Routers):
         """Send calls to the next router, or to one found meanwhile."""
         super().leave(address)
         if self._relocating is None or self._relocating.done():
-            log.warning("router_lost", extra=fields(address=address))
+            if self._has_answered:  # else it has been told, or there is nothing to lose yet
+                log.warning("router_lost", extra=fields(address=address))
+            self._has_answered = False
             self._relocating = asyncio.create_task(self._relocate(), name="find-routers")
+
+    def note_answer(self) -> None:
+        """Note that a router answers."""
+        self._has_answered = True
 
     async def aclose(self) -> None:
         """End all calls and close all channels."""

@@ -19,7 +19,8 @@ class Probes:
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
-        self._operator = b""  # authorization of the last operator; empty: callers need none
+        # Authorization of the last operator; empty: callers need none. None: no router has told.
+        self._operator: bytes | None = None
 
     async def health(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Report that this process answers, whatever the state of the cluster."""
@@ -36,7 +37,7 @@ class Probes:
         """Show all counters: the gateway's, and the cluster's if a router reports them.
 
         They are for operators. While no router can say who is one, the last operator's token
-        counts.
+        counts; before any router has said whether callers need one, nobody sees them.
         """
         status = None
         asking = exchange.authorization.encode()
@@ -46,6 +47,9 @@ class Probes:
         except AuthenticationError:
             raise
         except (PagewireError, TimeoutError):
+            if self._operator is None:
+                message = "no router has answered yet, so it is not known who may read metrics"
+                raise HttpError(503, message, kind=SERVER, code="unavailable") from None
             if self._operator and not hmac.compare_digest(self._operator, asking):
                 message = "the router does not say who is an operator"
                 raise HttpError(503, message, kind=SERVER, code="unavailable") from None

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,8 +92,13 @@ class GatewayServer:
         serving = self._server.serve(sockets=[listener])
         self._serving = asyncio.create_task(serving, name="http-gateway")
         address = join_address(self._host, listener.getsockname()[1])
-        log.info("gateway_ready", extra=fields(address=address))
+        log.info("gateway_listens", extra=fields(address=address))
         return address
+
+    async def wait_for_router(self, waits: Callable[[str], None]) -> None:
+        """Wait until a router answers; see RouterLink. Needs `start`."""
+        assert self._link is not None
+        await self._link.wait_for_router(waits)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more requests, give running answers `grace_s` seconds, then end them."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ CALL_TIMEOUT_S = 10.0  # of calls that a router answers at once
 TOKENIZE_TIMEOUT_S = 60.0  # a router that starts waits for a worker's model, 30 s by default
 CALLER_FRESH_S = 2.0  # how long a router's answer to a caller is valid
 MOST_CALLERS = 1024  # that are known at a time
+LOOK_PERIOD_S = 1.0  # between two tries to reach a first router
 
 INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -165,8 +166,28 @@ class RouterLink:
         except grpc.aio.AioRpcError as failure:
             if is_router_lost(failure):
                 self._routers.leave(address)
-            raise error_from(failure, address, CALL_TIMEOUT_S) from failure
+            error = error_from(failure, address, CALL_TIMEOUT_S)
+            raise await self._routers.explain(error, address) from failure
+        self._routers.note_answer()
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def wait_for_router(self, waits: Callable[[str], None]) -> None:
+        """Wait until a router answers, though it may have no worker; the caller bounds the wait.
+
+        Args:
+            waits: Gets the reason why none answers; called again for another kind of reason.
+        """
+        told: type[PagewireError] | None = None
+        while True:
+            try:
+                await self.is_serving()
+            except PagewireError as error:
+                if type(error) is not told:
+                    told = type(error)
+                    waits(error.message)
+            else:
+                return
+            await asyncio.sleep(LOOK_PERIOD_S)
 
     async def tokenize(
         self, authorization: str, request: inference_pb2.TokenizeRequest
@@ -215,7 +236,9 @@ class RouterLink:
     ) -> Any:
         await self._routers.locate()
         metadata = _metadata(authorization)
-        return await self._routers.call(method, request, timeout_s, metadata)
+        response = await self._routers.call(method, request, timeout_s, metadata)
+        self._routers.note_answer()
+        return response
 
 
 def _metadata(authorization: str) -> Metadata:

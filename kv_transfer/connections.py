@@ -4,7 +4,8 @@ A connection belongs to one incarnation of the peer; a restarted worker gets a n
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
 from kv_transfer.order import Incoming, Outgoing
@@ -117,11 +118,11 @@ class ConnectionPool:
             await asyncio.sleep(0)  # it begins, so that a cancellation withdraws the offer
             await connect(connection_id, transport.name, offer)
             return await accepting
-        finally:
-            if not accepting.done():
-                accepting.cancel()
+        except BaseException:
+            accepting.cancel()
+            accepting.add_done_callback(self._disown)
             await asyncio.wait({accepting})
-            mark_seen(accepting)  # connect's own error says more
+            raise
 
     def _forget_broken(self) -> None:
         for peer_key, entry in list(self._entries.items()):
@@ -134,9 +135,17 @@ class ConnectionPool:
             if name == peer_key[0] and incarnation != peer_key[1]:
                 self._remove((name, incarnation))
 
+    def _disown(self, accepting: asyncio.Task[Connection]) -> None:
+        """Abort what was accepted in a set-up that failed: nobody else has it."""
+        mark_seen(accepting)  # the error of the set-up says more
+        if not accepting.cancelled() and accepting.exception() is None:
+            self._begin(accepting.result().abort())
+
     def _remove(self, peer_key: PeerKey) -> None:
-        entry = self._entries.pop(peer_key)
-        task = asyncio.get_running_loop().create_task(_abort(entry))
+        self._begin(_abort(self._entries.pop(peer_key)))
+
+    def _begin(self, abort: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(abort)
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 

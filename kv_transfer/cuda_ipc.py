@@ -25,19 +25,17 @@ import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch, TransportRefused
-from kv_transfer.page_socket import PageSocket, PageTls
+from kv_transfer.ordered_connection import LiveConnections
+from kv_transfer.page_socket import PageSocket
 from kv_transfer.proven_sockets import ProvenSockets, read_offer
 from kv_transfer.socket_connection import SocketConnection
 from observability.logs import fields
-from pagewire.protos.call_tasks import mark_seen
 
 logger = logging.getLogger(__name__)
-
-Connected = TypeVar("Connected", bound="Sending | Receiving")
 
 MAX_CARD_BYTES = 512
 MAX_FRAME_PAGES = 1 << 20  # a worker's whole pool, and 4 MiB of ids
@@ -89,7 +87,7 @@ class CudaIpcTransport:
     A sender refuses receivers on other hosts, and unless `between_gpus` those on other GPUs.
 
     Args:
-        host, tls, port_range: See `kv_transfer.proven_sockets.ProvenSockets`.
+        sockets: Make its connections, and are closed with it.
         between_gpus: Whether pages of one GPU are read from another one.
 
     Raises:
@@ -102,10 +100,8 @@ class CudaIpcTransport:
     def __init__(
         self,
         storage: PageStorage,
+        sockets: ProvenSockets,
         *,
-        host: str,
-        tls: PageTls | None = None,
-        port_range: str = "",
         between_gpus: bool = False,
         memory: Memory | None = None,
     ) -> None:
@@ -113,8 +109,8 @@ class CudaIpcTransport:
         self._memory = memory or _cuda_memory(storage)
         self._card = self._memory.card()
         self._between_gpus = between_gpus
-        self._sockets = ProvenSockets(host=host, tls=tls, port_range=port_range)
-        self._connections: list[Sending | Receiving] = []
+        self._sockets = sockets
+        self._connections = LiveConnections[Sending | Receiving]()
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
         of_memory = {"host_id": self._memory.host_id, "gpu_id": self._memory.gpu_id}
@@ -132,7 +128,9 @@ class CudaIpcTransport:
             if isinstance(error, (OSError, TimeoutError)):
                 raise ConnectionBroken(str(error) or "the sender sent no card in time") from error
             raise
-        return self._add(Receiving(connection_id, wire, thread, pages, num_pages))
+        receiving = Receiving(connection_id, wire, thread, pages, num_pages)
+        self._connections.add(receiving)
+        return receiving
 
     async def connect(
         self, connection_id: str, offer: bytes, key: bytes, deadline: float
@@ -152,12 +150,13 @@ class CudaIpcTransport:
         if answer != _MAPPED:
             wire.close()
             raise TransportRefused("the receiver cannot map the pages of this worker")
-        return self._add(Sending(connection_id, wire, asyncio.to_thread))
+        sending = Sending(connection_id, wire, asyncio.to_thread)
+        self._connections.add(sending)
+        return sending
 
     async def close(self) -> None:
         await self._sockets.close()
-        for connection in self._connections:
-            await connection.abort()
+        await self._connections.abort()
 
     def _check_reach(self, offered: dict[str, object]) -> None:
         if offered.get("host_id") != self._memory.host_id:
@@ -193,22 +192,17 @@ class CudaIpcTransport:
             raise
         return pages, num_pages
 
-    def _add(self, connection: Connected) -> Connected:
-        self._connections = [each for each in self._connections if not each.is_broken]
-        self._connections.append(connection)
-        return connection
-
 
 class Sending(SocketConnection):
     """Implements the sender's half of `kv_transfer.transport.Connection`."""
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
-            header = _FRAME.pack(_FRAME_MAGIC, self._num_frames, len(page_ids))
+            header = _FRAME.pack(_FRAME_MAGIC, self._num_done, len(page_ids))
             await self._wire.send(header + struct.pack(f"!{len(page_ids)}I", *page_ids))
             (frame,) = _READ.unpack(await self._wire.receive(_READ.size))
-            if frame != self._num_frames:
-                raise ConnectionBroken(f"frame {frame} was read, expected {self._num_frames}")
+            if frame != self._num_done:
+                raise ConnectionBroken(f"frame {frame} was read, expected {self._num_done}")
 
     async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
         raise AssertionError("a sender receives nothing")
@@ -232,7 +226,6 @@ class Receiving(SocketConnection):
         self._num_pages = num_pages  # of the sender
         # The sender waits for each frame to be read, so one is the most that can be here.
         self._frame: asyncio.Queue[tuple[int, ...] | ConnectionBroken] = asyncio.Queue(1)
-        self._aborting: asyncio.Task[None] | None = None
         self._reading = loop.create_task(self._read())
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
@@ -246,25 +239,12 @@ class Receiving(SocketConnection):
             if len(source_ids) != len(page_ids):
                 raise ConnectionBroken(f"{len(source_ids)} pages arrive, expected {len(page_ids)}")
             await self._touch(partial(self._pages.copy, source_ids, page_ids))
-            await self._wire.send(_READ.pack(self._num_frames))
+            await self._wire.send(_READ.pack(self._num_done))
 
-    async def abort(self) -> None:
-        # Shielded: a caller that gives up must not stop it half-way.
-        await asyncio.shield(self._begin_abort())
-
-    def _begin_abort(self) -> asyncio.Task[None]:
-        self._is_broken = True
-        if self._aborting is None:
-            self._aborting = asyncio.get_running_loop().create_task(self._abort())
-            self._aborting.add_done_callback(
-                mark_seen
-            )  # nobody asks for the result of the reader's abort
-        return self._aborting
-
-    async def _abort(self) -> None:
+    async def _stop(self) -> None:
         self._wire.shut()
         await asyncio.wait({self._reading})
-        await super().abort()
+        await super()._stop()
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._pages.close)
         self._thread.shutdown(wait=False)
         try:

@@ -122,7 +122,7 @@ class CudaPeerPages:
         runtime = self._memory.runtime
         cuda.set_device(self._memory.device)
         runtime.cudaStreamDestroy(self._owned_stream)
-        runtime.cudaIpcCloseMemHandle(self._base)
+        self._memory.called("cudaIpcCloseMemHandle", runtime.cudaIpcCloseMemHandle(self._base))
 
     def _copy_by_kernel(
         self, words: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.ordered_connection import LiveConnections, OrderedConnection
 from kv_transfer.polling_thread import PollingThread, Steps
 
 UNIQUE_ID_BYTES = 128
@@ -84,7 +85,7 @@ class NcclTransport:
         self._thread = PollingThread("nccl")
         self._thread.submit(self, self._device.warm_up()).result(WARM_UP_S)
         self._offers: dict[str, bytes] = {}  # connection_id |-> unique id
-        self._connections: list[NcclConnection] = []
+        self._connections = LiveConnections[NcclConnection]()
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
         # NCCL has no keys: anybody with the unique id can join. It travels in proven calls only.
@@ -119,8 +120,10 @@ class NcclTransport:
         return await self._open(connection_id, True, unique_id, pages_in_message, deadline)
 
     async def close(self) -> None:
-        await asyncio.gather(*(connection.abort() for connection in self._connections))
-        self._thread.close(timeout_s=1.0)
+        try:
+            await self._connections.abort()
+        finally:
+            self._thread.close(timeout_s=1.0)
 
     async def _open(
         self,
@@ -136,31 +139,18 @@ class NcclTransport:
             unique_id=unique_id,
             pages_in_message=pages_in_message,
         )
-        connection = NcclConnection(connection_id, link, self._thread)
-        self._connections = [each for each in self._connections if not each.is_broken]
-        self._connections.append(connection)
+        connection = self._connections.add(NcclConnection(connection_id, link, self._thread))
         await connection.open(deadline)
         return connection
 
 
-class NcclConnection:
+class NcclConnection(OrderedConnection):
     """Implements `kv_transfer.transport.Connection` over a Link."""
 
     def __init__(self, connection_id: str, link: Link, thread: PollingThread) -> None:
-        self._connection_id = connection_id
+        super().__init__(connection_id)
         self._link = link
         self._thread = thread
-        self._is_broken = False
-        self._order = asyncio.Lock()
-        self._aborting: asyncio.Task[None] | None = None
-
-    @property
-    def connection_id(self) -> str:
-        return self._connection_id
-
-    @property
-    def is_broken(self) -> bool:
-        return self._is_broken
 
     async def open(self, deadline: float) -> None:
         """Run this side's half of the set-up; on failure abort and raise ConnectionBroken."""
@@ -177,36 +167,11 @@ class NcclConnection:
     async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
         await self._run(lambda: self._link.receive(page_ids), deadline)
 
-    async def abort(self) -> None:
-        # Shielded: a caller that gives up must not stop it half-way.
-        await asyncio.shield(self._begin_abort())
-
     async def _run(self, steps: Callable[[], Steps[None]], deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline), self._order:
-                if self._is_broken:
-                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
-                await asyncio.wrap_future(self._thread.submit(self, steps()))
-        except TimeoutError as error:
-            self._is_broken = True
-            raise ConnectionBroken("no progress before the deadline") from error
-        except ConnectionBroken:
-            self._is_broken = True
-            raise
-        except Exception as error:
-            self._is_broken = True
-            raise ConnectionBroken(f"{type(error).__name__}: {error}") from error
-        except BaseException:
-            self._is_broken = True
-            raise
+        async with self._operating(deadline):
+            await asyncio.wrap_future(self._thread.submit(self, steps()))
 
-    def _begin_abort(self) -> asyncio.Task[None]:
-        self._is_broken = True
-        if self._aborting is None:
-            self._aborting = asyncio.get_running_loop().create_task(self._abort())
-        return self._aborting
-
-    async def _abort(self) -> None:
+    async def _stop(self) -> None:
         # NCCL forbids abort while a thread is inside another call on the communicator.
         await asyncio.wrap_future(self._thread.drop(self))
         await _in_daemon_thread(self._link.abort)

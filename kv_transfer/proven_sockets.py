@@ -170,10 +170,12 @@ class ProvenSockets:
             sock.setblocking(False)
             if len(self._greetings) >= MAX_GREETINGS:
                 # A genuine one takes two round trips; the oldest is a stranger, or too slow.
-                next(iter(self._greetings)).cancel()
+                oldest = next(iter(self._greetings))
+                del self._greetings[oldest]  # at once, or the next to come would find it again
+                oldest.cancel()
             greeting = loop.create_task(self._greet(sock))
             self._greetings[greeting] = None
-            greeting.add_done_callback(self._greetings.pop)
+            greeting.add_done_callback(lambda ended: self._greetings.pop(ended, None))
             await asyncio.sleep(0)  # it begins, so that a cancellation closes its socket
 
     async def _secured(self, sock: socket.socket, *, is_server: bool) -> PageSocket:

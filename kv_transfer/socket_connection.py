@@ -1,39 +1,26 @@
-"""Base of connections over a socket: one operation at a time, a deadline, a safe abort."""
+"""Base of connections over a socket: copies of pages beside it, which an abort waits for."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kv_transfer.driver import RunBlocking
-from kv_transfer.errors import ConnectionBroken
+from kv_transfer.ordered_connection import OrderedConnection
 from kv_transfer.page_socket import PageSocket
 
 T = TypeVar("T")
 
 
-class SocketConnection:
+class SocketConnection(OrderedConnection):
     """Owns a proven socket, and the work that touches pages on its behalf."""
 
     def __init__(self, connection_id: str, wire: PageSocket, run_blocking: RunBlocking) -> None:
-        self._connection_id = connection_id
+        super().__init__(connection_id)
         self._wire = wire
         self._run_blocking = run_blocking
-        self._is_broken = False
-        self._order = asyncio.Lock()
-        self._num_frames = 0
         self._copy: asyncio.Task[Any] | None = None  # touches the storage right now
 
-    @property
-    def connection_id(self) -> str:
-        return self._connection_id
-
-    @property
-    def is_broken(self) -> bool:
-        return self._is_broken
-
-    async def abort(self) -> None:
-        self._is_broken = True
+    async def _stop(self) -> None:
         self._wire.shut()
         async with self._order:
             pass
@@ -52,19 +39,3 @@ class SocketConnection:
         self._copy = copy
         # Shielded: a deadline must not make the copy look finished.
         return await asyncio.shield(copy)
-
-    @asynccontextmanager
-    async def _operating(self, deadline: float) -> AsyncIterator[None]:
-        """Run one operation; any failure in it breaks the connection."""
-        try:
-            async with asyncio.timeout_at(deadline), self._order:
-                if self._is_broken:
-                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
-                yield
-                self._num_frames += 1
-        except (OSError, TimeoutError) as error:
-            self._is_broken = True
-            raise ConnectionBroken(str(error) or "no progress before the deadline") from error
-        except BaseException:
-            self._is_broken = True
-            raise

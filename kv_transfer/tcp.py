@@ -17,7 +17,8 @@ import numpy as np
 from kv_cache.page_storage import PageBytes, PageStorage
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
-from kv_transfer.page_socket import PageSocket, PageTls
+from kv_transfer.ordered_connection import LiveConnections
+from kv_transfer.page_socket import PageSocket
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.socket_connection import SocketConnection
 
@@ -31,7 +32,7 @@ class TcpTransport:
     """Implements `kv_transfer.transport.Transport`.
 
     Args:
-        host, tls, port_range: See `kv_transfer.proven_sockets.ProvenSockets`.
+        sockets: Make its connections, and are closed with it.
         run_blocking: Runs the copies between storage and host memory.
     """
 
@@ -40,16 +41,14 @@ class TcpTransport:
     def __init__(
         self,
         storage: PageStorage,
+        sockets: ProvenSockets,
         *,
-        host: str,
-        tls: PageTls | None = None,
-        port_range: str = "",
         run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self._storage = storage
-        self._sockets = ProvenSockets(host=host, tls=tls, port_range=port_range)
+        self._sockets = sockets
         self._run_blocking = run_blocking
-        self._connections: list[TcpConnection] = []
+        self._connections = LiveConnections[TcpConnection]()
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
         return self._sockets.offer(connection_id, key)
@@ -66,14 +65,12 @@ class TcpTransport:
 
     async def close(self) -> None:
         await self._sockets.close()
-        for connection in self._connections:
-            await connection.abort()
+        await self._connections.abort()
 
     def _connection(self, connection_id: str, wire: PageSocket) -> "TcpConnection":
-        connection = TcpConnection(connection_id, wire, self._storage, self._run_blocking)
-        self._connections = [c for c in self._connections if not c.is_broken]
-        self._connections.append(connection)
-        return connection
+        return self._connections.add(
+            TcpConnection(connection_id, wire, self._storage, self._run_blocking)
+        )
 
 
 class TcpConnection(SocketConnection):
@@ -92,7 +89,7 @@ class TcpConnection(SocketConnection):
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
-            header = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
+            header = (_FRAME_MAGIC, self._num_done, len(page_ids), self._storage.page_bytes)
             await self._wire.send(_FRAME.pack(*header))
             for some in self._pieces(page_ids):
                 contents = await self._touch(partial(self._storage.export_pages, some))
@@ -102,7 +99,7 @@ class TcpConnection(SocketConnection):
     async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):
             header = _FRAME.unpack(await self._wire.receive(_FRAME.size))
-            expected = (_FRAME_MAGIC, self._num_frames, len(page_ids), self._storage.page_bytes)
+            expected = (_FRAME_MAGIC, self._num_done, len(page_ids), self._storage.page_bytes)
             if header != expected:
                 raise ConnectionBroken(f"frame {header[1:]} arrived, expected {expected[1:]}")
             for some in self._pieces(page_ids):

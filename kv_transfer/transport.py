@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from kv_cache.page_storage import PageStorage
 from kv_transfer.errors import TransportRefused
 from kv_transfer.page_socket import PageTls
+from kv_transfer.proven_sockets import ProvenSockets
 from observability.logs import fields
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def open_transports(
         choice: Between GPUs of one host "auto" takes NCCL, and "cuda_ipc" lets the receiver read
             the sender's memory. Within one GPU only the latter is possible, except for "nccl".
     """
+    sockets = ProvenSockets(host=host, tls=tls, port_range=port_range)
     if device == "cuda":
         from kv_transfer.cuda_ipc import CudaIpcTransport
         from kv_transfer.nccl import NcclTransport
@@ -110,20 +112,14 @@ def open_transports(
         transports: list[Transport] = []
         if choice != "nccl":
             try:
-                within_host = CudaIpcTransport(
-                    storage,
-                    host=host,
-                    tls=tls,
-                    port_range=port_range,
-                    between_gpus=choice == "cuda_ipc",
-                )
-                transports.append(within_host)
+                between_gpus = choice == "cuda_ipc"
+                transports.append(CudaIpcTransport(storage, sockets, between_gpus=between_gpus))
             except TransportRefused as error:
                 logger.warning("transport_missing", extra=fields(reason=str(error)))
         return [*transports, NcclTransport(storage)]
     from kv_transfer.tcp import TcpTransport
 
-    return [TcpTransport(storage, host=host, tls=tls, port_range=port_range)]
+    return [TcpTransport(storage, sockets)]
 
 
 async def close_transports(transports: Sequence[Transport], timeout_s: float) -> None:

@@ -61,6 +61,7 @@ class TritonAttention:
         )
         self._batch: PassInputs | None = None
         self._planned_prefill: PrefillAttention | None = None  # None: no prompt tokens
+        self._prompt_tables: tuple[Tensor, Tensor]  # of planned prompt tokens: borders, entries
         self._has_rows_planned = False  # the last plan was made by plan_rows
         self._decode_launches: list[DecodeRows] = []
         self._page_table: npt.NDArray[np.integer] = np.zeros(0, dtype=np.int64)
@@ -117,6 +118,18 @@ class TritonAttention:
         else:
             self._plan_decode(rows, page_table)
 
+    def plan_prompts_behind(
+        self, batch: ForwardBatch, prefill: PrefillAttention, *, first_row: int
+    ) -> None:
+        """Add prompt tokens to the pass of the last `plan_rows`, whose inputs include them.
+
+        Args:
+            batch: Only prompt tokens.
+            prefill: A result of `prefill_of`.
+            first_row: Row of the first of them in the pass.
+        """
+        self._plan_prefill(batch, prefill, first_row=first_row)
+
     def take_reads(self) -> KVReads:
         """Return what passes of drawn tokens have read since the last call."""
         reads, self._reads = self._reads, NO_READS
@@ -131,7 +144,7 @@ class TritonAttention:
 
         Plans whose batches have other tensors or another number of tokens never agree.
         """
-        if self._planned_prefill is not None or len(self._decode_launches) != 1:
+        if not self._has_rows_planned or len(self._decode_launches) != 1:
             return None
         return self._decode.recordable()
 
@@ -156,9 +169,7 @@ class TritonAttention:
         batch = self._planned()
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         if self._planned_prefill is not None:
-            assert isinstance(batch, ForwardBatch), "prompts come in slices"
-            tables = (batch.kv_page_indptr, batch.kv_page_indices)
-            self._planned_prefill.run(q_TNH, layer, *tables, out=out_TNH)
+            self._planned_prefill.run(q_TNH, layer, *self._prompt_tables, out=out_TNH)
         for index, launch in enumerate(self._decode_launches):
             if len(self._decode_launches) > 1:  # otherwise the pass's plan serves all layers
                 self._decode.plan(launch, self._page_table)
@@ -185,15 +196,17 @@ class TritonAttention:
             capacity=capacity,
         )
 
-    def _plan_prefill(self, batch: ForwardBatch, prefill: PrefillAttention) -> None:
+    def _plan_prefill(
+        self, batch: ForwardBatch, prefill: PrefillAttention, *, first_row: int = 0
+    ) -> None:
         lens = zip(batch.qo_lens, batch.kv_lens, batch.prompt_lens, strict=True)
         chunks = []
-        first_row = 0
         for index, (qo_len, kv_len, prompt_len) in enumerate(lens):
             if prompt_len:
                 chunks.append((prompt_len, kv_len - qo_len + prompt_len, first_row, index))
             first_row += qo_len
         self._planned_prefill = prefill if chunks else None
+        self._prompt_tables = (batch.kv_page_indptr, batch.kv_page_indices)
         if chunks:
             prompt_lens, prompt_ends, first_rows, slices = zip(*chunks, strict=True)
             prefill.plan(prompt_lens, prompt_ends, first_rows=first_rows, requests=slices)

@@ -8,7 +8,10 @@ sizes. Padding changes no bit, as no row depends on another
 
 A step needs no token on the host: it reads the last tokens from the seats and leaves its own there.
 
-Legend: R rows.
+A step may compute a few prompt tokens in the same pass, in rows behind those of the seats. Their
+layers cost almost nothing there, since the weights are read once for both.
+
+Legend: R rows of the seats, T tokens of prompts, D hidden.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,11 +31,13 @@ from llm_engine.decode_rows import DecodeRows
 from llm_engine.decode_triton import MIN_DECODE_ROWS, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
+from llm_engine.prompt_graphs import NUM_TOKENS_BESIDE, GraphedPrompts, SentPrompts
 from llm_engine.recordings import CudaGraphRecorder, Recorder, Recordings
 from llm_engine.transformer import Decoder
 
-# Rows of a recording.
+# Rows of a recording. With prompt tokens there are fewer sizes: each comes with several of those.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+NUM_ROWS_BESIDE = (16, 32, 64, 128, 256)
 MAX_LOGPROBS = 20  # of the contract; each row gets as many if any row needs some
 REPLAN_STEPS = 64  # steps of one batch between two searches for shared prefixes
 
@@ -43,6 +48,7 @@ class DrawnRows:
 
     tokens_R: Tensor  # int32; -1: nothing could be drawn
     logprobs: Logprobs | None  # of all rows, if one asked
+    hidden_TD: Tensor  # of the prompt tokens, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Kind:
     """What a recording holds for."""
 
     num_rows: int
+    num_prompt_tokens: int
     has_few_rows: bool  # for attention
     shares_prefixes: bool
     edits_logits: bool
@@ -74,62 +81,79 @@ class GraphedDecode:
         self._sampler = sampler
         self._make_recorder = make_recorder
         self._recordings: Recordings[Kind, DrawnRows] | None = None
+        # ids, positions, pages and slots of a step that has prompt tokens
+        num_inputs = NUM_ROWS_BESIDE[-1] + NUM_TOKENS_BESIDE[-1]
+        self._inputs = batch.seats.inputs.new_zeros((len(batch.seats.inputs), num_inputs))
         self._row_seats: tuple[int, ...] = ()  # of the last step
-        self._num_padded = 0
         self._num_same = 0  # steps with these rows since the last search for shared prefixes
 
-    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
+    def warm_up(
+        self, *, page_size: int, max_tokens: int, prompts: GraphedPrompts | None = None
+    ) -> None:
         """Record steps of all sizes that attention's first buffers can hold; overwrites page 0.
 
         Args:
             page_size: The page size of the pool.
             max_tokens: The longest sequence.
+            prompts: Whether to record steps with prompt tokens, too.
         """
         num_seats = len(self._batch.lengths)
         shared_len = least_shared_len(page_size) + 1
-        for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, min(MIN_DECODE_ROWS, num_seats))]:
-            self._record_rows(num_rows, 1)
-            if shared_len <= max_tokens:
-                with self._attention.sharing_all():
-                    self._record_rows(num_rows, shared_len)
+        kv_lens = [each for each in (1, shared_len) if each <= max_tokens]
+        for kv_len in kv_lens:
+            with self._attention.sharing_all():
+                for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, min(MIN_DECODE_ROWS, num_seats))]:
+                    self._record_rows(num_rows, kv_len)
+                for sent in prompts.any_beside(max_tokens) if prompts else ():
+                    for num_rows in NUM_ROWS_BESIDE[: bisect_right(NUM_ROWS_BESIDE, num_seats)]:
+                        self._record_rows(num_rows, kv_len, sent)
 
     def launch(
-        self, seats: tuple[int, ...], *, has_new: bool, allowed: Mapping[int, TokenBits]
+        self,
+        seats: tuple[int, ...],
+        *,
+        has_new: bool,
+        allowed: Mapping[int, TokenBits],
+        prompts: SentPrompts | None = None,
     ) -> DrawnRows:
         """Compute the last token of each seat's sequence and draw the next one.
 
         Args:
-            seats: One for each row.
+            seats: One for each row; with prompt tokens at most NUM_ROWS_BESIDE[-1].
             has_new: Whether a seat may hold another sequence than in the last step.
             allowed: See EngineStep.
+            prompts: To be computed in the same pass.
         """
         batch = self._batch
+        sizes = NUM_ROWS if prompts is None else NUM_ROWS_BESIDE
+        num_rows = min(sizes[bisect_left(sizes, len(seats))], batch.seats.max_rows)
         index = np.array(seats, dtype=np.int64)
         if has_new or seats != self._row_seats:
             self._num_same = 0
         if seats != self._row_seats:
             self._set_rows(seats)
-        self._plan(index)
+        self._plan(index, num_rows, prompts)
         self._num_same += 1
         edits_logits = batch.edits_logits(index)
         has_logprobs = bool((batch.num_logprobs[index] >= 0).any())
         rows = [row for row, seat in enumerate(seats) if seat in allowed] if allowed else []
         if rows:
             bits = np.stack([allowed[seats[row]] for row in rows])
-            batch.seats.set_masks(self._num_padded, rows, bits)
-        drawn = self._run(edits_logits, has_logprobs, bool(rows))
+            batch.seats.set_masks(num_rows, rows, bits)
+        drawn = self._run(num_rows, prompts, edits_logits, has_logprobs, bool(rows))
         batch.lengths[index] += 1
         return drawn
 
     def _set_rows(self, seats: tuple[int, ...]) -> None:
-        num_padded = NUM_ROWS[bisect_left(NUM_ROWS, len(seats))]
-        rows = np.full(num_padded, -1, dtype=np.int32)
-        rows[: len(seats)] = seats
         row_seats = self._batch.seats.row_seats
-        row_seats[:num_padded].copy_(to_device(rows, row_seats.device))
-        self._row_seats, self._num_padded = seats, num_padded
+        rows = np.full(len(row_seats), -1, dtype=np.int32)
+        rows[: len(seats)] = seats
+        row_seats.copy_(to_device(rows, row_seats.device))
+        self._row_seats = seats
 
-    def _plan(self, index: npt.NDArray[np.int64]) -> None:
+    def _plan(
+        self, index: npt.NDArray[np.int64], num_rows: int, prompts: SentPrompts | None
+    ) -> None:
         batch = self._batch
         page_table = batch.page_table.reshape(-1)
         rows = DecodeRows(
@@ -140,21 +164,34 @@ class GraphedDecode:
         is_next_step = 0 < self._num_same < REPLAN_STEPS
         if not is_next_step:
             self._num_same = 0
-        seats, num_rows = batch.seats, self._num_padded
+        token_ids, positions, append_page, append_offset = self._inputs_of(num_rows, prompts)
         inputs = PassInputs(
-            token_ids_T=seats.token_ids[:num_rows],
-            positions_T=seats.positions[:num_rows],
-            append_page_T=seats.append_page[:num_rows],
-            append_offset_T=seats.append_offset[:num_rows],
-            kv_page_indices=seats.page_table.view(-1),
+            token_ids_T=token_ids,
+            positions_T=positions,
+            append_page_T=append_page,
+            append_offset_T=append_offset,
+            kv_page_indices=batch.seats.page_table.view(-1),
         )
         self._attention.plan_rows(inputs, rows, page_table, is_next_step=is_next_step)
+        if prompts is not None:
+            self._attention.plan_prompts_behind(prompts.batch, prompts.prefill, first_row=num_rows)
 
-    def _run(self, edits_logits: bool, has_logprobs: bool, has_masks: bool) -> DrawnRows:
-        num_rows = self._num_padded
+    def _inputs_of(self, num_rows: int, prompts: SentPrompts | None) -> Tensor:
+        """Return where a pass finds ids, positions, pages and slots of its tokens, [4, R + T]."""
+        if prompts is None:
+            return self._batch.seats.inputs[:, :num_rows]
+        return self._inputs[:, : num_rows + prompts.size]
 
+    def _run(
+        self,
+        num_rows: int,
+        prompts: SentPrompts | None,
+        edits_logits: bool,
+        has_logprobs: bool,
+        has_masks: bool,
+    ) -> DrawnRows:
         def work() -> DrawnRows:
-            return self._work(num_rows, edits_logits, has_logprobs, has_masks)
+            return self._work(num_rows, prompts, edits_logits, has_logprobs, has_masks)
 
         launches = self._attention.recordable()
         if launches is None:
@@ -164,6 +201,7 @@ class GraphedDecode:
             self._recordings = Recordings(buffers, self._make_recorder())
         kind = Kind(
             num_rows,
+            prompts.size if prompts else 0,
             launches.has_few_rows,
             launches.shares_prefixes,
             edits_logits,
@@ -173,11 +211,21 @@ class GraphedDecode:
         return self._recordings.run(kind, work, num_rows=num_rows)
 
     def _work(
-        self, num_rows: int, edits_logits: bool, has_logprobs: bool, has_masks: bool
+        self,
+        num_rows: int,
+        prompts: SentPrompts | None,
+        edits_logits: bool,
+        has_logprobs: bool,
+        has_masks: bool,
     ) -> DrawnRows:
         seats = self._batch.seats
         params = seats.read(num_rows)
-        logits = self._decoder.logits(self._decoder.run_layers(seats.token_ids[:num_rows]))
+        inputs = self._inputs_of(num_rows, prompts)
+        if prompts is not None:
+            inputs[:, :num_rows].copy_(seats.inputs[:, :num_rows])
+            inputs[:, num_rows:].copy_(prompts.inputs)
+        hidden = self._decoder.run_layers(inputs[0])
+        logits = self._decoder.logits(hidden[:num_rows])
         edited = seats.edit(logits) if edits_logits else logits
         mask = seats.masks[:num_rows] if has_masks else None
         tokens = self._sampler.sample(edited, params, mask=mask)
@@ -186,15 +234,15 @@ class GraphedDecode:
             num_top = min(MAX_LOGPROBS, logits.shape[1])
             logprobs = self._sampler.logprobs(logits, tokens, num_top)
         seats.write(tokens)
-        return DrawnRows(tokens_R=tokens, logprobs=logprobs)
+        return DrawnRows(tokens_R=tokens, logprobs=logprobs, hidden_TD=hidden[num_rows:])
 
-    def _record_rows(self, num_rows: int, kv_len: int) -> None:
+    def _record_rows(self, num_rows: int, kv_len: int, prompts: SentPrompts | None = None) -> None:
         """Run a kind of step often enough to record it, in free seats."""
         batch = self._batch
         seats = tuple(range(num_rows))
         for _ in range(2):  # launched, then recorded
             batch.lengths[:num_rows] = kv_len
             batch.seats.state[:num_rows, bodies.LENGTH.value] = kv_len
-            self.launch(seats, has_new=True, allowed={})
+            self.launch(seats, has_new=True, allowed={}, prompts=prompts)
         batch.lengths[:] = 0
         batch.seats.state.zero_()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_kernels.sampling.launch import TokenSampler
 from attn_kernels.seats.launch import DeviceSeats
@@ -15,16 +16,17 @@ from kv_cache.layout import num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.decode_graphs import NUM_ROWS, GraphedDecode
+from llm_engine.decode_graphs import NUM_ROWS, NUM_ROWS_BESIDE, GraphedDecode
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.engine import ReadResult
 from llm_engine.engine_step import EngineStep, StepResult
+from llm_engine.forward_batch import HostBatch, build_host_batch, send_batch
 from llm_engine.model_config import ModelConfig
 from llm_engine.prompt_graphs import GraphedPrompts
 from llm_engine.recordings import CudaGraphRecorder, Recorder
 from llm_engine.sampler_triton import ReadTokens, TritonSampler, read_later
 from llm_engine.sampling import SequenceSlice
-from llm_engine.slice_pass import drawn_after, draws_of, run_slices
+from llm_engine.slice_pass import drawn_after, draws_of, logits_of_draws
 from llm_engine.transformer import Decoder
 
 
@@ -54,20 +56,25 @@ class DeviceRunner:
         self._batch = batch
         self._decode = decode
         self._prompts = prompts
+        self._page_size = storage.layout.page_size
         self._sampler = TritonSampler()
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
         """Record decode steps and passes of few prompt tokens; overwrites page 0."""
         if self._decode is not None:
-            self._decode.warm_up(page_size=page_size, max_tokens=max_tokens)
+            self._decode.warm_up(page_size=page_size, max_tokens=max_tokens, prompts=self._prompts)
         if self._prompts is not None:
             self._prompts.warm_up(max_tokens)
 
     def launch(self, step: EngineStep) -> ReadResult:
+        batch = build_host_batch(step.slices, self._page_size) if step.slices else None
         # Decodes go first: as a recording they launch at once, and keep the device busy while the
-        # host launches the slices kernel by kernel.
-        read_decodes = self._launch_decodes(step)
-        read_slices = self._launch_slices(step.slices)
+        # host launches the slices kernel by kernel. Few tokens of slices go with them.
+        beside = batch if self._are_beside(step, batch) else None
+        read_decodes, hidden_TD = self._launch_decodes(step, beside)
+        if batch is not None and beside is None:
+            hidden_TD = self._launch_slices(batch)
+        read_slices = self._launch_draws(step.slices, hidden_TD)
         event = self._record_event()
 
         def read() -> StepResult:
@@ -79,25 +86,50 @@ class DeviceRunner:
 
         return read
 
-    def _launch_decodes(self, step: EngineStep) -> ReadTokens:
+    def _are_beside(self, step: EngineStep, batch: HostBatch | None) -> bool:
+        """Return whether the slices of a step are computed in the pass of its decodes."""
+        return (
+            batch is not None
+            and 0 < len(step.decodes) <= NUM_ROWS_BESIDE[-1]
+            and self._prompts is not None
+            and self._prompts.takes_beside(batch)
+        )
+
+    def _launch_decodes(
+        self, step: EngineStep, beside: HostBatch | None
+    ) -> tuple[ReadTokens, Tensor | None]:
+        """Launch the decodes of a step, and slices beside; return [T, D] of the latter, too."""
         if self._batch is None or self._decode is None:
             assert not step.started, "this engine has no seats"
-            return list
+            return list, None
         self._batch.change(step)
         if not step.decodes:
-            return list
-        drawn = self._decode.launch(step.decodes, has_new=bool(step.started), allowed=step.allowed)
+            return list, None
+        prompts = None
+        if beside is not None and self._prompts is not None:
+            prompts = self._prompts.send_beside(beside)
+        drawn = self._decode.launch(
+            step.decodes, has_new=bool(step.started), allowed=step.allowed, prompts=prompts
+        )
         counts = self._batch.num_logprobs
         wanted = {
             row: int(counts[seat]) for row, seat in enumerate(step.decodes) if counts[seat] >= 0
         }
         num_rows = len(step.decodes)
-        return read_later(drawn.tokens_R[:num_rows], drawn.logprobs, wanted, has_all_logprobs=True)
+        read = read_later(drawn.tokens_R[:num_rows], drawn.logprobs, wanted, has_all_logprobs=True)
+        return read, drawn.hidden_TD
 
-    def _launch_slices(self, slices: Sequence[SequenceSlice]) -> ReadTokens:
-        if not slices:
+    def _launch_slices(self, batch: HostBatch) -> Tensor:
+        if self._prompts is not None and self._prompts.takes(batch):
+            return self._prompts.hidden_states(batch)
+        return self._decoder.hidden_states(send_batch(batch, self._storage.device))
+
+    def _launch_draws(
+        self, slices: Sequence[SequenceSlice], hidden_TD: Tensor | None
+    ) -> ReadTokens:
+        if not slices or hidden_TD is None:
             return list
-        logits_RV = run_slices(self._storage, self._decoder, slices, self._prompts)
+        logits_RV = logits_of_draws(self._decoder, slices, hidden_TD)
         if logits_RV is None:
             return list
         return self._sampler.launch(logits_RV, draws_of(slices))

@@ -6,16 +6,22 @@ would wait for the host. So these passes lie at fixed addresses, too, padded to 
 (docs/decisions/0010-steps-of-decode-are-recorded.md). Their logits and draws are launched kernel by
 kernel, while the device computes the layers.
 
+A step that decodes as well computes even fewer prompt tokens in the pass of its decodes: up to
+about 300 rows a pass takes little longer than reading the weights, which is then done once
+(`decode_graphs`).
+
 Legend: T tokens, padded or not, D hidden.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attn_kernels.prefill.launch import PrefillAttention
 from attn_kernels.prefill.plan import PrefillCapacity
 from attn_kernels.tiles import PlanBuffer
 from kv_cache.layout import num_pages_for
@@ -27,15 +33,30 @@ from llm_engine.transformer import Decoder
 
 # Tokens of a recording. Beyond the last size, the device takes longer than the host. Up to 64
 # tokens all take the same time, that of reading the weights once. Above, matrix tiles have 64 rows.
-NUM_TOKENS = (16, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768)
+NUM_TOKENS = (1, 4, 16, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768)
+NUM_TOKENS_BESIDE = (16, 64, 256)  # of a recording that decodes as well
 MAX_SLICES = 256
 MAX_PAGES = 1 << 16  # of all slices
 NUM_TOKEN_FIELDS = 4  # id, position, page and slot of the append
 NO_PAGE = -1  # append nowhere
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentPrompts:
+    """Prompt tokens on the device, for the pass of a step that decodes."""
+
+    batch: ForwardBatch
+    inputs: Tensor  # ids, positions, pages and slots of its tokens, padded, [4, T]
+    prefill: PrefillAttention  # whose plans share the same launches
+
+    @property
+    def size(self) -> int:
+        """Tokens, padded."""
+        return self.inputs.shape[1]
+
+
 class GraphedPrompts:
-    """Implements `llm_engine.slice_pass.RepeatedPasses`.
+    """Computes slices by replaying recordings.
 
     Args:
         decoder: Computes the layers.
@@ -75,19 +96,25 @@ class GraphedPrompts:
     def warm_up(self, max_tokens: int) -> None:
         """Record passes of all sizes, up to a sequence length; overwrites page 0."""
         for size in NUM_TOKENS[: bisect_right(NUM_TOKENS, max_tokens)]:
-            prompt = SequenceSlice(
-                token_ids=[0] * size,
-                start=0,
-                page_ids=[0] * num_pages_for(size, self._page_size),
-                num_prompt_tokens=size,
-            )
             for _ in range(2):  # launched, then recorded
-                self.hidden_states(build_host_batch([prompt], self._page_size))
+                self.hidden_states(self._any_batch(size))
+
+    def any_beside(self, max_tokens: int) -> Iterator[SentPrompts]:
+        """Yield a batch of each size that steps which decode compute beside; on page 0."""
+        sizes = NUM_TOKENS_BESIDE[: bisect_right(NUM_TOKENS_BESIDE, max_tokens)]
+        yield from (self.send_beside(self._any_batch(size)) for size in sizes)
 
     def takes(self, batch: HostBatch) -> bool:
         """Return whether a batch has only prompt tokens, and few enough."""
+        return self._fits(batch, NUM_TOKENS[-1])
+
+    def takes_beside(self, batch: HostBatch) -> bool:
+        """Return whether a batch that it takes is small enough for the pass of decodes."""
+        return self._fits(batch, NUM_TOKENS_BESIDE[-1])
+
+    def _fits(self, batch: HostBatch, max_tokens: int) -> bool:
         return (
-            batch.of_tokens.shape[1] <= NUM_TOKENS[-1]
+            batch.of_tokens.shape[1] <= max_tokens
             and batch.prompt_lens == batch.qo_lens
             and len(batch.qo_lens) <= MAX_SLICES
             and len(batch.page_table) <= MAX_PAGES
@@ -104,6 +131,22 @@ class GraphedPrompts:
             return self._decoder.run_layers(sent.token_ids_T)
 
         return self._recordings.run(size, work, num_rows=size)[:num_tokens]
+
+    def send_beside(self, batch: HostBatch) -> SentPrompts:
+        """Send a batch that `takes_beside` accepts; the result is valid until the next is sent."""
+        num_tokens = batch.of_tokens.shape[1]
+        size = NUM_TOKENS_BESIDE[bisect_left(NUM_TOKENS_BESIDE, num_tokens)]
+        sent = self._send(batch, size)
+        return SentPrompts(batch=sent, inputs=self._tokens[:, :size], prefill=self._prefill)
+
+    def _any_batch(self, size: int) -> HostBatch:
+        prompt = SequenceSlice(
+            token_ids=[0] * size,
+            start=0,
+            page_ids=[0] * num_pages_for(size, self._page_size),
+            num_prompt_tokens=size,
+        )
+        return build_host_batch([prompt], self._page_size)
 
     def _send(self, batch: HostBatch, size: int) -> ForwardBatch:
         num_tokens, num_pages = batch.of_tokens.shape[1], len(batch.page_table)

@@ -4,26 +4,15 @@ Legend: R rows with draws, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from attn_kernels.tiles import to_device
 from kv_cache.torch_storage import TorchPageStorage
-from llm_engine.forward_batch import HostBatch, build_host_batch, send_batch
+from llm_engine.forward_batch import build_host_batch, send_batch
 from llm_engine.sampling import Draw, Drawn, SampledToken, SequenceSlice
 from llm_engine.transformer import Decoder
-
-
-class RepeatedPasses(Protocol):
-    """Computes some passes by replaying recordings."""
-
-    def takes(self, batch: HostBatch) -> bool: ...
-
-    def hidden_states(self, batch: HostBatch) -> Tensor:
-        """Return [T, D] of a batch that it takes; valid until the next call."""
-        ...
 
 
 def draws_of(slices: Sequence[SequenceSlice]) -> list[Draw]:
@@ -32,27 +21,35 @@ def draws_of(slices: Sequence[SequenceSlice]) -> list[Draw]:
 
 
 def run_slices(
-    storage: TorchPageStorage,
-    decoder: Decoder,
-    slices: Sequence[SequenceSlice],
-    repeated: RepeatedPasses | None = None,
+    storage: TorchPageStorage, decoder: Decoder, slices: Sequence[SequenceSlice]
 ) -> Tensor | None:
     """Compute slices; return the logits of each draw, [num_draws, V], or None without draws."""
     batch = build_host_batch(slices, storage.layout.page_size)
-    if repeated is not None and repeated.takes(batch):
-        hidden_TD = repeated.hidden_states(batch)
-    else:
-        hidden_TD = decoder.hidden_states(send_batch(batch, storage.device))
+    hidden_TD = decoder.hidden_states(send_batch(batch, storage.device))
+    return logits_of_draws(decoder, slices, hidden_TD)
+
+
+def logits_of_draws(
+    decoder: Decoder, slices: Sequence[SequenceSlice], hidden_TD: Tensor
+) -> Tensor | None:
+    """Return the logits of each draw, [num_draws, V], or None without draws.
+
+    Args:
+        decoder: Computed the slices.
+        slices: Each with new tokens.
+        hidden_TD: Of the new tokens of all slices; rows behind them are ignored.
+    """
     num_draws = np.array([len(each.draws) for each in slices])
     if not num_draws.any():
         return None
-    last_tokens = np.cumsum(batch.qo_lens) - 1
+    last_tokens = np.cumsum([len(each.token_ids) for each in slices]) - 1
     rows = last_tokens[num_draws > 0]
-    logits_RV = decoder.logits(hidden_TD[to_device(rows, storage.device)])
+    device = hidden_TD.device
+    logits_RV = decoder.logits(hidden_TD[to_device(rows, device)])
     repeats = num_draws[num_draws > 0]
     if repeats.max() == 1:
         return logits_RV
-    return logits_RV[to_device(np.repeat(np.arange(len(rows)), repeats), storage.device)]
+    return logits_RV[to_device(np.repeat(np.arange(len(rows)), repeats), device)]
 
 
 def drawn_after(

@@ -54,6 +54,15 @@ def parse_yaml(text: str) -> tuple[Any, Lines]:
         raise YamlError(": has a mapping that contains itself, by an anchor") from error
 
 
+def told_kind(content: object) -> str:
+    """Return what a content is, in words: "a list"."""
+    if isinstance(content, bool):
+        return "true or false"
+    if isinstance(content, int | float):
+        return "a number"
+    return {"list": "a list", "str": "a text"}.get(name := type(content).__name__, f"a {name}")
+
+
 def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         path = f"{prefix}{key.value}"

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from numbers import Real
@@ -31,6 +31,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC treats much longer ones as none, or as expired
 MAX_CONSTRAINT_CHOICES = 1000
 MAX_SHOWN_CHARS = 60
+NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
 
 TOKEN_VARIABLE = "PAGEWIRE_TOKEN"  # noqa: S105 - a name
 MAX_TOKEN_CHARS = 4000
@@ -162,7 +163,8 @@ def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
     for name, value in options.items():
         check = _OPTIONS.get(name)
         if check is None:
-            wrong.append(refused(f"sampling.{name}", "an unknown option", ", ".join(_OPTIONS)))
+            allowed = ", ".join(_OPTIONS) + did_you_mean(name, _OPTIONS)
+            wrong.append(refused(f"sampling.{name}", "an unknown option", allowed))
         elif value is not None:
             try:
                 checked[name] = check(f"sampling.{name}", value)
@@ -296,6 +298,22 @@ def check_items(field: str, value: object, allowed: str) -> list[Any]:
         return list(value)  # type: ignore[call-overload,no-any-return]
     except TypeError:  # an array without dimensions
         raise refused(field, shown_with_type(value), allowed) from None
+
+
+def did_you_mean(name: object, names: Collection[str], prefix: str = "") -> str:
+    """Return the end of an error about an unknown name; empty: no known one is near.
+
+    Args:
+        name: As the caller wrote it.
+        names: The known ones.
+        prefix: Of them as the error shows them: "tools[0]."
+    """
+    import difflib  # only errors need it
+
+    if not isinstance(name, str) or len(name) > MAX_SHOWN_CHARS:  # a long one would take long
+        return ""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=NEAR)
+    return f"; did you mean {prefix + near[0]!r}?" if near else ""
 
 
 def shown(value: object) -> str:

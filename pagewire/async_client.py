@@ -89,17 +89,17 @@ class AsyncClient:
         connect = Connector(check_tls(tls))
         addresses = check_addresses(address)
 
-        def routers(first: int) -> Routers:
+        def routers() -> Routers:
             return Routers(
-                [*addresses[first:], *addresses[:first]],
+                addresses,
                 channel_factory or connect,
                 no_better if channel_factory else connect.explain,
                 given_token(token),
             )
 
-        self._routers = routers(0)
+        self._routers = routers()
         self._hedge_after_s = check_hedge_after_s(hedge_after_s)
-        self._other_routers = routers(1) if self._hedge_after_s else None
+        self._other_routers = routers() if self._hedge_after_s else None
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
 
@@ -254,12 +254,13 @@ class AsyncClient:
         if others is None or after_s >= limit_s:
             call = start(self._routers, inbox)
         else:
-            call = HedgedCall(
-                partial(start, self._routers),
-                partial(start, others, spent_s=after_s),
-                inbox,
-                after_s,
-            )
+            hedges = others
+
+            def start_hedge(reader: Reader) -> Cancellable:
+                hedges.use_after(self._routers.address)
+                return start(hedges, reader, spent_s=after_s)
+
+            call = HedgedCall(partial(start, self._routers), start_hedge, inbox, after_s)
         return AsyncStream(call, inbox, num_choices=max(request.sampling.n, 1))
 
     def _timeout_s(self, timeout_s: float | None) -> float:

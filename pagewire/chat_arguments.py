@@ -4,7 +4,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.arguments import check_items, check_text, refused, shown, shown_with_type
+from pagewire.arguments import (
+    check_items,
+    check_text,
+    did_you_mean,
+    refused,
+    shown,
+    shown_with_type,
+)
 from pagewire.types import Message, ToolCall
 
 MAX_MESSAGES = 10_000
@@ -66,7 +73,8 @@ def _check_keys(field: str, value: Mapping[Any, Any]) -> None:
     # An unknown key would otherwise be ignored silently.
     if unknown := [each for each in value if each not in _KEYS]:
         found = f"the unknown key {shown(unknown[0])}"
-        raise refused(field, found, f"the keys {', '.join(_KEYS)}")
+        near = did_you_mean(unknown[0], _KEYS)
+        raise refused(field, found, f"the keys {', '.join(_KEYS)}{near}")
 
 
 def _tool_call(field: str, value: object) -> ToolCall:
@@ -92,5 +100,6 @@ def _mapping(field: str, value: object, keys: set[str]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise refused(field, shown_with_type(value), allowed)
     if unknown := [each for each in value if each not in keys]:
+        allowed += did_you_mean(unknown[0], keys)
         raise refused(field, f"the unknown key {shown(unknown[0])}", allowed)
     return dict(value)

@@ -198,6 +198,10 @@ class Routers:
             self._streams = {each for each in self._streams if not each.is_over} | {stream}
         return stream.start(request, receiver, timeout_s=timeout_s, interval_s=interval_s)
 
+    def use_after(self, address: str) -> None:
+        """Use the router after this one; calls that have begun stay where they are."""
+        self._current = (self.addresses.index(address) + 1) % len(self.addresses)
+
     def leave(self, address: str) -> None:
         """Use the next router, unless another one than this is in use already.
 

@@ -54,7 +54,8 @@ class DeviceSeats:
         row_seats: The seat of each row, [max_rows], int32; -1 fills up.
         masks: Bitmaps of the tokens that each row may draw, [max_rows, cdiv(vocab_size, 32)],
             int32, as `TokenSampler.sample` takes them; see `set_masks`.
-        token_ids, positions, append_page, append_offset: What `read` gathers, [max_rows], int64.
+        inputs: What `read` gathers, [4, max_rows], int64; its rows are token_ids, positions,
+            append_page and append_offset.
     """
 
     def __init__(
@@ -86,10 +87,8 @@ class DeviceSeats:
         self.marks = zeros(min(MIN_MARKS_ROWS, num_seats), vocab_size, dtype=torch.int32)
         self.row_seats = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.masks = zeros(max_rows, triton.cdiv(vocab_size, 32), dtype=torch.int32)
-        self.token_ids = zeros(max_rows)
-        self.positions = zeros(max_rows)
-        self.append_page = zeros(max_rows)
-        self.append_offset = zeros(max_rows)
+        self.inputs = zeros(4, max_rows)
+        self.token_ids, self.positions, self.append_page, self.append_offset = self.inputs
         self._params = zeros(NUM_PARAMS, max_rows)
 
     def read(self, num_rows: int) -> RowParams:

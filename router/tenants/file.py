@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from options.option import options_of
-from options.yaml_text import YamlError, parse_yaml
+from options.yaml_text import YamlError, parse_yaml, told_kind
+from pagewire.arguments import did_you_mean
 from pagewire.cli.units import invalid_byte
 from router.errors import TenantsFileError
 from router.tenants.tenant import NAME, NAME_ALLOWED, TenantRules
@@ -86,7 +87,7 @@ def read_tenants(path: Path) -> TenantsFile:
             "everybody may call"
         )
     if not isinstance(tenants, Mapping):
-        told = f"found a value of type {type(tenants).__name__}; allowed: a mapping of tenants"
+        told = f"found {told_kind(tenants)} at the top level; allowed: a mapping of tenants"
         raise TenantsFileError(f"{path}: {told}")
     rules = _Reader(path, keys).read(tenants)
     mode = stat.S_IMODE(found.st_mode)
@@ -148,7 +149,9 @@ class _Reader:
         for key, value in list(given.items()):
             path = f"{name}.{key}"
             if key not in options:
-                self._refuse(path, f"{path}: unknown; allowed:", ", ".join([_HASHES, *options]))
+                names = [_HASHES, *options]
+                near = did_you_mean(key, names, f"{name}.")
+                self._refuse(path, f"{path}: unknown; allowed:", ", ".join(names) + near)
             elif not options[key].allows(value):
                 found = f"{path}: found {_shown(value)}; allowed:"
                 self._refuse(path, found, options[key].allowed())

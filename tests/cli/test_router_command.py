@@ -307,7 +307,7 @@ def test_a_router_tells_prometheus_and_refuses_a_port_that_is_taken(keys_path, m
     assert 'pagewire_worker_state{pool="decode",state="ready",worker_id="decode-0"} 1.0' in told
     assert 'pagewire_router_requests_total{outcome="ok"} 1.0' in told
     assert "pagewire_inter_token_latency_seconds_bucket" in told
-    assert re.match(r"1 error: port \d+ on 127.0.0.1 is in use; choose another with", refused)
+    assert re.match(r"1 error: port \d+ on 127.0.0.1 is in use by process \d+ ", refused)
     assert "let --router-metrics-port 0 do without metrics" in refused
 
 

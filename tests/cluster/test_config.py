@@ -80,7 +80,16 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
         ),
         (
             "pools: {Small-1: {role: decode}}",
-            "pools.Small-1.role: found the pool name 'Small-1'; allowed: a lower-case letter",
+            "pools.Small-1: found the pool name 'Small-1'; allowed: a lower-case letter, then",
+        ),
+        (
+            "pools: {my pool: {role: decode, workers: 1}}",
+            "pools.my pool: found the pool name 'my pool'; allowed: a lower-case letter, then",
+        ),
+        ("pools: {my pool: {workers: 1}}", "pools.my pool: found the pool name 'my pool'"),
+        (
+            "pool: {small: {role: decode}}",
+            "unknown option pool.small.role; did you mean pools.small.role?",
         ),
         (
             "pools: {decode: {workers: 2}}",
@@ -298,7 +307,11 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("loglevel: info", ["did you mean log_level?"]),
         ("prefill: {heartbeat: 1}", ["did you mean prefill_worker.heartbeat_s?"]),
         ("decode: {heartbeat_s: 1}", ["did you mean decode_worker.heartbeat_s?"]),
-        ("- prefill", ["found a value of type list; allowed: a mapping"]),
+        (
+            "- prefill",
+            ["cluster.yaml: found a list at the top level; allowed: a mapping of options"],
+        ),
+        ("prefill", ["cluster.yaml: found a text at the top level; allowed: a mapping"]),
         ("prefill: [", ["cluster.yaml, line 1, column 11: is not plain YAML: expected the node"]),
         ("model: !!python/name:os.system", ["line 1, column 8: is not plain YAML: could not"]),
         ("router: !!map [1]", ["line 1, column 9: is not plain YAML: expected a mapping node"]),

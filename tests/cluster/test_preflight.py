@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import chain
 
 import pytest
@@ -54,6 +55,26 @@ def test_pages_that_the_host_can_never_hold_are_refused_by_their_option(
 
     with pytest.raises(PlacementError, match=rf"{words}; 7.0 GiB of 8.0 GiB are free; try"):
         check_on_a_host_with(monkeypatch, memory, **options)
+
+
+def test_the_memory_of_each_pool_counts(monkeypatch, tmp_path):
+    memory = HostMemory(total_bytes=8 * GIB, free_bytes=7 * GIB)
+    monkeypatch.setattr(preflight, "read_host_memory", lambda: memory)
+    options = {"model": str(demo_model_dir()), "device": "cpu", "port": 0, "http_port": 0}
+
+    def check(pools):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(json.dumps({"pools": pools}))
+        said = []
+        check_start(load_config(file, options), said.append)
+        return said
+
+    words = "3 workers need about .*, with 256 MiB to 1.0 TiB for pages each, by pool; 7.0 GiB of"
+    with pytest.raises(PlacementError, match=words):
+        check({"large": {"role": "decode", "workers": 1, "cpu_pages_mib": 2**20}})
+    options["cpu_pages_mib"] = 2**20
+    small = {"cpu_pages_mib": 64}
+    assert check({"prefill": small, "decode": small}) == []
 
 
 def test_workers_that_may_not_fit_now_are_warned_of(monkeypatch):
@@ -184,8 +205,25 @@ def test_a_port_in_use_is_refused_without_slow_imports(command, flag):
 
         [line], slow = refused(command, demo_model_dir(), *chain(*options.items()))
 
-    assert line.startswith(f"error: port {port} on 127.0.0.1 is in use; choose another with {flag}")
+    assert line.startswith(f"error: port {port} on 127.0.0.1 is in use by process {os.getpid()} (")
+    assert f"; choose another with {flag}, or let {flag} 0 " in line
     assert slow == set()
+
+
+def test_all_ports_in_use_are_told_at_once(monkeypatch):
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    options = ("port", "http_port", "router.metrics_port", "controller_port")
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in options]
+        ports = [each.getsockname()[1] for each in taken]
+        with pytest.raises(PlacementError) as refused:
+            check_on_a_host_with(monkeypatch, memory, **dict(zip(options, ports, strict=True)))
+
+    lines = str(refused.value).splitlines()
+    flags = ("--port", "--http-port", "--router-metrics-port", "--controller-port")
+    for line, port, flag in zip(lines, ports, flags, strict=True):
+        assert line.startswith(f"port {port} on 127.0.0.1 is in use by process {os.getpid()} (")
+        assert f"; choose another with {flag}, or" in line
 
 
 @pytest.mark.parametrize("option", ["network_interface", "nccl_interface"])

@@ -162,7 +162,6 @@ def below_and_above(most: int, least: int = 0) -> list[tuple[Any, str]]:
 
 
 NO_SWITCH = {TYPE: [(NO, each) for each in ("0", "1", '"true"', "[]", "{}")]}
-NO_TEXT = [(NO, each) for each in ("5", "true", "[]", "{}")]
 UINT32, UINT64 = 2**32 - 1, 2**64 - 1
 NOT_FINITE = [(INF, "1e999"), (-INF, "-1e999"), (NAN, NO)]
 NO_INFINITE_INTEGER = {INFINITE: [(NO, "1e999"), (NO, "-1e999")]}

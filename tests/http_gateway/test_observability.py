@@ -1,5 +1,6 @@
 """What a gateway tells of itself: log lines, metrics, request ids; and web pages that may call."""
 
+import asyncio
 import json
 import logging
 from dataclasses import replace
@@ -9,9 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from http_gateway.config import GatewayConfig
 from http_gateway.exchange import MAX_TRACEPARENT
+from http_gateway.found_routers import FoundRouters
 from observability.cluster_metrics import expose_cluster
 from observability.logs import ATTRIBUTE
 from pagewire import Encryption
+from pagewire.routers import Connector
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
@@ -170,6 +173,7 @@ def test_metrics_tell_of_the_router_and_its_workers(served):
 
 def test_metrics_without_a_router_are_those_of_the_gateway():
     with gateway(lambda: scripted(two_words)) as served:
+        assert metrics(served)["pagewire_router_up",] == 1
         served.backend.is_away = True
         found = metrics(served)
 
@@ -187,6 +191,32 @@ def test_of_a_worker_that_does_not_live_only_the_state_is_told():
     assert [line for line in told if line.endswith(" 1.0")] == [
         'pagewire_worker_state{pool="decode",state="dead",worker_id="decode-9"} 1.0'
     ]
+
+
+async def routers_at(*addresses):
+    async def find():
+        return addresses
+
+    routers = FoundRouters(find, Connector())
+    await routers.locate()
+    return routers
+
+
+def test_a_lost_router_is_one_line_and_one_that_never_answered_is_none(caplog):
+    async def lose():
+        routers = await routers_at("127.0.0.1:1")
+        routers.leave("127.0.0.1:1")
+        await asyncio.sleep(0)
+        early = len(caplog.records)
+        routers.note_answer()
+        for _ in range(3):
+            routers.leave("127.0.0.1:1")
+            await asyncio.sleep(0.01)
+        await routers.aclose()
+        return early
+
+    assert asyncio.run(lose()) == 0
+    assert [each.getMessage() for each in caplog.records] == ["router_lost"]
 
 
 def test_ready_says_whether_a_worker_takes_requests(served):

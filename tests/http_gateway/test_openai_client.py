@@ -397,7 +397,7 @@ def test_tokenize_and_detokenize_are_inverse(client):
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "found 0"),
         ({"stop": ["a", ""]}, openai.BadRequestError, "stop[1]", "1 to 1024 characters"),
         ({"messages": []}, openai.BadRequestError, "messages", "at least one message"),
-        ({"extra_body": {"foo": 1}}, openai.BadRequestError, "foo", "unknown parameter: 'foo'"),
+        ({"extra_body": {"foo": 1}}, openai.BadRequestError, "foo", "unknown parameter 'foo'"),
     ],
 )
 def test_wrong_requests_raise_the_clients_own_errors(client, options, kind, param, words):
@@ -415,6 +415,15 @@ def test_a_prompt_beyond_the_context_has_the_code_that_programs_look_for(client)
 
     assert refused.value.code == "context_length_exceeded"
     assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize("max_tokens", [7, 2**32 - 1])
+def test_an_answer_of_more_tokens_than_fit_ends_where_the_context_ends(client, max_tokens):
+    prompt = [1] * 4090  # of 4,096
+    text = client.completions.create(model="tiny", prompt=prompt, max_tokens=max_tokens)
+
+    assert text.choices[0].finish_reason == "length"
+    assert (text.usage.completion_tokens, text.usage.total_tokens) == (6, 4096)
 
 
 def test_of_a_batch_the_wrong_prompt_is_named(client):

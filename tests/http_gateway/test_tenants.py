@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from pagewire import routers
+from pagewire import UnavailableError, routers
 from pagewire.calls import Metadata
 from pagewire.protos import inference_pb2
 from router.tenants.registry import Tenants
@@ -229,3 +229,28 @@ def test_while_the_router_is_away_metrics_are_for_whoever_was_an_operator_last()
         served.backend.is_away = True
         assert b"pagewire_router_up 0.0" in ask("operator").body
         assert (ask("other").status, ask("").status) == (503, 503)
+
+
+def test_before_a_router_has_said_who_is_an_operator_nobody_sees_metrics(
+    folder: Path, known: Tenants
+) -> None:
+    def metrics_of(key: str | None) -> RawAnswer:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return exchange(served.host_and_port, request("/metrics", method="GET", **headers))
+
+    with gateway(lambda: real_router(parrot(folder), folder, tenants=known)) as served:
+        link = served.server._link
+        assert link is not None
+        find = link._routers._find
+        link._routers._find = nowhere
+        for key in (None, "acme", "ops"):
+            early = metrics_of(key)
+            assert (early.status, early.error["code"]) == (503, "unavailable")
+            assert "no router has answered yet" in early.error["message"]
+        link._routers._find = find
+        assert (metrics_of(None).status, metrics_of("acme").status) == (401, 403)
+        assert metrics_of("ops").status == 200
+
+
+async def nowhere() -> list[str]:
+    raise UnavailableError("the router starts", code="UNAVAILABLE")

@@ -5,13 +5,11 @@ whatever a test does, over gRPC and over HTTP: each must get just the tokens of 
 """
 
 import http.client
-import json
 import random
 import secrets
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,11 @@ from router.front import make_server
 from router.membership import WorkerMember
 from router.router import Router
 from router.tokenizer import Tokenizer
+from tests.http_gateway.canaries import Canary, events_of, undisturbed
 from tests.http_gateway.serving import Gateway
 from tests.support.cluster_keys import credentials_of, proven
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 from tests.support.fake_workers import FakeWorkers
-from tests.support.wall_clock import assert_within, on_this_host
 
 POOLS = {"prefill-0": "prefill", "decode-0": "decode"}
 PAGE_SIZE = 4
@@ -126,28 +124,15 @@ class Song:
     tokens: list[int]
 
 
-class Canary(threading.Thread):
-    """Streams one song after another until it is over, one at least, and judges each."""
+class Singer(Canary):
+    """Makes its songs itself: half of them are sampled greedily."""
 
     def __init__(self, served: Gateway, name: str) -> None:
-        super().__init__(name=name)
-        self.served = served
+        super().__init__(served, name)
         self.rng = random.Random(name)
-        self.num_songs = 0
-        self.longest_pause_s = 0.0
-        self.failure = ""
-        self.is_over = threading.Event()
-
-    def run(self) -> None:
-        try:
-            while not self.num_songs or not self.is_over.is_set():
-                self.sing(self.compose())
-                self.num_songs += 1
-        except Exception as error:
-            self.failure = f"{self.name}, song {self.num_songs}: {error!r}"
 
     def compose(self) -> Song:
-        """Return what is to be sung next: half of it greedily."""
+        """Return what is to be sung next."""
         prompt = [self.rng.randrange(2, 300) for _ in range(self.rng.randrange(5, 25))]
         seed = self.rng.randrange(2**32)
         temperature = float(seed % 2)
@@ -157,23 +142,12 @@ class Canary(threading.Thread):
         tokens = fake_tokens(prompt, params, model=self.served.backend.model)
         return Song(prompt=prompt, seed=seed, tokens=tokens)
 
-    def sing(self, song: Song) -> None:
-        raise NotImplementedError
 
-    def watched(self, parts: Iterator[Any]) -> Iterator[Any]:
-        """Pass on what comes, and note the longest time between two of them."""
-        last = time.monotonic()
-        for part in parts:
-            now = time.monotonic()
-            self.longest_pause_s = max(self.longest_pause_s, now - last)
-            last = now
-            yield part
-
-
-class GrpcCanary(Canary):
+class GrpcCanary(Singer):
     """Compares token by token, each at its place."""
 
-    def sing(self, song: Song) -> None:
+    def sing(self) -> None:
+        song = self.compose()
         sampling = common_pb2.SamplingParams(
             temperature=song.seed % 2, seed=song.seed, max_tokens=SONG_TOKENS, ignore_eos=True
         )
@@ -189,10 +163,11 @@ class GrpcCanary(Canary):
         assert heard == song.tokens, f"{heard} is not {song.tokens}"
 
 
-class HttpCanary(Canary):
+class HttpCanary(Singer):
     """Compares the text, which is all that HTTP tells, and the number of tokens."""
 
-    def sing(self, song: Song) -> None:
+    def sing(self) -> None:
+        song = self.compose()
         body = {
             "prompt": song.prompt,
             "temperature": song.seed % 2,
@@ -203,40 +178,22 @@ class HttpCanary(Canary):
             "stream_options": {"include_usage": True},
         }
         connection = http.client.HTTPConnection(*self.served.host_and_port, timeout=30)
-        headers = {"content-type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        assert response.status == 200, response.read()
         heard, num_tokens = "", 0
-        for line in self.watched(iter(response.readline, b"")):
-            if line.startswith(b"data: {"):
-                event = json.loads(line[len(b"data: ") :])
+        with closing(connection):
+            for event in self.watched(events_of(connection, "/v1/completions", body)):
                 assert "error" not in event, event
                 heard += "".join(choice["text"] for choice in event["choices"])
                 num_tokens = (event["usage"] or {}).get("completion_tokens", 0)
-        connection.close()
         expected = self.served.backend.tokenizer.decode(song.tokens)
         assert heard == expected, f"{heard!r} is not {expected!r}"
         assert num_tokens == SONG_TOKENS
 
 
-@contextmanager
-def singing(served: Gateway) -> Iterator[Sequence[Canary]]:
-    """Let canaries of both kinds sing; at the end all of them must have, and none was disturbed."""
+def singing(served: Gateway) -> AbstractContextManager[None]:
+    """Let two of each kind sing beside what a test does with a whole cluster."""
     canaries = [
         kind(served, f"{kind.__name__} {number}")
         for kind in (GrpcCanary, HttpCanary)
         for number in range(2)
     ]
-    for each in canaries:
-        each.start()
-    try:
-        yield canaries
-    finally:
-        for each in canaries:
-            each.is_over.set()
-        for each in canaries:
-            each.join()
-    assert not any(each.failure for each in canaries), [each.failure for each in canaries]
-    assert all(each.num_songs for each in canaries)
-    assert_within(max(each.longest_pause_s for each in canaries), on_this_host(LONGEST_PAUSE_S))
+    return undisturbed(canaries, LONGEST_PAUSE_S)

@@ -1,6 +1,6 @@
 """The state machine passes on the real cache and fails on every planted bug."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -14,6 +14,11 @@ from kv_cache.page_pool import PagePool, PageState, Quarantined
 from kv_cache.prefix_cache import Lease, PrefixCache, SequencePages
 from kv_cache.radix_tree import RadixTree, TreePage
 from tests.kv_cache.cache_machine import CacheMachine, QuotaMachine
+from tests.support.quota_bugs import (
+    Plant,
+    quotas_bound_nothing,
+    who_used_it_longest_ago_goes_first,
+)
 
 SETTINGS = settings(
     derandomize=True,
@@ -32,7 +37,13 @@ def test_cache_with_quotas_agrees_with_the_oracle() -> None:
     run_state_machine_as_test(QuotaMachine, settings=settings(SETTINGS, max_examples=250))
 
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+def assert_finds_it(machine: type[CacheMachine]) -> None:
+    quick = settings(
+        SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False
+    )
+
+    with pytest.raises((AssertionError, CacheError, KeyError, pytest.fail.Exception)):
+        run_state_machine_as_test(machine, settings=quick)
 
 
 def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -274,31 +285,7 @@ def insert_keeps_its_own_copy(patch: pytest.MonkeyPatch) -> None:
 )
 def test_machine_catches(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    quick = settings(
-        SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False
-    )
-
-    with pytest.raises((AssertionError, CacheError, KeyError, pytest.fail.Exception)):
-        run_state_machine_as_test(CacheMachine, settings=quick)
-
-
-def quotas_bound_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "_keep_quota", lambda self, salt, num_new=0: None)
-
-
-def others_go_first(patch: pytest.MonkeyPatch) -> None:
-    original = RadixTree.evict
-
-    def evict(
-        self: RadixTree,
-        num_pages: int,
-        is_evictable: Callable[[int], bool],
-        *,
-        salt: bytes | None = None,
-    ) -> list[TreePage]:
-        return original(self, num_pages, is_evictable)
-
-    patch.setattr(RadixTree, "evict", evict)
+    assert_finds_it(CacheMachine)
 
 
 def only_what_is_new_is_bounded(patch: pytest.MonkeyPatch) -> None:
@@ -357,7 +344,7 @@ def ended_leases_are_kept(patch: pytest.MonkeyPatch) -> None:
     "plant",
     [
         quotas_bound_nothing,
-        others_go_first,
+        who_used_it_longest_ago_goes_first,
         only_what_is_new_is_bounded,
         new_pages_are_bounded_too_late,
         pages_of_a_fork_are_nobodys,
@@ -368,9 +355,4 @@ def ended_leases_are_kept(patch: pytest.MonkeyPatch) -> None:
 def test_machine_with_quotas_catches(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     monkeypatch.setattr(PrefixCache, "check_integrity", lambda self: None)  # the oracle must see it
-    quick = settings(
-        SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False
-    )
-
-    with pytest.raises((AssertionError, CacheError, KeyError, pytest.fail.Exception)):
-        run_state_machine_as_test(QuotaMachine, settings=quick)
+    assert_finds_it(QuotaMachine)

@@ -3,10 +3,13 @@
 import asyncio
 import multiprocessing
 import os
+import random
+from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
+from typing import Any, Self
 
 PAGES = 512
+ALL = list(range(PAGES))
 KEY = bytes(32)
 
 
@@ -22,6 +25,12 @@ class Worker:
         )
         self.process.start()
         theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     def tell(self, command: str, *arguments: object) -> None:
         self.pipe.send((command, arguments))
@@ -54,6 +63,51 @@ def move(sender: Worker, receiver: Worker, source: list[int], target: list[int])
     assert receiver.hear() is None
 
 
+def check_moves(sender: Worker, receiver: Worker) -> None:
+    """Move pages in amounts of all kinds; at the end both workers stop."""
+    connect(sender, receiver, "c0")
+    generator = random.Random(0)
+    for num_pages in (1, 2, 16, 17, 300):
+        source = generator.sample(ALL, num_pages)
+        target = generator.sample(ALL, num_pages)
+        others = sorted(set(ALL) - set(target))
+        before = receiver.ask("digest", others)
+
+        move(sender, receiver, source, target)
+
+        assert receiver.ask("digest", target) == sender.ask("digest", source)
+        assert receiver.ask("digest", others) == before
+    sender.tell("stop")
+    receiver.tell("stop")
+    assert sender.hear() is None
+    assert receiver.hear() is None
+
+
+def check_death_of_sender(
+    sender: Worker, receiver: Worker, start_again: Callable[[], Worker], *, abort_s: float
+) -> None:
+    """Kill the sender while it sends; the receiver must abort in time, compute, and go on.
+
+    Args:
+        start_again: Starts the sender's successor.
+        abort_s: The longest that the abort may take.
+    """
+    connect(sender, receiver, "c0")
+    receiver.tell("receive until broken", ALL, 2.0)
+    sender.tell("send for ever", ALL)
+    assert not receiver.pipe.poll(1.0)
+
+    sender.kill()
+
+    assert receiver.hear() > 0
+    assert receiver.ask("abort") < abort_s
+    assert receiver.ask("compute") == 1024.0
+    with start_again() as again:
+        connect(again, receiver, "c1")
+        move(again, receiver, ALL[:100], ALL[100:200])
+        assert receiver.ask("digest", ALL[100:200]) == again.ask("digest", ALL[:100])
+
+
 def _main(pipe: Pipe, device: int, seed: int, name: str, options: dict[str, Any]) -> None:
     # Kernels that are first loaded while a transfer hangs would hang with it.
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
@@ -69,6 +123,7 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
     from kv_transfer.cuda_ipc import CudaIpcTransport
     from kv_transfer.errors import ConnectionBroken
     from kv_transfer.nccl import NcclTransport
+    from kv_transfer.proven_sockets import ProvenSockets
     from kv_transfer.transport import Connection, Transport
 
     if torch.cuda.device_count() == 1:
@@ -92,7 +147,7 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
     if name == "nccl":
         transport = NcclTransport(storage, **options)
     else:
-        transport = CudaIpcTransport(storage, host="127.0.0.1", **options)
+        transport = CudaIpcTransport(storage, ProvenSockets(host="127.0.0.1"), **options)
     loop = asyncio.get_running_loop()
     connection: Connection | None = None
     while True:

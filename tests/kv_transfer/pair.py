@@ -4,13 +4,14 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from kv_transfer.connections import AcceptedConnections, ConnectionPool
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.driver import run_inline
-from kv_transfer.errors import ConnectionBroken
+from kv_transfer.driver import TransferStats, run_inline
+from kv_transfer.errors import ConnectionBroken, DigestMismatch
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.receiver import Receiver
@@ -179,6 +180,53 @@ class Attempt:
         source = self.workers.source.export_pages(self.source_pages[self.first_page : num_pages])
         target = self.workers.target.export_pages(self.target_pages[self.first_page : num_pages])
         return bool((source == target).all())
+
+
+class Storages(Protocol):
+    """A pair of workers over a real transport, which their connections join."""
+
+    @property
+    def source(self) -> FakePageStorage: ...
+
+    @property
+    def target(self) -> FakePageStorage: ...
+
+
+async def check_order(pair: Storages, receiving: Connection, sending: Connection) -> None:
+    """Move pages several times; each must arrive in its place."""
+    for seed in range(3):
+        from_pages, to_pages = shuffled(10, seed), shuffled(10, seed + 50)
+        deadline = asyncio.get_running_loop().time() + 5
+
+        await asyncio.gather(
+            sending.send(from_pages, deadline), receiving.receive(to_pages, deadline)
+        )
+
+        moved = pair.source.export_pages(from_pages)
+        assert (moved == pair.target.export_pages(to_pages)).all()
+
+
+async def check_whole_transfers(
+    pair: Storages, receiving: Connection, sending: Connection, damage: Callable[[], None]
+) -> None:
+    """Run a transfer that succeeds, and after `damage` one that must find it."""
+    workers = Workers(LoopbackNetwork())
+    workers.source, workers.target = pair.source, pair.target
+    sides = (Incoming(receiving), Outgoing(sending))
+    good = Attempt(workers, sides, source_pages=shuffled(10, 1), target_pages=shuffled(10, 2))
+    received, sent, _ = await good.run()
+    assert isinstance(received, TransferStats)
+    assert isinstance(sent, TransferStats)
+    assert received.bytes_moved == 10 * pair.source.page_bytes
+    assert good.is_equal(10)
+
+    damage()
+
+    bad = Attempt(workers, sides, source_pages=shuffled(10, 3), target_pages=shuffled(10, 4))
+    received, _, _ = await bad.run()
+    await bad.wait_quiescent()
+    assert isinstance(received, DigestMismatch)
+    assert bad.committed == []
 
 
 def shuffled(num_pages: int, seed: int, of: int = 64) -> list[int]:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kv_transfer.page_socket import PageTls
+from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpConnection, TcpTransport
 from tests.kv_transfer.pair import KEY, make_storage
 
@@ -25,8 +26,8 @@ class Pair:
         self, host: str, sender_tls: PageTls | None = None, receiver_tls: PageTls | None = None
     ) -> None:
         self.source, self.target = make_storage(64, 1), make_storage(64, 2)
-        self.sender = TcpTransport(self.source, host=host, tls=sender_tls)
-        self.receiver = TcpTransport(self.target, host=host, tls=receiver_tls)
+        self.sender = TcpTransport(self.source, ProvenSockets(host=host, tls=sender_tls))
+        self.receiver = TcpTransport(self.target, ProvenSockets(host=host, tls=receiver_tls))
 
     async def connect(self, connection_id: str = "c0") -> tuple[TcpConnection, TcpConnection]:
         offer = self.receiver.offer(connection_id, KEY)

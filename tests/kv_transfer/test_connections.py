@@ -8,6 +8,7 @@ import pytest
 
 from kv_transfer.connections import AcceptedConnections, ConnectionPool
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
+from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
 from tests.kv_transfer.pair import KEY, RECEIVER, Workers, make_storage
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
@@ -55,7 +56,7 @@ def test_a_broken_connection_is_made_anew() -> None:
 
 def test_an_offer_is_withdrawn_also_if_the_call_fails_before_anybody_waits_for_it() -> None:
     async def scenario() -> None:
-        transport = TcpTransport(make_storage(4, 1), host="127.0.0.1")
+        transport = TcpTransport(make_storage(4, 1), ProvenSockets(host="127.0.0.1"))
         pool = ConnectionPool([transport], random_id=lambda: "c0", key_of=lambda *_: KEY)
 
         async def connect(connection_id: str, name: str, offer: bytes) -> None:
@@ -67,6 +68,38 @@ def test_an_offer_is_withdrawn_also_if_the_call_fails_before_anybody_waits_for_i
         await transport.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["the call fails", "cancelled"])
+def test_what_was_accepted_before_its_set_up_failed_is_aborted(is_cancelled: bool) -> None:
+    async def scenario() -> None:
+        workers = Workers(LoopbackNetwork())
+        deadline = asyncio.get_running_loop().time() + 5
+        closing: list[asyncio.Task[None]] = []
+
+        async def connect(connection_id: str, name: str, offer: bytes) -> None:
+            await workers.accepted.connect(
+                peer_key=RECEIVER,
+                connection_id=connection_id,
+                transport_name=name,
+                offer=offer,
+                key=KEY,
+                deadline=deadline,
+            )
+            await asyncio.sleep(0.01)  # the receiver has accepted by now
+            if is_cancelled:
+                closing.append(asyncio.create_task(workers.pool.close()))
+                await asyncio.sleep(60)
+            raise ConnectionBroken("the answer was lost")
+
+        with pytest.raises(ConnectionBroken):
+            await workers.pool.get(("prefill-0", 7), connect, deadline)
+        await asyncio.sleep(0.01)
+
+        [accepted] = workers.receiver_transport._connections
+        assert accepted.is_broken, "nobody else will ever abort it"
+
+    run(scenario)
 
 
 def test_dropping_aborts_both_views_of_the_connection() -> None:

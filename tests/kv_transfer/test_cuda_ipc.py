@@ -18,21 +18,18 @@ import torch
 from kv_transfer import cuda_ipc_memory
 from kv_transfer.cuda_ipc import CudaIpcTransport, Receiving, Sending
 from kv_transfer.cuda_ipc_memory import runs_of_pages
-from kv_transfer.driver import TransferStats
 from kv_transfer.errors import (
     ConnectionBroken,
-    DigestMismatch,
     LayoutMismatch,
     TransportRefused,
 )
-from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.page_socket import PageTls
-from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
+from kv_transfer.proven_sockets import ProvenSockets
+from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers, make_storage
 from tests.kv_transfer.tcp_pair import run, soon, wire_tap
 from tests.kv_transfer.test_tcp_tls import page_tls
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakePageStorage
-from tests.support.loopback import LoopbackNetwork
 
 SOURCE_CARD, TARGET_CARD = b"source" * 4, b"target" * 4
 
@@ -98,9 +95,8 @@ class Pair:
         self.cards = cards
 
         def transport(storage: FakePageStorage, memory: HostMemory) -> CudaIpcTransport:
-            return CudaIpcTransport(
-                storage, host="127.0.0.1", tls=tls, between_gpus=between_gpus, memory=memory
-            )
+            sockets = ProvenSockets(host="127.0.0.1", tls=tls)
+            return CudaIpcTransport(storage, sockets, between_gpus=between_gpus, memory=memory)
 
         self.sender = transport(self.source, self.sender_memory)
         self.receiver = transport(self.target, self.receiver_memory)
@@ -157,15 +153,9 @@ def test_pages_arrive_in_order() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
-            for seed in range(3):
-                from_pages, to_pages = shuffled(10, seed), shuffled(10, seed + 50)
 
-                await asyncio.gather(
-                    sending.send(from_pages, soon()), receiving.receive(to_pages, soon())
-                )
+            await check_order(pair, receiving, sending)
 
-                moved = pair.source.export_pages(from_pages)
-                assert (moved == pair.target.export_pages(to_pages)).all()
             assert len(pair.mapped.threads) == 1
 
     run(scenario)
@@ -175,32 +165,17 @@ def test_whole_transfers_run_and_find_damage() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
-            workers = Workers(LoopbackNetwork())
-            workers.source, workers.target = pair.source, pair.target
-            sides = (Incoming(receiving), Outgoing(sending))
-            good = Attempt(
-                workers, sides, source_pages=shuffled(10, 1), target_pages=shuffled(10, 2)
-            )
-            received, sent, _ = await good.run()
-            assert isinstance(received, TransferStats)
-            assert isinstance(sent, TransferStats)
-            assert received.bytes_moved == 10 * pair.source.page_bytes
-            assert good.is_equal(10)
-
             copy = pair.mapped.copy
 
-            def damage(source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+            def copy_wrong(source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
                 copy(source_ids, target_ids)
                 last = target_ids[-1:]
                 pair.target.import_pages(last, pair.target.export_pages(last) ^ np.uint8(1))
 
-            pair.mapped.copy = damage  # type: ignore[method-assign]
-            bad = Attempt(
-                workers, sides, source_pages=shuffled(10, 3), target_pages=shuffled(10, 4)
-            )
-            received, _, _ = await bad.run()
-            await bad.wait_quiescent()
-            assert isinstance(received, DigestMismatch)
+            def damage() -> None:
+                pair.mapped.copy = copy_wrong  # type: ignore[method-assign]
+
+            await check_whole_transfers(pair, receiving, sending, damage)
 
     run(scenario)
 
@@ -322,6 +297,26 @@ def test_abort_waits_for_the_copy_and_then_unmaps() -> None:
     run(scenario)
 
 
+def test_a_copy_that_fails_breaks_the_connection() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+
+            def fail(source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+                raise TransportRefused("cudaMemcpyAsync failed: 700")
+
+            pair.mapped.copy = fail  # type: ignore[method-assign]
+            sends = asyncio.create_task(sending.send([1], soon()))
+
+            with pytest.raises(ConnectionBroken, match="cudaMemcpyAsync failed: 700"):
+                await receiving.receive([2], soon())
+            await receiving.abort()
+            with pytest.raises(ConnectionBroken):
+                await sends
+
+    run(scenario)
+
+
 def test_an_abort_whose_caller_leaves_goes_on() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
@@ -400,6 +395,20 @@ def test_what_fails_behind_a_mapping_unmaps_again(monkeypatch: pytest.MonkeyPatc
         memory.open(b"h" * 64 + bytes(8) + b"g" * 16, 8)
 
     assert closed == [4096]
+
+
+def test_an_unmapping_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(
+        cudaStreamDestroy=lambda stream: (0,), cudaIpcCloseMemHandle=lambda base: (1,)
+    )
+    monkeypatch.setattr(cuda_ipc_memory, "cuda", SimpleNamespace(set_device=lambda device: None))
+    pages = object.__new__(cuda_ipc_memory.CudaPeerPages)
+    memory = object.__new__(cuda_ipc_memory.CudaMemory)
+    memory.runtime, memory.device = runtime, torch.device("cpu")
+    pages._memory, pages._base, pages._owned_stream, pages._words = memory, 4096, 1, None
+
+    with pytest.raises(TransportRefused, match="cudaIpcCloseMemHandle failed: 1"):
+        pages.close()
 
 
 def ipc_threads() -> int:
@@ -515,7 +524,7 @@ def test_with_tls_the_card_is_not_in_clear(tmp_path: Path) -> None:
 
 def test_pages_in_host_memory_are_refused_by_name() -> None:
     with pytest.raises(TransportRefused, match="needs pages in the memory of a CUDA device"):
-        CudaIpcTransport(make_storage(4, 1), host="127.0.0.1")
+        CudaIpcTransport(make_storage(4, 1), ProvenSockets(host="127.0.0.1"))
 
 
 def test_pages_that_follow_each_other_on_both_sides_are_one_copy() -> None:

@@ -1,7 +1,6 @@
 """Pages copied out of another process's GPU memory, and the death of a peer; one GPU is enough."""
 
 import contextlib
-import random
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +11,18 @@ import torch
 from kv_cache.layout import KVLayout
 from kv_cache.torch_storage import TorchPageStorage
 from kv_transfer.cuda_ipc_memory import CudaMemory, CudaPeerPages
-from tests.kv_transfer.gpu_worker import PAGES, Worker, connect, move
+from tests.kv_transfer.gpu_worker import (
+    ALL,
+    PAGES,
+    Worker,
+    check_death_of_sender,
+    check_moves,
+    connect,
+    move,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cluster, pytest.mark.timeout(300)]
 
-ALL = list(range(PAGES))
 POOL_BYTES = PAGES * 256 * 1024
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -29,56 +35,28 @@ DEVICES = [
 @contextlib.contextmanager
 def workers(receiver_device: int) -> Iterator[tuple[Worker, Worker]]:
     options: dict[str, Any] = {"between_gpus": receiver_device != 0}
-    sender = Worker(0, 1, "cuda_ipc", **options)
-    receiver = Worker(receiver_device, 2, "cuda_ipc", **options)
-    try:
+    with (
+        Worker(0, 1, "cuda_ipc", **options) as sender,
+        Worker(receiver_device, 2, "cuda_ipc", **options) as receiver,
+    ):
         yield sender, receiver
-    finally:
-        sender.kill()
-        receiver.kill()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pages_arrive_unchanged_and_touch_no_other_page(device: int) -> None:
     with workers(device) as (sender, receiver):
-        connect(sender, receiver, "c0")
-        generator = random.Random(0)
-        for num_pages in (1, 2, 16, 17, 300):
-            source = generator.sample(ALL, num_pages)
-            target = generator.sample(ALL, num_pages)
-            others = sorted(set(ALL) - set(target))
-            before = receiver.ask("digest", others)
-
-            move(sender, receiver, source, target)
-
-            assert receiver.ask("digest", target) == sender.ask("digest", source)
-            assert receiver.ask("digest", others) == before
-        sender.tell("stop")
-        receiver.tell("stop")
-        assert sender.hear() is None
-        assert receiver.hear() is None
+        check_moves(sender, receiver)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_death_of_the_sender_costs_its_connection_only(device: int) -> None:
     with workers(device) as (sender, receiver):
-        connect(sender, receiver, "c0")
-        receiver.tell("receive until broken", ALL, 2.0)
-        sender.tell("send for ever", ALL)
-        assert not receiver.pipe.poll(1.0)
-
-        sender.kill()
-
-        assert receiver.hear() > 0
-        assert receiver.ask("abort") < 1.0
-        assert receiver.ask("compute") == 1024.0
-        again = Worker(0, 3, "cuda_ipc", between_gpus=device != 0)
-        try:
-            connect(again, receiver, "c1")
-            move(again, receiver, ALL[:100], ALL[100:200])
-            assert receiver.ask("digest", ALL[100:200]) == again.ask("digest", ALL[:100])
-        finally:
-            again.kill()
+        check_death_of_sender(
+            sender,
+            receiver,
+            lambda: Worker(0, 3, "cuda_ipc", between_gpus=device != 0),
+            abort_s=1.0,
+        )
 
 
 def test_the_memory_of_a_dead_sender_is_free_though_nobody_aborts() -> None:
@@ -106,13 +84,10 @@ def test_the_death_of_the_receiver_leaves_the_sender_able_to_serve_another() -> 
 
         assert isinstance(sender.hear(), Exception)
         assert sender.ask("abort") < 1.0
-        again = Worker(0, 3, "cuda_ipc")
-        try:
+        with Worker(0, 3, "cuda_ipc") as again:
             connect(sender, again, "c1")
             move(sender, again, ALL[:50], ALL[50:100])
             assert again.ask("digest", ALL[50:100]) == sender.ask("digest", ALL[:50])
-        finally:
-            again.kill()
 
 
 def test_a_second_mapping_outlives_the_first() -> None:

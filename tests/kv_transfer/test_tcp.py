@@ -13,20 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_transfer.driver import TransferStats
-from kv_transfer.errors import ConnectionBroken, DigestMismatch, TransferError
-from kv_transfer.order import Incoming, Outgoing
+from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.proven_sockets import (
     CHALLENGE_BYTES,
     MAX_GREETINGS,
     MAX_ID_BYTES,
     PROOF_BYTES,
+    ProvenSockets,
 )
-from kv_transfer.tcp import TcpTransport
-from tests.kv_transfer.pair import KEY, Attempt, Workers, make_storage, shuffled
+from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers
 from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.support.ipv6 import needs_ipv6
-from tests.support.loopback import LoopbackNetwork
 from tests.support.wall_clock import assert_within
 
 ROOT = Path(__file__).parents[2]
@@ -57,15 +54,8 @@ def test_pages_arrive_in_order(pages_at_once: int) -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
             receiving._pages_at_once = sending._pages_at_once = pages_at_once
-            for seed in range(3):
-                from_pages, to_pages = shuffled(10, seed), shuffled(10, seed + 50)
 
-                await asyncio.gather(
-                    sending.send(from_pages, soon()), receiving.receive(to_pages, soon())
-                )
-
-                sent = pair.source.export_pages(from_pages)
-                assert (sent == pair.target.export_pages(to_pages)).all()
+            await check_order(pair, receiving, sending)
 
     run(scenario)
 
@@ -74,30 +64,63 @@ def test_whole_transfers_run_over_tcp_and_find_damage() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
-            workers = Workers(LoopbackNetwork())
-            workers.source, workers.target = pair.source, pair.target
-            sides = (Incoming(receiving), Outgoing(sending))
-            good = Attempt(
-                workers, sides, source_pages=shuffled(10, 1), target_pages=shuffled(10, 2)
-            )
-            received, sent, _ = await good.run()
-            assert isinstance(received, TransferStats)
-            assert isinstance(sent, TransferStats)
-            assert received.bytes_moved == 10 * pair.source.page_bytes
-            assert good.is_equal(10)
+            export = pair.source.export_pages
 
-            def export(page_ids: Any) -> Any:
-                contents = type(pair.source).export_pages(pair.source, page_ids)
-                return contents ^ np.uint8(1)
+            def damage() -> None:
+                pair.source.export_pages = (  # type: ignore[method-assign]
+                    lambda page_ids: export(page_ids) ^ np.uint8(1)
+                )
 
-            pair.source.export_pages = export  # type: ignore[method-assign]
-            bad = Attempt(
-                workers, sides, source_pages=shuffled(10, 3), target_pages=shuffled(10, 4)
-            )
-            received, _, _ = await bad.run()
-            await bad.wait_quiescent()
-            assert isinstance(received, DigestMismatch)
-            assert bad.committed == []
+            await check_whole_transfers(pair, receiving, sending, damage)
+
+    run(scenario)
+
+
+def test_an_abort_whose_caller_leaves_goes_on() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, _ = await pair.connect()
+            may_end = asyncio.Event()
+
+            async def copy(function: Any) -> None:
+                await may_end.wait()
+
+            receiving._run_blocking = copy
+            copying = asyncio.create_task(receiving._touch(lambda: None))
+            await asyncio.sleep(0)
+            leaving = asyncio.create_task(receiving.abort())
+            await asyncio.sleep(0.01)
+            leaving.cancel()
+            may_end.set()
+            await copying
+
+            await asyncio.sleep(0.01)
+            assert receiving._wire._socket.fileno() == -1, "its socket stays open"
+
+    run(scenario)
+
+
+def test_closing_aborts_each_connection_though_the_abort_of_another_hangs() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            (hanging, _), (receiving, _) = [await pair.connect(each) for each in ("c0", "c1")]
+            may_end = asyncio.Event()
+
+            async def copy(function: Any) -> None:
+                await may_end.wait()
+
+            hanging._run_blocking = copy
+            copying = asyncio.create_task(hanging._touch(lambda: None))
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(pair.receiver.close())
+            await asyncio.sleep(0.05)
+
+            assert not closing.done()
+            assert receiving.is_broken
+            assert receiving._wire._socket.fileno() == -1
+            may_end.set()
+            await copying
+            await asyncio.wait_for(closing, 5)
 
     run(scenario)
 
@@ -196,6 +219,29 @@ def test_strangers_that_stay_silent_keep_no_place_from_a_sender() -> None:
     run(scenario)
 
 
+def test_strangers_who_come_all_at_once_are_no_more_than_the_limit_either() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            port = json.loads(pair.receiver.offer("c0", KEY))["port"]
+            # All of them wait to be accepted before the first one is.
+            strangers = [
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+                for _ in range(MAX_GREETINGS + 50)
+            ]
+            most = 0
+            for _ in range(20 * len(strangers)):
+                await asyncio.sleep(0)
+                most = max(most, len(pair.receiver._sockets._greetings))
+
+            assert most == MAX_GREETINGS
+            for stranger in strangers[:50]:
+                assert stranger.recv(1) == b"", "the oldest are let go"
+            for stranger in strangers:
+                stranger.close()
+
+    run(scenario)
+
+
 @needs_ipv6
 def test_pages_move_over_ipv6() -> None:
     async def scenario() -> None:
@@ -267,14 +313,12 @@ def test_pages_come_in_at_a_port_of_the_range_and_a_full_one_ends_an_attempt() -
         port = taken.getsockname()[1]
 
         async def scenario() -> None:
-            transport = TcpTransport(
-                make_storage(64, 1), host="127.0.0.1", port_range=f"{port}-{port}"
-            )
+            sockets = ProvenSockets(host="127.0.0.1", port_range=f"{port}-{port}")
             with pytest.raises(ConnectionBroken, match="all of its ports are taken"):
-                transport.offer("c0", KEY)
+                sockets.offer("c0", KEY)
             taken.close()
-            assert json.loads(transport.offer("c0", KEY))["port"] == port
-            await transport.close()
+            assert json.loads(sockets.offer("c0", KEY))["port"] == port
+            await sockets.close()
 
         run(scenario)
 
@@ -405,12 +449,13 @@ def test_sides_that_disagree_about_the_number_of_pages_break() -> None:
 
 KILLED_SENDER = """
 import asyncio, sys
+from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
 from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.kv_transfer.pair import make_storage
 
 async def main():
-    transport = TcpTransport(make_storage(64, 1), host="127.0.0.1")
+    transport = TcpTransport(make_storage(64, 1), ProvenSockets(host="127.0.0.1"))
     loop = asyncio.get_running_loop()
     key, offer = bytes(range(32)), sys.argv[1].encode()
     connection = await transport.connect("c0", offer, key, loop.time() + 5)

@@ -375,6 +375,7 @@ def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
             assert decode._recordings is not None
             kind = Kind(
                 num_rows=num_padded,
+                num_prompt_tokens=0,
                 has_few_rows=num_rows <= few_rows(group) or not has_cascade,
                 shares_prefixes=has_cascade and num_shared_pages > 0,
                 edits_logits=num_rows > 3,  # the fourth has a penalty

@@ -1,6 +1,7 @@
 """Calls that a second router gets as well: over real connections, to scripted ones."""
 
 import asyncio
+import socket
 
 import grpc
 import pytest
@@ -80,6 +81,20 @@ def test_a_router_that_hangs_loses_the_call_to_the_next_one():
     assert completion.choices[0].token_ids == (1, 2)
     assert completion.text == "bb"
     assert slow == fast, "both got the same request"
+
+
+def test_a_hedge_goes_behind_the_router_that_the_client_has_moved_to():
+    async def scenario():
+        async with (
+            serving(says("a", after_s=60)) as (two, _),
+            serving(says("c")) as (three, _),
+        ):
+            with socket.create_server(("127.0.0.1", 0)) as unused:
+                gone = f"127.0.0.1:{unused.getsockname()[1]}"
+            async with AsyncClient([gone, two, three], hedge_after_s=1.0) as client:
+                return (await client.generate("p", timeout_s=10)).text
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == "cc"
 
 
 def test_the_first_router_may_still_win_after_the_hedge_has_begun():

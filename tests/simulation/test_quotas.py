@@ -7,13 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from decode_worker.request import Request
-from kv_cache.prefix_cache import PrefixCache
-from kv_cache.radix_tree import RadixTree, TreePage
 from prefill_worker.request import Prompt
 from router.tenants.tenant import TenantRules
 from tests.router.tenants.known import rules, tenants
 from tests.simulation.test_tenants import complete
 from tests.support.fake_cluster import FakeCluster
+from tests.support.quota_bugs import (
+    Plant,
+    quotas_bound_nothing,
+    who_used_it_longest_ago_goes_first,
+)
 from tests.support.scenario import VOCAB_SIZE, ClusterShape
 from tests.support.simulator import in_cluster
 
@@ -80,25 +83,6 @@ def test_without_a_quota_the_flood_pushes_it_out() -> None:
         assert sum(at_worker) < 0.5 * NUM_ASKED * len(HOT)
 
 
-def quotas_bound_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "_keep_quota", lambda self, salt, num_new=0: None)
-
-
-def who_used_it_longest_ago_goes_first(patch: pytest.MonkeyPatch) -> None:
-    original = RadixTree.evict
-
-    def evict(
-        self: RadixTree,
-        num_pages: int,
-        is_evictable: Callable[[int], bool],
-        *,
-        salt: bytes | None = None,
-    ) -> list[TreePage]:
-        return original(self, num_pages, is_evictable)
-
-    patch.setattr(RadixTree, "evict", evict)
-
-
 def decode_workers_hear_of_no_share(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "cache_share", property(lambda self: 1.0, lambda self, share: None))
 
@@ -117,9 +101,7 @@ def prefill_workers_hear_of_no_share(patch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda plant: plant.__name__,
 )
-def test_planted_bugs_are_found(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_bugs_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 
     with pytest.raises(AssertionError):

@@ -9,6 +9,7 @@ import grpc
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import make_decode_worker
+from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
@@ -57,7 +58,7 @@ class FakeWorkers:
             self.model, num_pages=256, page_size=self.page_size
         )
         executor = ThreadExecutor(engine)
-        transport = TcpTransport(executor.engine.storage, host="127.0.0.1")
+        transport = TcpTransport(executor.engine.storage, ProvenSockets(host="127.0.0.1"))
         model = ModelInfo(
             name=self.model.name,
             fingerprint=self.model.fingerprint,
@@ -108,6 +109,6 @@ class FakeWorkers:
             # Stopping a worker closed its port and left no connection.
             listener = transport._sockets._listener
             assert listener is None or listener.fileno() == -1
-            assert all(each.is_broken for each in transport._connections)
+            assert all(each.is_broken for each in transport._connections._made)
         for executor in self._executors:
             executor.close()

@@ -66,7 +66,7 @@ globex:
 BAD = [
     ("", ["names no tenant; it must name one or more"]),
     ("{}", ["names no tenant"]),
-    ("- acme", ["found a value of type list; allowed: a mapping of tenants"]),
+    ("- acme", ["found a list at the top level; allowed: a mapping of tenants"]),
     ("acme: {", ["line 1", "is not plain YAML"]),
     ("acme:", ["line 1: acme: found nothing; allowed: a mapping with token_hashes"]),
     ("a b: {}", ["line 1: name of a tenant: found 'a b'; allowed: 1 to 64 letters"]),
@@ -93,6 +93,7 @@ BAD = [
         f"acme:\n  token_hashes: [{A}]\n  quota: 5",
         ["line 3: acme.quota: unknown; allowed: token_hashes, requests_per_s, burst, tokens_"],
     ),
+    (f"acme: {{token_hashes: [{A}], brst: 5}}", ["; did you mean 'acme.burst'?"]),
     (
         f"acme:\n  token_hashes: [{A}]\n  requests_per_s: -1",
         ["line 3: acme.requests_per_s: found -1; allowed: a finite number, 0 to 1000000"],

@@ -1,0 +1,88 @@
+"""What the connections of all transports share: order, deadlines, errors, and a safe abort."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+from kv_transfer.errors import ConnectionBroken
+from kv_transfer.transport import Connection
+
+Made = TypeVar("Made", bound=Connection)
+
+
+class OrderedConnection:
+    """Base of connections: runs the operations of this side one after the other.
+
+    Subclasses implement `send` and `receive` within `_operating`, and `_stop`.
+    """
+
+    def __init__(self, connection_id: str) -> None:
+        self._connection_id = connection_id
+        self._is_broken = False
+        self._order = asyncio.Lock()
+        self._num_done = 0  # operations
+        self._aborting: asyncio.Task[None] | None = None
+
+    @property
+    def connection_id(self) -> str:
+        return self._connection_id
+
+    @property
+    def is_broken(self) -> bool:
+        return self._is_broken
+
+    async def abort(self) -> None:
+        # Shielded: a caller that gives up must not stop it half-way.
+        await asyncio.shield(self._begin_abort())
+
+    def _begin_abort(self) -> asyncio.Task[None]:
+        self._is_broken = True
+        if self._aborting is None:
+            self._aborting = asyncio.get_running_loop().create_task(self._stop())
+        return self._aborting
+
+    async def _stop(self) -> None:
+        """Stop all posted operations, and free everything; called once."""
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def _operating(self, deadline: float) -> AsyncIterator[None]:
+        """Run one operation; any failure in it breaks the connection."""
+        try:
+            async with asyncio.timeout_at(deadline), self._order:
+                if self._is_broken:
+                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
+                yield
+                self._num_done += 1
+        except BaseException as error:
+            self._is_broken = True
+            if isinstance(error, ConnectionBroken) or not isinstance(error, Exception):
+                raise
+            raise ConnectionBroken(_told(error)) from error
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError):  # or a TimeoutError, which is one
+        return str(error) or "no progress before the deadline"
+    return f"{type(error).__name__}: {error}"
+
+
+class LiveConnections(Generic[Made]):
+    """The connections that a transport made, as long as they are healthy."""
+
+    def __init__(self) -> None:
+        self._made: list[Made] = []
+
+    def add(self, connection: Made) -> Made:
+        """Keep a connection until it is broken; returns it."""
+        self._made = [each for each in self._made if not each.is_broken]
+        self._made.append(connection)
+        return connection
+
+    async def abort(self) -> None:
+        """Abort all at once, so that none waits for another; raises the first error of them."""
+        aborts = (connection.abort() for connection in self._made)
+        for result in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result

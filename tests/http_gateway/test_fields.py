@@ -1,0 +1,44 @@
+"""What a request's fields say of a name that none of them has."""
+
+import pytest
+
+from http_gateway.errors import HttpError
+from http_gateway.fields import Fields, Unsupported
+
+
+def refusal(name: str, path: str = "") -> HttpError:
+    fields = Fields({name: 1}, path)
+    fields.refuse_unsupported({"logit_bias": Unsupported("there is none")})
+    fields.take("temperature")
+    fields.text("model")
+    fields.integer("n", 1, 64)
+    with pytest.raises(HttpError) as refused:
+        fields.refuse_others()
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("temprature", "", "unknown parameter 'temprature'; did you mean 'temperature'?"),
+        ("Model", "", "unknown parameter 'Model'; did you mean 'model'?"),
+        (
+            "modell",
+            "tools[0]",
+            "unknown parameter 'tools[0].modell'; did you mean 'tools[0].model'?",
+        ),
+        ("zebra", "", "unknown parameter 'zebra'"),
+        ("logit_bia", "", "unknown parameter 'logit_bia'"),
+    ],
+)
+def test_a_slip_is_answered_with_the_name_that_was_meant(
+    name: str, path: str, message: str
+) -> None:
+    error = refusal(name, path)
+
+    assert error.message == message
+    assert error.code == "unknown_parameter"
+
+
+def test_a_name_of_any_length_is_refused_briefly() -> None:
+    assert len(refusal("temperature" * 100_000).message) < 200

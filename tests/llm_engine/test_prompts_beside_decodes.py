@@ -1,0 +1,256 @@
+"""Prompt tokens in the pass of a step that decodes leave the tokens and pages of separate passes.
+
+Expected is what the same engine computes step by step, launched kernel by kernel.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from grammars.bits import TokenBits
+from llm_engine import (
+    decode_graphs,
+    device_runner,
+    operations_triton,  # noqa: F401  # else it stays interpreted
+    prompt_graphs,
+    recordings,
+)
+from llm_engine.decode_graphs import Kind
+from llm_engine.device_runner import DeviceRunner, make_device_runner
+from llm_engine.engine import Engine
+from llm_engine.load_engine import load_engine
+from llm_engine.sampling import SampledToken, SamplingParams
+from tests.llm_engine.driver import DrivenSequence, computed_kv, run
+from tests.llm_engine.launch_recorder import LaunchRecorder
+from tests.support.checkpoints import write_checkpoint
+
+PAGE_SIZE, NUM_PAGES = 16, 60
+ROWS, TOKENS = (4, 8), (4, 16)  # of recordings of both
+
+
+@pytest.fixture
+def engine(
+    tmp_path: Path,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Engine:
+    """An engine that launches kernel by kernel; a test's parameter is the width of a window."""
+    monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", (4, 16, 32))
+    for module in (prompt_graphs, decode_graphs):
+        monkeypatch.setattr(module, "NUM_TOKENS_BESIDE", TOKENS)
+    for module in (decode_graphs, device_runner):
+        monkeypatch.setattr(module, "NUM_ROWS_BESIDE", ROWS)
+    width = getattr(request, "param", None)
+    window: dict[str, Any] = {"sliding_window": width} if width else {}
+    write_checkpoint(
+        tmp_path,
+        "mistral" if window else "llama",
+        num_hidden_layers=2 if width else 1,
+        hidden_size=32,
+        dtype=torch.bfloat16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        **window,
+    )
+    return load_engine(
+        tmp_path,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        device="cpu",
+        dtype="bfloat16",
+        attention="triton",
+    )
+
+
+class Passes:
+    """An engine over the same pages that records both, and what its passes compute."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, num_seats: int) -> None:
+        self.sizes: list[tuple[int, ...]] = []  # of each step: rows of each of its passes
+        runner = make_device_runner(
+            engine.config,
+            engine.storage,
+            engine.decoder,
+            engine.decoder._attention,
+            num_seats=num_seats,
+            make_recorder=recordings.CudaGraphRecorder,
+        )
+        self.engine = Engine(engine.config, engine.storage, engine.decoder, runner)
+        run_layers, launch = engine.decoder.run_layers, runner.launch
+        self._rows: list[int] = []
+
+        def counted(token_ids: Tensor) -> Tensor:
+            self._rows.append(len(token_ids))
+            return run_layers(token_ids)
+
+        def launch_counted(step: Any) -> Any:
+            self._rows = []
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.decoder, "run_layers", counted)
+                read = launch(step)
+            if step.decodes and step.slices:
+                # To record a pass runs it once more, without launching anything.
+                self.sizes.append(tuple(dict.fromkeys(self._rows)))
+            return read
+
+        monkeypatch.setattr(runner, "launch", launch_counted)
+
+
+def sequence(length: int, first_page: int, num_tokens: int, **params: Any) -> DrivenSequence:
+    prompt = [(7 * length + 3 * index) % 199 for index in range(length)]
+    num_pages = (length + num_tokens) // PAGE_SIZE + 1
+    options = {"max_tokens": num_tokens, "seed": length} | params
+    return DrivenSequence(
+        prompt=prompt,
+        page_ids=list(range(first_page, first_page + num_pages))[::-1],
+        params=SamplingParams(**options),
+    )
+
+
+Results = list[tuple[list[SampledToken], Tensor]]
+
+
+def results_of(engine: Engine, sequences: Sequence[DrivenSequence], chunk_size: int) -> Results:
+    """Run sequences over pages full of NaN; return their tokens and their K and V."""
+    engine.storage.pages.fill_(torch.nan)
+    for each in sequences:
+        each.tokens.clear()
+        each.drawn.clear()
+        each.num_computed = 0
+    run(engine, sequences, chunk_size=chunk_size)
+    return [(list(each.drawn), computed_kv(engine, each)) for each in sequences]
+
+
+def assert_equal(found: Results, expected: Results) -> None:
+    for (tokens, kv), (expected_tokens, expected_kv) in zip(found, expected, strict=True):
+        assert [each.token_id for each in tokens] == [each.token_id for each in expected_tokens]
+        assert torch.equal(kv, expected_kv)
+
+
+@pytest.mark.parametrize("engine", [None, 20], indirect=True, ids=["full", "window"])
+def test_a_step_with_few_prompt_tokens_has_one_pass(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # While the first decodes, the others come in chunks: one, two, three slices at a time.
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.5, "logprobs": 2},
+        {"top_k": 5},
+        {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": tuple(range(0, 200, 2))},
+    ]
+    sequences = [
+        sequence(length, 6 * index, num_tokens, ignore_eos=True, **kind)
+        for index, (length, num_tokens, kind) in enumerate(
+            zip((3, 7, 12, 17), (9, 7, 5, 3), kinds, strict=True)
+        )
+    ]
+    expected = results_of(engine, sequences, 3)
+    passes = Passes(engine, monkeypatch, num_seats=8)
+
+    for _ in range(2):
+        assert_equal(results_of(passes.engine, sequences, 3), expected)
+
+    assert passes.sizes
+    assert {len(sizes) for sizes in passes.sizes} == {1}, "a step had two passes"
+    assert {size for (size,) in passes.sizes} == {4 + 4, 4 + 16}
+    _, of_decodes = recorders
+    assert of_decodes.num_repeated > of_decodes.num_recorded > 0
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "num_early", "num_seats", "why"),
+    [
+        (17, 1, 8, "tokens"),
+        (3, 9, 12, "rows"),
+        (1, 1, 8, "drawn tokens"),
+    ],
+)
+def test_what_does_not_fit_has_a_pass_of_its_own(
+    engine: Engine,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_size: int,
+    num_early: int,
+    num_seats: int,
+    why: str,
+) -> None:
+    early = [sequence(1 + index % 3, 2 * index, 4, temperature=0.0) for index in range(num_early)]
+    late = sequence(70 if why == "tokens" else 20, 40, 2, temperature=0.0)
+    if why == "drawn tokens":  # as after a resumption
+        late.prompt, resumed = late.prompt[:6], late.prompt[6:10]
+
+    def results(of: Engine) -> Results:
+        if why != "drawn tokens":
+            return results_of(of, [*early, late], chunk_size)
+        of.storage.pages.fill_(torch.nan)
+        for each in (*early, late):
+            each.tokens, each.drawn, each.num_computed = [], [], 0
+        late.tokens = list(resumed)
+        late.params = SamplingParams(max_tokens=6, temperature=0)
+        late.num_computed = 0
+        run(of, [*early, late], chunk_size=3)
+        return [(list(each.drawn), computed_kv(of, each)) for each in (*early, late)]
+
+    expected = results(engine)
+    passes = Passes(engine, monkeypatch, num_seats=num_seats)
+
+    for _ in range(2):
+        assert_equal(results(passes.engine), expected)
+
+    assert 2 in {len(sizes) for sizes in passes.sizes}
+
+
+def test_a_mask_holds_beside_prompt_tokens_where_seats_are_fewer_than_rows_of_a_recording(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only(token: int) -> TokenBits:
+        bits = torch.zeros(-(-engine.config.vocab_size // 32), dtype=torch.int32).numpy()
+        bits[token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+        return bits
+
+    held = sequence(3, 0, 4, temperature=0.0)
+    # Reads its own masks as the driver asks for them.
+    monkeypatch.setattr(held, "grammar", object())
+    monkeypatch.setattr(held, "allowed", lambda: only(30 + len(held.tokens)))
+    sequences = [held, sequence(14, 10, 2, temperature=0.0)]
+    expected = results_of(engine, sequences, 4)
+    passes = Passes(engine, monkeypatch, num_seats=2)
+
+    for _ in range(2):
+        assert_equal(results_of(passes.engine, sequences, 4), expected)
+
+    assert [each.token_id for each in held.drawn] == list(range(30, 34))
+    assert set(passes.sizes) == {(2 + 4,)}
+
+
+def test_passes_of_all_sizes_are_recorded_before_service(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4, 8))
+    monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", (16,))
+    sequences = [sequence(2, 0, 5, temperature=0.0), sequence(14, 8, 2, temperature=0.0)]
+    expected = results_of(engine, sequences, 4)
+    passes = Passes(engine, monkeypatch, num_seats=8)
+    runner = passes.engine._runner
+    assert isinstance(runner, DeviceRunner)
+
+    runner.warm_up(page_size=PAGE_SIZE, max_tokens=100)
+
+    _, of_decodes = recorders
+    num_recorded = of_decodes.num_recorded
+    assert num_recorded == len(ROWS) * (1 + len(TOKENS))  # too short to share
+    assert runner._decode is not None
+    assert runner._decode._recordings is not None
+    kinds: list[Kind] = list(runner._decode._recordings._repeats)
+    assert {(each.num_rows, each.num_prompt_tokens) for each in kinds} == {
+        (rows, tokens) for rows in ROWS for tokens in (0, *TOKENS)
+    }
+    assert_equal(results_of(passes.engine, sequences, 4), expected)
+    assert of_decodes.num_recorded == num_recorded
