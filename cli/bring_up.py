@@ -11,13 +11,13 @@ import ray
 
 from cli.foreground import ray_thread, run_start
 from cli.stop_signals import StopSignals
-from cluster.attach import ask, attach_head, attach_ray, find_controller
+from cluster.attach import ask_starting, attach_head, attach_ray, find_controller
 from cluster.certificates import with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.deployment import check_same
 from cluster.devices import count_gpus
-from cluster.errors import StartError, Stopping
+from cluster.errors import RayLost, StartError, Stopping
 from cluster.launch import (
     RunningCluster,
     StartWatch,
@@ -65,12 +65,13 @@ def bring_up(
         head = None if config.ray_address else find_head()
         if head is not None:
             signals.goes_on = "what ran before still runs; `pagewire down` ends it"
+            watch = _watching(watch, head)
             attach_head(head)
         elif config.ray_address:
             attach_ray(config.ray_address, shows_worker_logs=False)
         if ray.is_initialized() and (controller := find_controller()) is not None:
             signals.goes_on = "the cluster still runs; `pagewire status` shows it"
-            facts = ask(controller.facts.remote())
+            facts: ClusterFacts = ask_starting(controller.facts.remote(), watch.say, watch.check)
             if facts.is_stopping:
                 raise Stopping
             check_same(facts.config, facts.workers.counts, config)
@@ -87,6 +88,7 @@ def bring_up(
             return deploy(config, device, deadline, watch, is_own_ray=False)
         head = _start_head(config, device, watch.check)
         try:
+            watch = _watching(watch, head)
             attach_head(head)
             return deploy(config, device, deadline, watch, is_own_ray=True)
         except BaseException:
@@ -139,6 +141,19 @@ def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -
         process.kill()
         raise
     return head
+
+
+def _watching(watch: StartWatch, head: LocalHead) -> StartWatch:
+    """Return a watch that also notices the end of a head."""
+
+    def check() -> None:
+        if find_head() != head:
+            raise RayLost(
+                "the Ray of this host has ended, perhaps by `pagewire down`, and everything with "
+                f"it; see {head_log()}"
+            )
+
+    return watch.also(check)
 
 
 def _end(head: LocalHead) -> None:

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,6 +20,9 @@ from observability.logs import fields
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 30.0  # for answers of a controller from memory, or from Ray
+START_TIMEOUT_S = 120.0  # for a controller's process, too; hosts can be busy with other starts
+AT_ONCE_S = 1.0  # in which serving processes answer
+USUAL_START_S = 10.0  # of a controller; a longer wait is told
 
 
 def attach_ray(address: str, *, shows_worker_logs: bool) -> None:
@@ -136,6 +140,34 @@ def ask(call: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
             f"the cluster does not answer ({last_line(error)}); Ray starts it again "
             "by itself: try again in some seconds"
         ) from error
+
+
+def ask_starting(call: Any, say: Callable[[str], None], check: Callable[[], None]) -> Any:
+    """Return the answer of a controller that may still have to start.
+
+    Args:
+        call: To it.
+        say: Told what the wait is for, if it is a long one.
+        check: Called repeatedly; its errors end the wait.
+
+    Raises:
+        ClusterError: As raised there, or because there is no answer.
+    """
+    began = time.monotonic()
+    is_told = False
+    while not ray.wait([call], timeout=AT_ONCE_S)[0]:
+        check()
+        waited_s = time.monotonic() - began
+        if waited_s >= START_TIMEOUT_S:
+            raise StartError(
+                f"the cluster's controller has not answered within {START_TIMEOUT_S:.0f} s; its "
+                "host may be busy: try again, or end it with `pagewire down --grace-s 0`; see the "
+                "logs of the Ray session"
+            )
+        if waited_s >= USUAL_START_S and not is_told:
+            say("waiting for the cluster's controller, which Ray starts")
+            is_told = True
+    return ask(call)
 
 
 def last_line(error: Exception) -> str:

@@ -20,7 +20,7 @@ import ray
 
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
-from cluster.errors import Stopping
+from cluster.errors import StartError, Stopping
 from cluster.membership import HEARD_S, Membership
 from cluster.placement import (
     GATEWAY_NAME,
@@ -185,8 +185,15 @@ class ControllerActor:
         check_restart(self._workers(), worker_id)
         self._membership.restart(worker_id)
         await self._push_all()
+        try:
+            actor = ray.get_actor(worker_id)
+        except ValueError:
+            raise StartError(
+                f"{worker_id} has left the cluster meanwhile, by another command; see "
+                "`pagewire status`"
+            ) from None
         log.info("worker_restarted", extra=fields(worker_id=worker_id, grace_s=grace_s))
-        ray.get_actor(worker_id).restart.remote(grace_s)
+        actor.restart.remote(grace_s)
 
     async def close(self) -> None:
         """Accept no further change: the cluster stops."""
@@ -272,9 +279,8 @@ class ControllerActor:
         existing = {each for each in names if is_worker(each)}
         leaving = (self._membership.leaving | self._membership.gone) & existing
         staying = frozenset(existing - leaving)
-        return ClusterWorkers(
-            staying=staying, leaving=leaving, answering=staying & self._heard_of()
-        )
+        answering = (staying & self._heard_of()) - self._membership.restarting
+        return ClusterWorkers(staying=staying, leaving=leaving, answering=answering)
 
     def _heard_of(self) -> frozenset[str]:
         return self._membership.heard_since(_now() - HEARD_S)

@@ -14,13 +14,13 @@ from typing import Any
 
 import ray
 
-from cluster.attach import ask, attach_ray, named_actors
+from cluster.attach import AT_ONCE_S, ask_starting, attach_ray, named_actors
 from cluster.certificates import check_links, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts, ControllerActor, own_address
 from cluster.deployment import Deployment
 from cluster.environment import forwarded_environment
-from cluster.errors import ConfigError, StartError
+from cluster.errors import ConfigError, RayLost, StartError
 from cluster.local_ray import LocalRay
 from cluster.placement import (
     CONTROL_GROUP,
@@ -60,8 +60,6 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its minimum
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
-DEPLOY_TIMEOUT_S = 120.0  # for the controller's process, too; hosts can be busy with other starts
-AT_ONCE_S = 1.0  # in which serving processes answer
 STOP_MARGIN_S = 5.0
 GATEWAY_MARGIN_S = 1.0  # to tell clients how the router ended their calls
 END_TIMEOUT_S = 10.0  # for Ray to end processes on request
@@ -76,6 +74,15 @@ class StartWatch:
     # How far the weights of all workers are, again and again.
     show_loaded: ReportLoaded = lambda done_bytes, total_bytes: None
     check: Callable[[], None] = lambda: None  # called repeatedly; its errors end the wait
+
+    def also(self, check: Callable[[], None]) -> "StartWatch":
+        """Return one that makes a further check."""
+
+        def both() -> None:
+            self.check()
+            check()
+
+        return replace(self, check=both)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,11 +156,13 @@ def start_cluster(
         if device is None:
             device = device_of_ray(config)
             watch.say(starting(config, device))
+        watch = watch.also(local_ray.check)
         watch.check()
         is_own_ray = not config.ray_address
         cluster = deploy(config, device, deadline, watch, is_own_ray=is_own_ray)
     except BaseException:
-        ray.shutdown()
+        if not local_ray.lost:  # else it would not answer
+            ray.shutdown()
         local_ray.close()
         raise
     return replace(cluster, local_ray=local_ray)
@@ -203,9 +212,11 @@ def deploy(
         return wait_for_cluster(
             {**actors, CONTROLLER_NAME: controller}, config, device, deadline, watch
         )
+    except RayLost:  # it would not answer
+        raise
     except BaseException:
-        if not is_own_ray:  # a lost Ray would not answer
-            kill_cluster()
+        if not is_own_ray:
+            kill_cluster(controller)
         raise
 
 
@@ -239,11 +250,7 @@ def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> Run
 
 def _deployed(controller: Any, watch: StartWatch) -> dict[str, Any]:
     """Have the controller start the other processes; returns all handles by name."""
-    deploying = controller.deploy.remote()
-    deadline = time.monotonic() + DEPLOY_TIMEOUT_S
-    while not ray.wait([deploying], timeout=AT_ONCE_S)[0] and time.monotonic() < deadline:
-        watch.check()
-    actors: dict[str, Any] = ask(deploying, AT_ONCE_S)
+    actors: dict[str, Any] = ask_starting(controller.deploy.remote(), watch.say, watch.check)
     return actors
 
 
@@ -308,10 +315,16 @@ def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> Non
     kill_cluster()
 
 
-def kill_cluster() -> None:
-    """End all processes of the cluster on the attached Ray at once; the controller last."""
+def kill_cluster(controller: Any = None) -> None:
+    """End all processes of the cluster on the attached Ray at once; the controller last.
+
+    Args:
+        controller: If given, that of the cluster: one with another controller is left alone.
+    """
     deadline = time.monotonic() + END_TIMEOUT_S
     while (actors := named_actors()) and time.monotonic() < deadline:
+        if controller is not None and actors.get(CONTROLLER_NAME, controller) != controller:
+            return  # somebody has ended this cluster and started another one meanwhile
         for name in sorted(actors, key=lambda name: name == CONTROLLER_NAME):
             ray.kill(actors[name], no_restart=True)
         time.sleep(END_PERIOD_S)

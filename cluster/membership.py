@@ -45,6 +45,11 @@ class Membership:
         return frozenset(self._leaving)
 
     @property
+    def restarting(self) -> frozenset[str]:
+        """The names of workers that end for a restart, until their next start announces itself."""
+        return frozenset(self._restarting)
+
+    @property
     def gone(self) -> frozenset[str]:
         """The names of forgotten workers; Ray may still list them for a moment."""
         return frozenset(self._gone)

@@ -46,7 +46,7 @@ def check_hosts(
     Args:
         config, device: Configuration and device of the cluster.
         environment: The environment of its processes.
-        say: Gets warnings.
+        say: Gets warnings and progress.
         check: Called repeatedly; an error that it raises ends the wait.
 
     Returns:
@@ -65,6 +65,8 @@ def check_hosts(
     nodes: list[Node] = [each for each in ray.nodes() if each["Alive"]]  # type: ignore[no-untyped-call]
     _check_names(config, nodes, say)
     looks = _looks(config, device, nodes, own_id)
+    num_hosts = len({each.node["NodeID"] for each in looks})
+    say(f"waiting until {num_hosts} host{'' if num_hosts == 1 else 's'} can be looked at")
     found = _look_at(looks, config.model, expected, environment, check)
     if problems := sorted({problem for each in found for problem in each.problems}):
         raise PlacementError("\n".join(problems))

@@ -62,7 +62,10 @@ def _restart_worker(controller: Any, name: str, grace_s: float, deadline: float)
 
 
 def _restart_front(controller: Any, name: str, grace_s: float, deadline: float) -> None:
-    actor = ray.get_actor(name)
+    try:
+        actor = ray.get_actor(name)
+    except ValueError:
+        raise _left(name) from None
     before = _pid(actor)
     ask(actor.restart.remote(grace_s))
     _wait(name, deadline, lambda: _pid(actor) not in (None, before))
@@ -70,12 +73,21 @@ def _restart_front(controller: Any, name: str, grace_s: float, deadline: float) 
 
 def _wait(name: str, deadline: float, is_back: Callable[[], bool]) -> None:
     while not is_back():
+        if name not in ray.util.list_named_actors():  # Ray keeps one that it starts again
+            raise _left(name)
         if time.monotonic() >= deadline:
             raise StartError(
                 f"{name} has not come back in time; Ray keeps trying to start it, and the others "
                 "are unchanged; see `pagewire status` and its log"
             )
         time.sleep(LOOK_PERIOD_S)
+
+
+def _left(name: str) -> StartError:
+    return StartError(
+        f"{name} has left the cluster meanwhile, by another command; the others are as they were; "
+        "see `pagewire status`"
+    )
 
 
 def _start_of(name: str) -> int | None:

@@ -24,7 +24,8 @@ class ClusterWorkers:
 
     staying: frozenset[str]  # workers that are not to leave, in any state
     leaving: frozenset[str]  # workers that are to leave, or have just left
-    answering: frozenset[str]  # those of `staying` that announced themselves lately
+    # those of `staying` that announced themselves lately, and do not end for a restart
+    answering: frozenset[str]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -189,7 +190,9 @@ def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
 
 
 def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
-    """Refuse to restart a worker that is unknown, leaving or not serving.
+    """Refuse to restart a worker that is unknown, leaving or not serving, or the last that serves.
+
+    The only worker of its role may restart: there is nobody to wait for.
 
     Raises:
         ConfigError: Says what was found, what is allowed, and that nothing has changed.
@@ -199,6 +202,13 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
         raise ConfigError(
             f"NAME is {worker_id!r}, which has not been heard from lately; it restarts by "
             "itself when it can; see `pagewire status`"
+        )
+    role = role_of(worker_id)
+    others = [each for each in workers.of_role(role) if each != worker_id]
+    if others and not workers.answering.intersection(others):
+        raise ConfigError(
+            f"NAME is {worker_id!r}, the last {role} worker that serves now, while "
+            f"{', '.join(others)} restart or are not there; wait for one, or drain it first"
         )
 
 

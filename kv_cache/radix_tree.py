@@ -11,6 +11,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+SPARE_FIRSTS = 64  # former first entries that are kept for few queues
+
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RadixNode:
@@ -56,6 +58,8 @@ class RadixTree:
         self._num_nodes = 0
         # salt |-> heap of (last_used, serial, node), never empty
         self._queues: dict[bytes, list[tuple[int, int, RadixNode]]] = {}
+        # Heap of (last_used, serial, salt): the first entry of each queue, and former first ones.
+        self._firsts: list[tuple[int, int, bytes]] = []
         self._root = self._new_node(None, b"", 0, b"")
 
     def __len__(self) -> int:
@@ -172,13 +176,10 @@ class RadixTree:
             salt: The salt whose pages may go; None: any.
         """
         evicted: list[TreePage] = []
-        if num_pages <= 0:
-            return evicted
-        salts = self._queues if salt is None else self._queues.keys() & {salt}
-        fronts = [(*self._queues[each][0][:2], each) for each in salts]
-        heapq.heapify(fronts)
-        while len(evicted) < num_pages and fronts:
-            *_, owner = heapq.heappop(fronts)
+        while len(evicted) < num_pages:
+            owner = self._oldest_salt() if salt is None else salt
+            if owner is None or owner not in self._queues:
+                break
             last_used, node = self._dequeue(owner)
             if not node.run or node.children or not is_evictable(node.run[-1].page_id):
                 pass  # offered again when that changes
@@ -187,8 +188,6 @@ class RadixTree:
             else:
                 evicted.append(node.run[-1])
                 self.remove(node.run[-1])  # which queues the next page of this path
-            if queue := self._queues.get(owner):
-                heapq.heappush(fronts, (*queue[0][:2], owner))
         return evicted
 
     def check_integrity(self, is_evictable: Callable[[int], bool]) -> None:
@@ -218,6 +217,9 @@ class RadixTree:
             seen += len(node.run)
         assert seen == len(self._pages), "lookup finds pages that the tree does not hold"
         assert all(self._queues.values()), "an empty queue"
+        firsts = {(*queue[0][:2], salt) for salt, queue in self._queues.items()}
+        assert firsts <= set(self._firsts), "a queue that eviction does not find"
+        assert len(self._firsts) <= 2 * len(self._queues) + SPARE_FIRSTS, "too many former ones"
         entries = [(salt, each[2]) for salt, queue in self._queues.items() for each in queue]
         assert all(node.salt == salt for salt, node in entries), "a node in another's queue"
         queued = [node.serial for _, node in entries]
@@ -265,6 +267,8 @@ class RadixTree:
             node.is_queued = True
             queue = self._queues.setdefault(node.salt, [])
             heapq.heappush(queue, (node.last_used, node.serial, node))
+            if queue[0][2] is node:
+                self._note_first(node.salt)
 
     def _dequeue(self, salt: bytes) -> tuple[int, RadixNode]:
         """Take the first entry of a queue; return when the node was used, as the entry says."""
@@ -272,5 +276,25 @@ class RadixTree:
         last_used, _, node = heapq.heappop(queue)
         if not queue:
             del self._queues[salt]
+        self._note_first(salt)
         node.is_queued = False
         return last_used, node
+
+    def _note_first(self, salt: bytes) -> None:
+        """Note that a queue begins with another entry than before, or has become empty."""
+        if queue := self._queues.get(salt):
+            heapq.heappush(self._firsts, (*queue[0][:2], salt))
+        # Evictions within salts leave former ones behind, which nothing else takes out.
+        if len(self._firsts) > 2 * len(self._queues) + SPARE_FIRSTS:
+            self._firsts = [(*queue[0][:2], each) for each, queue in self._queues.items()]
+            heapq.heapify(self._firsts)
+
+    def _oldest_salt(self) -> bytes | None:
+        """Return whose queue begins with the entry used longest ago; None: nothing is queued."""
+        while self._firsts:
+            last_used, serial, salt = self._firsts[0]
+            queue = self._queues.get(salt)
+            if queue and queue[0][:2] == (last_used, serial):
+                return salt
+            heapq.heappop(self._firsts)  # a former one
+        return None

@@ -22,14 +22,20 @@ alive, which its successor needs: the receiver always reads the socket, whose en
 import asyncio
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
-from kv_transfer.errors import ConnectionBroken, LayoutMismatch, TransportRefused
-from kv_transfer.ordered_connection import LiveConnections
+from kv_transfer.errors import (
+    ConnectionBroken,
+    LayoutMismatch,
+    TransferError,
+    TransportRefused,
+)
+from kv_transfer.ordered_connection import LiveConnections, reason_of
 from kv_transfer.page_socket import PageSocket
 from kv_transfer.proven_sockets import ProvenSockets, read_offer
 from kv_transfer.socket_connection import SocketConnection
@@ -119,15 +125,13 @@ class CudaIpcTransport:
     async def accept(self, connection_id: str, deadline: float) -> "Receiving":
         wire = await self._sockets.accept(connection_id, deadline)
         thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
-        try:
-            async with asyncio.timeout_at(deadline):
-                pages, num_pages = await self._map(wire, thread)
-        except BaseException as error:
-            thread.shutdown(wait=False)
-            wire.close()
-            if isinstance(error, (OSError, TimeoutError)):
-                raise ConnectionBroken(str(error) or "the sender sent no card in time") from error
-            raise
+        with _setting_up(wire, if_late="the sender sent no card in time"):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    pages, num_pages = await self._map(wire, thread)
+            except BaseException:
+                thread.shutdown(wait=False)
+                raise
         receiving = Receiving(connection_id, wire, thread, pages, num_pages)
         self._connections.add(receiving)
         return receiving
@@ -138,18 +142,12 @@ class CudaIpcTransport:
         self._check_reach(read_offer(offer))
         wire = await self._sockets.connect(connection_id, offer, key, deadline)
         header = (_CARD_MAGIC, self._storage.num_pages, self._storage.page_bytes, len(self._card))
-        try:
+        with _setting_up(wire, if_late="the receiver did not answer"):
             async with asyncio.timeout_at(deadline):
                 await wire.send(_CARD.pack(*header) + self._card)
                 answer = await wire.receive(len(_MAPPED))
-        except BaseException as error:
-            wire.close()
-            if isinstance(error, (OSError, TimeoutError)):
-                raise ConnectionBroken(str(error) or "the receiver did not answer") from error
-            raise
-        if answer != _MAPPED:
-            wire.close()
-            raise TransportRefused("the receiver cannot map the pages of this worker")
+            if answer != _MAPPED:
+                raise TransportRefused("the receiver cannot map the pages of this worker")
         sending = Sending(connection_id, wire, asyncio.to_thread)
         self._connections.add(sending)
         return sending
@@ -285,6 +283,18 @@ class Receiving(SocketConnection):
                 f"page {max(page_ids)} is named, and the sender has {self._num_pages}"
             )
         return page_ids
+
+
+@contextmanager
+def _setting_up(wire: PageSocket, *, if_late: str) -> Iterator[None]:
+    """Close the socket on failure, and raise a TransferError whatever failed."""
+    try:
+        yield
+    except BaseException as error:
+        wire.close()
+        if isinstance(error, TransferError) or not isinstance(error, Exception):
+            raise
+        raise ConnectionBroken(reason_of(error, if_late=if_late)) from error
 
 
 def _close_opened(opening: Future[PeerPages]) -> None:

@@ -59,12 +59,14 @@ class OrderedConnection:
             self._is_broken = True
             if isinstance(error, ConnectionBroken) or not isinstance(error, Exception):
                 raise
-            raise ConnectionBroken(_told(error)) from error
+            reason = reason_of(error, if_late="no progress before the deadline")
+            raise ConnectionBroken(reason) from error
 
 
-def _told(error: Exception) -> str:
+def reason_of(error: Exception, *, if_late: str) -> str:
+    """Return what to say of an error that breaks a connection; a passed deadline has no text."""
     if isinstance(error, OSError):  # or a TimeoutError, which is one
-        return str(error) or "no progress before the deadline"
+        return str(error) or if_late
     return f"{type(error).__name__}: {error}"
 
 

@@ -170,6 +170,7 @@ class Dispatcher:
                 return
             except AttemptFailed as failed:
                 refused.add(placement.decode.member.worker_id)
+                generation.num_refusals += failed.is_refusal
                 if failed.is_overload:
                     now = asyncio.get_running_loop().time()
                     patience_ends_at = patience_ends_at or now + self._config.resume_wait_s
@@ -227,7 +228,14 @@ class Dispatcher:
             wait_s = self._turns.expected_wait_s(tenant.name, cost=cost, weight=tenant.weight)
             if not generation.num_resumptions:
                 self._check_wait(wait_s)
-            async with self._turns.turn(tenant.name, generation, cost=cost, weight=tenant.weight):
+            turn = self._turns.turn(
+                tenant.name,
+                generation,
+                cost=cost,
+                weight=tenant.weight,
+                has_begun=generation.num_resumptions > 0,
+            )
+            async with turn:
                 if decode_workers := self._registry.ready("decode"):
                     return self._place_now(generation, self._others(refused) or decode_workers)
 

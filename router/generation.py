@@ -267,6 +267,7 @@ class Generation:
         self.choices = [Choice(i, request, tokenizer) for i in range(request.sampling.n)]
         self.attempt = -1  # of the last begin_attempt
         self.failed_passes = 0  # as told by the last worker that gave up; the next one must know
+        self.num_refusals = 0  # attempts that their workers refused
         self.num_resumptions = 0  # attempts that continued an earlier one
         self.decode_workers: list[str] = []  # in order of use
         self.token_gaps: TokenGaps | None = None  # where time between tokens is counted
@@ -293,6 +294,11 @@ class Generation:
     @property
     def is_finished(self) -> bool:
         return self.num_unfinished == 0
+
+    @property
+    def may_have_run(self) -> bool:
+        """Whether a worker may have computed something: not all attempts were refused."""
+        return self.attempt + 1 > self.num_refusals
 
     @property
     def is_running_at_worker(self) -> bool:

@@ -360,17 +360,20 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
 
 @contextmanager
 def _accounted(record: "_Record", tenant: Tenant) -> Iterator[Account]:
-    """Count the usage of a generation; one refused before any work has used nothing."""
+    """Count the usage of a generation; what no worker has worked for is given back."""
     account = Account(tenant)
+    is_refused = False
     try:
         yield account
-    except Overloaded:
-        if record.generation is None or not record.generation.num_tokens:
-            account.undo()
+    except (Overloaded, NoWorker, RequestLost):
+        is_refused = True
         raise
     finally:
-        if record.generation:  # with what its client did not take
-            account.use_generated(record.generation.num_tokens)
+        generation = record.generation
+        if generation:  # with what its client did not take
+            account.use_generated(generation.num_tokens)
+        may_have_run = generation is not None and generation.may_have_run
+        account.close(may_have_run=may_have_run, is_refused=is_refused)
 
 
 class _Record:

@@ -2,11 +2,12 @@
 
 import asyncio
 
+from router.tenants.bucket import Charge
 from router.tenants.tenant import Tenant
 
 
 class Account:
-    """The use of one generation, from the moment when it may begin.
+    """Of one generation, from when it may begin; `close` it at its end.
 
     Raises:
         Overloaded: It may not; see Tenant.begin.
@@ -14,14 +15,14 @@ class Account:
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
-        self._num_prompt_tokens = 0
         self._num_generated = 0  # counted
-        tenant.begin(_now())
+        # What may still be given back.
+        self._request: Charge | None = tenant.begin(_now())
+        self._prompt: Charge | None = None
 
     def use_prompt(self, num_tokens: int) -> None:
-        """Count the prompt; Overloaded: see Tenant.use_prompt."""
-        self.tenant.use_prompt(num_tokens, _now())
-        self._num_prompt_tokens = num_tokens
+        """Charge the prompt; Overloaded: see Tenant.use_prompt."""
+        self._prompt = self.tenant.use_prompt(num_tokens, _now())
 
     def skip(self, num_tokens: int) -> None:
         """Leave out an earlier call's generated tokens: they count as part of this prompt."""
@@ -31,11 +32,28 @@ class Account:
         """Count the new tokens; `num_tokens` is how many there are in all."""
         if num_new := num_tokens - self._num_generated:
             self._num_generated = num_tokens
+            self._decide(keeps_request=True, keeps_prompt=True)
             self.tenant.use_generated(num_new, _now())
 
-    def undo(self) -> None:
-        """Give back what was counted for a generation that was refused before any work."""
-        self.tenant.give_back(self._num_prompt_tokens, _now())
+    def close(self, *, may_have_run: bool, is_refused: bool) -> None:
+        """Decide what counts, unless a token has come.
+
+        Args:
+            may_have_run: Whether a worker may have computed something.
+            is_refused: Whether the cluster had no place for it. A caller that cancels, or whose
+                request is wrong, has begun a generation all the same.
+        """
+        self._decide(keeps_request=may_have_run or not is_refused, keeps_prompt=may_have_run)
+
+    def _decide(self, *, keeps_request: bool, keeps_prompt: bool) -> None:
+        tenant, now = self.tenant, _now()
+        if self._request:
+            decide = tenant.keep_request if keeps_request else tenant.give_back_request
+            decide(self._request, now)
+        if self._prompt:
+            decide = tenant.keep_prompt if keeps_prompt else tenant.give_back_prompt
+            decide(self._prompt, now)
+        self._request = self._prompt = None
 
 
 def _now() -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from options.option import check_options, option
 from router.errors import Overloaded
-from router.tenants.bucket import Bucket
+from router.tenants.bucket import Bucket, Charge
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 NAME_ALLOWED = "1 to 64 letters, digits, - and _, the first a letter or digit"
@@ -89,11 +89,11 @@ class TenantRules:
 
 @dataclass(kw_only=True, slots=True)
 class TenantCounts:
-    """Sums since the router's start."""
+    """Sums since the router's start; they never fall."""
 
-    requests: int = 0  # generations that began
+    requests: int = 0  # generations, once they count for good
     refused: int = 0  # calls, because of a limit or because the cluster is full
-    prompt_tokens: int = 0  # of those that began
+    prompt_tokens: int = 0  # likewise
     generated_tokens: int = 0
 
 
@@ -133,8 +133,8 @@ class Tenant:
                 retry_delay_s,
             )
 
-    def begin(self, now: float) -> None:
-        """Count a generation that is to begin.
+    def begin(self, now: float) -> Charge:
+        """Charge a generation that is to begin; `keep_request` or `give_back_request` decides.
 
         Raises:
             Overloaded: It may not yet; a generation may begin after the delay, if it is the next.
@@ -147,8 +147,7 @@ class Tenant:
                 f"{burst:g} at once",
                 wait_s,
             )
-        self._requests.take(1, now)
-        self.counts.requests += 1
+        return self._requests.charge(1, now)
 
     def check_tokens(self, now: float) -> None:
         """Refuse to use more tokens while the tenant is in debt.
@@ -163,27 +162,37 @@ class Tenant:
                 wait_s,
             )
 
-    def use_prompt(self, num_tokens: int, now: float) -> None:
-        """Count a prompt.
+    def use_prompt(self, num_tokens: int, now: float) -> Charge:
+        """Charge a prompt; `keep_prompt` or `give_back_prompt` decides.
 
         Raises:
-            Overloaded: As check_tokens does: other prompts came first. It is not counted.
+            Overloaded: As check_tokens does: other prompts came first. It is not charged.
         """
         self.check_tokens(now)
-        self._tokens.take(num_tokens, now)
-        self.counts.prompt_tokens += num_tokens
+        return self._tokens.charge(num_tokens, now)
 
     def use_generated(self, num_tokens: int, now: float) -> None:
         """Count tokens that were generated."""
         self._tokens.take(num_tokens, now)
         self.counts.generated_tokens += num_tokens
 
-    def give_back(self, num_prompt_tokens: int, now: float) -> None:
-        """Undo `begin` and `use_prompt` of a generation that was refused before any work."""
-        self._requests.take(-1, now)
-        self._tokens.take(-num_prompt_tokens, now)
-        self.counts.requests -= 1
-        self.counts.prompt_tokens -= num_prompt_tokens
+    def keep_request(self, charge: Charge, now: float) -> None:
+        """Have a generation count for good."""
+        self._requests.keep(charge, now)
+        self.counts.requests += 1
+
+    def keep_prompt(self, charge: Charge, now: float) -> None:
+        """Have a prompt count for good."""
+        self._tokens.keep(charge, now)
+        self.counts.prompt_tokens += int(charge.amount)
+
+    def give_back_request(self, charge: Charge, now: float) -> None:
+        """Go on as if a generation had not begun."""
+        self._requests.give_back(charge, now)
+
+    def give_back_prompt(self, charge: Charge, now: float) -> None:
+        """Go on as if a prompt had not come."""
+        self._tokens.give_back(charge, now)
 
 
 def _request_rate(rules: TenantRules) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """Decides who is next while the workers are busy: tenants take turns, by their requests' cost.
 
-Workers serve requests in the order of their arrival, so the router gives them little more than they
-can start soon, and keeps the rest here. The next tenant is the waiting one that has received the
-least, relative to its weight, since it began to wait: its flow of requests is served as if it had
-its share of the workers to itself (weighted fair queueing). A tenant that wants less than its share
-hardly waits; what is left goes to the others.
+Workers serve what they have in the order in which it came, so the router gives them little more
+than they can start soon, and keeps the rest here. Of the tenants that wait, the one is next that
+has had the least since it began to wait, for its weight: its flow of requests is served as if it
+had that share of the workers to itself (weighted fair queueing). Who wants less than its share
+waits for hardly anybody; what nobody wants goes to the others. Within a tenant's own turns, what
+had begun at another router comes before what is new.
 """
 
 import asyncio
@@ -27,13 +28,15 @@ class Waiting(Generic[T]):
 
     item: T
     cost: float
+    has_begun: bool
 
 
 class _Flow(Generic[T]):
-    """The waiting items of one name, oldest first."""
+    """Those of one name that wait, by their order."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Waiting[T]] = deque()
+        self.waiting: deque[Waiting[T]] = deque()  # those that have begun, then new ones
+        self.num_begun = 0  # of them
         self.cost = 0.0  # of all of them
         self.weight = 1.0  # of the newest
         self.had = 0.0  # cost that was served, over weight, counted from where the others were
@@ -54,14 +57,20 @@ class FairQueue(Generic[T]):
     def __bool__(self) -> bool:
         return any(flow.waiting for flow in self._flows.values())
 
-    def push(self, name: str, item: T, *, cost: float, weight: float) -> Waiting[T]:
-        """Add an item at the end of its flow; return the handle for `remove`."""
+    def push(
+        self, name: str, item: T, *, cost: float, weight: float, has_begun: bool = False
+    ) -> Waiting[T]:
+        """Add something behind what its flow has; returns what `remove` is given.
+
+        What has begun comes before what is new in the flow, and changes nothing for other flows.
+        """
         flow = self._flows.setdefault(name, _Flow())
         if not flow.waiting:
             flow.had = max(flow.had, self._served)
         flow.weight = weight
-        waiting = Waiting(item=item, cost=cost)
-        flow.waiting.append(waiting)
+        waiting = Waiting(item=item, cost=cost, has_begun=has_begun)
+        flow.waiting.insert(flow.num_begun if has_begun else len(flow.waiting), waiting)
+        flow.num_begun += has_begun
         flow.cost += cost
         self.cost += cost
         return waiting
@@ -105,6 +114,7 @@ class FairQueue(Generic[T]):
         )
 
     def _leave(self, flow: _Flow[T], waiting: Waiting[T]) -> None:
+        flow.num_begun -= waiting.has_begun
         flow.cost -= waiting.cost
         self.cost -= waiting.cost
         if not flow.waiting:
@@ -127,17 +137,20 @@ class Turns(Generic[T]):
         self._look: asyncio.TimerHandle | None = None  # set while requests wait
 
     @asynccontextmanager
-    async def turn(self, name: str, request: T, *, cost: int, weight: float) -> AsyncIterator[None]:
-        """Wait for a request's turn. The body counts it at its worker, and must not wait.
+    async def turn(
+        self, name: str, request: T, *, cost: int, weight: float, has_begun: bool = False
+    ) -> AsyncIterator[None]:
+        """Wait for the turn of a request. Within, have it counted at its worker, and do not wait.
 
         Args:
             name: The tenant's name.
             request: For `has_room`.
             cost: Tokens that it may take.
             weight: The tenant's weight.
+            has_begun: It goes on after another router's end: before new ones of its tenant.
         """
         if self._queue or self._is_taken or not self._has_room(request):
-            await self._wait(name, request, cost, weight)
+            await self._wait(name, request, cost, weight, has_begun)
         self._is_taken = True
         try:
             yield
@@ -164,9 +177,11 @@ class Turns(Generic[T]):
         self._look = None
         self.go_on()
 
-    async def _wait(self, name: str, request: T, cost: int, weight: float) -> None:
+    async def _wait(self, name: str, request: T, cost: int, weight: float, has_begun: bool) -> None:
         is_next = asyncio.Event()
-        waiting = self._queue.push(name, (request, is_next), cost=cost, weight=weight)
+        waiting = self._queue.push(
+            name, (request, is_next), cost=cost, weight=weight, has_begun=has_begun
+        )
         self._note()
         self.go_on()
         try:

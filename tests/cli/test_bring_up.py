@@ -13,7 +13,7 @@ from cli.bring_up import bring_up
 from cli.stop_signals import StopSignals
 from cluster.config_file import load_config
 from cluster.controller import ClusterFacts
-from cluster.errors import Interrupted, StartError, Stopping
+from cluster.errors import Interrupted, RayLost, StartError, Stopping
 from cluster.local_head import LocalHead
 from cluster.scaling import ClusterWorkers
 
@@ -34,7 +34,7 @@ def running(monkeypatch):
     monkeypatch.setattr(module, "find_head", lambda: head)
     monkeypatch.setattr(module, "attach_head", lambda head: None)
     monkeypatch.setattr(module, "find_controller", lambda: controller)
-    monkeypatch.setattr(module, "ask", lambda answer: answer)
+    monkeypatch.setattr(module, "ask_starting", lambda answer, say, check: answer)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     return facts
@@ -72,6 +72,19 @@ def test_a_signal_to_a_second_up_ends_that_and_not_the_cluster(running, monkeypa
     assert said == [
         "a cluster with this configuration is already running: prefill-0, decode-0 on cpu"
     ]
+
+
+def test_the_end_of_the_head_ends_the_wait_for_its_cluster(running, monkeypatch):
+    def find_cluster(facts, deadline, watch):
+        watch.check()
+        monkeypatch.setattr(module, "find_head", lambda: None)  # as `pagewire down` does elsewhere
+        while time.monotonic() < deadline:
+            watch.check()
+
+    monkeypatch.setattr(module, "find_cluster", find_cluster)
+
+    with StopSignals() as signals, pytest.raises(RayLost, match=r"has ended, .*pagewire down"):
+        bring_up(CONFIG, signals, lambda line: None)
 
 
 def test_a_signal_to_an_up_on_a_ray_that_was_left_tells_of_that_ray(running, monkeypatch):

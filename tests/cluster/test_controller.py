@@ -11,7 +11,7 @@ from cluster import controller as module
 from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.deployment import Deployment
-from cluster.errors import ConfigError, PlacementError, Stopping
+from cluster.errors import ConfigError, PlacementError, StartError, Stopping
 from cluster.membership import HEARD_S
 from cluster.placement import needs_of
 from cluster.places import Place
@@ -116,6 +116,7 @@ class RouterThatHears:
             self.told.append(told)
 
     async def wait_applied(self, timeout_s):
+        await asyncio.sleep(0)
         self.told.append(("applied",))
 
 
@@ -181,6 +182,56 @@ def test_what_cannot_be_restarted_is_refused_and_nothing_has_changed(world, name
         with pytest.raises(ConfigError, match=found):
             await world.controller.restart(name, 7.0)
         assert world.told == []
+
+    asyncio.run(main())
+
+
+def test_workers_of_a_role_do_not_all_restart_at_once_nor_leave_while_the_others_do(world):
+    async def main():
+        await world.start()
+        results = await asyncio.gather(
+            *(world.controller.restart(name, 7.0) for name in ("decode-0", "decode-1")),
+            return_exceptions=True,
+        )
+        assert results[0] is None
+        assert "decode-1', the last decode worker that serves now, while decode-0" in str(
+            results[1]
+        )
+        with pytest.raises(ConfigError, match="decode-0', which has not been heard of lately"):
+            await world.controller.restart("decode-0", 7.0)
+        await world.announce("decode-0")  # it still ends
+        with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):
+            await world.controller.drain("decode-1", 7.0)
+        with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):
+            await world.controller.scale({"decode": 1}, 7.0)
+        await world.controller.restart("prefill-0", 7.0)
+        told = [each for each in world.told if each[0] in {"restart", "drain"}]
+        assert told == [("restart", "decode-0", 7.0), ("restart", "prefill-0", 7.0)]
+
+        await world.announce("decode-0", incarnation=2)
+        await world.controller.restart("decode-1", 7.0)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_leaves_while_routers_hear_of_its_restart_is_told(world):
+    async def main():
+        await world.start()
+        restarting = asyncio.create_task(world.controller.restart("decode-1", 7.0))
+        await asyncio.sleep(0)
+        world.ended.add("decode-1")
+        with pytest.raises(StartError, match="decode-1 has left the cluster meanwhile"):
+            await restarting
+
+    asyncio.run(main())
+
+
+def test_the_only_worker_of_a_role_may_restart(world):
+    async def main():
+        await world.start()
+        await world.controller.drain("decode-0", 7.0)
+        await world.controller.restart("decode-1", 7.0)
+        assert world.told[-1] == ("restart", "decode-1", 7.0)
 
     asyncio.run(main())
 

@@ -9,12 +9,13 @@ import ray
 
 from cluster import controller as controller_module
 from cluster import launch, placement, readiness
+from cluster.attach import AT_ONCE_S
 from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.demo_model import demo_model_dir
 from cluster.deployment import Deployment
-from cluster.errors import ConfigError, PlacementError, StartError
-from cluster.launch import AT_ONCE_S, StartWatch, device_of_ray, start_cluster, start_local_ray
+from cluster.errors import ConfigError, PlacementError, RayLost, StartError
+from cluster.launch import StartWatch, device_of_ray, start_cluster, start_local_ray
 from cluster.placement import (
     CONTROLLER_NAME,
     GATEWAY_NAME,
@@ -210,7 +211,7 @@ def start_on(monkeypatch, refusal=None, addresses=(), **options):
     monkeypatch.setattr(launch, "check_hosts", check_hosts)
     monkeypatch.setattr(launch, "home_resource", lambda: "node:h")
     monkeypatch.setattr(launch, "place", place)
-    monkeypatch.setattr(launch, "kill_cluster", lambda: pytest.fail("it may be another's"))
+    monkeypatch.setattr(launch, "kill_cluster", lambda *_: pytest.fail("it may be another's"))
     config = load_config(None, {"model": "/models/tiny", **options})
     try:
         launch.deploy(config, "cpu", time.monotonic() + 5.0, StartWatch(), is_own_ray=False)
@@ -318,6 +319,67 @@ def test_workers_with_different_models_fail_the_start_with_the_difference():
     reason = "a model other than that of decode-0: page_size is 16, not 64"
     with pytest.raises(StartError, match=f"the same model, but decode-1 serves {reason}"):
         _refuse_misfits({"decode-1": reason})
+
+
+def failing_start(monkeypatch, error, **options):
+    """Start a cluster whose deployment fails; return the names of actors that were killed."""
+    actors = {CONTROLLER_NAME: "own controller", ROUTER_NAME: "own router"}
+    killed = []
+
+    def kill(actor, no_restart):
+        killed.append(actor)
+        for name in [name for name, each in actors.items() if each == actor]:
+            del actors[name]
+
+    def fail(controller, watch):
+        if isinstance(error, BaseException):
+            raise error
+        actors.update(error)  # others have ended this cluster, and started another one
+        raise StartError("router-0 did not start: it was killed")
+
+    monkeypatch.setattr(launch, "check_hosts", lambda *_: [])
+    monkeypatch.setattr(launch, "home_resource", lambda: "node:h")
+    monkeypatch.setattr(launch, "place", lambda *_: "own controller")
+    monkeypatch.setattr(launch, "_deployed", fail)
+    monkeypatch.setattr(launch, "named_actors", lambda: dict(actors))
+    monkeypatch.setattr(ray, "kill", kill)
+    config = load_config(None, {"model": "/models/tiny", "ray_address": "auto", "device": "cpu"})
+    with pytest.raises(type(error) if isinstance(error, BaseException) else StartError):
+        launch.deploy(config, "cpu", time.monotonic() + 5.0, StartWatch(), is_own_ray=False)
+    return killed
+
+
+def test_a_start_that_fails_ends_its_own_cluster_and_no_other(monkeypatch):
+    assert failing_start(monkeypatch, StartError("late")) == ["own router", "own controller"]
+    other = {CONTROLLER_NAME: "other controller", ROUTER_NAME: "other router"}
+    assert failing_start(monkeypatch, other) == []
+    assert failing_start(monkeypatch, RayLost("it would not answer")) == []
+
+
+def test_a_start_ends_with_its_ray(monkeypatch):
+    calls = []
+    local_ray = SimpleNamespace(lost=[], check=None, close=lambda: calls.append("close"))
+
+    def check():
+        if local_ray.lost:
+            raise RayLost("Ray's raylet on this host has ended")
+
+    def deploy(config, device, deadline, watch, *, is_own_ray):
+        watch.check()
+        local_ray.lost = ["raylet"]
+        while time.monotonic() < deadline:
+            watch.check()
+
+    local_ray.check = check
+    monkeypatch.setattr(launch, "start_local_ray", lambda *_, shows_worker_logs: local_ray)
+    monkeypatch.setattr(launch, "deploy", deploy)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    config = load_config(None, {"model": "/models/tiny"})
+
+    with pytest.raises(RayLost, match="raylet on this host has ended"):
+        start_cluster(config, "cpu", shows_worker_logs=False)
+
+    assert calls == ["close"], "a Ray that is lost is asked nothing"
 
 
 def test_a_ray_that_does_not_start_is_explained_and_leaves_no_token(monkeypatch, tmp_path):

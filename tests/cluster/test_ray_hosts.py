@@ -218,7 +218,8 @@ def test_a_path_of_a_host_that_is_not_there_is_refused(monkeypatch, model):
     check(model, said, **BY_POOL, model_paths=paths)
     assert said == [
         "note: model_paths: found 'gpu-b', which no host of the Ray cluster has as address, name "
-        f"or custom resource yet; its hosts are {hosts}"
+        f"or custom resource yet; its hosts are {hosts}",
+        "waiting until 1 host can be looked at",
     ]
 
 

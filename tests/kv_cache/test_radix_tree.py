@@ -1,5 +1,6 @@
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -163,13 +164,59 @@ def test_thousands_of_evictions_do_not_scan_the_tree() -> None:
     assert asked <= 2 * num_leaves
 
 
+class CountedQueues(dict[bytes, list[tuple[int, int, RadixNode]]]):
+    """Counts the queues that are looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, salt: bytes) -> list[tuple[int, int, RadixNode]]:
+        self.num_looks += 1
+        return super().__getitem__(salt)
+
+    def items(self) -> Any:
+        self.num_looks += len(self)
+        return super().items()
+
+
+@pytest.mark.parametrize("salt", [None, b"0"], ids=["any", "one salt"])
+def test_an_eviction_looks_at_few_of_many_salts(salt: bytes | None) -> None:
+    num_salts, num_each = 1000, 4
+    tree = RadixTree()
+    for index in range(num_salts * num_each):
+        name = b"%d" % (index % num_salts)
+        enter(tree, [b"%d" % index], name, first_id=index)
+        tree.offer(index)
+    tree._queues = queues = CountedQueues(tree._queues)
+
+    evicted = [
+        each.page_id for _ in range(2000) for each in tree.evict(1, lambda _: True, salt=salt)
+    ]
+
+    assert evicted == (list(range(2000)) if salt is None else [0, 1000, 2000, 3000])
+    assert queues.num_looks <= 8 * len(evicted)
+    tree.check_integrity(lambda _: True)
+
+
+def test_evictions_within_a_salt_leave_nothing_behind() -> None:
+    tree = RadixTree()
+    enter(tree, [b"a"], b"other", first_id=0)
+    tree.offer(0)
+    for page_id in range(1, 3000):
+        enter(tree, [b"%d" % page_id], b"flood", first_id=page_id)
+        tree.offer(page_id)
+        tree.evict(int(page_id > 10), lambda _: True, salt=b"flood")
+
+    assert len(tree._firsts) < 200
+    assert ids(tree.evict(1, lambda _: True)) == [0]
+
+
 prefix_strategy = st.lists(st.sampled_from([b"a", b"b"]), max_size=6)
 
 
 Operations = list[tuple[str, list[bytes], bytes]]
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "insert", "match", "evict", "hold"]),
+        st.sampled_from(["insert", "insert", "match", "evict", "evict of salt", "hold"]),
         prefix_strategy,
         st.sampled_from([b"", b"salt"]),
     ),
@@ -199,9 +246,10 @@ def compare_with_a_dictionary(operations: Operations) -> None:
             if len(expected) == len(tokens):
                 break
             expected.append(oracle[key])
-        if kind == "evict":
-            victim = next_victim(tree, is_evictable)
-            evicted = ids(tree.evict(1, is_evictable))
+        if kind in ("evict", "evict of salt"):
+            among = None if kind == "evict" else salt
+            victim = next_victim(tree, is_evictable, among)
+            evicted = ids(tree.evict(1, is_evictable, salt=among))
             assert evicted == ([] if victim is None else [victim])
             oracle = {key: page_id for key, page_id in oracle.items() if page_id not in evicted}
         else:
@@ -220,13 +268,14 @@ def compare_with_a_dictionary(operations: Operations) -> None:
         assert {page.page_id for page in tree} == set(oracle.values())
 
 
-def next_victim(tree: RadixTree, is_evictable: object) -> int | None:
+def next_victim(tree: RadixTree, is_evictable: object, salt: bytes | None = None) -> int | None:
     """Find the least recently used evictable leaf by looking at all pages."""
     assert callable(is_evictable)
     ends: list[RadixNode] = [
         page.node
         for page in tree
         if page.node.run[-1] is page and not page.node.children and is_evictable(page.page_id)
+        if salt in (None, page.node.salt)
     ]
     if not ends:
         return None
@@ -246,13 +295,37 @@ def leaf_is_queued_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaf_used_while_queued_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    def evict(self: RadixTree, num_pages: int, is_evictable: Callable[[int], bool]) -> object:
+    def evict(
+        self: RadixTree,
+        num_pages: int,
+        is_evictable: Callable[[int], bool],
+        *,
+        salt: bytes | None = None,
+    ) -> object:
         for last_used, _, node in self._queues.get(b"", ()):
             node.last_used = last_used
-        return original(self, num_pages, is_evictable)
+        return original(self, num_pages, is_evictable, salt=salt)
 
     original = RadixTree.evict
     patch.setattr(RadixTree, "evict", evict)
+
+
+def former_first_entries_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        RadixTree, "_oldest_salt", lambda self: self._firsts[0][2] if self._firsts else None
+    )
+
+
+def a_new_first_entry_is_not_noted(patch: pytest.MonkeyPatch) -> None:
+    original = RadixTree._dequeue
+
+    def dequeue(self: RadixTree, salt: bytes) -> object:
+        firsts = list(self._firsts)
+        taken = original(self, salt)
+        self._firsts = firsts
+        return taken
+
+    patch.setattr(RadixTree, "_dequeue", dequeue)
 
 
 def emptied_nodes_stay(patch: pytest.MonkeyPatch) -> None:
@@ -293,6 +366,8 @@ def match_is_no_use(patch: pytest.MonkeyPatch) -> None:
     [
         leaf_is_queued_twice,
         leaf_used_while_queued_is_evicted,
+        former_first_entries_count,
+        a_new_first_entry_is_not_noted,
         emptied_nodes_stay,
         lower_part_of_a_split_is_not_moved,
     ],

@@ -377,6 +377,28 @@ def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
     run(scenario)
 
 
+def test_a_mapping_that_fails_otherwise_breaks_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(card: bytes, num_pages: int) -> HostPages:
+        raise RuntimeError("CUDA error: out of memory")
+
+    async def scenario() -> None:
+        before = ipc_threads()
+        async with a_pair() as pair:
+            monkeypatch.setattr(pair.receiver_memory, "open", fail)
+            offer = pair.receiver.offer("c0", KEY)
+            accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
+
+            with pytest.raises(ConnectionBroken, match="closed the connection"):
+                await pair.sender.connect("c0", offer, KEY, soon())
+            with pytest.raises(ConnectionBroken, match="RuntimeError: CUDA error: out of memory"):
+                await accepting
+            await until(lambda: ipc_threads() == before)
+
+    run(scenario)
+
+
 def test_what_fails_behind_a_mapping_unmaps_again(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     runtime = SimpleNamespace(

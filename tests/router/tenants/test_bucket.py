@@ -1,7 +1,8 @@
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.tenants.bucket import Bucket
+from router.tenants.bucket import Bucket, Charge
 
 
 def test_a_bucket_is_full_at_first_and_refills_at_its_rate() -> None:
@@ -54,3 +55,93 @@ def test_after_the_wait_there_is_no_wait(
 
     # As it travels: in whole milliseconds, rounded up.
     assert bucket.wait_s(start + wait_s + 0.001) == 0
+
+
+def test_a_charge_that_is_given_back_was_never_made() -> None:
+    bucket = Bucket(rate_per_s=1, capacity=60, now=0.0)
+    charge = bucket.charge(61, 0.0)
+    assert bucket.wait_s(0.0) == 2
+    bucket.give_back(charge, 0.0)
+
+    bucket.take(59, 0.0)
+    assert bucket.wait_s(0.0) == 0, "one is left"
+
+
+def test_what_would_have_overflowed_without_a_charge_does_not_come_back_with_it() -> None:
+    bucket = Bucket(rate_per_s=1, capacity=60, now=0.0)
+    charge = bucket.charge(40, 0.0)
+    bucket.take(30, 20.0)  # of 40 that were there, or of 60 without the charge
+    bucket.give_back(charge, 20.0)
+
+    bucket.take(30, 20.0)
+    assert bucket.wait_s(20.0) == 1, "60 at once, and not 80"
+
+
+def test_a_charge_outlives_a_time_without_a_limit() -> None:
+    bucket = Bucket(rate_per_s=1, capacity=10, now=0.0)
+    limited = bucket.charge(10, 0.0)
+    bucket.change(rate_per_s=0, capacity=1, now=0.0)
+    free = bucket.charge(10, 0.0)
+    bucket.change(rate_per_s=1, capacity=10, now=0.0)
+    bucket.take(10, 0.0)
+    bucket.give_back(limited, 0.0)
+    bucket.give_back(free, 0.0)
+
+    assert bucket.wait_s(0.0) == 1, "neither was charged, so neither comes back"
+
+
+Taken = tuple[float, float]  # time, amount
+
+
+def level_after(taken: list[Taken], *, rate: float, capacity: float, now: float) -> float:
+    """What a bucket has that saw just this."""
+    level, at = capacity, 0.0
+    for when, amount in [*taken, (now, 0.0)]:
+        level = min(capacity, level + (when - at) * rate) - amount
+        at = when
+    return level
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["take", "charge", "keep", "give back"]),
+            st.integers(0, 12),  # amount; of those that are undecided, which
+            st.integers(0, 12),  # seconds since the last step
+        ),
+        max_size=30,
+    ),
+    rate=st.sampled_from([0.5, 1.0, 3.0]),
+    capacity=st.sampled_from([1.0, 10.0, 40.0]),
+)
+@example(  # charges on both sides of a time at which the bucket would be full without them
+    steps=[("charge", 8, 0), ("charge", 8, 9), ("keep", 0, 5), ("give back", 0, 0)],
+    rate=1.0,
+    capacity=10.0,
+)
+def test_whatever_is_given_back_the_rate_is_that_of_what_stays(
+    steps: list[tuple[str, int, int]], rate: float, capacity: float
+) -> None:
+    """No order of decisions lets more be taken than the rate allows, or less."""
+    bucket = Bucket(rate_per_s=rate, capacity=capacity, now=0.0)
+    now = 0.0
+    taken: dict[object, Taken] = {}
+    undecided: list[Charge] = []
+    for step, number, seconds in steps:
+        now += seconds
+        if step == "take":
+            bucket.take(number, now)
+            taken[object()] = now, number
+        elif step == "charge":
+            charge = bucket.charge(number, now)
+            undecided.append(charge)
+            taken[charge] = now, number
+        elif undecided:
+            charge = undecided.pop(number % len(undecided))
+            if step == "keep":
+                bucket.keep(charge, now)
+            else:
+                bucket.give_back(charge, now)
+                del taken[charge]
+        expected = level_after(list(taken.values()), rate=rate, capacity=capacity, now=now)
+        assert bucket.level(now) == pytest.approx(expected)

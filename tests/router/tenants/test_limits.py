@@ -2,7 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -11,7 +13,7 @@ from google.rpc import error_details_pb2
 
 from credentials.secret import KEY_BYTES
 from pagewire.protos import inference_pb2, worker_pb2
-from pagewire.protos.token_ids import pack_token_ids
+from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids
 from pagewire.routers import token_metadata
 from protos.shares import may_take
 from router.tenants.tenant import TenantCounts
@@ -20,6 +22,7 @@ from tests.router.scripted_worker import (
     RouterUnderTest,
     ScriptedWorker,
     Session,
+    delta,
     honest,
     running_router,
 )
@@ -29,6 +32,8 @@ from tests.router.test_server import details
 from tests.support.virtual_time import run_virtual, wait_until
 
 RESUME_KEY = b"k" * KEY_BYTES
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+CLUSTERS_FAULT = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED}
 
 
 def delay_s(answer: Answer) -> float:
@@ -175,6 +180,157 @@ def test_calls_that_the_cluster_refuses_use_nothing_of_the_limits() -> None:
     run_virtual(main())
 
 
+async def refuse(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+    session.fail(submit, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+async def hang(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+    """Compute for ever."""
+
+
+def test_a_resumed_call_that_is_refused_uses_nothing_of_the_limits() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", requests_per_s=0.001, burst=2, tokens_per_minute=200))
+        worker = ScriptedWorker("decode-0")
+        async with running_router(
+            worker, tenants=known, resume_key=RESUME_KEY, resume_wait_s=1.0
+        ) as tested:
+            request = asking(max_tokens=100)
+            had = (await tested.generate(token="acme", request=request)).messages[:50]
+            before = replace(counts_of(tested, "acme"))
+            worker.serve = refuse
+            for _ in range(3):
+                again_s = delay_s(
+                    await tested.generate(token="acme", request=resuming(request, had))
+                )
+                assert again_s == 0.5, "the cluster's"
+            counts = counts_of(tested, "acme")
+            assert (counts.requests, counts.prompt_tokens) == (
+                before.requests,
+                before.prompt_tokens,
+            )
+            assert counts.refused == 3
+
+            worker.serve = honest
+            answer = await tested.generate(token="acme", request=resuming(request, had))
+            assert answer.error is None
+            assert counts.requests == 2
+
+    run_virtual(main())
+
+
+def test_a_call_that_found_no_worker_uses_nothing_of_the_limits() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", requests_per_s=0.001, tokens_per_minute=10))
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker, tenants=known, worker_wait_s=2.0) as tested:
+            worker.is_silent = True
+            await wait_until(lambda: tested.state("decode-0") != "READY", timeout_s=30)
+            for _ in range(3):
+                answer = await tested.generate(token="acme")
+                assert answer.error is not None
+                assert answer.error.code() is UNAVAILABLE, answer.error
+            assert counts_of(tested, "acme") == TenantCounts()
+
+    run_virtual(main())
+
+
+def test_a_caller_that_gives_up_before_its_turn_gets_its_tokens_back_but_has_begun() -> None:
+    async def main() -> None:
+        known = tenants(rules("acme", requests_per_s=0.001, burst=3, tokens_per_minute=60))
+        async with running_router(
+            ScriptedWorker("decode-0", serve=hang), tenants=known, max_running_sequences=1
+        ) as tested:
+            running = asyncio.create_task(tested.generate(token="acme", timeout_s=9.0))
+            await asyncio.sleep(5.0)
+            for _ in range(2):
+                prompt = range(5, 105)
+                waiting = await tested.generate(token="acme", prompt=prompt, timeout_s=1.0)
+                assert waiting.error is not None
+                assert waiting.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await running
+            await wait_until(lambda: tested.router.admission.num_active == 0)
+            counts = counts_of(tested, "acme")
+            assert (counts.requests, counts.prompt_tokens) == (3, 3), "of what ran"
+            assert delay_s(await tested.generate(token="acme")) > 900
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_counts_is_what_workers_took_whatever_happens_to_calls(seed: int) -> None:
+    """Served, refused, broken off, left and resumed, at once and in any order."""
+    rng = random.Random(seed)
+    taken: dict[str, int] = {}  # request_id |-> tokens to compute, of what was not refused
+    calls: list[Answer] = []
+
+    async def any_of(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        what = rng.choice(["serve", "serve", "break off", "hang", "refuse", "refuse", "leave"])
+        if what in {"refuse", "leave"}:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED if what == "refuse" else UNAVAILABLE
+            session.fail(submit, code)
+            return
+        packed = [submit.prompt_token_ids, *(each.emitted_token_ids for each in submit.choices)]
+        taken.setdefault(submit.request_id, sum(map(len, packed)) // TOKEN_BYTES)
+        if what == "serve":
+            await honest(session, submit)
+        if what == "break off":
+            session.send(delta(submit, 0, len(packed[1]) // TOKEN_BYTES))
+            session.fail(submit, UNAVAILABLE)
+
+    async def call(tested: RouterUnderTest) -> None:
+        request = asking(max_tokens=rng.randrange(2, 60))
+        request.token_ids = pack_token_ids(range(5, 5 + rng.randrange(1, 200)))
+        await asyncio.sleep(5 * rng.random())
+        for _ in range(3):
+            answer = await tested.generate(
+                token="acme", request=request, timeout_s=rng.choice([0.015, 0.35, 1.25, 5.0])
+            )
+            calls.append(answer)
+            if answer.error is None:
+                return
+            if answer.messages and not request.HasField("resume"):
+                request = resuming(request, answer.messages)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        known = tenants(rules("acme", requests_per_s=1, burst=900, tokens_per_minute=90_000))
+        worker = ScriptedWorker("decode-0", serve=any_of)
+        async with running_router(
+            worker,
+            tenants=known,
+            resume_key=RESUME_KEY,
+            max_running_sequences=4,
+            resume_wait_s=1.0,
+            retry_delay_s=0.1,
+        ) as tested:
+            [tenant] = [each for each in known.told if each.name == "acme"]
+            tenant._requests.take(400, loop.time())  # so that neither is ever full
+            tenant._tokens.take(50_000, loop.time())
+            began_at = loop.time()
+            await asyncio.gather(*(call(tested) for _ in range(40)))
+            await wait_until(lambda: tenant.num_active == 0)
+
+            codes = Counter(each.error and each.error.code() for each in calls)
+            assert {None, *CLUSTERS_FAULT, grpc.StatusCode.DEADLINE_EXCEEDED} >= set(codes), codes
+            assert len(codes) > 2, codes
+            refused = [
+                each
+                for each in calls
+                if each.error and each.error.code() in CLUSTERS_FAULT and not each.messages
+            ]
+            counts, now = tenant.counts, loop.time()
+            assert counts.requests == len(calls) - len(refused)
+            assert counts.prompt_tokens == sum(taken.values())
+            came = 500 + (now - began_at)
+            assert tenant._requests.level(now) == pytest.approx(came - counts.requests)
+            used = counts.prompt_tokens + counts.generated_tokens
+            came = 40_000 + 1500 * (now - began_at)
+            assert tenant._tokens.level(now) == pytest.approx(came - used)
+
+    run_virtual(main())
+
+
 def test_one_tenant_never_takes_the_last_places() -> None:
     async def main() -> None:
         worker = ScriptedWorker("decode-0", token_s=0.5)
@@ -215,10 +371,34 @@ def test_a_flood_of_one_tenant_does_not_delay_another_beyond_its_share() -> None
 
 def test_a_flood_of_resumptions_takes_turns_like_any_other() -> None:
     """Its tenant needs one token of one call for it, and may say that it has received nothing."""
-    request = asking()
+    again = _begun_elsewhere()
+    again.resume.ClearField("choices")
+    _flood(lambda tested: tested.generate(token="acme", request=again, timeout_s=600))
 
-    async def resume(tested: RouterUnderTest) -> Answer:
-        return await tested.generate(token="acme", request=again, timeout_s=600)
+
+def test_a_stream_goes_on_before_new_requests_of_its_tenant_start() -> None:
+    again = _begun_elsewhere()
+
+    async def main() -> None:
+        async with _four_places() as tested:
+            flood = [asyncio.create_task(tested.generate(token="acme")) for _ in range(100)]
+            await asyncio.sleep(3.0)
+            at = asyncio.get_running_loop().time()
+            answers = await asyncio.gather(
+                *(tested.generate(token="acme", request=again) for _ in range(3))
+            )
+            assert all(answer.error is None for answer in answers)
+            waits = [answer.times[0] - at for answer in answers]
+            assert max(waits) < 3.0, waits
+            assert sum(not each.done() for each in flood) > 70
+            await asyncio.gather(*flood)
+
+    run_virtual(main())
+
+
+def _begun_elsewhere() -> inference_pb2.GenerateRequest:
+    """A call of acme that can be resumed, with its first token."""
+    request = asking()
 
     async def begin() -> inference_pb2.GenerateRequest:
         async with running_router(
@@ -227,24 +407,31 @@ def test_a_flood_of_resumptions_takes_turns_like_any_other() -> None:
             had = (await tested.generate(token="acme", request=request)).messages
         return resuming(request, had[:1])
 
-    again = run_virtual(begin())
-    again.resume.ClearField("choices")
-    _flood(resume)
+    return run_virtual(begin())
+
+
+@asynccontextmanager
+async def _four_places() -> AsyncIterator[RouterUnderTest]:
+    """A router whose only worker takes a second for each request of ten tokens."""
+    places = asyncio.Semaphore(4)  # a fair one: first come, first served
+
+    async def serve(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        async with places:
+            await honest(session, submit)
+
+    async with running_router(
+        ScriptedWorker("decode-0", serve=serve, token_s=0.1),
+        tenants=tenants(),
+        max_running_sequences=4,
+        resume_key=RESUME_KEY,
+    ) as tested:
+        yield tested
 
 
 def _flood(call: Callable[[RouterUnderTest], Awaitable[Answer]]) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        places = asyncio.Semaphore(4)  # a fair one: first come, first served
-
-        async def serve(session: Session, submit: worker_pb2.SubmitRequest) -> None:
-            async with places:
-                await honest(session, submit)
-
-        worker = ScriptedWorker("decode-0", serve=serve, token_s=0.1)
-        async with running_router(
-            worker, tenants=tenants(), max_running_sequences=4, resume_key=RESUME_KEY
-        ) as tested:
+        async with _four_places() as tested:
             flood = [asyncio.ensure_future(call(tested)) for _ in range(160)]
             await asyncio.sleep(3.0)
             waits = []

@@ -67,6 +67,22 @@ def test_one_that_leaves_is_passed_over() -> None:
     assert order(queue) == "13"
 
 
+def test_what_had_begun_comes_before_what_is_new_of_its_tenant_alone() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "abc":
+        queue.push("flood", item, cost=1, weight=1)
+    for item in "XYZ":
+        queue.push("other", item, cost=1, weight=1)
+    queue.push("flood", "1", cost=1, weight=1, has_begun=True)
+    leaving = queue.push("flood", "2", cost=1, weight=1, has_begun=True)
+    queue.push("flood", "3", cost=1, weight=1, has_begun=True)
+    queue.remove("flood", leaving)
+
+    assert queue.pop() == "1"
+    queue.push("flood", "4", cost=1, weight=1, has_begun=True)
+    assert order(queue) == "X3Y4Zabc"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_tenants_that_always_want_more_get_their_share_whatever_others_do(seed: int) -> None:
     rng = random.Random(seed)
@@ -76,7 +92,8 @@ def test_tenants_that_always_want_more_get_their_share_whatever_others_do(seed: 
 
     def push(name: str, weight: float) -> None:
         cost = rng.choice([1, 10, 300])
-        queue.push(name, (name, cost), cost=cost, weight=weight)
+        begun = rng.random() < 0.4
+        queue.push(name, (name, cost), cost=cost, weight=weight, has_begun=begun)
 
     for name, weight in weights.items():
         push(name, weight)

@@ -1,0 +1,58 @@
+"""Questions to a cluster that may still start; Ray is a fake with a clock."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from cluster import attach
+from cluster.attach import START_TIMEOUT_S, ask_starting
+from cluster.errors import StartError
+
+WAITING = ["waiting for the cluster's controller, which Ray starts"]
+
+
+class Clock:
+    """Of a Ray that has an answer at some time."""
+
+    def __init__(self, monkeypatch, answers_at):
+        self.now = 100.0
+        self.answers_at = 100.0 + answers_at
+        monkeypatch.setattr(attach, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(ray, "wait", self._wait)
+        monkeypatch.setattr(ray, "get", lambda call, timeout: call)
+
+    def _wait(self, calls, timeout):
+        self.now = max(self.now, min(self.now + timeout, self.answers_at))
+        return (calls, []) if self.now >= self.answers_at else ([], calls)
+
+
+@pytest.mark.parametrize(("answers_at", "said"), [(0.5, []), (8.0, []), (90.0, WAITING)])
+def test_a_controller_that_still_starts_is_waited_for(monkeypatch, answers_at, said):
+    Clock(monkeypatch, answers_at)
+    lines = []
+
+    assert ask_starting("answer", lines.append, lambda: None) == "answer"
+    assert lines == said
+
+
+def test_the_wait_for_a_controller_ends_and_says_for_what_it_was(monkeypatch):
+    clock = Clock(monkeypatch, 1000.0)
+    lines = []
+
+    with pytest.raises(StartError, match=r"controller has not answered within 120 s; .*try again"):
+        ask_starting("answer", lines.append, lambda: None)
+    assert clock.now == 100.0 + START_TIMEOUT_S
+    assert lines == WAITING
+
+
+def test_whoever_waits_for_a_controller_may_give_up(monkeypatch):
+    clock = Clock(monkeypatch, 1000.0)
+
+    def check():
+        if clock.now >= 110.0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask_starting("answer", lambda line: None, check)
+    assert clock.now == 110.0

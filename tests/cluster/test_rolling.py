@@ -1,0 +1,82 @@
+"""What `pagewire restart` waits for; Ray and the cluster are fakes."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from cluster import rolling as module
+from cluster.config_file import load_config
+from cluster.errors import StartError
+from cluster.rolling import restart_cluster
+from cluster.scaling import ClusterWorkers
+
+NAMES = frozenset({"prefill-0", "decode-0"})
+FACTS = SimpleNamespace(
+    config=load_config(None, {"model": "/models/tiny"}),
+    workers=ClusterWorkers(staying=NAMES, leaving=frozenset(), answering=NAMES),
+)
+
+
+class Cluster:
+    """The handle of a controller; a worker that was restarted is back, or has left."""
+
+    def __init__(self, monkeypatch):
+        self.starts = dict.fromkeys(NAMES, 1)  # as the router sees them
+        self.listed = [*NAMES, "router-0"]
+        self.looks = 0
+        self.facts = SimpleNamespace(remote=lambda: FACTS)
+        self.restart = SimpleNamespace(remote=lambda name, grace_s: self.starts.pop(name))
+        self.on_look = lambda: None
+        router = SimpleNamespace(ready_workers=SimpleNamespace(remote=lambda: dict(self.starts)))
+        monkeypatch.setattr(ray, "get_actor", lambda name: router)
+        monkeypatch.setattr(ray.util, "list_named_actors", self._list)
+        monkeypatch.setattr(module, "ask", lambda answer, timeout_s=0: answer)
+        monkeypatch.setattr(module, "named_actors", lambda: dict.fromkeys(self.listed))
+        monkeypatch.setattr(module, "LOOK_PERIOD_S", 0.0)
+
+    def _list(self):
+        self.looks += 1
+        if self.looks == 10:
+            self.on_look()
+        return self.listed
+
+
+def test_a_worker_is_waited_for_until_another_start_of_it_serves(monkeypatch):
+    cluster = Cluster(monkeypatch)
+    cluster.on_look = lambda: cluster.starts.update({"decode-0": 2})
+    said = []
+
+    restart_cluster(cluster, ["decode-0"], 7.0, said.append)
+
+    assert said == [
+        "decode-0 takes nothing new; what runs there has 7 s",
+        "decode-0 serves anew after 0 s, 1 of 1",
+    ]
+
+
+@pytest.mark.parametrize("left", [["decode-0"], ["decode-0", "prefill-0", "router-0"]])
+def test_a_worker_that_leaves_by_another_command_is_not_waited_for(monkeypatch, left):
+    """Drained, or with the whole cluster: it would be waited for until the start's deadline."""
+    cluster = Cluster(monkeypatch)
+
+    def leave():
+        cluster.listed = [name for name in cluster.listed if name not in left]
+
+    cluster.on_look = leave
+
+    with pytest.raises(StartError, match="decode-0 has left the cluster meanwhile"):
+        restart_cluster(cluster, ["decode-0"], 7.0, lambda line: None)
+    assert cluster.looks == 10
+
+
+def test_a_router_that_left_before_its_turn_is_told(monkeypatch):
+    cluster = Cluster(monkeypatch)
+
+    def get_actor(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+
+    with pytest.raises(StartError, match="router-0 has left the cluster meanwhile"):
+        restart_cluster(cluster, ["router-0"], 7.0, lambda line: None)
