@@ -280,7 +280,7 @@ def as_column(
     try:
         found = np.asarray(values)
     except (TypeError, ValueError) as error:
-        raise DtypeError(f"{name} is no sequence of integers: {error}") from error
+        raise DtypeError(f"{name} is not a sequence of integers: {error}") from error
     # numpy treats an empty list as floats.
     if found.dtype.kind not in "iu" and (found.size or isinstance(values, np.ndarray)):
         raise DtypeError(f"{name} is {found.dtype}, must be integers of at most 64 bits")

@@ -131,8 +131,15 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--requests", type=int, default=4096, help="of a case; 10 rounds or more")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="that the device would take")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=4096,
+        help="requests of each case, enough for 10 rounds or more",
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=5.0, help="time that the device would take for a step"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from cluster.demo_model import demo_model_dir

@@ -93,7 +93,9 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--calls", type=int, default=4096, help="of each case; 10 rounds or more")
+    parser.add_argument(
+        "--calls", type=int, default=4096, help="calls of each case, enough for 10 rounds or more"
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

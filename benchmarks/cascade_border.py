@@ -199,7 +199,7 @@ def main() -> None:
     """Run all forests for all shapes and pools, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--pool-gib", type=int, default=40, help="size of the pool of bfloat16")
+    parser.add_argument("--pool-gib", type=int, default=40, help="size of the bfloat16 pool, GiB")
     parser.add_argument("--repetitions", type=int, default=15, help="timed runs of a forest")
     parser.add_argument(
         "--shape",
@@ -208,16 +208,18 @@ def main() -> None:
         dest="shapes",
         metavar="QO,KV,DIM,PAGE[,WINDOW[,CAP]]",
         help="query heads, key-value heads, head_dim, page size, sliding window and soft cap, "
-        f"0 for none; repeatable, else {FITTED}",
+        f"0 for none; repeatable; default: {FITTED}",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         action="append",
         dest="dtypes",
-        help=f"of pages; repeatable, else {' and '.join(FITTED_DTYPES)}",
+        help=f"dtype of pages; repeatable; default: {' and '.join(FITTED_DTYPES)}",
     )
-    parser.add_argument("--every", type=int, default=1, help="one forest of so many of the grid")
+    parser.add_argument(
+        "--every", type=int, default=1, help="take one of every so many forests of the grid"
+    )
     parser.add_argument("--seeds", type=seeds_of, default=range(1500, 2000), metavar="FIRST:END")
     arguments = parser.parse_args()
 

@@ -59,7 +59,7 @@ def ensure_random_checkpoint(name: str, folder: Path) -> str:
     if _is_whole(SHAPES[name], folder):
         return f"found {folder}"
     if folder.exists() and any(folder.iterdir()):
-        raise SystemExit(f"{folder}: is not empty and no whole random checkpoint of {name}")
+        raise SystemExit(f"{folder}: is not empty and not a complete random checkpoint of {name}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}-{os.getpid()}")  # no half of one is ever found
     command = [

@@ -19,7 +19,7 @@ from benchmarks.stream_statistics import StreamRecord
 from pagewire import AsyncClient, PagewireError
 
 ARM_TIMEOUT_S = 120.0  # making prompts takes a millisecond for each 100,000 tokens
-LEAD_S = 0.05  # from the word to the beginning
+LEAD_S = 0.05  # from the command to the beginning
 MARGIN_S = 30.0  # for clients to send what they have, when their streams have timed out
 
 

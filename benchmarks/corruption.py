@@ -127,7 +127,7 @@ class Corruption:
     """The receiving side: requests transfers, and counts their outcomes.
 
     Args:
-        side: That of this process.
+        side: The side of this process.
         pipe: The pipe to the sender's process.
         seed: Seed of prompts and damage.
     """
@@ -331,7 +331,7 @@ def measure(
 
     Args:
         num_pages: How many, at least.
-        devices: Those of the sender and of the receiver, which is this process.
+        devices: The devices of the sender and of the receiver, which is this process.
         transport: Its name; empty: the best that they have.
         seed: Seed of prompts and damage.
 
@@ -374,18 +374,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON to write")
-    parser.add_argument("--pages", type=int, default=PAGES, help="to damage, at least")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--pages", type=int, default=PAGES, help="least number of pages to damage")
     parser.add_argument(
         "--devices",
         nargs=2,
         default=["cpu", "cpu"],
         metavar=("SENDER", "RECEIVER"),
-        help="as in 'cuda:0 cuda:1'",
+        help="devices of sender and receiver, as in 'cuda:0 cuda:1'",
     )
-    parser.add_argument("--transport", default="", help="by name; default: the devices' best")
+    parser.add_argument(
+        "--transport", default="", help="name of the transport; default: the best of these devices"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--commit", default="", help="where there is no repository to ask")
+    parser.add_argument(
+        "--commit", default="", help="commit to record; default: that of this repository"
+    )
     options = parser.parse_args()
     try:
         count, configuration = measure(

@@ -384,13 +384,23 @@ def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterS
 def main() -> None:
     """Run from the command line."""
     parser = arguments(__doc__)
-    parser.add_argument("--trace", type=Path, help="JSONL of Mooncake's format, also as .gz")
-    parser.add_argument("--trace-seconds", type=float, default=180.0, help="of the trace's time")
-    parser.add_argument("--trace-rate", type=float, default=1.0, help="2: twice as fast")
-    parser.add_argument("--trace-lengths", type=float, default=1.0, help="0.5: half as long")
-    parser.add_argument("--kills", type=int, default=3, help="also hangs, of each kind")
-    parser.add_argument("--apart", action="store_true", help="NCCL as between hosts")
-    parser.add_argument("--pairs", type=int, help="of GPUs for the replay; default: 1, of four 2")
+    parser.add_argument("--trace", type=Path, help="trace in Mooncake's JSONL format, may be .gz")
+    parser.add_argument(
+        "--trace-seconds", type=float, default=180.0, help="seconds of the trace to replay"
+    )
+    parser.add_argument(
+        "--trace-rate", type=float, default=1.0, help="speed of the replay; 2: twice as fast"
+    )
+    parser.add_argument(
+        "--trace-lengths", type=float, default=1.0, help="factor of all lengths; 0.5: half as long"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=3, help="kills, and hangs, of each side at each moment"
+    )
+    parser.add_argument("--apart", action="store_true", help="let NCCL connect as between hosts")
+    parser.add_argument(
+        "--pairs", type=int, help="pairs of GPUs for the replay; default: 1, or 2 on four GPUs"
+    )
     options = parser.parse_args()
     options.pairs = options.pairs or (2 if num_gpus() >= 4 else 1)
     try:

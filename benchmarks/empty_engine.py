@@ -34,7 +34,7 @@ class EmptyEngine:
     """Implements engine_api.EngineLike: what a worker costs beside its device.
 
     Args:
-        layout: Of the pages that there would be.
+        layout: The layout of the pages that there would be.
         num_pages: How many.
         step_s: Time that a device would take for a step; it begins when the one before has ended.
         token: What is drawn.

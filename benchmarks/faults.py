@@ -146,10 +146,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON to write")
-    parser.add_argument("--faults", nargs="+", default=["*"], help="patterns, as in 'kill/*'")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument(
+        "--faults", nargs="+", default=["*"], help="patterns of faults to measure, as in 'kill/*'"
+    )
     parser.add_argument("--times", type=int, default=20, help="runs of each fault")
-    parser.add_argument("--resume", action="store_true", help="keep what --out has measured")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the results in --out and measure the rest"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--logs", type=Path, help="folder for logs; default: a temporary one")
     options = parser.parse_args()

@@ -130,9 +130,11 @@ def cascade_chart(us: Mapping[str, float]) -> Chart:
 def main() -> None:
     """Write all figures, or say what is wrong with a file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, required=True, help="JSON of benchmarks.kernels")
+    parser.add_argument(
+        "--results", type=Path, required=True, help="result file of benchmarks.kernels"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--border", type=Path, help="JSON of benchmarks.cascade_border")
+    parser.add_argument("--border", type=Path, help="result file of benchmarks.cascade_border")
     arguments = parser.parse_args()
 
     path = arguments.results

@@ -84,7 +84,7 @@ async def read_http(port: int, opening: asyncio.Semaphore, tokens: int) -> str:
         if line == b"data: [DONE]\n":
             break
     else:
-        raise SystemExit(f"an answer over HTTP broke off behind {last[-500:]!r}")
+        raise SystemExit(f"an answer over HTTP broke off after {last[-500:]!r}")
     writer.close()
     return "".join(text)
 
@@ -155,9 +155,13 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
-    parser.add_argument("--step-s", type=float, default=0.05, help="between two tokens")
-    parser.add_argument("--interval-s", type=float, default=0.2, help="of coalesced streams")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
+    parser.add_argument(
+        "--step-s", type=float, default=0.05, help="time between two tokens of a stream"
+    )
+    parser.add_argument(
+        "--interval-s", type=float, default=0.2, help="interval of streams that gather tokens"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)

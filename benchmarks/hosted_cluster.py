@@ -25,7 +25,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 CLI = (sys.executable, "-m", "cli")
 RAY_PORT, REDIS_PORT, ROUTER_PORT, CONTROLLER_PORT = 6379, 6380, 50051, 50052
 NUM_HOSTS = 4
-OBJECT_STORE_BYTES = 80_000_000  # about Ray's least: nothing is in it
+OBJECT_STORE_BYTES = 80_000_000  # about the least that Ray takes; nothing is stored in it
 START_TIMEOUT_S = 180.0
 PERIOD_S = 0.25  # between two checks
 OPTIONS: Mapping[str, Any] = {
@@ -67,7 +67,7 @@ class HostedCluster:
         self._environment = {
             # What this process sets for a Ray of its own is not for these.
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            # As on a network of others: Ray takes callers with this token alone.
+            # As on a network with strangers: Ray admits only callers with this token.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             # How long hosts of workers wait for a head that is gone.
@@ -151,7 +151,7 @@ class HostedCluster:
         self.start_s = time.monotonic() - began
 
     def end(self) -> None:
-        """End them, but for the second router."""
+        """End the product's processes, except the second router."""
         self.command(self.head, "down", "--grace-s", "0", *self._ray_address)
 
     def begin(self, host: Host, *arguments: str) -> "subprocess.Popen[str]":
@@ -192,7 +192,7 @@ class HostedCluster:
         )
 
     def until_whole(self, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Wait for that; returns how many seconds it took."""
+        """Wait until both see all workers ready; return how many seconds it took."""
         return until(self.is_whole, timeout_s, "all workers ready at both routers")
 
     def _keep(
@@ -245,7 +245,7 @@ def hosted_cluster(
         folder: Takes its configuration and logs.
         has_redis: Without it the cluster ends with the host of Ray's head.
         has_clocks: The wall clock of each host can jump.
-        options: Of its configuration, beside OPTIONS.
+        options: Options of its configuration, besides OPTIONS.
     """
     with hosts(NUM_HOSTS) as machines:
         cluster = HostedCluster(machines, folder, has_redis=has_redis, has_clocks=has_clocks)

@@ -1,8 +1,8 @@
 """The wall clock of some processes, which jumps while they run.
 
 Linux has namespaces for other clocks, but not for this one. So a library is compiled and preloaded
-into the processes, which adds seconds to what the kernel says (jumping_clock.c). Debian's faketime
-is not that: it breaks `time.sleep` of Python 3.11 and newer.
+into the processes, which adds seconds to the kernel's time (jumping_clock.c). Debian's faketime
+cannot do this: it breaks `time.sleep` of Python 3.11 and newer.
 """
 
 import shutil
@@ -24,7 +24,7 @@ class JumpingClock:
 
     Args:
         folder: Takes the library, and the file that tells how far the clock is ahead.
-        name: Of the clock in this folder.
+        name: The name of the clock in this folder.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

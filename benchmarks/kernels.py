@@ -85,12 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument(
-        "--only", default="", help="cases that begin with this, or with one of these: a,b,c"
+        "--only", default="", help="run only cases whose names begin with one of these: a,b,c"
     )
     parser.add_argument(
-        "--page-size", type=int, default=64, choices=(16, 32, 64, 128), help="tokens"
+        "--page-size", type=int, default=64, choices=(16, 32, 64, 128), help="tokens of a page"
     )
-    parser.add_argument("--pool-gib", type=int, default=64, help="size of the pool")
+    parser.add_argument("--pool-gib", type=int, default=64, help="size of the pool, GiB")
     parser.add_argument("--repetitions", type=int, default=50, help="timed runs of a case")
     arguments = parser.parse_args()
 

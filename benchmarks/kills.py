@@ -163,7 +163,7 @@ def _watch(
     *,
     comes_back_as_it_was: bool,
 ) -> Row:
-    """Return when what was seen after the fault, ms; None: it was not.
+    """Return how long after the fault each event was seen, ms; None: it was not.
 
     noticed_ms      the router gives the victim no more work
     failed_ms       the other worker has given up a transfer

@@ -51,7 +51,7 @@ def commit() -> str:
 
 
 def gpu_memory_mib() -> list[int]:
-    """Return what is used of each GPU's memory, by anybody; [] without GPUs."""
+    """Return the used memory of each GPU, whoever uses it; [] without GPUs."""
     return [int(row) for row in nvidia_smi("memory.used")]
 
 
@@ -61,7 +61,7 @@ def num_gpus() -> int:
 
 
 def nvidia_smi(*fields: str) -> list[str]:
-    """Return fields of each GPU, as text; [] where nothing tells."""
+    """Return fields of each GPU, as text; [] if they are not available."""
     try:
         done = subprocess.run(  # noqa: S603 - nothing of it comes from outside
             ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],  # noqa: S607

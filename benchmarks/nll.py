@@ -39,8 +39,8 @@ def mean_nll(engine: Engine, token_ids: Sequence[int], *, num_prompt_tokens: int
     """Return the mean over all tokens but the first, in nats.
 
     Args:
-        engine: Whose first pages are overwritten.
-        token_ids: Of the text, two or more.
+        engine: The engine; its first pages are overwritten.
+        token_ids: The tokens of the text, two or more.
         num_prompt_tokens: Computed as a prompt; those after them one by one, as drawn ones are.
     """
     total = 0.0
@@ -83,7 +83,7 @@ def text_tokens(model: Path, text: str) -> list[int]:
 
 
 def reference_nll(model: Path, token_ids: Sequence[int]) -> float:
-    """Return what transformers finds in float32, on the CPU."""
+    """Return the mean that transformers computes in float32, on the CPU."""
     reference = _read_gguf(model) if model.is_file() else _read_folder(model)
     tokens = torch.tensor([token_ids])
     with torch.inference_mode():
@@ -133,13 +133,15 @@ def measure(options: argparse.Namespace, dtype: str, token_ids: Sequence[int]) -
 def main() -> None:
     """Print all means and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="Folder or GGUF file.")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder or GGUF file")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default=["auto"], nargs="+", help="one or more number formats")
     parser.add_argument(
-        "--dtype", default=["auto"], nargs="+", help="One number format or several."
+        "--text", type=Path, help="file with the text; default: the demo's document"
     )
-    parser.add_argument("--text", type=Path, help="Default: the demo's document.")
-    parser.add_argument("--commit", default=commit(), help="Where this is no repository.")
+    parser.add_argument(
+        "--commit", default=commit(), help="commit to record; default: that of this repository"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8") if options.text else DOCUMENT

@@ -200,10 +200,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 8192])
-    parser.add_argument("--commit", default="", help="where there is no repository to ask")
+    parser.add_argument(
+        "--commit", default="", help="commit to record; default: that of this repository"
+    )
     options = parser.parse_args()
     gpus = num_gpus()
     devices = ["cpu", "cpu"] if not gpus else ["cuda:0", "cuda:1" if gpus > 1 else "cuda:0"]

@@ -1,7 +1,7 @@
 """Reads the keys and values of a decode case and computes nothing.
 
 A decode kernel has to bring the same bytes to its multiprocessors, so this is about the least that
-it can show by the method of benchmarks.kernels. It is no strict bound, but the fastest read that
+it can show by the method of benchmarks.kernels. It is not a strict bound, but the fastest read that
 was found: the tensor copy engine fills shared memory, as far ahead as fits, with no boundaries
 between requests. It copies whole boxes of up to 64 tokens, which is up to 2 % more than the cases
 of lognormal lengths hold, and exactly what all others hold.

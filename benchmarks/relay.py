@@ -1,4 +1,4 @@
-"""How many tokens one core of a router takes from a decode worker to its clients, and how late.
+"""Measures how many tokens a router's core relays from a decode worker to clients, and how late.
 
     python -m benchmarks.relay --out benchmarks/results/relay-cpu.json
 
@@ -44,7 +44,7 @@ CASES = ["1x200", "64x5000", "64x10000", "256x10000", "256x20000", "256x40000"]
 def run_clients(
     ports: Any, router_port: int, streams: int, tokens: int, times: Any, results: Any
 ) -> None:
-    """Read so many streams in one process; tell of each token how late it was, in seconds."""
+    """Read this many streams in one process; report how late each token was, in seconds."""
     from pagewire import AsyncClient
 
     async def read(client: AsyncClient, arrivals: list[tuple[float, int, int]]) -> None:
@@ -141,13 +141,17 @@ def main() -> None:
         nargs="+",
         default=CASES,
         metavar="STREAMSxTOKENS",
-        help="tokens a second, of all",
+        help="number of streams, and tokens per second of all of them",
     )
     parser.add_argument(
-        "--coalesce-ms", type=float, nargs="+", default=[20.0, 0.0], help="as the router's option"
+        "--coalesce-ms",
+        type=float,
+        nargs="+",
+        default=[20.0, 0.0],
+        help="values of the router's coalesce_ms",
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
-    parser.add_argument("--clients", type=int, default=2, help="processes")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each run")
+    parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The JSON of a run whose cases take long: written anew after each, and taken up again."""
+"""The JSON of a run whose cases take long: rewritten after each case, and continued later."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ Derive = Callable[[Mapping[str, Row]], list[Row]]
 
 
 class ResultFile:
-    """The JSON of a run, written anew after each case.
+    """The JSON of a run, rewritten after each case.
 
     Args:
         path: Where; None: nowhere.
-        head: What the rows hold for.
+        head: The conditions under which the rows hold.
         derive: Makes rows of those of several cases.
         resumes: Keep the rows that the file has, but for those that failed.
 
@@ -85,5 +85,5 @@ class ResultFile:
 
 
 def say(line: str) -> None:
-    """Tell how far the run is."""
+    """Print how far the run is."""
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)

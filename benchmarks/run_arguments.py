@@ -1,4 +1,4 @@
-"""What a run of cases was asked for, and the head of its file: what its rows hold for."""
+"""The arguments of a run of cases, and the head of its file: what its rows depend on."""
 
 import argparse
 import signal
@@ -49,13 +49,21 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON to write")
-    parser.add_argument("--cases", nargs="+", default=["*"], help="patterns, as in 'decode/*'")
-    parser.add_argument("--list", action="store_true", help="name the cases and end")
-    parser.add_argument("--resume", action="store_true", help="keep what --out has measured")
-    parser.add_argument("--deadline-s", type=float, default=3600.0, help="of the whole run")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument(
+        "--cases", nargs="+", default=["*"], help="patterns of cases to run, as in 'decode/*'"
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and end")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the results in --out and measure the rest"
+    )
+    parser.add_argument(
+        "--deadline-s", type=float, default=3600.0, help="deadline of the whole run"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
-    parser.add_argument("--model", type=Path, help="folder of its weights; default: in the cache")
+    parser.add_argument(
+        "--model", type=Path, help="folder of the weights; default: one in the cache"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument(
@@ -63,13 +71,17 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of the cluster's configuration (docs/configuration.md), in every cluster",
+        help="option of every cluster's configuration (docs/configuration.md)",
     )
     parser.add_argument("--scale", choices=sorted(SCALES), default="full")
-    parser.add_argument("--repeats", type=int, help="default: that of the scale")
+    parser.add_argument(
+        "--repeats", type=int, help="repetitions of a case; default: those of the scale"
+    )
     parser.add_argument("--clients", type=int, default=8, help="client processes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--commit", default="", help="where there is no repository to ask")
+    parser.add_argument(
+        "--commit", default="", help="commit to record; default: that of this repository"
+    )
     return parser
 
 
@@ -79,7 +91,7 @@ def end_in_order() -> None:
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the sizes that a run was asked for."""
+    """Return the requested sizes of a run."""
     sizes = SCALES[options.scale]
     return Sizes(
         tokens_by=sizes.tokens_by,
@@ -97,7 +109,7 @@ def model_of(options: argparse.Namespace) -> Path:
 
 
 def cluster_options(options: argparse.Namespace) -> Row:
-    """Return the options of all clusters of a run; SystemExit: one is no NAME=VALUE."""
+    """Return the options of all clusters of a run; SystemExit: one is not NAME=VALUE."""
     found: Row = {
         "page_size": options.page_size,
         # Without it short remainders would be prefilled where they are decoded.
@@ -135,7 +147,7 @@ def configuration_of(
 
 
 def head_of(options: argparse.Namespace, program: str, configuration: Row) -> Row:
-    """Return what the rows of a run hold for."""
+    """Return the conditions under which the rows of a run hold."""
     words = [Path(word).name if "/" in word and "*" not in word else word for word in sys.argv[1:]]
     return {
         "command": " ".join([f"python -m {program}", *words]),  # folders are the host's own

@@ -23,7 +23,7 @@ from pagewire import Client, ClusterStatus
 STOP_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
 ROOT = Path(__file__).resolve().parent.parent
-# What is no part of what is measured must not get in its way.
+# What is not measured must not get in the way of what is.
 OPTIONS: Mapping[str, Any] = {
     "port": 0,
     "http_port": 0,
@@ -58,7 +58,7 @@ class ServedCluster:
     """Owns the process; use it with `with`. It serves when the constructor returns.
 
     Raises:
-        ClusterFailed: Of the constructor, and of all methods when the process has ended.
+        ClusterFailed: Raised by the constructor, and by all methods when the process has ended.
     """
 
     def __init__(self, spec: ClusterSpec, start_timeout_s: float) -> None:
@@ -92,7 +92,7 @@ class ServedCluster:
 
     @property
     def client(self) -> Client:
-        """For questions beside what is measured."""
+        """A client for questions besides what is measured."""
         assert self._client, "the cluster serves"
         return self._client
 

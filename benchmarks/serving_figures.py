@@ -201,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+", help="JSON of the two benchmarks")
+    parser.add_argument("results", type=Path, nargs="+", help="result files of the two benchmarks")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     options = parser.parse_args()
     figures: dict[str, str] = {}

@@ -204,9 +204,9 @@ def main() -> None:
     """Run from the command line."""
     parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--streams", type=int, default=160, help="of a round")
-    parser.add_argument("--prefill", type=int, default=2, help="workers")
-    parser.add_argument("--decode", type=int, default=2, help="workers")
+    parser.add_argument("--streams", type=int, default=160, help="streams of a round")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
+    parser.add_argument("--decode", type=int, default=2, help="decode workers")
     options = parser.parse_args()
     end_in_order()
     sizes = sizes_of(options)

@@ -157,7 +157,7 @@ class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
                 )
 
 
-# Processes: each serves for ever, and says on which port.
+# Processes: each serves forever, and reports its port.
 
 
 def run_worker(ports: Ports, steps: Steps) -> None:

@@ -1,6 +1,6 @@
 """Writes the tables of measured figures into the documentation (make docs).
 
-A page marks where a table stands, and the table between its marks is written anew from
+A page marks where a table stands, and the table between its marks is rewritten from
 benchmarks/results/:
 
     <!-- table: serving -->
@@ -253,7 +253,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, num_text: int 
 
 
 def with_tables(page: str) -> str:
-    """Return a page with its tables written anew.
+    """Return a page with its tables rewritten.
 
     Raises:
         KeyError: If it names a table that does not exist.

@@ -44,7 +44,7 @@ def bring_up(
     """Start a cluster and detach from it; a running one must have this configuration.
 
     Args:
-        config: Of the cluster to start.
+        config: The configuration of the cluster to start.
         signals: Entered; the first one ends the start.
         say: Gets progress messages.
 

@@ -11,7 +11,7 @@ class ConfiguredCommand(StrictCommand):
         """Return what was found and what is allowed for a value that is not a number.
 
         Args:
-            name: Of the parameter: `port`, `router__dead_after_s`.
+            name: The name of the parameter: `port`, `router__dead_after_s`.
             found: As typed on the command line.
         """
         with interrupts_end_at_once():

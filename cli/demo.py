@@ -72,7 +72,7 @@ async def run_demo(
     """Ask all questions twice, show answers and tables, and check them.
 
     Args:
-        address: Of the router.
+        address: The address of the router.
         console: Where to write.
         token: For calls to the router; empty: none.
 

@@ -55,8 +55,8 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
     """Return the named router, or that of the cluster on a Ray, or that of this host's cluster.
 
     Args:
-        address: Of --address; takes precedence.
-        ray_address: Of --ray-address; empty: the Ray that `pagewire up` started, if it runs.
+        address: The value of --address; takes precedence.
+        ray_address: The value of --ray-address; empty: the Ray of `pagewire up`, if one runs.
 
     Raises:
         ConfigError: Several clusters of `pagewire serve` run here.

@@ -29,8 +29,8 @@ def running_cluster(
     """Start a cluster and stop it afterwards, which takes up to `config.stop_grace_s`.
 
     Args:
-        config: Of the cluster to start.
-        device: Of the workers, from preflight.check_start.
+        config: The configuration of the cluster to start.
+        device: The device of the workers, from preflight.check_start.
         signals: Entered; the first one ends the start, or the work inside.
         shows_worker_logs: Whether to pass the log lines of all processes to standard error.
         say: Gets progress messages; writes to standard output, as the progress bar does.

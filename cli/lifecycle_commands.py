@@ -50,7 +50,7 @@ WorkerArgument = Annotated[str, typer.Argument(help="Name of a worker, as in `pa
 
 ToFlag = Annotated[
     str,
-    typer.Option("--to", metavar="<pool>", help="prefill, decode, or one of the section pools."),
+    typer.Option("--to", metavar="<pool>", help="prefill, decode, or a pool of the section pools."),
 ]
 
 
@@ -115,7 +115,7 @@ def scale(
         name, _, number = each.partition("=")
         if not re.fullmatch(r"-?\d{1,9}", number) or name in wanted:
             raise ConfigError(
-                f"--pool is {each!r}; it must be a pool and the number of its workers, once for "
+                f"--pool: found {each!r}; allowed: a pool and the number of its workers, once for "
                 "each pool, as in small=4"
             )
         wanted[name] = int(number)
@@ -136,9 +136,9 @@ def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
 
 
 def move(config: ClusterConfig, worker: str, to: str, grace_s: float | None) -> None:
-    """Have a worker finish what it has and leave, and one of another pool take its place.
+    """Let a worker finish its requests and leave; a worker of another pool takes its place.
 
-    The new one has the same GPU or host. No request fails.
+    The new one gets the same GPU or host. No request fails.
     """
     with _running(config) as controller:
         from cluster.scale_out import move_worker
@@ -147,7 +147,7 @@ def move(config: ClusterConfig, worker: str, to: str, grace_s: float | None) -> 
 
 
 def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | None) -> None:
-    """Restart workers, router and HTTP gateway one after another; without NAMEs all of them.
+    """Restart workers, router and HTTP gateway one after another; without NAME, all of them.
 
     Each starts with the current code and model files. Requests on a worker have --grace-s to end
     there, then continue elsewhere. Streams of the router continue at another one, or at the same

@@ -125,7 +125,7 @@ def demo(config: ClusterConfig) -> None:
     """
     if not config.prefill:
         raise ConfigError(
-            "prefill is 0; it must be at least 1, because the demo shows the transfer"
+            "prefill: found 0; allowed: 1 or more, because the demo shows the transfer"
         )
     prepare_ray(is_local=not config.ray_address)
     configure_logging(config.log_level, config.log_format)
@@ -162,7 +162,7 @@ def context_note(config: ClusterConfig, device: str, context_tokens: int, comman
     """Return a note that the pages do not hold the whole context, and a remedy; empty: they do.
 
     Args:
-        config, device: Of the cluster.
+        config, device: Configuration and device of the cluster.
         context_tokens: Most tokens of a request.
         command: Name of the running command.
     """
@@ -171,7 +171,7 @@ def context_note(config: ClusterConfig, device: str, context_tokens: int, comman
     if context_tokens >= needs.context_tokens:
         return ""
     return (
-        f"note: a request may have {context_tokens} tokens, the model could serve "
+        f"note: a request may have {context_tokens} tokens, although the model could serve "
         f"{needs.context_tokens}; more with {context_remedy(needs, config, device, command)}"
     )
 

@@ -27,7 +27,7 @@ def new(tenant: TenantArgument) -> None:
     routers reload automatically.
     """
     if not NAME.fullmatch(tenant):
-        raise ConfigError(f"TENANT is {tenant[:70]!r}; it must be {NAME_ALLOWED}")
+        raise ConfigError(f"TENANT: found {tenant[:70]!r}; allowed: {NAME_ALLOWED}")
     token = new_token()
     sys.stderr.write(
         "The token is shown only once. Add its hash to the tenants file (router.tenants_file):\n"

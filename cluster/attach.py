@@ -58,8 +58,8 @@ def attached(address: str, head: LocalHead | None) -> Iterator[Any]:
     """Attach while entered, and yield the handle of the cluster's controller.
 
     Args:
-        address: That of a Ray cluster; empty: the head.
-        head: That of a cluster on this host; None: none runs.
+        address: The address of a Ray cluster; empty: that of the head.
+        head: The head of a cluster on this host; None: none runs.
 
     Raises:
         NotRunning: There is no cluster.

@@ -66,7 +66,7 @@ def pages_of_worker(needs: ModelNeeds, config: ClusterConfig, gpu_free_bytes: in
     """Return how many pages a worker gets; 0: not one fits.
 
     Args:
-        needs: Those of the model.
+        needs: The needs of the model.
         config: Limits the memory of pages.
         gpu_free_bytes: Free memory before the weights are loaded; None: on a CPU.
     """
@@ -90,7 +90,7 @@ def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, comman
     """Say how to let a worker's pages hold the longest request that the model could serve.
 
     Args:
-        needs, config, device: Those of the cluster.
+        needs, config, device: Needs of the model; configuration and device of the cluster.
         command: The command that starts it: "serve" or "up".
     """
     needed_mib = -(-needs.context_pages * needs.page_bytes // 2**20)

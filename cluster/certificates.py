@@ -27,8 +27,8 @@ def check_certificates(config: ClusterConfig) -> str:
     front = check_front(config)
     if config.front_tls.client_authority_file and not config.tls.is_on:
         raise ConfigError(
-            "tls.certificate_file is not set; it must be, with front_tls.client_authority_file: "
-            "the cluster's own processes are clients of its router, too"
+            "tls.certificate_file: found none; allowed: a file, as front_tls.client_authority_file "
+            "is given, and the cluster's own processes are clients of its router, too"
         )
     try:
         if config.tls.is_on:
@@ -58,8 +58,8 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
     """Refuse connections in clear between hosts unless an option allows them.
 
     Args:
-        config, device: Those of the cluster.
-        addresses: Those on which its workers and controller will listen.
+        config, device: Configuration and device of the cluster.
+        addresses: The addresses on which its workers and controller will listen.
 
     Raises:
         ConfigError: Names the option.
@@ -71,9 +71,9 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
     moves_by_nccl = device == "cuda" and config.prefill > 0 and bool(config.ray_address)
     if exposed and config.tls.is_on and moves_by_nccl and not config.tls.allow_plain_nccl:
         raise ConfigError(
-            "tls.allow_plain_nccl is False; NCCL, which moves pages between GPUs, encrypts "
-            "nothing: it must be True where the network between the hosts may be trusted with "
-            "that, or encrypts by itself"
+            "tls.allow_plain_nccl: found False; allowed: True, if the network between the hosts "
+            "may carry pages in clear or encrypts by itself, because NCCL, which moves pages "
+            "between GPUs, encrypts nothing"
         )
 
 

@@ -90,14 +90,14 @@ class ClusterConfig:
     decode: int = option(1, "Number of decode workers.", at_least=1, at_most=1024)
     workers_per_gpu: int = option(
         1,
-        "Most workers that share a GPU of this host. Both pools share one where all workers fit on "
-        "it; else each GPU has workers of one pool.",
+        "Most workers that share a GPU of this host. Both pools share one if all workers fit on "
+        "it; otherwise each GPU has workers of one pool.",
         at_least=1,
         at_most=16,
     )
     page_transport: Literal["auto", "cuda_ipc", "nccl"] = option(
         "auto",
-        "What pages move over between GPUs of one host: nccl, or cuda_ipc, where the receiver "
+        "How pages move between GPUs of one host: nccl, or cuda_ipc, with which the receiver "
         "copies out of the sender's memory. auto: nccl, and cuda_ipc within one GPU.",
     )
 
@@ -177,7 +177,7 @@ class ClusterConfig:
     )
     pool_resources: bool = option(
         False,
-        "Each worker takes 1 unit of its pool's custom resource, pagewire-prefill or "
+        "Each worker takes one unit of its pool's custom resource, pagewire-prefill or "
         "pagewire-decode, of a host of the Ray cluster; hosts may join later.",
     )
     start_timeout_s: float = option(
@@ -248,7 +248,7 @@ class ClusterConfig:
         if not self.host and not self.network_interface:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be a host name or an address, without a port, or empty "
+                    "{}: found {!r}; allowed: a host name or an address, without a port, or empty "
                     "with {}",
                     OptionName("host"),
                     self.host,
@@ -258,7 +258,7 @@ class ClusterConfig:
         if self.model_paths and not self.ray_address:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be absent without {}, because all workers are on one host",
+                    "{}: found {!r}; allowed: none without {}, because all workers are on one host",
                     OptionName("model_paths"),
                     self.model_paths,
                     OptionName("ray_address"),
@@ -267,7 +267,7 @@ class ClusterConfig:
         if self.ray_address and self.workers_per_gpu > 1:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be 1 with {}, where Ray gives each worker a GPU of its "
+                    "{}: found {!r}; allowed: 1 with {}, where Ray gives each worker a GPU of its "
                     "own",
                     OptionName("workers_per_gpu"),
                     self.workers_per_gpu,
@@ -277,7 +277,7 @@ class ClusterConfig:
         if self.pool_resources and not self.ray_address:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be False without {}, because one host has both pools",
+                    "{}: found {!r}; allowed: False without {}, because one host has both pools",
                     OptionName("pool_resources"),
                     self.pool_resources,
                     OptionName("ray_address"),
@@ -286,7 +286,7 @@ class ClusterConfig:
         if self.pool_resources and self.device == "auto":
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must be cpu or cuda with {}, because hosts may join later",
+                    "{}: found {!r}; allowed: cpu or cuda with {}, because hosts may join later",
                     OptionName("device"),
                     self.device,
                     OptionName("pool_resources"),
@@ -303,7 +303,7 @@ class ClusterConfig:
         if self.http_port and self.http_port == self.port:
             problems.append(
                 WrongOption(
-                    "{} is {!r}; it must differ from {}, which is the router's",
+                    "{}: found {!r}; allowed: a port other than {}, which is the router's",
                     OptionName("http_port"),
                     self.http_port,
                     OptionName("port"),
@@ -313,7 +313,7 @@ class ClusterConfig:
             if self.controller_port and self.controller_port == getattr(self, name):
                 problems.append(
                     WrongOption(
-                        "{} is {!r}; it must differ from {}, where clients connect",
+                        "{}: found {!r}; allowed: a port other than {}, where clients connect",
                         OptionName("controller_port"),
                         self.controller_port,
                         OptionName(name),
@@ -323,7 +323,7 @@ class ClusterConfig:
             if self.router.metrics_port and self.router.metrics_port == getattr(self, name):
                 problems.append(
                     WrongOption(
-                        "{} is {!r}; it must differ from {}",
+                        "{}: found {!r}; allowed: a port other than {}",
                         OptionName("router.metrics_port"),
                         self.router.metrics_port,
                         OptionName(name),
@@ -337,7 +337,7 @@ class ClusterConfig:
             if dead_after_s < 2 * pool.heartbeat_s:
                 problems.append(
                     WrongOption(
-                        "{} is {!r}; it must be at least twice {}, which is {!r}",
+                        "{}: found {!r}; allowed: at least twice {}, which is {!r}",
                         OptionName("router.dead_after_s"),
                         dead_after_s,
                         OptionName(f"{section}.heartbeat_s"),

@@ -78,7 +78,7 @@ def load_config(
         assert option is not None
         if not option.allows(values[name]):
             allowed = option.allowed(spell)
-            refuse(name, f"{spell(name)} is {_shown(values.pop(name))}; it must be {allowed}")
+            refuse(name, f"{spell(name)}: found {_shown(values.pop(name))}; allowed: {allowed}")
             without_role |= {pool_named(name)} if option.option.name == "role" else set()
     values = {name: each for name, each in values.items() if pool_named(name) not in without_role}
     for name, value in defaults(values).items():
@@ -172,20 +172,20 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _shown(value: object) -> str:
-    return "empty" if value is None else repr(value)
+    return "nothing" if value is None else repr(value)
 
 
 def _unknown(name: str, value: object) -> str:
     if name == POOLS:
-        return f"{name} is {_shown(value)}; it must be a mapping of names to the options of pools"
+        return f"{name}: found {_shown(value)}; allowed: a mapping of names to the options of pools"
     pool = pool_named(name)
     options = pool_options(pool) if pool else config_options()
     section = name if name in SECTIONS or name == f"{POOLS}.{pool}" else ""
     if section:
         example = next(each.path for each in options.values() if each.section == section)
         return (
-            f"{name} is {_shown(value)}; {name} is a section: it must be a mapping of options such "
-            f"as {example}"
+            f"{name}: found {_shown(value)}; allowed: a mapping of the options of this section, "
+            f"such as {example}"
         )
     section, _, rest = name.partition(".")
     if _nearest(section, [POOLS], NEAR) and find_option(f"{POOLS}.{rest}"):

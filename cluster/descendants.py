@@ -1,7 +1,7 @@
 """Ends all descendants of this process.
 
 Ray's processes end with their parent, but only those that Ray started here: processes of a killed
-raylet live on, some of them for ever.
+raylet live on, some of them forever.
 """
 
 import ctypes

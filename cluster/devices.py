@@ -116,7 +116,7 @@ def check_port_free(
 
     Raises:
         PlacementError: The port is taken, or not allowed to this user.
-        ConfigError: The host is no address of this one.
+        ConfigError: The host is not an address of this host.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -137,10 +137,10 @@ def check_port_free(
                 ) from error
             case errno.EACCES:
                 raise PlacementError(
-                    f"port {port} on {host} is not allowed; without root it must be 1024 or higher"
+                    f"port: found {port} on {host}; allowed: 1024 or more without root"
                 ) from error
             case _:
                 raise ConfigError(
-                    f"host is {host!r}; it must be a name or an address of this host ({reason}); "
+                    f"host: found {host!r}; allowed: a name or an address of this host ({reason}); "
                     "give one with --host: 127.0.0.1 for clients here, 0.0.0.0 for all"
                 ) from error

@@ -200,11 +200,11 @@ def check_ray_access(facts: HostFacts, ray_address: str) -> Finding:
         return Finding(
             check="ray access",
             level="warn",
-            found="RAY_AUTH_MODE is disabled, so what `ray start` starts here takes anybody",
+            found="RAY_AUTH_MODE is disabled, so a Ray that `ray start` starts here admits anybody",
             remedy="unset RAY_AUTH_MODE; pagewire serve uses a token of its own in any case",
         )
     others = ", ".join(f"{each.process} on {each.address}" for each in takes_token)
-    found = f"only with a token: {others}" if others else "no Ray of this host takes other hosts"
+    found = f"only with a token: {others}" if others else "no Ray of this host admits other hosts"
     return Finding(check="ray access", level="ok", found=found)
 
 
@@ -280,9 +280,9 @@ def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
 
 def _in_clear(config: ClusterConfig, name: str) -> str:
     if config.insecure:
-        return "in clear, also to other hosts, as insecure says"
+        return "in clear, also to other hosts, as insecure allows"
     if name == "cluster" and config.ray_address:
-        return "in clear; with hosts that others reach it is refused at the start"
+        return "in clear; a start is refused where other hosts can connect"
     return "in clear, on this host alone"
 
 
@@ -308,7 +308,7 @@ def check_http_port(config: ClusterConfig) -> Finding:
     """The gateway's port is free, or already that of a running gateway."""
     name, host, port = "http port", config.host, config.http_port
     if not port:
-        return Finding(check=name, level="ok", found="no HTTP gateway is asked for")
+        return Finding(check=name, level="ok", found="no HTTP gateway is configured")
     try:
         check_http_port_free(config)
     except ConfigError as error:
@@ -354,7 +354,7 @@ def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int 
     """The pages of a worker hold the longest request that the model could serve."""
     num_pages = pages_of_worker(needs, config, gpu_free_bytes)
     tokens = num_pages * needs.page_size
-    found = f"a worker's pages hold {tokens} tokens, the model's context is {needs.context_tokens}"
+    found = f"a worker's pages hold {tokens} tokens; the model's context is {needs.context_tokens}"
     if tokens >= needs.context_tokens:
         return Finding(check="context", level="ok", found=found)
     device = "cpu" if gpu_free_bytes is None else "cuda"

@@ -11,7 +11,7 @@ NOTHING_CHANGED = "nothing has changed"
 
 @contextmanager
 def told_at_interrupt(goes_on: str) -> Iterator[None]:
-    """While entered, Ctrl-C raises Interrupted, which says what goes on without the command."""
+    """While entered, Ctrl-C raises Interrupted, which says what continues without the command."""
     try:
         yield
     except KeyboardInterrupt:

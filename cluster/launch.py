@@ -135,7 +135,7 @@ def start_cluster(
 
     Args:
         config: The cluster to start.
-        device: That of the workers, as preflight.check_start returns it.
+        device: The device of the workers, as preflight.check_start returns it.
         shows_worker_logs: Pass the log lines of all processes on to standard error.
         watch: Gets progress.
 

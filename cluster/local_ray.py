@@ -35,7 +35,7 @@ class LocalRay:
         """Raise RayLost if one has ended."""
         if self.lost:
             raise RayLost(
-                f"Ray's {' and '.join(self.lost)} on this host has ended, perhaps killed for want "
+                f"Ray's {' and '.join(self.lost)} on this host has ended, perhaps killed for lack "
                 f"of memory; everything else was stopped; see {self._logs}"
             )
 

@@ -19,8 +19,8 @@ def check_model_folder(model: Path) -> None:
     """
     if not model.exists():
         raise ConfigError(
-            f"model is {str(model)!r}; it must be an existing folder with a checkpoint, or a GGUF "
-            "file"
+            f"model: found {str(model)!r}; allowed: an existing folder with a checkpoint, or a "
+            "GGUF file"
         )
     try:
         files = open_model(model)

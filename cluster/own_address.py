@@ -33,7 +33,7 @@ def check_interfaces(config: ClusterConfig) -> None:
     if given and wanted and given.removeprefix("=") != wanted:
         raise ConfigError(
             f"nccl_interface is {wanted!r}, and {NCCL_VARIABLE} is {given!r} in the environment; "
-            "they must be the same, or one of them not set"
+            "they must be equal, or only one of them set"
         )
     if wanted and not config.ray_address:
         _address_on(wanted, "nccl_interface")

@@ -33,9 +33,9 @@ def choose_places(
     """Return the place of each new worker, without a host where none has room.
 
     Args:
-        needs: Those of the new workers, by name.
+        needs: The needs of the new workers, by name.
         taken: Places of existing workers, including those that still wait for theirs.
-        nodes: Those of Ray.
+        nodes: The nodes of Ray.
         available: Free resources of each, by node_id.
     """
     limited = {name: each for name, each in needs.items() if _is_limited(each)}
@@ -59,8 +59,8 @@ def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
     """Refuse a pool whose workers would not fit even on empty hosts.
 
     Args:
-        needs: Of its workers, by name.
-        nodes: Of Ray.
+        needs: The needs of its workers, by name.
+        nodes: The nodes of Ray.
 
     Raises:
         PlacementError: Says who has no host, what they need, and what to do.
@@ -78,7 +78,7 @@ def check_move(worker_id: str, place: Place, needs: Amounts, nodes: Sequence[Nod
         worker_id: The worker that has the place.
         place: Its place.
         needs: Resources that workers of the other pool take besides GPUs.
-        nodes: Those of Ray.
+        nodes: The nodes of Ray.
 
     Raises:
         PlacementError: Names the host and the resources that it lacks.

@@ -1,7 +1,7 @@
 """Options of one pool: the workers of a role that are alike.
 
 There are the pools `prefill` and `decode`, and any number that the section `pools` names, each of
-one of these roles. The workers of a pool by the name `small` are decode-small-0, decode-small-1 ...
+one of these roles. The workers of a pool named `small` are decode-small-0, decode-small-1 ...
 """
 
 import re
@@ -38,13 +38,13 @@ class PoolConfig:
 
     role: str = option(
         "",
-        "What its workers do, prefill or decode. Not of the pools prefill and decode.",
+        "What its workers do: prefill or decode. Not for the pools prefill and decode.",
         accepts=lambda role: role in ("", *ROLES),
         accepted="prefill or decode",
     )
     workers: int | None = option(
         None,
-        "Number of its workers at the start. Not of the pools prefill and decode, which have "
+        "Number of its workers at the start. Not for the pools prefill and decode, which have "
         "options of these names.",
         at_least=1,
         at_most=MOST_WORKERS,
@@ -58,22 +58,30 @@ class PoolConfig:
     resources: Mapping[str, float] | None = option(
         None,
         "Custom resources of Ray that each of its workers takes of a host, and the amount of each. "
-        "Less than 0.01 only marks the hosts that will do.",
+        "An amount below 0.01 only marks suitable hosts.",
         accepts=_are_resources,
-        accepted="a mapping of custom resources of Ray, which CPU, GPU and memory are not, to "
-        "amounts, 0.0001 or more and whole from 1 on, as in rack-a: 0.001",
+        accepted="a mapping of custom resources of Ray (not CPU, GPU or memory) to amounts of "
+        "0.0001 or more, whole from 1 on, as in rack-a: 0.001",
     )
     num_pages: int | None = option(
         None, "Pages of each of its workers, instead of num_pages.", at_least=0
     )
     gpu_memory_fraction: float | None = option(
-        None, "Of its workers, instead of gpu_memory_fraction.", above=0, at_most=1
+        None,
+        "Share of GPU memory for pages of its workers, instead of gpu_memory_fraction.",
+        above=0,
+        at_most=1,
     )
     cpu_pages_mib: int | None = option(
-        None, "Of its workers, instead of cpu_pages_mib.", at_least=1
+        None,
+        "Memory for pages of each of its workers, MiB, instead of cpu_pages_mib.",
+        at_least=1,
     )
     max_step_tokens: int | None = option(
-        None, "Of its workers, instead of that of prefill_worker or decode_worker.", at_least=1
+        None,
+        "Tokens that its workers compute in one step, instead of max_step_tokens of prefill_worker "
+        "or decode_worker.",
+        at_least=1,
     )
 
     def __post_init__(self) -> None:
@@ -120,20 +128,20 @@ def pool_problems(
         if name in ROLES:
             for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):
                 if value := getattr(pool, option_name):
-                    told = "{} is {!r}; it must be absent, because {} says it"
+                    told = "{}: found {!r}; allowed: none, because {} says it"
                     yield WrongOption(told, own(option_name), value, remedy)
         elif not pool.role:
-            yield WrongOption("{} is missing; it must be prefill or decode", own("role"))
+            yield WrongOption("{}: found none; allowed: prefill or decode", own("role"))
         elif workers_per_gpu > 1:
             yield WrongOption(
-                "{} is {!r}; with {} above 1 there must be no further pools",
+                "{}: found {!r}; allowed: no further pools with {} above 1",
                 own("role"),
                 pool.role,
                 OptionName("workers_per_gpu"),
             )
         elif pool.role == "prefill" and num_prefill == 0:
             yield WrongOption(
-                "{} is 'prefill'; it must be decode with {} 0, which means that there are no "
+                "{}: found 'prefill'; allowed: decode with {} 0, which means that there are no "
                 "prefill workers",
                 own("role"),
                 OptionName("prefill"),
@@ -141,7 +149,7 @@ def pool_problems(
         is_decode = "decode" in (name, pool.role)
         if is_decode and pool.max_step_tokens and pool.max_step_tokens <= max_running_sequences:
             yield WrongOption(
-                "{} is {!r}; it must exceed {}, which is {!r}",
+                "{}: found {!r}; allowed: more than {}, which is {!r}",
                 own("max_step_tokens"),
                 pool.max_step_tokens,
                 OptionName("decode_worker.max_running_sequences"),
@@ -149,11 +157,11 @@ def pool_problems(
             )
         for option_name in ("accelerator_type", "resources"):
             if not ray_address and (value := getattr(pool, option_name)):
-                told = "{} is {!r}; it must be absent without {}, because all workers are on one "
+                told = "{}: found {!r}; allowed: none without {}, because all workers are on one "
                 yield WrongOption(told + "host", own(option_name), value, OptionName("ray_address"))
         if pool.accelerator_type and device == "cpu":
             yield WrongOption(
-                "{} is {!r}; it must be absent with {} cpu",
+                "{}: found {!r}; allowed: none with {} cpu",
                 own("accelerator_type"),
                 pool.accelerator_type,
                 OptionName("device"),

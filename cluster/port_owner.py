@@ -20,7 +20,7 @@ def port_owner(host: str, port: int) -> str:
 
     Args:
         host: An IP address of this host.
-        port: Of it.
+        port: A port of that host.
     """
     with suppress(psutil.Error):  # it has just ended, or this user may not look
         if process := _listener(host, port):

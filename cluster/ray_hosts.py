@@ -44,8 +44,8 @@ def check_hosts(
     workers: it may move them at any time.
 
     Args:
-        config, device: Those of the cluster.
-        environment: That of its processes.
+        config, device: Configuration and device of the cluster.
+        environment: The environment of its processes.
         say: Gets warnings and progress.
         check: Called repeatedly; an error that it raises ends the wait.
 
@@ -107,12 +107,15 @@ def _check_names(config: ClusterConfig, nodes: Sequence[Node], say: Callable[[st
     if not unknown:
         return
     hosts = ", ".join(f"{n['NodeManagerAddress']} ({n['NodeManagerHostname']})" for n in nodes)
-    told = f"model_paths has {', '.join(map(repr, unknown))}"
+    told = f"model_paths: found {', '.join(map(repr, unknown))}"
     if config.pool_resources:
-        say(f"note: {told}, by which no host of the Ray cluster goes yet: it has {hosts}")
+        say(
+            f"note: {told}, which no host of the Ray cluster has as address, name or custom "
+            f"resource yet; its hosts are {hosts}"
+        )
         return
     raise ConfigError(
-        f"{told}; it must be the address, the name or a custom resource of a host of the Ray "
+        f"{told}; allowed: the address, the name or a custom resource of a host of the Ray "
         f"cluster, which has {hosts}"
     )
 
@@ -175,5 +178,5 @@ def _found(call: Any, taken: Look) -> HostFound:
     except ray.exceptions.GetTimeoutError:
         problem = f"{host} has not answered within {LOOK_TIMEOUT_S:.0f} s; its disk may hang"
     except ray.exceptions.RayError as error:
-        problem = f"{host} cannot be looked at: {last_line(error)}"
+        problem = f"{host} cannot be checked: {last_line(error)}"
     return HostFound(address="", model=Path(), problems=(problem,))

@@ -42,17 +42,17 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
             check_restart(workers, name)
         elif name not in fronts:
             allowed = ", ".join([*workers.names, *fronts])
-            raise ConfigError(f"NAME is {name!r}; it must be one of {allowed}")
+            raise ConfigError(f"NAME: found {name!r}; allowed: {allowed}")
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     for number, name in enumerate(names, 1):
-        with told_at_interrupt(f"{name} begins anew by itself; the others are as they were"):
+        with told_at_interrupt(f"{name} restarts by itself; the others are unchanged"):
             began = time.monotonic()
-            say(f"{name} takes nothing new; what runs there has {grace_s:g} s")
+            say(f"{name} takes no new requests; running ones have {grace_s:g} s there")
             deadline = began + grace_s + facts.config.start_timeout_s
             restart = _restart_worker if is_worker(name) else _restart_front
             restart(controller, name, grace_s, deadline)
             seconds = time.monotonic() - began
-            say(f"{name} serves anew after {seconds:.0f} s, {number} of {len(names)}")
+            say(f"{name} serves again after {seconds:.0f} s, {number} of {len(names)}")
 
 
 def _restart_worker(controller: Any, name: str, grace_s: float, deadline: float) -> None:
@@ -77,8 +77,8 @@ def _wait(name: str, deadline: float, is_back: Callable[[], bool]) -> None:
             raise _left(name)
         if time.monotonic() >= deadline:
             raise StartError(
-                f"{name} has not come back in time; Ray goes on to start it, and the others are as "
-                "they were; see `pagewire status` and its log"
+                f"{name} has not come back in time; Ray keeps trying to start it, and the others "
+                "are unchanged; see `pagewire status` and its log"
             )
         time.sleep(LOOK_PERIOD_S)
 

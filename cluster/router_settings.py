@@ -14,7 +14,7 @@ def router_settings(
     """Return the settings of one router; raises as llm_engine.model_files.open_model.
 
     Args:
-        config: That of the cluster; it names a model.
+        config: The configuration of the cluster; it names a model.
         router_id: Its name in logs.
         keys: Prove its identity.
         shares_port: Other routers may listen on the same port.

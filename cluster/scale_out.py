@@ -41,7 +41,7 @@ def scale_cluster(
     with told_at_interrupt(NOTHING_CHANGED):
         facts: ClusterFacts = ask(controller.facts.remote())
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
-    with told_at_interrupt(f"what has begun goes on; {SHOWN}"):
+    with told_at_interrupt(f"what has begun continues; {SHOWN}"):
         by_key = {find_pool(facts.config, name, "--pool"): each for name, each in wanted.items()}
         actors, plan = ask(controller.scale.remote(by_key, grace_s))
     with told_at_interrupt(_goes_on(plan)):
@@ -99,9 +99,9 @@ def move_worker(
         facts: ClusterFacts = ask(controller.facts.remote())
         key = find_pool(facts.config, pool, "--to")
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
-    with told_at_interrupt(f"what has begun goes on; {SHOWN}"):
+    with told_at_interrupt(f"what has begun continues; {SHOWN}"):
         name, actor = ask(controller.move.remote(worker_id, key, grace_s))
-    with told_at_interrupt(f"{worker_id} goes on to leave, and {name} to start; {SHOWN}"):
+    with told_at_interrupt(f"{worker_id} is still leaving, and {name} then starts; {SHOWN}"):
         say(_draining([worker_id], grace_s))
         _wait_gone([worker_id], grace_s)
         say(f"starting {name} in its place")
@@ -110,7 +110,7 @@ def move_worker(
         except ClusterError as error:
             ray.kill(actor, no_restart=True)
             raise StartError(
-                f"{worker_id} has left, and {name} does not take its place: {error}"
+                f"{worker_id} has left, but {name} has not taken its place: {error}"
             ) from error
     facts = ask(controller.facts.remote())
     say(f"the cluster has {told_workers(facts.workers.staying)}")
@@ -122,7 +122,7 @@ def _goes_on(plan: ScalePlan, ended: Collection[str] = ()) -> str:
         f"{', '.join(names)} {one if len(names) == 1 else many}"
         for names, one, many in (
             (ended, "is ended again", "are ended again"),
-            (plan.drains, "goes on to leave", "go on to leave"),
+            (plan.drains, "is still leaving", "are still leaving"),
         )
         if names
     ]
@@ -130,7 +130,9 @@ def _goes_on(plan: ScalePlan, ended: Collection[str] = ()) -> str:
 
 
 def _draining(names: Collection[str], grace_s: float) -> str:
-    what = "takes nothing new and leaves" if len(names) == 1 else "take nothing new and leave"
+    what = "takes no new requests and leaves"
+    if len(names) > 1:
+        what = "take no new requests and leave"
     return f"{', '.join(names)} {what}; running requests have {grace_s:g} s there"
 
 
@@ -147,6 +149,6 @@ def _wait_gone(names: Collection[str], grace_s: float) -> None:
         if time.monotonic() >= deadline:
             raise StartError(
                 f"{', '.join(sorted(left))} did not leave within {grace_s + LEAVE_MARGIN_S:.0f} s; "
-                "it goes on to try; see `pagewire status`"
+                "still trying; see `pagewire status`"
             )
         time.sleep(LOOK_PERIOD_S)

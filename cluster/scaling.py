@@ -94,7 +94,7 @@ def find_pool(config: ClusterConfig, name: str, flag: str) -> str:
         return name
     if name not in config.pools:
         names = ", ".join(dict.fromkeys([*ROLES, *config.pools]))
-        raise ConfigError(f"{flag} is {name!r}; it must be one of {names}")
+        raise ConfigError(f"{flag}: found {name!r}; allowed: {names}")
     return pool_key(name, config.pools[name])
 
 
@@ -104,7 +104,7 @@ def plan_scale(
     """Return the workers that start and leave; the highest numbers leave.
 
     Args:
-        workers: Those of the cluster.
+        workers: The workers of the cluster.
         config: The one that it was started with.
         device: "cpu" or "cuda".
         wanted: Key of a pool |-> number; an absent pool stays as it is.
@@ -122,7 +122,7 @@ def plan_scale(
         most = 0 if is_without else MOST_WORKERS
         if not least <= number <= most:
             raise ConfigError(
-                f"{_flag(pool)} is {number}; it must be {_range(least, most)}: "
+                f"{_flag(pool)}: found {number}; allowed: {_range(least, most)}, because "
                 f"{_reason(role, of_role)}"
             )
         if number > len(found):
@@ -130,8 +130,8 @@ def plan_scale(
         drains += found[number:]
     if starts and device == "cuda" and config.workers_per_gpu > 1:
         raise ConfigError(
-            f"workers_per_gpu is {config.workers_per_gpu}; to add workers to a running cluster it "
-            "must be 1, because each has its GPU from the start"
+            f"workers_per_gpu: found {config.workers_per_gpu}; allowed: 1 where workers join a "
+            "running cluster, because each has its GPU from the start"
         )
     for role in ROLES:
         if gone := [each for each in drains if role_of(each) == role]:
@@ -145,7 +145,7 @@ def plan_move(
     """Return the name of the worker of another pool that takes the place of a leaving one.
 
     Args:
-        workers: Those of the cluster.
+        workers: The workers of the cluster.
         config: The one that it was started with.
         device: "cpu" or "cuda".
         worker_id: The worker that leaves.
@@ -162,12 +162,12 @@ def plan_move(
         raise ConfigError(f"--to is {to!r}; {_reason('prefill', ())}")
     if device == "cuda" and config.workers_per_gpu > 1:
         raise ConfigError(
-            f"workers_per_gpu is {config.workers_per_gpu}; to move workers it must be 1, because "
-            "each has its GPU from the start"
+            f"workers_per_gpu: found {config.workers_per_gpu}; allowed: 1 where workers move, "
+            "because each has its GPU from the start"
         )
     if worker_id not in workers.answering:
         raise ConfigError(
-            f"WORKER is {worker_id!r}, which has not been heard of lately; it can move when it "
+            f"WORKER is {worker_id!r}, which has not been heard from lately; it can move when it "
             "serves; see `pagewire status`"
         )
     if len(workers.of(pool)) == MOST_WORKERS:
@@ -184,7 +184,7 @@ def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
     """
     if worker_id not in workers.staying | workers.leaving:
         names = ", ".join(workers.names)
-        raise ConfigError(f"WORKER is {worker_id!r}; it must be one of {names}")
+        raise ConfigError(f"WORKER: found {worker_id!r}; allowed: {names}")
     if worker_id in workers.staying:
         _check_remaining(workers, role_of(worker_id), [worker_id])
 
@@ -200,7 +200,7 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
     _check_known(workers, "NAME", worker_id)
     if worker_id not in workers.answering:
         raise ConfigError(
-            f"NAME is {worker_id!r}, which has not been heard of lately; it begins anew by "
+            f"NAME is {worker_id!r}, which has not been heard from lately; it restarts by "
             "itself when it can; see `pagewire status`"
         )
     role = role_of(worker_id)
@@ -218,7 +218,7 @@ def _check_known(workers: ClusterWorkers, argument: str, worker_id: str) -> None
         raise ConfigError(f"{argument} is {worker_id!r}, which is to leave; nothing has changed")
     if worker_id not in workers.staying:
         names = ", ".join(workers.names)
-        raise ConfigError(f"{argument} is {worker_id!r}; it must be one of {names}")
+        raise ConfigError(f"{argument}: found {worker_id!r}; allowed: {names}")
 
 
 def _check_remaining(
@@ -235,7 +235,7 @@ def _check_remaining(
     if not workers.answering.intersection(others):
         raise ConfigError(
             f"{named} cannot be {verb} now: of the {role} workers that would remain, "
-            f"{', '.join(others)}, none has been heard of lately; see `pagewire status`"
+            f"{', '.join(others)}, none has been heard from lately; see `pagewire status`"
         )
 
 
@@ -257,9 +257,9 @@ def _range(least: int, most: int) -> str:
 
 def _reason(role: str, found: Collection[str]) -> str:
     if role == "prefill" and not found:
-        return "the cluster was started without prefill workers; to change that, start it anew"
+        return "the cluster was started without prefill workers; to change that, start it again"
     if role == "prefill":
-        return "the last prefill worker must stay; to do without, start the cluster anew"
+        return "the last prefill worker must stay; to do without it, start the cluster again"
     return "the last decode worker must stay, or nothing is served"
 
 

@@ -71,8 +71,8 @@ class ClusterCredentials:
     """Proves and checks calls for one start of one process.
 
     Args:
-        keys: Of this process; from ClusterSecret.
-        incarnation: Of this start.
+        keys: The keys of this process, from ClusterSecret.
+        incarnation: The incarnation of this start.
     """
 
     def __init__(self, keys: PartyKeys, incarnation: int) -> None:

@@ -95,7 +95,7 @@ class FrontTlsConfig:
         """Return the files of a server; only if it is on.
 
         Args:
-            inside: Of the cluster, whose processes are clients, too.
+            inside: The options within the cluster, whose processes are clients, too.
         """
         authorities = []
         if self.client_authority_file:
@@ -132,6 +132,11 @@ def _check_whole(config: object, *names: str) -> None:
 
 
 def _incomplete(missing: Sequence[str], given: Sequence[str]) -> WrongOption:
-    places = (" and ".join("{}" for _ in names) for names in (missing, given))
-    template = "{} must be set, too, with {}".format(*places)
+    places = [" and ".join("{}" for _ in names) for names in (missing, given)]
+    template = "{}: found none; allowed: {}, as {} {} given".format(
+        places[0],
+        "a file" if len(missing) == 1 else "files",
+        places[1],
+        "is" if len(given) == 1 else "are",
+    )
     return WrongOption(template, *map(OptionName, (*missing, *given)))

@@ -37,7 +37,7 @@ class Door:
 
     Args:
         option: The option that names the certificate, for errors.
-        pem: Of the server; None: it listens in clear.
+        pem: The server's files; None: it listens in clear.
         is_insecure: Whether it may do so for other hosts.
     """
 

@@ -47,7 +47,7 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
     Only methods of OPEN_SERVICES need no proof. Handlers read `current_caller`.
 
     Args:
-        credentials: Of the serving process.
+        credentials: The credentials of the serving process.
         callers: "/package.Service/Method" |-> roles that may call it; other methods are refused.
     """
 

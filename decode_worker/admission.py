@@ -23,14 +23,14 @@ def check_request(
         Overloaded: Too many requests wait already.
     """
     if not request.prompt:
-        raise InvalidRequest("prompt_token_ids is empty; at least one token is needed")
+        raise InvalidRequest("prompt_token_ids: found none; allowed: one or more")
     if not 1 <= len(request.emitted) <= config.max_choices:
         raise InvalidRequest(
-            f"choices has {len(request.emitted)} entries, allowed are 1 to {config.max_choices}"
+            f"choices: found {len(request.emitted)} entries; allowed: 1 to {config.max_choices}"
         )
     _check_tokens("prompt_token_ids", request.prompt, model)
     if not 0 < request.cache_share <= 1:  # nor NaN
-        raise InvalidRequest(f"cache_share is {request.cache_share}, must be above 0 and at most 1")
+        raise InvalidRequest(f"cache_share: found {request.cache_share}; allowed: above 0, up to 1")
     params = request.params
     try:
         check_sampling(params, model)
@@ -38,18 +38,18 @@ def check_request(
         raise InvalidRequest(str(error)) from None
     for index, output in request.emitted.items():
         if index >= MAX_CHOICES:
-            raise InvalidRequest(f"choices has choice {index}, must be below {MAX_CHOICES}")
+            raise InvalidRequest(f"choices: found choice {index}; allowed: 0 to {MAX_CHOICES - 1}")
         _check_tokens(f"emitted_token_ids of choice {index}", output, model)
         if len(output) >= params.max_tokens:
             raise InvalidRequest(
-                f"choice {index} has {len(output)} emitted tokens, "
-                f"max_tokens is {params.max_tokens}"
+                f"choice {index}: found {len(output)} emitted tokens; "
+                f"allowed: fewer than {params.max_tokens}, the max_tokens"
             )
         num_tokens = len(request.prompt) + len(output)
         if num_tokens >= model.max_context_tokens:
             raise InvalidRequest(
-                f"choice {index} begins after {num_tokens} tokens, "
-                f"the context ends at {model.max_context_tokens}"
+                f"choice {index}: found {num_tokens} tokens before it; "
+                f"allowed: fewer than {model.max_context_tokens}, what the context holds"
             )
     if num_waiting >= config.max_waiting_requests:
         raise Overloaded(f"{num_waiting} of {config.max_waiting_requests} places to wait are taken")

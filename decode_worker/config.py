@@ -60,7 +60,7 @@ class DecodeConfig:
         above=0,
     )
     result_s: float = option(
-        10.0, "From the last page to the drawn token of the same prompt.", above=0
+        10.0, "Time limit from the last page to the drawn token of the same prompt.", above=0
     )
 
     # Sessions
@@ -69,7 +69,7 @@ class DecodeConfig:
         "Undelivered tokens that a router may leave unread; more end its session.",
         at_least=1,
     )
-    heartbeat_s: float = option(0.5, "Between two heartbeats to a router.", above=0)
+    heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)
 
     transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
     hash_key: bytes = field(

@@ -26,7 +26,7 @@ class TokenMasks:
     """Owns the masks of all choices and the tasks that compute them.
 
     Args:
-        grammars: Those of the model.
+        grammars: The grammars of the model.
         run_blocking: Runs work of about 0.1 ms, at worst a tenth of a second, off the loop.
         tasks: Own the work.
         wake: Set when a choice can go on.

@@ -153,7 +153,7 @@ class PrefillGroup:
     state: GroupState = GroupState.WAITING
     pages: SequencePages | None = None  # in all states but WAITING
     num_computed: int = 0  # COMPUTING: tokens whose K and V are in the pages
-    num_launched: int = 0  # COMPUTING: tokens behind them that steps in flight compute
+    num_launched: int = 0  # COMPUTING: tokens after them that steps in flight compute
     num_in_flight: int = 0  # COMPUTING: steps in flight that touch its pages
     candidate: WorkerIdentity | None = None  # RECEIVING: the prefill worker that was asked
     failed: tuple[WorkerIdentity, ...] = ()  # candidates that were asked in vain

@@ -648,7 +648,7 @@ class Scheduler:
         )
         if reason is not None:
             choice.is_ended = True
-            if choice.num_in_flight:  # a later step writes behind its last token
+            if choice.num_in_flight:  # a later step writes after its last token
                 self._has_ended_choices = True
             elif choice.pages is not None:
                 self._stop_running(choice)

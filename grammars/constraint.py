@@ -52,7 +52,7 @@ def lark_grammar(constraint: Constraint, markers: Mapping[str, int]) -> str:
 
     Args:
         constraint: From the request.
-        markers: Those of tool_calls.MARKERS that are one token of the model |-> its id.
+        markers: The markers of tool_calls.MARKERS that are one token of the model |-> its id.
 
     Raises:
         InvalidConstraint: It has a fault that can be found without the library.

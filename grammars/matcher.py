@@ -42,8 +42,9 @@ class Vocabulary:
     """The tokens of a model, ready for its grammars.
 
     Args:
-        tokens: Of the model; one without text is never drawn, except markers of calls.
-        end_token_ids: Of the model, at least one; they end a text where its grammar allows it.
+        tokens: The model's tokens; one without text is never drawn, except markers of calls.
+        end_token_ids: The model's end tokens, at least one. They end a text where its grammar
+            allows it.
     """
 
     def __init__(self, tokens: ModelTokens, end_token_ids: Sequence[int]) -> None:
@@ -95,7 +96,7 @@ class Matcher:
     """The position of a text in a grammar. Used by one thread at a time.
 
     Attributes:
-        num_tokens: Of the text.
+        num_tokens: Length of the text.
     """
 
     def __init__(self, state: llguidance.LLMatcher, drawable: TokenBits) -> None:

@@ -21,7 +21,7 @@ class Grammars:
 
     Args:
         read_vocabulary: Returns the model's tokens; called for the first constraint.
-        end_token_ids: Of the model; empty: no answer can be constrained.
+        end_token_ids: The model's end tokens; empty: no answer can be constrained.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class ToolCalls:
         """Return the rules of a Lark grammar.
 
         Args:
-            markers: Those of MARKERS that are one token |-> its id.
+            markers: The MARKERS that are one token |-> its id.
         """
 
         def mark(text: str) -> str:

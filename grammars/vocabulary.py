@@ -32,7 +32,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> ModelTokens:
 
     Args:
         folder: With the model's tokenizer.json.
-        vocab_size: Of the model's logits; the tokenizer may know fewer tokens, or more.
+        vocab_size: The number of the model's logits; the tokenizer may know fewer tokens, or more.
 
     Raises:
         NoVocabulary: The file cannot be read, or its kind is unknown.

@@ -101,4 +101,6 @@ class GatewayActor:
             call: Any = ray.get_actor(self._router_name).wait_ready.remote()
             return [str(await asyncio.wait_for(call, FIND_TIMEOUT_S))]
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
-            raise UnavailableError(f"the router starts: {error}", code="UNAVAILABLE") from error
+            raise UnavailableError(
+                f"the router is starting: {error}", code="UNAVAILABLE"
+            ) from error

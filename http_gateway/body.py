@@ -22,9 +22,9 @@ async def read_json(
     """Return the JSON object that a request carries.
 
     Args:
-        headers: Those of the request, names in lower case.
+        headers: The headers of the request, names in lower case.
         receive: ASGI's.
-        limits: Those of the gateway.
+        limits: The limits of the gateway.
 
     Raises:
         HttpError: The body is missing, too large, too slow, or not a JSON object; names the fault.
@@ -99,7 +99,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _too_large(limits: GatewayConfig) -> HttpError:

@@ -29,8 +29,8 @@ class GatewayConfig:
     )
     max_connections: int = option(1000, "Most open connections; more get 503.", at_least=1)
     max_prompts: int = option(64, "Most prompts of a request to /v1/completions.", at_least=1)
-    head_timeout_s: float = option(10.0, "Limit for a request's line and headers.", above=0)
-    body_timeout_s: float = option(30.0, "Limit for a request's body.", above=0)
+    head_timeout_s: float = option(10.0, "Time limit for a request's line and headers.", above=0)
+    body_timeout_s: float = option(30.0, "Time limit for a request's body.", above=0)
     idle_timeout_s: float = option(
         60.0, "Longest pause of a connection between two requests.", above=0
     )
@@ -38,7 +38,7 @@ class GatewayConfig:
         30.0, "A client that reads nothing for this long is disconnected.", above=0
     )
     request_timeout_s: float = option(
-        3600.0, "Limit for a whole answer; the router's own limit applies, too.", above=0
+        3600.0, "Time limit for a whole answer; the router's own limit applies, too.", above=0
     )
     resume_s: float = option(
         30.0,

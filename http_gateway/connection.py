@@ -21,7 +21,7 @@ from observability.logs import fields
 log = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
-MAX_PIPELINED = 8  # requests that wait behind one that is answered
+MAX_PIPELINED = 8  # requests that wait while another one is answered
 LINGER_S = 1.0  # for a client that still sends what nobody reads
 # Notice within a minute that a peer has vanished: seconds of silence, between probes,
 # and number of probes.
@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that is being answered, even if others wait behind it."""
+        """Tell the request that is being answered, even if others wait."""
         super().connection_lost(exc)
         for timer in (self._head_timer, self._write_timer, self._linger_timer):
             if timer:
@@ -293,7 +293,7 @@ class _GentleTransport:
 
 
 def _invalid(error: httptools.HttpParserError) -> HttpError:
-    return HttpError(400, f"this is no HTTP/1.1 request: {error}", code="invalid_http")
+    return HttpError(400, f"this is not an HTTP/1.1 request: {error}", code="invalid_http")
 
 
 def _large_head(max_bytes: int) -> HttpError:

@@ -30,7 +30,7 @@ def take_constraint(fields: Fields, names: dict[str, str]) -> Constraint | None:
     """Take response_format, guided_* and structured_outputs; at most one may set a constraint.
 
     Args:
-        fields: Those of the request.
+        fields: The fields of the request.
         names: Gets the request's name of the constraint.
     """
     found = _format(fields.object("response_format"), lambda each: each.object("json_schema"))

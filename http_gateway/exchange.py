@@ -209,7 +209,7 @@ class Endpoint:
     """An ASGI application for one path: reads the request, and answers it while a client waits.
 
     Args:
-        path: That of the route, for log and metrics.
+        path: The path of the route, for log and metrics.
         answer: Answers an exchange; its errors become the answer.
         admit: Given the authorization, returns the request's tenant or raises PagewireError, before
             the body is read. None: anybody may call.

@@ -113,7 +113,7 @@ class Fields:
         value = self.take(field)
         if value is None:
             return default
-        if type(value) is not kind:  # a bool is no integer
+        if type(value) is not kind:  # a bool is not an integer
             raise self.refused(field, shown_with_type(value), allowed)
         return value
 

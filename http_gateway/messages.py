@@ -81,7 +81,7 @@ def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
     """Take the tools of a request.
 
     Args:
-        fields: Those of the request.
+        fields: The fields of the request.
         model: The served model.
         is_flat: Whether the fields of a function stand beside its type, in the tools and in
             tool_choice, as in /v1/responses.

@@ -69,7 +69,7 @@ class ResponseBuilder:
 
         Args:
             parts: Parts of the text.
-            logprobs: Those of the tokens.
+            logprobs: The logprobs of the tokens.
             finish: Why the text ends here; None: it goes on.
         """
         events = ""

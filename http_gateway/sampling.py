@@ -30,7 +30,7 @@ def take_sampling(
     """Take the sampling fields of a request, which the client's validator then checks.
 
     Args:
-        fields: Those of the request.
+        fields: The fields of the request.
         names: Gets the request's names of options that it names differently.
         openai: Fields of OpenAI's API that this request has, without `seed`.
         max_tokens: Its names of the token limit; the last one given counts.

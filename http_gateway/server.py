@@ -115,7 +115,7 @@ class _Server(uvicorn.Server):
 
     Args:
         config: uvicorn's.
-        context: That of TLS; None: connections are in clear.
+        context: The TLS context; None: connections are in clear.
         handshake_s: Longest time for a client to begin TLS; uvicorn leaves it a minute.
     """
 

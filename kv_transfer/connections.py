@@ -84,7 +84,7 @@ class ConnectionPool:
                 self._remove(peer_key)
 
     async def close(self) -> None:
-        """Abort all connections; wait for it, but not for ever."""
+        """Abort all connections; wait for it, but not forever."""
         for peer_key in list(self._entries):
             self._remove(peer_key)
         if self._aborts:
@@ -207,7 +207,7 @@ class AcceptedConnections:
         return outgoing
 
     async def close(self) -> None:
-        """Abort all connections; wait for it, but not for ever."""
+        """Abort all connections; wait for it, but not forever."""
         for entry in list(self._connections):
             self._remove(entry)
         if self._aborts:

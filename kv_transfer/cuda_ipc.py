@@ -165,7 +165,7 @@ class CudaIpcTransport:
     async def _map(self, wire: PageSocket, thread: ThreadPoolExecutor) -> tuple[PeerPages, int]:
         magic, num_pages, page_bytes, card_length = _CARD.unpack(await wire.receive(_CARD.size))
         if magic != _CARD_MAGIC or not 0 < card_length <= MAX_CARD_BYTES:
-            raise ConnectionBroken("what the sender sent is no card")
+            raise ConnectionBroken("what the sender sent is not a card")
         card = await wire.receive(card_length)
         if page_bytes != self._storage.page_bytes:
             raise LayoutMismatch(
@@ -235,9 +235,7 @@ class Receiving(SocketConnection):
             if isinstance(source_ids, ConnectionBroken):
                 raise source_ids
             if len(source_ids) != len(page_ids):
-                raise ConnectionBroken(
-                    f"{len(source_ids)} pages arrive, expected are {len(page_ids)}"
-                )
+                raise ConnectionBroken(f"{len(source_ids)} pages arrive, expected {len(page_ids)}")
             await self._touch(partial(self._pages.copy, source_ids, page_ids))
             await self._wire.send(_READ.pack(self._num_done))
 

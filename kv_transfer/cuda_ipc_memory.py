@@ -132,7 +132,7 @@ class CudaPeerPages:
 
         device = self._memory.device
         # One upload for both; the second half is aligned wherever it begins, or it would be
-        # compiled anew: ids are not specialized on their alignment.
+        # compiled again: ids are not specialized on their alignment.
         ids = torch.tensor([source_ids, target_ids], dtype=torch.int64, device=device)
         copy_between(words, ids[0], self._memory.words, ids[1])
 

@@ -31,31 +31,37 @@ class Wait:
 class TransferDeadlines:
     """How long each wait may take, in seconds of the event loop's clock."""
 
-    connect_s: float = option(10.0, "Setting up a connection, on both sides together.", above=0)
-    grant_s: float = option(10.0, "Until the sender accepts the request.", above=0)
+    connect_s: float = option(
+        10.0, "Time limit for setting up a connection, on both sides together.", above=0
+    )
+    grant_s: float = option(10.0, "Time limit until the sender accepts the request.", above=0)
     chunk_s: float = option(
-        60.0, "Until the next chunk is computed; a prompt may queue before.", above=0
+        60.0, "Time limit until the next chunk is computed; a prompt may queue before.", above=0
     )
     slot_s: float = option(
-        60.0, "For a receive slot: other transfers of the same two workers come first.", above=0
+        60.0,
+        "Time limit for a receive slot: other transfers of the same two workers come first.",
+        above=0,
     )
-    post_s: float = option(2.0, "Until the sender has posted a chunk that was asked for.", above=0)
+    post_s: float = option(
+        2.0, "Time limit until the sender has posted a chunk that was asked for.", above=0
+    )
     transfer_s: float = option(
         2.0,
         "Moving a chunk takes at most this, plus the time of its bytes at assumed_bytes_per_s.",
         above=0,
     )
     assumed_bytes_per_s: float = option(
-        200e6, "Least bandwidth that transfers are granted; a fifth of a slow network.", above=0
+        200e6, "Least bandwidth that transfers are granted; a fifth of a slow network's.", above=0
     )
-    digest_s: float = option(30.0, "Computing the digests of a chunk.", above=0)
+    digest_s: float = option(30.0, "Time limit for computing the digests of a chunk.", above=0)
     ack_s: float = option(
-        60.0, "For the receiver's answer; as slot_s, seen by the sender.", above=0
+        60.0, "Time limit for the receiver's answer; like slot_s, seen by the sender.", above=0
     )
     abort_s: float = option(
         5.0,
-        "Aborting a connection; NCCL takes 0.5 to 2 s. A worker where it takes longer should be "
-        "restarted.",
+        "Time limit for aborting a connection; NCCL takes 0.5 to 2 s. A worker where it takes "
+        "longer should be restarted.",
         above=0,
     )
 
@@ -66,7 +72,7 @@ class TransferDeadlines:
         """Return the longest time for `wait`; the rest matters where bytes move.
 
         Args:
-            num_bytes: Of so many chunks that move one after the other.
+            num_bytes: The size of all chunks, which move one after the other.
         """
         match wait.kind:
             case WaitKind.TRANSFER:

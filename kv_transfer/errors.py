@@ -15,7 +15,7 @@ class TransferError(Exception):
 
 
 class ConnectionBroken(TransferError):
-    """The connection failed; it must be aborted and made anew."""
+    """The connection failed; it must be aborted and made again."""
 
 
 class TransferAborted(TransferError):

@@ -178,7 +178,7 @@ class NcclConnection(OrderedConnection):
 
 
 async def _in_daemon_thread(function: Callable[[], None]) -> None:
-    """Run a function that may hang for ever, in a thread that cannot keep the process alive."""
+    """Run a function that may hang forever, in a thread that cannot keep the process alive."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 

@@ -164,7 +164,7 @@ class NcclLink:
 
     def _messages(self, page_ids: Sequence[int]) -> list[Tensor]:
         # All before anything is enqueued, since a copy to the device would then wait for the wire;
-        # each a tensor of its own, since Triton compiles anew for another alignment.
+        # each a tensor of its own, since Triton compiles again for another alignment.
         step = self._pages_in_message
         with cuda.stream(self._copy):
             self._ids = [

@@ -2,8 +2,8 @@
 
 The machines (`receiver_protocol`, `sender_protocol`) are pure: `step(state, event)` returns the
 next state and the actions that a driver must execute, in order. Same state and same event, same
-result; no clock, no task, no logger. `waiting_for(state)` names the one thing that may not take for
-ever, so that a driver can give every wait a deadline.
+result; no clock, no task, no logger. `waiting_for(state)` names the one thing that may not take
+forever, so that a driver can give every wait a deadline.
 """
 
 import enum

@@ -140,7 +140,7 @@ class ProvenSockets:
         except BaseException as error:
             if sock is not None:
                 sock.close()
-            # A host that is no name at all is a ValueError.
+            # A host that cannot be a name raises ValueError.
             if isinstance(error, (OSError, TimeoutError, ValueError)):
                 reason = str(error) or "no answer in time"
                 message = f"no TCP connection to {join_address(host, port)}: {reason}"
@@ -192,7 +192,7 @@ class ProvenSockets:
         encoded, own = connection_id.encode(), self._random_bytes(CHALLENGE_BYTES)
         if len(encoded) > MAX_ID_BYTES:
             raise ConnectionBroken(
-                f"the connection id has {len(encoded)} bytes, allowed are {MAX_ID_BYTES}"
+                f"connection id: found {len(encoded)} bytes; allowed: at most {MAX_ID_BYTES}"
             )
         await wire.send(_HELLO.pack(_HELLO_MAGIC, len(encoded), own) + encoded)
         try:

@@ -96,11 +96,11 @@ def open_transports(
     NCCL is always there for GPUs of different hosts.
 
     Args:
-        storage: That of the pages.
+        storage: The storage of the pages.
         device: Its device.
         host: The worker's own address.
         tls: Encrypts connections, but not those of NCCL; None: they are in clear.
-        port_range: Of listeners, but not those of NCCL; see options.ports.
+        port_range: The range of listeners' ports, except those of NCCL; see options.ports.
         choice: Between GPUs of one host "auto" takes NCCL, and "cuda_ipc" lets the receiver read
             the sender's memory. Within one GPU only the latter is possible, except for "nccl".
     """

@@ -35,9 +35,10 @@ def ticket_to_proto(ticket: Ticket) -> worker_pb2.TransferTicket:
 
 def ticket_from_proto(proto: worker_pb2.TransferTicket) -> Ticket:
     """Return the ticket; raises TransferError if its id has a wrong length."""
-    if len(proto.transfer_id) != TRANSFER_ID_BYTES:
+    found = len(proto.transfer_id)
+    if found != TRANSFER_ID_BYTES:
         raise TransferError(
-            f"ticket.transfer_id has {len(proto.transfer_id)} bytes, must have {TRANSFER_ID_BYTES}"
+            f"ticket.transfer_id: found {found} bytes; allowed: {TRANSFER_ID_BYTES}"
         )
     return Ticket(
         transfer_id=proto.transfer_id,
@@ -113,6 +114,6 @@ def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
 def _digests(joined: bytes) -> tuple[bytes, ...]:
     if not joined or len(joined) % DIGEST_BYTES:
         raise TransferError(
-            f"chunk_ready.digests has {len(joined)} bytes, must be a multiple of {DIGEST_BYTES}"
+            f"chunk_ready.digests: found {len(joined)} bytes; allowed: a multiple of {DIGEST_BYTES}"
         )
     return tuple(joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES))

@@ -103,7 +103,7 @@ class TritonAttention:
         """Plan a pass of drawn tokens, one of each sequence.
 
         Args:
-            inputs: Of the pass, on the device.
+            inputs: The inputs of the pass, on the device.
             rows: Its tokens.
             page_table: The flat one, on the host.
             is_next_step: Whether the last call had the same rows over the same table, and each

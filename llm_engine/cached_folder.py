@@ -22,7 +22,7 @@ def cached_folder(
     """Return a folder of the cache, writing it if it is missing or damaged.
 
     Args:
-        name: Of the folder; it identifies the content, so different contents have different names.
+        name: The name of the folder; it identifies the content: other content, other name.
         write: Writes the files into an empty folder.
         cache_dir: Parent of the folder; default: the user's cache.
 

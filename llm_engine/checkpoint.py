@@ -69,7 +69,7 @@ def read_checkpoint(model_dir: Path, config: ModelConfig) -> Tensors:
         if entry.shape != shape:
             raise CheckpointMismatch(
                 f"{entry.path}: tensor {name} has shape {list(entry.shape)}, "
-                f"config.json asks for {list(shape)}"
+                f"config.json requires {list(shape)}"
             )
         if entry.dtype not in WEIGHT_DTYPE_BYTES:
             raise CheckpointMismatch(

@@ -93,9 +93,9 @@ class GraphedDecode:
         """Record steps of all sizes that attention's first buffers can hold; overwrites page 0.
 
         Args:
-            page_size: Of the pool.
-            max_tokens: Of a sequence.
-            prompts: Records steps with prompt tokens, too.
+            page_size: The page size of the pool.
+            max_tokens: The longest sequence.
+            prompts: Whether to record steps with prompt tokens, too.
         """
         num_seats = len(self._batch.lengths)
         shared_len = least_shared_len(page_size) + 1

@@ -35,7 +35,7 @@ class DeviceRunner:
 
     Args:
         storage: The pages.
-        decoder: Of slices.
+        decoder: The decoder, for slices.
         batch: The seats; None: slices only.
         decode: Steps of the seats; None: slices only.
         prompts: Passes of few prompt tokens; None: launched like all others.

@@ -7,7 +7,7 @@ from kv_cache.page_storage import PageStorage
 from llm_engine.engine_step import EngineStep, StepResult
 
 # The error of a request for which no token could be drawn
-UNDRAWN = "no token can be drawn for it: the largest logit that may be is NaN or infinite"
+UNDRAWN = "no token can be drawn for it: the largest allowed logit is NaN or infinite"
 
 
 class EngineLike(Protocol):

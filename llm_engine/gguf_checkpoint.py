@@ -57,7 +57,7 @@ def read_gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Tensors:
         if tensor.shape != shape:
             raise CheckpointMismatch(
                 f"{header.path}: tensor {gguf_name} has shape {list(tensor.shape)}, "
-                f"the metadata asks for {list(shape)}"
+                f"the metadata requires {list(shape)}"
             )
         tensors[name] = GGUFTensorEntry(
             path=header.path,

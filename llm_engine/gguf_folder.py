@@ -21,7 +21,7 @@ def gguf_folder(header: GGUFHeader, *, cache_dir: Path | None = None) -> Path:
     """Return the folder of a file.
 
     Args:
-        header: Of the file.
+        header: The header of the file.
         cache_dir: Parent of the folder; default: the user's cache.
 
     Raises:

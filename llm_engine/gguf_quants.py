@@ -103,7 +103,7 @@ def _spread(packed: Tensor, shifts: tuple[int, ...], *, transposed: bool = False
 
     Args:
         packed: uint8 [B, ..., bytes]. The lowest fields of all bytes come first, then the next.
-        shifts: Of the fields in a byte.
+        shifts: The shifts of the fields in a byte.
         transposed: Whether all fields of the first byte come first instead.
     """
     mask = (1 << 8 // len(shifts)) - 1

@@ -54,7 +54,7 @@ def read_vocabulary(header: GGUFHeader, named_by_default: Mapping[str, int]) -> 
     """Read and check tokens, types and scores.
 
     Args:
-        header: Of the file.
+        header: The header of the file.
         named_by_default: Names of special tokens that a file may omit |-> id.
 
     Raises:

@@ -16,8 +16,8 @@ def fill_from_gguf(out: Tensor, entry: GGUFTensorEntry) -> None:
     """Read, dequantize and cast a tensor on its target device.
 
     Args:
-        out: Of the entry's shape, contiguous, of any dtype.
-        entry: Of the tensor.
+        out: A tensor of the entry's shape, contiguous, of any dtype.
+        entry: The tensor's entry.
 
     Raises:
         CheckpointCorrupt: If the file is now shorter than its header says.

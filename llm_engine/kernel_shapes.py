@@ -12,7 +12,7 @@ def check_kernel_shapes(source: Path, config: ModelConfig) -> None:
 
     Args:
         source: File of the configuration, for errors.
-        config: Of the model.
+        config: The configuration of the model.
 
     Raises:
         UnsupportedModel: Names the key of config.json, what was found and what is allowed.

@@ -1,8 +1,8 @@
 """What attention of drawn tokens reads, counted from plans on the host.
 
 A row is a drawn token; it needs all K and V that it attends to. Flat attention reads them for each
-row anew, cascade attention reads a run of tokens once for all rows that share it. Prompt tokens are
-not counted: their attention computes for longer than it reads. Nor is what a kernel loads again
+row again; cascade attention reads a run of tokens once for all rows that share it. Prompt tokens do
+not count: their attention computes for longer than it reads. Nor does what a kernel loads again
 from the cache of a device, as the tiles of a shared run do.
 """
 
@@ -12,10 +12,10 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVReads:
-    """Of all layers of one step, or summed over steps. read_bytes <= needed_bytes."""
+    """Reads in all layers of one step, or summed over steps. read_bytes <= needed_bytes."""
 
-    needed_bytes: int = 0  # K and V of all rows, each row's for itself
-    read_bytes: int = 0  # the same, but what rows share once
+    needed_bytes: int = 0  # K and V of all rows, counted for each row
+    read_bytes: int = 0  # the same, but what rows share counts once
     groups: int = 0  # of rows that share from their first token on
     grouped_rows: int = 0  # rows in these groups
 
@@ -32,10 +32,10 @@ NO_READS = KVReads()
 
 
 def flat_reads(num_tokens: int, token_bytes: int) -> KVReads:
-    """Return what rows read that share nothing.
+    """Return the reads of rows that share nothing.
 
     Args:
-        num_tokens: That rows attend to, summed over rows.
+        num_tokens: The tokens that rows attend to, summed over rows.
         token_bytes: K and V of a token in all layers.
     """
     num_bytes = num_tokens * token_bytes

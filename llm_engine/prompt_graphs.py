@@ -60,9 +60,9 @@ class GraphedPrompts:
 
     Args:
         decoder: Computes the layers.
-        attention: That of the decoder.
-        page_size: Of the pool.
-        device: Of the pool.
+        attention: The attention of the decoder.
+        page_size: The page size of the pool.
+        device: The device of the pool.
         make_recorder: Called once.
     """
 

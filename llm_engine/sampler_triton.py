@@ -80,7 +80,7 @@ def read_later(
 
     Args:
         tokens_R: [num_rows], int32; -1 where no token could be drawn.
-        logprobs: Of the rows that want them, or of all.
+        logprobs: The log probabilities of the rows that want them, or of all rows.
         wanted: Rows that want log probabilities |-> how many of the most probable tokens.
         has_all_logprobs: Whether `logprobs` cover all rows.
     """

@@ -65,10 +65,10 @@ def load_weights(
     """Read all tensors and return them on the device, newly allocated.
 
     Args:
-        config: Of the model.
-        tensors: Of its checkpoint.
-        device: Of the result.
-        dtype: Of the result.
+        config: The configuration of the model.
+        tensors: The tensors of its checkpoint.
+        device: The device of the result.
+        dtype: The dtype of the result.
         on_loaded: Called after each tensor with its bytes in the file.
 
     Raises:

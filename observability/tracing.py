@@ -257,7 +257,7 @@ def _begin(name: str, parent: Any, values: dict[str, object]) -> NoSpan:
 
 
 def _parent(traceparent: str) -> Any:
-    """Return the context of a remote span; an empty one if this is no traceparent."""
+    """Return the context of a remote span; an empty one if this is not a traceparent."""
     from opentelemetry.context import Context
     from opentelemetry.trace import (
         NonRecordingSpan,

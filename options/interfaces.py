@@ -23,7 +23,7 @@ def address_on(interface: str, *, option: str = "network_interface") -> str:
     Link-local IPv6 addresses are ignored: they need a zone, which differs by host.
 
     Args:
-        interface: Its name.
+        interface: The name of the interface.
         option: The option that names it, for the error.
 
     Raises:
@@ -50,11 +50,11 @@ def address_on(interface: str, *, option: str = "network_interface") -> str:
         reason = "which is down"
     else:
         reason = "which has neither an IPv4 address nor an IPv6 address that is not link-local"
-    where = f"{option} is {interface!r}, {reason} on {socket.gethostname()}"
+    where = f"{option}: found {interface!r}, {reason} on {socket.gethostname()}"
     if not usable:
         raise NoAddress(f"{where}, where no interface has an address")
     allowed = ", ".join(f"{name} ({address})" for name, address in usable.items())
-    raise NoAddress(f"{where}; it must be one of {allowed}")
+    raise NoAddress(f"{where}; allowed: {allowed}")
 
 
 def _best(addresses: Iterable[str]) -> str:

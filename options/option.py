@@ -109,7 +109,7 @@ class Option:
             words += f" above {rule.above}"
             words += "" if rule.at_most is None else f", up to {rule.at_most}"
         if rule.exceeds:
-            words += f", and must exceed {spell(rule.exceeds)}"
+            words += f", greater than {spell(rule.exceeds)}"
         return words
 
 
@@ -188,7 +188,7 @@ def options_of(owner: Any) -> Mapping[str, Option]:
 
 
 def check_options(config: Any) -> None:
-    """Check each option of a configuration, and those that must exceed another.
+    """Check each option of a configuration, and those that must be greater than another.
 
     Raises:
         WrongOptions: Names each wrong option, what was found and what is allowed.
@@ -196,7 +196,7 @@ def check_options(config: Any) -> None:
     owner: Any = type(config)
     options = options_of(owner)
     problems = [
-        WrongOption("{} is {!r}; it must be {}", OptionName(name), value, each.allowed())
+        WrongOption("{}: found {!r}; allowed: {}", OptionName(name), value, each.allowed())
         for name, each in options.items()
         if not each.allows(value := getattr(config, name))
     ]
@@ -206,7 +206,7 @@ def check_options(config: Any) -> None:
         if not other or {name, other} & wrong:
             continue
         if getattr(config, name) <= getattr(config, other):
-            template = "{} is {!r}; it must exceed {}, which is {!r}"
+            template = "{}: found {!r}; allowed: more than {}, which is {!r}"
             parts = OptionName(name), getattr(config, name), OptionName(other)
             problems.append(WrongOption(template, *parts, getattr(config, other)))
     if problems:

@@ -76,7 +76,7 @@ class CallStream:
 
     Args:
         open_call: Opens it at the router.
-        address: Of the router, for error messages.
+        address: The address of the router, for error messages.
     """
 
     def __init__(self, open_call: Callable[[], Any], address: str) -> None:
@@ -212,7 +212,7 @@ class SingleCall(RunningCall):
 
     Args:
         call: The open gRPC call.
-        address: Of the router, for error messages.
+        address: The address of the router, for error messages.
         receiver: Gets its output.
     """
 

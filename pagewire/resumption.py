@@ -55,8 +55,8 @@ class ResumableCall:
         request: To send.
         routers: To send it to.
         reader: Gets the answer.
-        metadata: Of each call.
-        timeout_s: Of the whole call.
+        metadata: The metadata of each call.
+        timeout_s: The time limit of the whole call.
         resume_s: How long to look for another router after each loss; 0: not at all.
         interval_s: Tokens that arrive within it share a message.
 

@@ -82,9 +82,9 @@ async def why_no_connection(address: str, pem: Pem | None, server_name: str) -> 
     gRPC reports only a closed socket, so this connects again to find the reason.
 
     Args:
-        address: Of the router.
-        pem: That of the channel; None: it is in clear.
-        server_name: That of the channel; empty: the host of the address.
+        address: The router's address.
+        pem: The files of the channel; None: it is in clear.
+        server_name: The server name of the channel; empty: the host of the address.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

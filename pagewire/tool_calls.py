@@ -21,7 +21,7 @@ def forced_calls(
 
     Args:
         model: From `list_models`.
-        tools: Of the chat, in the format of OpenAI's API.
+        tools: The tools of the chat, in the format of OpenAI's API.
         function: Name of the only function that may be called; None: any of them.
         is_parallel: Whether several calls are allowed; Llama 3 makes one regardless.
 

@@ -216,13 +216,13 @@ class WorkerStatus:
     preemptions: int
     needed_bytes: int  # of all pages of prompts that prefill workers were to compute
     steps_ahead: int  # of `steps`, those launched before the previous one's tokens were known
-    attention_needed_bytes: int  # K and V that drawn tokens attended to, each token's for itself
+    attention_needed_bytes: int  # K and V that drawn tokens attended to, counted for each token
     attention_read_bytes: int  # of them, what was read: shared prefixes once for a whole step
     sharing_groups: int  # of sequences that shared what they read, summed over steps
     sharing_rows: int  # sequences in these groups, summed over steps
     transfer_s: float  # in which pages of prompts were received, summed over transfers
     exposed_transfer_s: float  # of it, after the prompt was computed
-    over_quota_pages: int  # cached pages that went because their tenant had more than it may keep
+    over_quota_pages: int  # cached pages evicted because their tenant had more than it may keep
 
     @property
     def is_living(self) -> bool:
@@ -275,7 +275,9 @@ class ClusterStatus:
     resumed_requests: int
     index_pages: int  # page hashes in the router's prefix index
     is_stopping: bool = False  # it takes no more requests, and ends
-    hot_prefixes: tuple[HotPrefix, ...] = ()  # those that most recent prompts had, most first
+    hot_prefixes: tuple[
+        HotPrefix, ...
+    ] = ()  # those that recent prompts most often had, most hits first
     front_tls: Encryption | None = None  # of its clients' connections; None: not reported
     cluster_tls: Encryption | None = None  # of its own to workers and controller; likewise
     tenants: tuple[TenantStatus, ...] = ()  # empty without a tenants file

@@ -26,10 +26,11 @@ def check_prompt(
     """
     num_tokens = len(prompt.tokens)
     if not 1 <= prompt.prompt_len <= num_tokens:
-        raise InvalidPrompt(f"prompt_len is {prompt.prompt_len}, must be in [1, {num_tokens}]")
+        raise InvalidPrompt(f"prompt_len: found {prompt.prompt_len}; allowed: 1 to {num_tokens}")
     if num_tokens >= model.max_context_tokens:
         raise InvalidPrompt(
-            f"token_ids has {num_tokens} tokens, the context ends at {model.max_context_tokens}"
+            f"token_ids: found {num_tokens} tokens; allowed: fewer than "
+            f"{model.max_context_tokens}, what the context holds"
         )
     try:
         model.check_tokens("token_ids", prompt.tokens)
@@ -37,14 +38,14 @@ def check_prompt(
     except ValueError as error:
         raise InvalidPrompt(str(error)) from None
     if not 0 < prompt.cache_share <= 1:  # nor NaN
-        raise InvalidPrompt(f"cache_share is {prompt.cache_share}, must be above 0 and at most 1")
+        raise InvalidPrompt(f"cache_share: found {prompt.cache_share}; allowed: above 0, up to 1")
     if not prompt.choices:
-        raise InvalidPrompt("choices is empty; at least one token is drawn")
+        raise InvalidPrompt("choices: found none; allowed: one or more")
     if max(prompt.choices) >= MAX_CHOICES or len(set(prompt.choices)) < len(prompt.choices):
         shown = ", ".join(map(str, prompt.choices[:MAX_CHOICES]))
-        raise InvalidPrompt(f"choices are {shown}; each must be below {MAX_CHOICES} and come once")
+        raise InvalidPrompt(f"choices: found {shown}; allowed: 0 to {MAX_CHOICES - 1}, each once")
     num_pages = num_pages_for(num_tokens, page_size)
     if prompt.first_page >= num_pages:
-        raise InvalidPrompt(f"first_page is {prompt.first_page}, must be below {num_pages}")
+        raise InvalidPrompt(f"first_page: found {prompt.first_page}; allowed: 0 to {num_pages - 1}")
     if num_waiting >= config.max_queued_prompts:
         raise Overloaded(f"{num_waiting} of {config.max_queued_prompts} places to wait are taken")

@@ -47,7 +47,7 @@ class Prompt:
     pages: SequencePages | None = None  # while COMPUTING
     num_cached: int = 0  # tokens found in the cache
     num_computed: int = 0  # tokens whose K and V are in the pages, cached ones included
-    num_launched: int = 0  # tokens behind them that steps in flight compute
+    num_launched: int = 0  # tokens after them that steps in flight compute
     num_in_flight: int = 0  # steps in flight that touch its pages
     num_handed_pages: int = 0  # pages before this one went to the transfer, or were not needed
     lease: Lease | None = None  # of the handed pages, when DONE

@@ -11,14 +11,14 @@ MAX_DEPTH = 100  # of messages within messages: parsers go no deeper
 
 
 def find_bad_text(raw: bytes, descriptor: Any) -> str:
-    """Return the path of a text that is no UTF-8, and where; empty: each of them is.
+    """Return the path of a text that is not UTF-8, and where; empty: all of them are.
 
     Args:
         raw: The serialized message.
-        descriptor: Of its type.
+        descriptor: The descriptor of its type.
 
     Raises:
-        ValueError: The bytes are no message, or nested more deeply than a parser goes.
+        ValueError: The bytes are not a message, or nested more deeply than a parser goes.
 
     Source: protobuf's encoding (https://protobuf.dev/programming-guides/encoding/).
     """

@@ -255,7 +255,7 @@ async def _bad_text(method: str, raw: bytes) -> str:
     try:
         return await asyncio.to_thread(find_bad_text, raw, _request_type(method))
     except ValueError:
-        return ""  # it is no message, whatever is in it
+        return ""  # it is not a message, whatever is in it
 
 
 def _responding(method: str, handler: Any) -> Serve:

@@ -17,7 +17,7 @@ def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
 
     Args:
         raw: The serialized message.
-        descriptor: Of its type.
+        descriptor: The descriptor of its type.
         limit: Most fields.
 
     Raises:
@@ -51,12 +51,12 @@ def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
             if num_fields > limit:
                 return True
         if at > end:
-            raise ValueError(f"a field ends behind its message, at byte {at} of {end}")
+            raise ValueError(f"a field ends after its message, at byte {at} of {end}")
     return False
 
 
 def read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a position, and the position behind it."""
+    """Return the number at a position, and the position after it."""
     if at < len(raw) and raw[at] < 0x80:  # nearly all are of one byte
         return raw[at], at + 1
     value = 0

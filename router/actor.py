@@ -20,7 +20,7 @@ class RouterActor:
     """One router; `__init__` returns when it serves. It never touches CUDA.
 
     Args:
-        settings: Those of the router.
+        settings: The settings of the router.
         controller_name: Name of the actor that knows the workers. A name, because Ray cannot
             restart an actor whose arguments hold a handle of a dead actor.
     """

@@ -64,7 +64,7 @@ class ChildPool:
         settings: Their first message; read when a child starts.
         check_ready: Takes the answer to the settings, and raises if it is wrong.
         num_children: Number of children.
-        limits: Of each answer.
+        limits: The limits of each answer.
         max_answer_bytes: Longer answers exceed a limit.
         busy: Text of the error when too many wait: "chats wait to be rendered".
     """

@@ -47,7 +47,7 @@ class RouterConfig:
         at_least=0,
     )
     retry_delay_s: float = option(
-        0.5, "Suggested to refused clients; longer after a long wait.", at_least=0
+        0.5, "Delay suggested to refused clients; longer after a long wait.", at_least=0
     )
     max_prompt_chars: int = option(
         0,
@@ -57,7 +57,8 @@ class RouterConfig:
     )
     request_timeout_s: float = option(
         3600.0,
-        "For calls without their own deadline; a call can be resumed elsewhere for this long.",
+        "Time limit of calls without their own deadline; a call can be resumed elsewhere for this "
+        "long.",
         above=0,
     )
     coalesce_ms: float = option(
@@ -91,7 +92,7 @@ class RouterConfig:
         "How long a worker may make no engine step while it sends heartbeats and sequences run.",
         at_least=0,
     )
-    connect_timeout_s: float = option(5.0, "Limit of the first call to a worker.", at_least=0)
+    connect_timeout_s: float = option(5.0, "Time limit of the first call to a worker.", at_least=0)
     reconnect_delay_s: float = option(0.2, "Pause between attempts to reach a worker.", at_least=0)
     forget_dead_after_s: float = option(
         60.0, "How long a dead worker stays in the cluster status.", at_least=0

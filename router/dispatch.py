@@ -65,7 +65,7 @@ class Dispatcher:
         """Make the dispatcher of a router.
 
         Args:
-            config: That of the router.
+            config: The configuration of the router.
             registry: The workers.
             index: The pages that they hold.
             has_tenants: Whether tenants take turns.

@@ -6,7 +6,7 @@ RouterError
   NotAuthenticated       the call has no token of a tenant
   Overloaded             the router or the tenant is at a limit; try again after `retry_delay_s`
   NoWorker               no decode worker became available in time
-  RouterStops            the router stops; another one can go on with the call
+  RouterStops            the router stops; another one can continue the call
   RequestFailed          a worker ended the request with an error of the request's own
   RequestLost            the stream broke more often than it may be resumed
   DeadlineExceeded       the client's or the router's time limit passed
@@ -19,7 +19,7 @@ ChatTemplateError        a chat template is not valid or broke a rule of the san
 PortTaken                nothing can listen on the port of the metrics (at start)
 
 Inside the router only:
-AttemptFailed            this attempt is over, another worker may go on
+AttemptFailed            this attempt is over, another worker may continue
 DeltaGap                 tokens are missing between two deltas of a choice
 RefusedByTemplate        the chat template does not accept the messages
 WorkerGone               a worker cannot be used, for now
@@ -37,7 +37,7 @@ class InvalidRequest(RouterError):
     """A field of the request is wrong, or several are.
 
     Args:
-        field, found, allowed: Those of the first wrong field.
+        field, found, allowed: Field, value found and what is allowed, for the first wrong field.
         others: Errors of further fields, which this one then includes.
     """
 

@@ -34,7 +34,7 @@ class HotPrefixes:
 
         Args:
             tenant: Its tenant.
-            page_hashes: Those of its full pages.
+            page_hashes: The page hashes of its full pages.
             num_known: How many of them, from the first on, some worker holds.
             page_size: Tokens of a page.
         """

@@ -40,7 +40,7 @@ class ManyCalls:
         """Start a call.
 
         Raises:
-            InvalidRequest: One by this id still runs.
+            InvalidRequest: A call with this id still runs.
         """
         if call_id in self._tasks:
             raise InvalidRequest("call_id", f"{call_id}, which still runs", "one that does not")

@@ -123,7 +123,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: a client that leaves, or sends nonsense, is no error of the router."""
+        """Log nothing: a client that leaves, or sends nonsense, is not an error of the router."""
 
 
 def _cut_off(connection: socket.socket) -> None:

@@ -90,7 +90,7 @@ def route(
         decode_workers: The ones that take requests; at least one.
         prefill_workers: The ones that take requests; none means that the decode worker prefills.
         overlaps: worker_id |-> leading pages that it holds; absent is 0.
-        weights: Of the costs.
+        weights: The weights of the costs.
     """
     costs = _Costs(query, overlaps, weights)
     prefill = sorted(prefill_workers, key=lambda each: costs.ranked(each, costs.compute_s(each)))

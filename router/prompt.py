@@ -111,7 +111,7 @@ class PromptEncoder:
         Args:
             prompt: As a front end hands it over.
             finish: Called with the packed token ids; for a large prompt in a thread.
-            max_chars: Of a text, and of a chat with all its fields.
+            max_chars: The limit of a text, and of a chat with all its fields.
 
         Raises:
             InvalidRequest: The prompt cannot become tokens.

@@ -28,7 +28,7 @@ class ServedModel:
     def differences(self, other: "ServedModel") -> str:
         """Name the fields in which two models differ, capacities aside; empty: the same."""
         return ", ".join(
-            f"{each.name} is {getattr(self, each.name)!r}, theirs {getattr(other, each.name)!r}"
+            f"{each.name} is {getattr(self, each.name)!r}, not {getattr(other, each.name)!r}"
             for each in fields(self)
             if each.name not in _CAPACITIES
             and getattr(self, each.name) != getattr(other, each.name)

@@ -110,7 +110,7 @@ class ResumeTokens:
             token: One that `read` has read.
             request: Complete, with the token's contents.
             asked: As the caller sent it now.
-            fingerprint: That of the model.
+            fingerprint: The fingerprint of the model.
 
         Raises:
             InvalidRequest: Names the field.

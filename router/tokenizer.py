@@ -78,7 +78,7 @@ class Tokenizer:
         return twice[len(once) :] if twice.startswith(once) else once
 
     def is_known(self, token_id: int) -> bool:
-        """Whether the vocabulary has a token by this id."""
+        """Whether the vocabulary has a token with this id."""
         return self._tokenizer.id_to_token(token_id) is not None
 
     def has_text(self, token_id: int) -> bool:

@@ -97,7 +97,7 @@ def check_resumption(resumption: Resumption, sampling: Sampling, model: ServedMo
         if num_tokens:
             _check_vocabulary(f"{field}.token_ids", each.packed_token_ids, model)
     if sum(each.is_finished for each in resumption.choices) == sampling.n:
-        raise InvalidRequest("resume.choices", "all finished", "one or more to go on with")
+        raise InvalidRequest("resume.choices", "all finished", "one or more to continue with")
 
 
 def complete_sampling(
@@ -113,7 +113,7 @@ def complete_sampling(
 
     Args:
         asked: The client's parameters.
-        defaults: Those of the model folder, checked when it was read.
+        defaults: The defaults of the model folder, checked when it was read.
         model: Limits.
         prompt_len: Tokens of the prompt, which is checked already.
         has_tokenizer: Whether stop strings and constraints can be served.

@@ -206,7 +206,7 @@ def submit(
         prefill_candidates: Best first.
         timeout_s: The worker gives up after it.
         failed_passes: As reported by the worker that had it last.
-        traceparent: That of the attempt's span; empty: it is not traced.
+        traceparent: The traceparent of the attempt's span; empty: it is not traced.
     """
     sampling = request.sampling
     return worker_pb2.SessionRequest(

@@ -341,7 +341,9 @@ class WorkerRegistry:
             assert other.model is not None
             differences = model.differences(other.model)
             if differences and other.state != "DEAD":
-                worker.misfit = f"not the model of {other.member.worker_id}: {differences}"
+                worker.misfit = (
+                    f"a model other than that of {other.member.worker_id}: {differences}"
+                )
                 raise WorkerGone(worker.misfit)
         worker.model, worker.misfit = model, ""
         models = [

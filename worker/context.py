@@ -39,18 +39,18 @@ class WorkerContext:
     """One start of one worker. Owned by the event loop that serves it.
 
     Args:
-        config: That of the worker's pool.
+        config: The configuration of the worker's pool.
         identity: The worker and its incarnation.
         model: The model that the executor's engine serves.
         executor: Runs the engine without blocking the event loop. The caller closes it after the
             worker has stopped.
-        credentials: Those of this start, for calls to other workers and for keys of connections.
+        credentials: The credentials of this start, for calls to other workers and connection keys.
         transports: The transports of pages, best first, made for the engine's storage. The host
             closes them.
 
     Attributes:
         model: The model within the limits of the engine's pages.
-        grammars: Those of the model, for answers with a constraint.
+        grammars: The model's grammars, for answers with a constraint.
         wake: Set it to have the scheduler look again.
         is_draining: The worker takes nothing new.
     """
@@ -95,7 +95,7 @@ class WorkerContext:
         """Raise StaleIncarnation if a caller means another incarnation of this worker."""
         if incarnation != self.identity.incarnation:
             raise StaleIncarnation(
-                f"incarnation {incarnation} is asked for, this is {self.identity.incarnation}"
+                f"the call is for incarnation {incarnation}, this is {self.identity.incarnation}"
             )
 
     def check_open(self) -> None:

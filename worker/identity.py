@@ -46,4 +46,4 @@ class ModelInfo:
             return
         largest = int(np.asarray(token_ids).max())  # of an array in a tenth of the time of max()
         if largest >= self.vocab_size:
-            raise ValueError(f"{field} has id {largest}, ids are below {self.vocab_size}")
+            raise ValueError(f"{field}: found {largest}; allowed: 0 to {self.vocab_size - 1}")

@@ -48,7 +48,7 @@ def model_on(model_paths: Mapping[str, str], model: Path, names: Collection[str]
     """Return the path of the model on a host: the first path for one of its names, or `model`.
 
     Args:
-        names: Those of the host; see host_names.
+        names: The names of the host; see host_names.
     """
     return Path(next((path for name, path in model_paths.items() if name in names), model))
 
@@ -63,9 +63,9 @@ def look(
     """Look at the host of this process; reads from its disk.
 
     Args:
-        options: Those of the cluster.
+        options: The options of the cluster.
         model: Path of the model unless the options name another one.
-        names: Those of the host; see host_names.
+        names: The names of the host; see host_names.
         address: The host's address in Ray.
         expected: The model that must be there; None: any.
     """
@@ -76,8 +76,9 @@ def look(
             ray_address, address = address, address_on(interface)
             if is_loopback_host(address) and not is_loopback_host(ray_address):
                 problems.append(
-                    f"network_interface is {interface!r}, whose address on {host} is {address}, "
-                    "where no other host finds it; it must be one that joins the hosts"
+                    f"network_interface: found {interface!r}, whose address on {host} is "
+                    f"{address}, which no other host can reach; allowed: one that connects "
+                    "the hosts"
                 )
     except NoAddress as error:
         address = ""

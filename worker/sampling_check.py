@@ -18,7 +18,7 @@ def check_sampling(params: SamplingParams, model: ModelInfo) -> None:
     for name, allowed in RANGES.items():
         value = getattr(params, name)
         if not allowed.holds(value):
-            raise ValueError(f"sampling.{name} is {value}, allowed is {allowed.allowed}")
+            raise ValueError(f"sampling.{name}: found {value}; allowed: {allowed.allowed}")
     most = {
         "top_k": (0, model.vocab_size),
         "seed": (0, MAX_SEED),
@@ -29,23 +29,25 @@ def check_sampling(params: SamplingParams, model: ModelInfo) -> None:
     for name, (low, high) in most.items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
-            raise ValueError(f"sampling.{name} is {value}, allowed is {low} to {high}")
+            raise ValueError(f"sampling.{name}: found {value}; allowed: {low} to {high}")
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:
         raise ValueError(
-            f"sampling.stop_token_ids has {len(params.stop_token_ids)} ids, "
-            f"allowed are at most {MAX_STOP_TOKENS}"
+            f"sampling.stop_token_ids: found {len(params.stop_token_ids)} ids; "
+            f"allowed: at most {MAX_STOP_TOKENS}"
         )
     model.check_tokens("sampling.stop_token_ids", params.stop_token_ids)
     if params.constraint is not None:
         if params.ignore_eos or not model.eos_token_ids:
-            raise ValueError("sampling.constraint is set, allowed is none where no end token ends")
+            raise ValueError(
+                "sampling.constraint: found one; allowed: none where no end token ends"
+            )
         if params.min_tokens:
             raise ValueError(
-                f"sampling.min_tokens is {params.min_tokens}, allowed is 0 with a constraint"
+                f"sampling.min_tokens: found {params.min_tokens}; allowed: 0 with a constraint"
             )
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
     if params.min_tokens and len(ends) >= model.vocab_size:
         raise ValueError(
-            f"sampling.min_tokens is {params.min_tokens}, allowed is 0 where every token is a stop "
-            "token: none could be drawn before"
+            f"sampling.min_tokens: found {params.min_tokens}; allowed: 0 where every token is a "
+            "stop token: none could be drawn before"
         )

@@ -430,7 +430,7 @@ class CascadeAttention:
         if longest > window:
             raise ShapeError(
                 f"kv_lens has {longest} for a request that shares a prefix, must be at most "
-                f"sliding_window {window}; plan looks for prefixes anew"
+                f"sliding_window {window}; plan looks for prefixes again"
             )
 
     def _copy(self, shared: CascadePlan, items: DecodeItems) -> None:

@@ -135,7 +135,7 @@ class CascadeModel:
             num_repeated: How many more times it reads one.
             num_requests: Requests.
             num_slots: Slots of the shared part, of all requests.
-            max_slots: Those of the request that has most.
+            max_slots: The slots of the request with the most.
             ends_us: The busiest program of the shared part.
         """
         shared_us = num_shared * self.token_bytes / self.shared_bytes_per_us

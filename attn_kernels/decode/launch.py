@@ -195,7 +195,7 @@ class DecodeAttention:
             rule,
             begins_within=max_shared_slots > 0 or sliding_window is not None,
         )
-        # Kernels read the next item's fields ahead, also behind the last one: one item, or one for
+        # Kernels read the next item's fields ahead, also after the last one: one item, or one for
         # each tile that the copy engine is ahead.
         ahead = 2 + self.tile.stages if isinstance(self.tile, HopperDecodeTile) else 1
         size = (self.num_lanes + self.max_items + ahead) * ITEM_FIELDS
@@ -253,7 +253,7 @@ class DecodeAttention:
             CapacityError: If the batch is larger than the buffers.
             PageTableError: If a request begins before the page table.
             ShapeError: If arguments differ in length, a length is negative, a row is negative or
-                given twice, or first_private is no place to cut.
+                given twice, or first_private is not a place to cut.
         """
         batch = self.check_plan(kv_lens, rows=rows, table_starts=table_starts)
         if first_private is not None:

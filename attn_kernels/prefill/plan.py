@@ -69,7 +69,7 @@ class UnitTable:
     units: NDArray[np.int32]  # [num_units, UNIT_FIELDS]
 
     def with_programs(self, num_programs: int) -> "UnitTable":
-        """Return the same work, of which there is some, with idle programs behind it."""
+        """Return the same work, which must not be empty, followed by idle programs."""
         num_units = len(self.units)
         num_idle = num_programs - (len(self.unit_indptr) - 1)
         ends = np.arange(num_units + 1, num_units + num_idle + 1)

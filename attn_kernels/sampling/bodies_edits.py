@@ -8,7 +8,7 @@ import triton.language as tl
 def edit_logits_kernel(
     logits_ptr,  # [num_rows, vocab_size], float32, edited in place
     saved_ptr,  # [num_entries], float32: what stood there
-    rows_ptr,  # [num_entries], int32; -1 is no entry
+    rows_ptr,  # [num_entries], int32; -1: no entry
     tokens_ptr,  # [num_entries], int32
     repetition_ptr,  # [num_entries], float32
     subtract_ptr,  # [num_entries], float32

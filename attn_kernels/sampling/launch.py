@@ -116,7 +116,7 @@ class TokenSampler:
         vocab_size: Tokens of a row, 1 to MAX_VOCAB_SIZE.
         max_rows: Most rows of a call, 1 to MAX_ROWS; each takes about 64 KB for a vocabulary of
             128,256.
-        device: Of the logits.
+        device: The device of the logits.
         shape: How the kernels are compiled; None takes the shipped choice.
 
     Raises:

@@ -44,7 +44,7 @@ class DeviceSeats:
         page_size: Token slots in a page.
         vocab_size: Tokens of a row of logits.
         max_rows: Most rows of a step, those that only fill up included.
-        device: Of everything.
+        device: The device of all tensors.
 
     Attributes:
         state: [num_seats, NUM_FIELDS], int64; see bodies.py for the columns.
@@ -173,8 +173,8 @@ class DeviceSeats:
         """Restrict some of the first `num_rows` rows to the tokens that their bitmaps allow.
 
         Args:
-            num_rows: Of the step.
-            rows: Those with a bitmap, at least one.
+            num_rows: The number of rows of the step.
+            rows: The rows with a bitmap, at least one.
             bits: Their bitmaps, [len(rows), cdiv(vocab_size, 32)].
         """
         self._check_rows(num_rows)

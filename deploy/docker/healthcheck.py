@@ -32,9 +32,15 @@ def main(words: list[str]) -> int:
 def arguments(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Ask a router whether it takes requests.")
-    parser.add_argument("address", help="Where it is, host:port.")
-    parser.add_argument("--service", default=SERVICE, help="Empty: the process alone.")
-    parser.add_argument("--authority-file", type=Path, help="Connect over TLS; PEM.")
+    parser.add_argument("address", help="Address of the router, host:port.")
+    parser.add_argument(
+        "--service", default=SERVICE, help="Service to ask about; empty: the process alone."
+    )
+    parser.add_argument(
+        "--authority-file",
+        type=Path,
+        help="Authority of the router's certificate, in PEM; connects over TLS.",
+    )
     return parser.parse_args(words)
 
 

@@ -9,10 +9,10 @@ VALUES = ("pagewire.types.", "pagewire.errors.")  # modules whose fields have co
 
 
 class Comments(griffe.Extension):
-    """Takes the comment behind a field for its docstring, and shows a tree of errors as it is."""
+    """Takes the comment after a field for its docstring, and shows a tree of errors as it is."""
 
     def on_attribute(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
-        """Read the comment behind a field that has no docstring."""
+        """Read the comment after a field that has no docstring."""
         if attr.docstring is not None or attr.lineno is None:
             return
         if attr.path.startswith(VALUES) and isinstance(attr.filepath, Path):

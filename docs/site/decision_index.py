@@ -9,7 +9,7 @@ LIST = re.compile(r"(?s)(<!-- list of records -->\n).*?(<!-- end of list -->)")
 
 
 def with_list(page: str) -> str:
-    """Return the page with its list written anew.
+    """Return the page with its list rewritten.
 
     Raises:
         ValueError: If a record does not begin with its number and title.

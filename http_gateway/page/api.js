@@ -50,10 +50,10 @@ async function errorOf(response) {
   try {
     told = (await response.json()).error.message;
   } catch {
-    told = response.statusText; // of something in between that is no gateway
+    told = response.statusText; // of something in between that is not a gateway
   }
   const wait = response.headers.get("retry-after");
   const again = wait ? ` Try again in ${wait} s.` : "";
   const { status } = response;
-  return new ApiError(`${told || "An error without a word"} (status ${status}).${again}`, status);
+  return new ApiError(`${told || "An error without a message"} (status ${status}).${again}`, status);
 }

@@ -173,7 +173,7 @@ export class Cluster {
     let note = `${moved} in all.`;
     if (!hasBoth) {
       const missing = pools.decode.length ? "prefill" : "decode";
-      note = `No ${missing} worker lives, so nothing moves: pagewire scale --${missing} 1 adds one.`;
+      note = `No ${missing} worker is alive, so nothing moves: pagewire scale --${missing} 1 adds one.`;
     } else if (!perSecond.bytes) {
       note += " Nothing moves now: a prompt that decode workers have not seen makes pages flow.";
     }
@@ -191,7 +191,7 @@ export class Cluster {
     setText(row.state, worker.state);
     row.bar.hidden = !isLiving;
     if (!isLiving) {
-      const silence = `It gets no requests. Last heard of ${seconds(worker.heartbeat_age_ms)} ago.`;
+      const silence = `It gets no requests. It was last heard from ${seconds(worker.heartbeat_age_ms)} ago.`;
       setText(row.numbers, worker.state === "dead" ? silence : "Its first heartbeat is awaited.");
       setText(row.load, "");
       setText(row.faults, "");
@@ -326,8 +326,8 @@ function showState(state) {
 }
 
 function told(error) {
-  if (error.status === 401) return "The gateway wants an API key before it tells of the cluster.";
-  if (error.status === 403) return "The cluster is shown to operators. Your key can chat.";
+  if (error.status === 401) return "The gateway requires an API key to show the cluster.";
+  if (error.status === 403) return "Only operators see the cluster. Your key can chat.";
   const what = error instanceof ApiError ? error.message : `No answer: ${error.message}`;
   return `${what} The page asks again each second; pagewire status asks the router itself.`;
 }

@@ -10,7 +10,7 @@ const chat = new Chat();
 cluster.start();
 
 byId("give-key").addEventListener("click", async () => {
-  if (await askForKey("The gateway wants to know who calls.")) cluster.again();
+  if (await askForKey("The gateway needs to know who calls.")) cluster.again();
 });
 
 // Where there is room for one view only, two buttons choose it.

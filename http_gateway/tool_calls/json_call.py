@@ -18,7 +18,7 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class NoCall(Exception):
-    """What was read is no call; `text` is all of it, `rest` what followed."""
+    """What was read is not a call; `text` is all of it, `rest` what followed."""
 
     def __init__(self, text: str, rest: str) -> None:
         super().__init__("no call of a tool")
@@ -35,7 +35,7 @@ class ValueEnd:
         self._at = 0  # up to where the text was looked at
 
     def find(self, text: str) -> int:
-        """Return the index behind the value, -1 while it goes on.
+        """Return the index after the value, -1 while it continues.
 
         Args:
             text: All that has come, from the value's first character on.
@@ -123,7 +123,7 @@ class JsonCall:
         """Return the parts, and what follows the call; None: it goes on.
 
         Raises:
-            NoCall: The object has ended and is no call.
+            NoCall: The object has ended and is not a call.
         """
         before = len(self._text)
         self._text += text

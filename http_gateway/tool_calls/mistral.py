@@ -1,4 +1,4 @@
-"""Calls behind a marker, as Mistral writes them, in its older and its newer form.
+"""Calls after a marker, as Mistral writes them, in its older and its newer form.
 
 [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
 [TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}    [CALL_ID] is optional
@@ -17,7 +17,7 @@ _MAX_NAME_CHARS = 400
 
 
 class MistralReader(MarkedReader):
-    """Reads content, and the calls behind markers.
+    """Reads content, and the calls after markers.
 
     Args:
         new_id: Makes the id of a call.

@@ -77,7 +77,7 @@ class CallReader(ABC):
 
 
 class MarkedReader(CallReader):
-    """Reads content with calls behind a marker in it; blanks around calls are dropped.
+    """Reads content that has calls after a marker; blanks around calls are dropped.
 
     Args:
         marker: Stands before calls.
@@ -106,7 +106,7 @@ class MarkedReader(CallReader):
         """Read what follows the marker."""
 
     def _before_call(self) -> str:
-        """Return what is content, too, if the object that is read is no call."""
+        """Return what is content, too, if the object that is read is not a call."""
         return self._gap + self._marker
 
     def _begin(self, parts: list[Part]) -> bool:
@@ -126,7 +126,7 @@ class MarkedReader(CallReader):
         self._step = self._begin
 
     def _go_on_with_content(self, text: str) -> None:
-        """Read content again, behind a call."""
+        """Read content again, after a call."""
         self._text, self._step, self._is_behind_call = text, self._begin, True
 
     def _content(self, text: str) -> list[Part]:

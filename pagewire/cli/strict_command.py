@@ -39,7 +39,7 @@ class StrictCommand(TyperCommand):
         """Return what was found and what is allowed for a value that is not a number.
 
         Args:
-            name: Of the parameter: `temperature`.
+            name: The name of the parameter: `temperature`.
             found: As typed on the command line.
         """
         try:
@@ -66,8 +66,8 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     Likewise `sampling.stop[0]` by `--stop`, and `prompt.text` by the argument `prompt`.
 
     Args:
-        error: Of the client or the router, which name fields as in the request.
-        parameters: Of the command; fields that none of them sets keep their names.
+        error: The error of the client or the router, which name fields as in the request.
+        parameters: The parameters of the command; fields that none of them sets keep their names.
     """
     spellings = {each.name: each.opts[0] for each in parameters}
     return re.sub(

@@ -35,7 +35,7 @@ def invalid_byte(error: UnicodeDecodeError, offset: int = 0) -> str:
     """Name the byte that is invalid in UTF-8: byte 0xe9 at offset 3.
 
     Args:
-        error: Of the decoding.
-        offset: Of the decoded bytes.
+        error: The error of the decoding.
+        offset: The offset of the decoded bytes.
     """
     return f"byte 0x{error.object[error.start]:02x} at offset {offset + error.start}"

@@ -278,11 +278,11 @@ def _show(
     """Show a certificate to a peer, and return the content that the peer reads.
 
     Args:
-        pem: To show.
+        pem: The files to show.
         side: The side that shows it.
         trusted: What the peer trusts, in PEM: an authority, or the certificate itself.
         is_timeless: Whether to ignore the certificate's dates.
-        host: That a client asks for; empty: any.
+        host: A host that a client asks for; empty: any.
 
     Raises:
         SSLError: The peer does not trust it.

@@ -21,7 +21,7 @@ class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
         pem: Its own certificate and the authority that it trusts; without an authority, gRPC's own
             list of public ones.
         server_name: Name in the server's certificate; empty: the host of the address.
-        options: Of gRPC.
+        options: Options of gRPC.
     """
 
     def __init__(self, address: str, pem: LivePem, server_name: str, options: Options) -> None:

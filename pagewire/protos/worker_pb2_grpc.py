@@ -64,7 +64,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Sends heartbeats until the caller leaves; see Heartbeat for their period. Silence means death.
+        """Sends heartbeats until the caller leaves; see Heartbeat for their period. A silent worker counts as dead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

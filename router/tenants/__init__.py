@@ -2,9 +2,9 @@
 
 file       the tenants file: rules by name                        (see docs/tenants.md)
 watch      reads it again when it changes
-registry   token |-> tenant; one tenant that everybody is, where there is no file
-gate       finds out whose call it is before a message is read, or refuses it
-tenant     what one may do now, and what it has done
+registry   token |-> tenant; without a file, one tenant for all callers
+gate       finds the tenant of a call before a message is read, or refuses the call
+tenant     what a tenant may do now, and what it has done
 account    what one generation uses
 bucket     a rate with a burst
 turns      who is next while the workers are busy

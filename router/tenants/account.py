@@ -25,11 +25,11 @@ class Account:
         self._prompt = self.tenant.use_prompt(num_tokens, _now())
 
     def skip(self, num_tokens: int) -> None:
-        """Leave out generated tokens of an earlier call: they count with the prompt of this one."""
+        """Leave out an earlier call's generated tokens: they count as part of this prompt."""
         self._num_generated = num_tokens
 
     def use_generated(self, num_tokens: int) -> None:
-        """Count the tokens that are new when there are so many in all."""
+        """Count the new tokens; `num_tokens` is how many there are in all."""
         if num_new := num_tokens - self._num_generated:
             self._num_generated = num_tokens
             self._decide(keeps_request=True, keeps_prompt=True)

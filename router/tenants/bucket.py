@@ -36,8 +36,8 @@ class Bucket:
 
     Args:
         rate_per_s: Units that come each second; 0: everything is allowed.
-        capacity: The most that is saved up; it is there at the beginning.
-        now: Any one clock, seconds.
+        capacity: The most units that are saved up; at the beginning, the bucket is full.
+        now: Seconds of any clock, always the same one.
     """
 
     def __init__(self, *, rate_per_s: float, capacity: float, now: float) -> None:
@@ -48,7 +48,7 @@ class Bucket:
         self._moved = 0.0  # what came and was taken for good, of which the bounds do not know yet
 
     def change(self, *, rate_per_s: float, capacity: float, now: float) -> None:
-        """Go on at another rate; what was saved or is owed stays, up to the new capacity."""
+        """Continue at another rate; savings, up to the new capacity, and debts stay."""
         self._refill(now)
         if not self._rate_per_s:
             self._spans, self._moved = [_Span(capacity)], 0.0

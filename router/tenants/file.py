@@ -65,8 +65,8 @@ def read_tenants(path: Path) -> TenantsFile:
         TenantsFileError: It cannot be used; has a line for each thing that is wrong.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # of a pipe nobody knows the end
-            raise TenantsFileError(f"{path}: cannot be read: it is no file")
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never end
+            raise TenantsFileError(f"{path}: cannot be read: it is not a file")
         with path.open("rb") as file:
             found = os.fstat(file.fileno())  # first: a change while it is read is another version
             content = file.read(MAX_BYTES + 1)
@@ -127,11 +127,9 @@ class _Reader:
         rules = []
         for name, values in found.items():
             if not NAME.fullmatch(name):
-                self._refuse(
-                    name, f"{name[:70]!r} is no name of a tenant; it must be", NAME_ALLOWED
-                )
+                self._refuse(name, f"name of a tenant: found {name[:70]!r}; allowed:", NAME_ALLOWED)
             elif not isinstance(values, Mapping):
-                told = f"{name} is {_shown(values)}; it must be a mapping with {_HASHES}"
+                told = f"{name}: found {_shown(values)}; allowed: a mapping with {_HASHES}"
                 self._refuse(name, told)
             else:
                 rules.append(self._tenant(name, values))
@@ -155,7 +153,7 @@ class _Reader:
                 near = did_you_mean(key, names, f"{name}.")
                 self._refuse(path, f"{path}: unknown; allowed:", ", ".join(names) + near)
             elif not options[key].allows(value):
-                found = f"{path} is {_shown(value)}; it must be"
+                found = f"{path}: found {_shown(value)}; allowed:"
                 self._refuse(path, found, options[key].allowed())
             else:
                 continue
@@ -168,26 +166,27 @@ class _Reader:
             other = first.setdefault(each.cache, each) if each.cache else each
             if each.cache_share != other.cache_share:
                 path = f"{each.name}.cache_share"
-                told = f"{path} is {each.cache_share:g}, that of {other.name} is"
-                told = f"{told} {other.cache_share:g}; tenants of one cache must have one share"
+                told = (
+                    f"{path}: found {each.cache_share:g}; allowed: {other.cache_share:g}, the share"
+                )
+                told = f"{told} of {other.name}, because tenants of one cache have the same share"
                 self._refuse(path, told)
 
     def _digests(self, name: str, values: Any) -> frozenset[bytes]:
         path = f"{name}.{_HASHES}"
         if not isinstance(values, list) or not values:
-            found = "missing" if values is None else f"a {type(values).__name__}"
-            found = "empty" if values == [] else found
-            self._refuse(path, f"{path} is {found}; it must be a list of one or more hashes")
+            found = "an empty list" if values == [] else _kind(values)
+            self._refuse(path, f"{path}: found {found}; allowed: a list of one or more hashes")
             return frozenset()
         digests = set()
         for index, value in enumerate(values):
             digest = _digest(value)
             if digest is None:  # not shown: it may be the token itself
                 found = f"{len(value)} characters" if isinstance(value, str) else _kind(value)
-                told = f"{path}[{index}] has {found}; it must be"
+                told = f"{path}[{index}]: found {found}; allowed:"
                 self._refuse(path, told, _HASH_ALLOWED)
             elif other := self._owners.get(digest):
-                told = f"{path}[{index}] is that of {other}, too; each must be of another token"
+                told = f"{path}[{index}]: found the hash of {other}; allowed: that of another token"
                 self._refuse(path, told)
             else:
                 self._owners[digest] = f"{path}[{index}]"
@@ -209,8 +208,8 @@ def _digest(value: Any) -> bytes | None:
 
 
 def _shown(value: Any) -> str:
-    return "empty" if value is None else repr(value)[:80]
+    return "nothing" if value is None else repr(value)[:80]
 
 
 def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"

@@ -24,15 +24,15 @@ ALLOWED = "`authorization: Bearer TOKEN` with a token of this cluster"
 MAX_CHARS = 4096
 _BEARER = re.compile(r"bearer +([A-Za-z0-9._~+/-]+=*) *", re.ASCII | re.IGNORECASE)
 
-# Of the token with which the current call came; empty: it needs none.
+# SHA-256 of the current call's token; empty: the call needs none.
 _digest: ContextVar[bytes] = ContextVar("token digest", default=b"")
 
 
 def current_tenant(tenants: Tenants) -> Tenant:
-    """Return for whom the call is made that is being handled, in it or a task that it started.
+    """Return the tenant of the current call; also works in tasks that the call has started.
 
     Raises:
-        NotAuthenticated: Its token counts no more.
+        NotAuthenticated: Its token is no longer valid.
     """
     if tenants.is_open:
         return tenants.own
@@ -63,7 +63,7 @@ class TenantGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
     """Refuses calls without a tenant's token; handlers read `current_tenant`.
 
     Args:
-        tenants: Whose tokens count.
+        tenants: The tenants whose tokens are valid.
     """
 
     def __init__(self, tenants: Tenants) -> None:
@@ -89,21 +89,21 @@ class TenantGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
             self._refusals.note(method, context.peer(), error)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
-        # A handler of streams, because one of a single request would first wait for that.
+        # A stream handler, because a unary one would first wait for the request.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _token_digest(metadata: Any) -> bytes:
-    """Return the SHA-256 of the token that a call brings; NotAuthenticated: it brings none."""
+    """Return the SHA-256 of a call's token; NotAuthenticated: the call has none."""
     values = [value for key, value in metadata or () if key == HEADER]
     if not values:
         raise NotAuthenticated(f"the call has no token; allowed: {ALLOWED}")
     if len(values) > 1:
-        raise NotAuthenticated(f"authorization: found {len(values)} of it; allowed: {ALLOWED}")
+        raise NotAuthenticated(f"authorization: found {len(values)} values; allowed: {ALLOWED}")
     [value] = values
     text = value.decode("latin-1") if isinstance(value, bytes) else value
     match = _BEARER.fullmatch(text) if len(text) <= MAX_CHARS else None
     if match is None:  # not shown: it may be a token all the same
-        found = f"{len(text)} characters that are no bearer token"
+        found = f"{len(text)} characters that are not a bearer token"
         raise NotAuthenticated(f"authorization: found {found}; allowed: {ALLOWED}")
     return digest_of(match[1].encode())

@@ -10,15 +10,15 @@ CLUSTER_NAME = "(cluster)"  # no name that a file can give
 
 
 class Tenants:
-    """Who calls, by what a token's hash says. Lives in the router's event loop.
+    """Finds the tenant of a call by its token's hash. Lives in the router's event loop.
 
-    Where `is_open`, tokens count for nothing and everybody is one tenant without limits.
+    If `is_open`, tokens are ignored, and all callers are one tenant without limits.
 
     Args:
-        rules: Of the tenants file; None: there is no file.
-        cluster_digest: SHA-256 of the cluster's own token, with which whoever started it sees it
-            all; empty: none.
-        now: Of the loop's clock.
+        rules: The rules of the tenants file; None: there is no file.
+        cluster_digest: SHA-256 of the cluster's own token, whose holder is an operator; empty:
+            there is none.
+        now: The time of the loop's clock.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Tenants:
 
     @property
     def told(self) -> Sequence[Tenant]:
-        """All of them for people to see, by name; none where callers are not told apart."""
+        """All tenants for display, sorted by name; none if callers are not told apart."""
         if self.is_open:
             return ()
         return sorted([self.own, *self._by_name.values()], key=lambda each: each.name)
 
     def change(self, rules: Iterable[TenantRules], now: float) -> None:
-        """Go by other rules from now on. Calls that run go on; who is missing starts no more."""
+        """Apply other rules. Running calls continue; a missing tenant starts no new ones."""
         tenants = {}
         for each in rules:
             tenant = self._by_name.get(each.name)
@@ -64,10 +64,10 @@ class Tenants:
         }
 
     def of(self, digest: bytes) -> Tenant | None:
-        """Return whose token has this SHA-256; None: nobody's.
+        """Return the tenant whose token has this SHA-256; None: there is none.
 
-        The time it takes tells nothing of the digests that exist: a caller knows no token by which
-        to steer the hash of one, and the last comparison takes the same time whatever is equal.
+        Its duration reveals nothing about the digests that exist: a caller cannot steer the hash of
+        a token, and the last comparison takes the same time however much is equal.
         """
         expected, tenant = self._by_digest.get(digest, (bytes(len(digest)), None))
         return tenant if hmac.compare_digest(expected, digest) else None

@@ -20,7 +20,7 @@ def _is_name_or_empty(value: Any) -> bool:
 class TenantRules:
     """What is configured for a tenant. The options are those of the tenants file."""
 
-    name: str  # empty: of the only one, where there is no file
+    name: str  # empty: the only tenant, without a file
     token_digests: frozenset[bytes] = field(default=frozenset(), repr=False)  # SHA-256 of each
 
     requests_per_s: float = option(
@@ -37,8 +37,9 @@ class TenantRules:
     )
     tokens_per_minute: int = option(
         0,
-        "Tokens of prompts and answers each minute, on average; 0: any number. Up to those of a "
-        "minute are saved up. A generation begins unless more were used, and then goes on.",
+        "Tokens of prompts and answers each minute, on average; 0: any number. Those of a "
+        "minute are saved up at most. A generation begins unless more were used, and then runs to "
+        "its end.",
         at_least=0,
         at_most=1_000_000_000_000,
     )
@@ -47,23 +48,22 @@ class TenantRules:
     )
     weight: float = option(
         1.0,
-        "While the workers are busy a tenant gets its weight's share of them among those that want "
-        "some.",
+        "While the workers are busy, waiting tenants share them in proportion to their weights.",
         above=0,
         at_most=1000,
     )
     cache: str = option(
         "",
-        "Tenants that name the same cache share cached pages, and can find out by the time of an "
-        "answer which prompts the others use; empty: a cache of its own.",
+        "Tenants that name the same cache share cached pages, and can find out from response times "
+        "which prompts the others use; empty: a separate cache.",
         accepts=_is_name_or_empty,
         accepted=f"empty, or {NAME_ALLOWED}",
     )
     cache_share: float = option(
         1.0,
-        "Largest part of each worker's pages that it may keep; 1: all. What is cached beyond it "
-        "goes, used longest ago first; requests that run lose nothing. Tenants of one cache have "
-        "one share.",
+        "Largest part of each worker's pages that it may keep; 1: all. Cached pages beyond "
+        "it are evicted, the least recently used first; running requests lose nothing. Tenants of "
+        "one cache have the same share.",
         above=0,
         at_most=1,
     )
@@ -115,13 +115,13 @@ class Tenant:
         return self.rules.name
 
     def change(self, rules: TenantRules, now: float) -> None:
-        """Go on with other rules."""
+        """Apply other rules."""
         self._requests.change(**_request_rate(rules), now=now)
         self._tokens.change(**_token_rate(rules), now=now)
         self.rules = rules
 
     def check_active(self, retry_delay_s: float) -> None:
-        """Refuse one more call at a time than is allowed.
+        """Refuse a call while as many as are allowed are active.
 
         Raises:
             Overloaded: With the delay, which is a guess: nobody knows when a call ends.
@@ -137,8 +137,7 @@ class Tenant:
         """Charge a generation that is to begin; `keep_request` or `give_back_request` decides.
 
         Raises:
-            Overloaded: It may not yet; a generation that comes after the delay may, if it is the
-                next.
+            Overloaded: It may not yet; a generation may begin after the delay, if it is the next.
         """
         self.check_tokens(now)
         if wait_s := self._requests.wait_s(now):
@@ -151,10 +150,10 @@ class Tenant:
         return self._requests.charge(1, now)
 
     def check_tokens(self, now: float) -> None:
-        """Refuse what would use more tokens while too many were used.
+        """Refuse to use more tokens while the tenant is in debt.
 
         Raises:
-            Overloaded: With the delay after which none are owed, if no more are used until then.
+            Overloaded: With the delay until the debt is paid off, if no more tokens are used.
         """
         if wait_s := self._tokens.wait_s(now):
             raise Overloaded(

@@ -1,4 +1,4 @@
-"""Who is next while the workers are busy: tenants take turns, by what their requests cost.
+"""Decides who is next while the workers are busy: tenants take turns, by their requests' cost.
 
 Workers serve what they have in the order in which it came, so the router gives them little more
 than they can start soon, and keeps the rest here. Of the tenants that wait, the one is next that
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Waiting(Generic[T]):
-    """One that waits."""
+    """An item that waits."""
 
     item: T
     cost: float
@@ -43,10 +43,10 @@ class _Flow(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Orders what several flows bring. Pure.
+    """Orders the items of several flows. Pure.
 
-    Invariant: a flow that waits has `had >= served`, the least that any had when it was served; so
-    a flow that comes back has no claim on what it did not want before.
+    Invariant: a waiting flow has `had >= served`, the least that any flow had when it was served.
+    So a flow that comes back has no claim on what it did not want before.
     """
 
     def __init__(self) -> None:
@@ -76,17 +76,17 @@ class FairQueue(Generic[T]):
         return waiting
 
     def peek(self) -> T:
-        """Return what is next; there is something."""
+        """Return the next item; call it only while items wait."""
         return self._next().waiting[0].item
 
     def pop(self) -> T:
-        """Take what is next."""
+        """Remove and return the next item."""
         flow = self._next()
         waiting = flow.waiting.popleft()
         self._served = flow.had
         flow.had += waiting.cost / flow.weight
         self._leave(flow, waiting)
-        # Others have had as much by then: whoever is forgotten loses nothing and owes nothing.
+        # The others have had as much by then, so a forgotten flow loses nothing and owes nothing.
         self._flows = {
             name: each
             for name, each in self._flows.items()
@@ -95,14 +95,14 @@ class FairQueue(Generic[T]):
         return waiting.item
 
     def remove(self, name: str, waiting: Waiting[T]) -> None:
-        """Take something that does not wait any more; no effect if it was popped."""
+        """Remove an item that no longer waits; no effect if it was popped."""
         flow = self._flows.get(name)
         if flow is not None and waiting in flow.waiting:
             flow.waiting.remove(waiting)
             self._leave(flow, waiting)
 
     def cost_before(self, name: str, cost: float, weight: float) -> float:
-        """Return about how much is served until something new of a flow has been."""
+        """Return about how much cost is served until a new item of a flow has been."""
         flow = self._flows.get(name) or _Flow()
         others = [each for each in self._flows.values() if each.waiting and each is not flow]
         share = weight / (weight + sum(each.weight for each in others))
@@ -122,16 +122,16 @@ class FairQueue(Generic[T]):
 
 
 class Turns(Generic[T]):
-    """Lets requests go on one by one, as there is room for them at the workers.
+    """Lets requests proceed one by one, as the workers have room for them.
 
     Args:
-        has_room: Tells whether a request may go on now.
+        has_room: Returns whether a request may proceed now.
     """
 
     def __init__(self, has_room: Callable[[T], bool]) -> None:
         self._has_room = has_room
         self._queue: FairQueue[tuple[T, asyncio.Event]] = FairQueue()
-        self._is_taken = False  # somebody has been let go on, and is not counted yet
+        self._is_taken = False  # a request may proceed, and is not counted yet
         self._rate = TokenRate()
         self._cost_served = 0
         self._look: asyncio.TimerHandle | None = None  # set while requests wait
@@ -143,10 +143,10 @@ class Turns(Generic[T]):
         """Wait for the turn of a request. Within, have it counted at its worker, and do not wait.
 
         Args:
-            name: Of its tenant.
+            name: The tenant's name.
             request: For `has_room`.
             cost: Tokens that it may take.
-            weight: Of its tenant.
+            weight: The tenant's weight.
             has_begun: It goes on after another router's end: before new ones of its tenant.
         """
         if self._queue or self._is_taken or not self._has_room(request):
@@ -165,7 +165,7 @@ class Turns(Generic[T]):
         return self._rate.seconds(int(self._queue.cost_before(name, cost, weight)))
 
     def go_on(self) -> None:
-        """Let the next request go on, if there is room for it: call it when there may be more."""
+        """Let the next request proceed if there is room for it; call it when room may have come."""
         if self._queue and not self._is_taken and self._has_room(self._queue.peek()[0]):
             self._is_taken = True
             self._queue.pop()[1].set()
@@ -187,7 +187,7 @@ class Turns(Generic[T]):
         try:
             await is_next.wait()
         except BaseException:
-            if is_next.is_set():  # let the next one go on instead
+            if is_next.is_set():  # let the next one proceed instead
                 self._is_taken = False
             self._queue.remove(name, waiting)
             self.go_on()

@@ -1,4 +1,4 @@
-"""Follows the tenants file: what it says counts within seconds, without a restart."""
+"""Follows the tenants file: a change takes effect within seconds, without a restart."""
 
 import asyncio
 import logging
@@ -11,16 +11,16 @@ from router.tenants.registry import Tenants
 
 log = logging.getLogger(__name__)
 
-# A look costs a microsecond. What would tell of changes itself does not see those of a file that is
-# mounted, as Kubernetes mounts a Secret.
+# A check costs a microsecond. Notifications of changes miss those of a mounted file, such as a
+# Secret of Kubernetes.
 PERIOD_S = 1.0
 
 
 class TenantsWatch:
-    """Keeps tenants as a file has them; a file that cannot be used changes nothing.
+    """Keeps tenants equal to a file; a file that cannot be used changes nothing.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
         tenants: Changed when it changes.
         read: What `path` held when the tenants were made.
     """
@@ -32,13 +32,13 @@ class TenantsWatch:
         self._warn_of(read)
 
     async def run(self) -> None:
-        """Look at the file until cancelled."""
+        """Check the file until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.look()
 
     async def look(self) -> None:
-        """Read the file if it is another one than last time; log once what comes of it."""
+        """Read the file if it has changed since the last time; log the result once."""
         version = await asyncio.to_thread(version_of, self._path)
         if version == self._version:
             return

@@ -75,7 +75,7 @@ BATCHES: list[tuple[dict[str, Any], type[KernelInputError], str]] = [
     ({"kv_lens": [5, 2**64]}, DtypeError, "kv_lens is object, must be integers of at most 64"),
     ({"kv_lens": [5.7, 5.0]}, DtypeError, "kv_lens is float64, must be integers"),
     ({"kv_lens": torch.ones(2)}, DtypeError, "kv_lens is float32, must be integers"),
-    ({"kv_lens": [[5], [5, 5]]}, DtypeError, "kv_lens is no sequence of integers"),
+    ({"kv_lens": [[5], [5, 5]]}, DtypeError, "kv_lens is not a sequence of integers"),
     ({"rows": [0, -2]}, ShapeError, "rows has -2, must be 0 or more"),
     ({"rows": [3, 3]}, ShapeError, "rows has 3 more than once, must be different"),
     ({"rows": [0, 1, 2]}, ShapeError, r"rows has shape \[3\], must be \[2\]"),

@@ -132,7 +132,9 @@ def test_a_mapping_has_an_entry_in_each_word():
 
     CliRunner().invoke(app, words, catch_exceptions=False)
     CliRunner().invoke(app, words[:2], catch_exceptions=False)
-    with pytest.raises(ConfigError, match=r"^--model-paths is {'a': ''}; it must be .* as a flag$"):
+    with pytest.raises(
+        ConfigError, match=r"^--model-paths: found {'a': ''}; allowed: .* as a flag$"
+    ):
         CliRunner().invoke(app, [*words[:2], "--model-paths", "a"], catch_exceptions=False)
 
     assert [each.model_paths for each in given] == [{"a": "/x=y", "fd00::2": "/z"}, None]
@@ -174,12 +176,16 @@ def test_help_shows_all_flags_whole_in_80_columns_by_section():
     ("arguments", "exit_code", "words"),
     [
         (["serve"], 2, "model is not set"),
-        (["serve", "--model", "/nowhere"], 2, "model is '/nowhere'; it must be an existing folder"),
-        (["serve", "--page-size", "3"], 2, "error: --page-size is 3; it must be 16, 32"),
+        (
+            ["serve", "--model", "/nowhere"],
+            2,
+            "model: found '/nowhere'; allowed: an existing folder",
+        ),
+        (["serve", "--page-size", "3"], 2, "error: --page-size: found 3; allowed: 16, 32"),
         (["serve", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
         (["generate", "x", "--top-p", "2", "--top-k", "-1"], 2, "error: --top-k: found -1; all"),
-        (["demo", "--host", "no.invalid"], 2, "host is 'no.invalid'; it must be a name or"),
-        (["demo", "--prefill", "0"], 2, "prefill is 0; it must be at least 1, because the demo"),
+        (["demo", "--host", "no.invalid"], 2, "host: found 'no.invalid'; allowed: a name or"),
+        (["demo", "--prefill", "0"], 2, "prefill: found 0; allowed: 1 or more, because the demo"),
         (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
         (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
     ],
@@ -198,9 +204,9 @@ def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words)
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
-        (["serve", "--model="], 2, "error: --model is ''; it must be the path of"),
-        (["demo", "--model="], 2, "error: --model is ''; it must be the path of"),
-        (["doctor", "--model="], 2, "error: --model is ''; it must be the path of"),
+        (["serve", "--model="], 2, "error: --model: found ''; allowed: the path of"),
+        (["demo", "--model="], 2, "error: --model: found ''; allowed: the path of"),
+        (["doctor", "--model="], 2, "error: --model: found ''; allowed: the path of"),
         (["serve", "--prefil", "3"], 2, "--prefill"),
         (["doctor", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
         (["demo", "--transfer-post-s", "x"], 2, "found 'x'; allowed: a finite"),
@@ -263,7 +269,7 @@ def test_a_context_that_the_pages_do_not_hold_is_noted_with_what_helps(device, o
 
     note = serving_commands.context_note(config, device, 576, "up")
 
-    said = "note: a request may have 576 tokens, the model could serve 8192; more with "
+    said = "note: a request may have 576 tokens, although the model could serve 8192; more with "
     assert note.startswith(said + remedy)
     assert serving_commands.context_note(config, device, 8192, "up") == ""
 

@@ -369,8 +369,8 @@ def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None
         ("--keys", tmp_path / "none", "none cannot be read: No such file"),
         ("--keys", secret, "contains no keys of a router; `pagewire router-keys` writes them"),
         ("--model", folder, "tokenizer.json is missing"),
-        ("--host", "no.invalid", "host is 'no.invalid'; it must be a name or an address"),
-        ("--router-max-connections", 0, "--router-max-connections is 0; it must"),
+        ("--host", "no.invalid", "host: found 'no.invalid'; allowed: a name or an address"),
+        ("--router-max-connections", 0, "--router-max-connections: found 0; allowed"),
     ):
         flags = [str(each) for pair in {**good, name: value}.items() for each in pair]
         result = run_main("router", *flags)

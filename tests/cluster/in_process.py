@@ -62,7 +62,7 @@ async def in_process_cluster(
         model: Folder or GGUF file.
         num_prefill, num_decode: Workers of the pools.
         page_size: Token slots in a page.
-        num_pages: Of each worker.
+        num_pages: The pages of each worker.
         chunk_pages: That are handed to the transfer at a time.
         is_large: Of a model whose passes take seconds, while others may want the cores: steps are
             short, and no deadline passes that is there to find the dead.

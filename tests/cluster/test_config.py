@@ -65,14 +65,14 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("pools: 3", "pools is 3; it must be a mapping of names to the options of pools"),
-        ("pools: {small: 3}", "pools.small is 3; pools.small is a section: it must be a mapping "),
-        ("pools: {small: {}}", "pools.small is {}; pools.small is a section"),
-        ("pools: {small: {role: x}}", "pools.small.role is 'x'; it must be prefill or decode"),
-        ("pools: {small: {workers: 2}}", "pools.small.role is missing; it must be prefill or dec"),
+        ("pools: 3", "pools: found 3; allowed: a mapping of names to the options of pools"),
+        ("pools: {small: 3}", "pools.small: found 3; allowed: a mapping of the options of this "),
+        ("pools: {small: {}}", "pools.small: found {}; allowed: a mapping of the "),
+        ("pools: {small: {role: x}}", "pools.small.role: found 'x'; allowed: prefill or decode"),
+        ("pools: {small: {workers: 2}}", "pools.small.role: found none; allowed: prefill or dec"),
         (
             "pools: {small: {role: decode, workers: 0}}",
-            "pools.small.workers is 0; it must be an integer, 1 to 1024",
+            "pools.small.workers: found 0; allowed: an integer, 1 to 1024",
         ),
         (
             "pools: {small: {role: decode, worker: 1}}",
@@ -93,43 +93,43 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
         ),
         (
             "pools: {decode: {workers: 2}}",
-            "pools.decode.workers is 2; it must be absent, because the option decode says it",
+            "pools.decode.workers: found 2; allowed: none, because the option decode says it",
         ),
         (
             "pools: {decode: {role: prefill}}",
-            "pools.decode.role is 'prefill'; it must be absent, because its name says it",
+            "pools.decode.role: found 'prefill'; allowed: none, because its name says it",
         ),
         (
             "pools: {decode: {accelerator_type: H100}}",
-            "pools.decode.accelerator_type is 'H100'; it must be absent without ray_address",
+            "pools.decode.accelerator_type: found 'H100'; allowed: none without ray_address",
         ),
         (
             "{ray_address: auto, device: cpu, pools: {decode: {accelerator_type: H100}}}",
-            "pools.decode.accelerator_type is 'H100'; it must be absent with device cpu",
+            "pools.decode.accelerator_type: found 'H100'; allowed: none with device cpu",
         ),
         (
             "{ray_address: auto, pools: {decode: {resources: {GPU: 1}}}}",
-            "pools.decode.resources is {'GPU': 1}; it must be a mapping of custom resources of Ray",
+            "pools.decode.resources: found {'GPU': 1}; allowed: a mapping of custom resources of R",
         ),
         (
             "{ray_address: auto, pools: {decode: {resources: {rack: 1.5}}}}",
-            "pools.decode.resources is {'rack': 1.5}; it must be a mapping of custom resources",
+            "pools.decode.resources: found {'rack': 1.5}; allowed: a mapping of custom resources",
         ),
         (
             "{prefill: 0, pools: {early: {role: prefill}}}",
-            "pools.early.role is 'prefill'; it must be decode with prefill 0",
+            "pools.early.role: found 'prefill'; allowed: decode with prefill 0",
         ),
         (
             "{prefill: 0, pools: {early: {role: prefill, workers: 2}}}",
-            "pools.early.role is 'prefill'; it must be decode with prefill 0",
+            "pools.early.role: found 'prefill'; allowed: decode with prefill 0",
         ),
         (
             "pools: {decode: {max_step_tokens: 256}}",
-            "pools.decode.max_step_tokens is 256; it must exceed decode_worker.max_running_sequen",
+            "pools.decode.max_step_tokens: found 256; allowed: more than decode_worker.max_running",
         ),
         (
             "{workers_per_gpu: 2, pools: {small: {role: decode}}}",
-            "pools.small.role is 'decode'; with workers_per_gpu above 1 there must be no further",
+            "pools.small.role: found 'decode'; allowed: no further pools with workers_per_gpu",
         ),
     ],
 )
@@ -165,112 +165,130 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("zebra: 2", ["unknown option zebra", "docs/configuration.md"]),
         (
             "router: 3",
-            ["router is 3; router is a section: it must be a mapping of options such as"],
+            ["router: found 3; allowed: a mapping of the options of this section, such as"],
         ),
-        ("router:", ["router is empty; router is a section", "such as router.max_active_requests"]),
-        ("prefill:", ["prefill is empty; it must be an integer, 0 to 1024"]),
-        ("prefill: {}", ["prefill is {}; it must be an integer, 0 to 1024"]),
-        ("host:", ["host is empty; it must be a host name or an address"]),
-        ("ray_address: 3", ["ray_address is 3; it must be host:port"]),
-        ("deterministic: maybe", ["deterministic is 'maybe'; it must be true or false"]),
-        ("stop_grace_s: .inf", ["stop_grace_s is inf; it must be a finite number, 0 or more"]),
+        (
+            "router:",
+            ["router: found nothing; allowed: a mapping", "such as router.max_active_requests"],
+        ),
+        ("prefill:", ["prefill: found nothing; allowed: an integer, 0 to 1024"]),
+        ("prefill: {}", ["prefill: found {}; allowed: an integer, 0 to 1024"]),
+        ("host:", ["host: found nothing; allowed: a host name or an address"]),
+        ("ray_address: 3", ["ray_address: found 3; allowed: host:port"]),
+        ("deterministic: maybe", ["deterministic: found 'maybe'; allowed: true or false"]),
+        ("stop_grace_s: .inf", ["stop_grace_s: found inf; allowed: a finite number, 0 or more"]),
         (
             "gpu_memory_fraction: 2",
-            ["gpu_memory_fraction is 2; it must be a finite number above 0, up"],
+            ["gpu_memory_fraction: found 2; allowed: a finite number above 0, up"],
         ),
-        ("cpu_threads: 1.5", ["cpu_threads is 1.5; it must be an integer, 1 or more"]),
+        ("cpu_threads: 1.5", ["cpu_threads: found 1.5; allowed: an integer, 1 or more"]),
         (
             "router: {dead_after_s: }",
-            ["router.dead_after_s is empty; it must be a finite number above 0"],
+            ["router.dead_after_s: found nothing; allowed: a finite number above 0"],
         ),
-        ("transfer: {post_s: x}", ["transfer.post_s is 'x'; it must be a finite number above 0"]),
+        ("transfer: {post_s: x}", ["transfer.post_s: found 'x'; allowed: a finite number above 0"]),
         (
             "router: {max_resumptions: x}",
-            ["router.max_resumptions is 'x'; it must be an integer, 0 or"],
+            ["router.max_resumptions: found 'x'; allowed: an integer, 0 or"],
         ),
         (
             "decode_worker: {max_step_tokens: x}",
-            ["is 'x'; it must be an integer, and must exceed decode_worker.max_running_sequences"],
+            [": found 'x'; allowed: an integer, greater than decode_worker.max_running_sequences"],
         ),
-        ("prefill: -1", ["cluster.yaml, line 1: prefill is -1; it must be an integer, 0 to 1024"]),
-        ("prefill: many", ["prefill is 'many'; it must be an integer, 0 to 1024"]),
-        ("page_size: 24", ["page_size is 24", "16, 32, 64 or 128"]),
-        ("device: tpu", ["device is 'tpu'", "'auto', 'cpu' or 'cuda'"]),
-        ("port: 70000", ["port is 70000; it must be an integer, 0 to 65535"]),
-        ("router: {max_active_requests: 0}", ["router.max_active_requests is 0"]),
-        ("router: {dead_after_s: .nan}", ["router.dead_after_s is nan"]),
-        ("transfer: {post_s: -1}", ["cluster.yaml, line 1: transfer.post_s is -1", "above 0"]),
-        ("decode_worker: {heartbeat_s: .inf}", ["decode_worker.heartbeat_s is inf", "finite"]),
-        ("prefill_worker: {max_overtakes: -2}", ["prefill_worker.max_overtakes is -2", "0 or"]),
+        (
+            "prefill: -1",
+            ["cluster.yaml, line 1: prefill: found -1; allowed: an integer, 0 to 1024"],
+        ),
+        ("prefill: many", ["prefill: found 'many'; allowed: an integer, 0 to 1024"]),
+        ("page_size: 24", ["page_size: found 24", "16, 32, 64 or 128"]),
+        ("device: tpu", ["device: found 'tpu'", "'auto', 'cpu' or 'cuda'"]),
+        ("port: 70000", ["port: found 70000; allowed: an integer, 0 to 65535"]),
+        ("router: {max_active_requests: 0}", ["router.max_active_requests: found 0"]),
+        ("router: {dead_after_s: .nan}", ["router.dead_after_s: found nan"]),
+        ("transfer: {post_s: -1}", ["cluster.yaml, line 1: transfer.post_s: found -1", "above 0"]),
+        ("decode_worker: {heartbeat_s: .inf}", ["decode_worker.heartbeat_s: found inf", "finite"]),
+        ("prefill_worker: {max_overtakes: -2}", ["prefill_worker.max_overtakes: found -2", "0 or"]),
         (
             "decode_worker: {max_running_sequences: 900, max_step_tokens: 900}",
             [
-                "cluster.yaml, line 1: decode_worker.max_step_tokens is 900; it must exceed "
-                "decode_worker.max_running_sequences, which is 900"
+                "cluster.yaml, line 1: decode_worker.max_step_tokens: found 900; allowed: more "
+                "than decode_worker.max_running_sequences, which is 900"
             ],
         ),
-        ("port: 9\nhttp_port: 9", ["http_port is 9; it must differ from port, which is the ro"]),
-        ("http_port: 70000", ["http_port is 70000; it must be an integer, 0 to 65535"]),
+        (
+            "port: 9\nhttp_port: 9",
+            ["http_port: found 9; allowed: a port other than port, which is the ro"],
+        ),
+        ("http_port: 70000", ["http_port: found 70000; allowed: an integer, 0 to 65535"]),
         (
             "http_gateway: {max_prompts: 0}",
-            ["http_gateway.max_prompts is 0; it must be an integer, 1 or more"],
+            ["http_gateway.max_prompts: found 0; allowed: an integer, 1 or more"],
         ),
-        ('prefill: "1"', ["prefill is '1'; it must be an integer, 0 to 1024"]),
-        ("prefill: 2.0", ["prefill is 2.0; it must be an integer, 0 to 1024"]),
-        ("deterministic: 1", ["deterministic is 1; it must be true or false"]),
-        ('deterministic: "no"', ["deterministic is 'no'; it must be true or false"]),
+        ('prefill: "1"', ["prefill: found '1'; allowed: an integer, 0 to 1024"]),
+        ("prefill: 2.0", ["prefill: found 2.0; allowed: an integer, 0 to 1024"]),
+        ("deterministic: 1", ["deterministic: found 1; allowed: true or false"]),
+        ('deterministic: "no"', ["deterministic: found 'no'; allowed: true or false"]),
         (
             "router: {max_resumptions: '2'}",
-            ["router.max_resumptions is '2'; it must be an integer, 0 or more"],
+            ["router.max_resumptions: found '2'; allowed: an integer, 0 or more"],
         ),
         (
             'transfer: {post_s: "3"}',
-            ["transfer.post_s is '3'; it must be a finite number above 0"],
+            ["transfer.post_s: found '3'; allowed: a finite number above 0"],
         ),
-        ("stop_grace_s: false", ["stop_grace_s is False; it must be a finite number, 0 or more"]),
-        ("prefill: true", ["prefill is True; it must be an integer, 0 to 1024"]),
-        ("start_timeout_s: .nan", ["start_timeout_s is nan; it must be a finite number above 0"]),
-        ("model: 5", ["model is 5; it must be the path of a checkpoint folder or GGUF file"]),
+        ("stop_grace_s: false", ["stop_grace_s: found False; allowed: a finite number, 0 or more"]),
+        ("prefill: true", ["prefill: found True; allowed: an integer, 0 to 1024"]),
+        ("start_timeout_s: .nan", ["start_timeout_s: found nan; allowed: a finite number above 0"]),
+        ("model: 5", ["model: found 5; allowed: the path of a checkpoint folder or GGUF file"]),
         (
             'model: ""',
             [
-                "cluster.yaml, line 1: model is ''; "
-                "it must be the path of a checkpoint folder or GGUF file"
+                "cluster.yaml, line 1: model: found ''; "
+                "allowed: the path of a checkpoint folder or GGUF file"
             ],
         ),
-        ("host: 0.0.0.0:80", ["host is '0.0.0.0:80'", "without a port"]),
-        ("host: ''", ["host is ''", "must be a host name or an address"]),
+        ("host: 0.0.0.0:80", ["host: found '0.0.0.0:80'", "without a port"]),
+        ("host: ''", ["host: found ''", "allowed: a host name or an address"]),
         (
             "model_paths: {gpu-a: /models/tiny}",
-            ["model_paths is {'gpu-a': '/models/tiny'}; it must be absent without ray_address"],
+            ["model_paths: found {'gpu-a': '/models/tiny'}; allowed: none without ray_address"],
         ),
-        ("model_paths: /models", ["model_paths is '/models'; it must be a mapping of addresses,"]),
-        ("model_paths: {gpu-a: tiny}", ["model_paths is {'gpu-a': 'tiny'}", "absolute paths, as"]),
-        ("model_paths: {gpu-a: }", ["model_paths is {'gpu-a': None}; it must be a mapping of"]),
-        ("model_paths: {gpu-a: {b: /x}}", ["it must be a mapping of addresses, names or res"]),
-        ("model_paths: {'': /models}", ["model_paths is {'': '/models'}; it must be a mapping"]),
+        (
+            "model_paths: /models",
+            ["model_paths: found '/models'; allowed: a mapping of addresses,"],
+        ),
+        (
+            "model_paths: {gpu-a: tiny}",
+            ["model_paths: found {'gpu-a': 'tiny'}", "absolute paths, as"],
+        ),
+        ("model_paths: {gpu-a: }", ["model_paths: found {'gpu-a': None}; allowed: a mapping of"]),
+        ("model_paths: {gpu-a: {b: /x}}", ["allowed: a mapping of addresses, names or res"]),
+        ("model_paths: {'': /models}", ["model_paths: found {'': '/models'}; allowed: a mapping"]),
         (
             "ray_address: auto\nmodel_paths:\n  a: /x\n  a: /y",
             ["model_paths.a is given twice, in lines 3 and 4; give it once"],
         ),
         ("model_path: {a: /x}", ["unknown option model_path.a"]),
-        ("network_interface: eth0,eth1", ["network_interface is 'eth0,eth1'; it must be the name"]),
-        ("nccl_interface: [ib0]", ["nccl_interface is ['ib0']; it must be the name of one netw"]),
+        (
+            "network_interface: eth0,eth1",
+            ["network_interface: found 'eth0,eth1'; allowed: the name"],
+        ),
+        ("nccl_interface: [ib0]", ["nccl_interface: found ['ib0']; allowed: the name of one netw"]),
         (
             "ray_address: auto\nworkers_per_gpu: 2",
-            ["workers_per_gpu is 2", "must be 1 with ray_address"],
+            ["workers_per_gpu: found 2", "allowed: 1 with ray_address"],
         ),
         (
             "pool_resources: true\ndevice: cpu",
-            ["pool_resources is True", "must be False without ray_address"],
+            ["pool_resources: found True", "allowed: False without ray_address"],
         ),
         (
             "pool_resources: true\nray_address: auto",
-            ["device is 'auto'", "must be cpu or cuda with pool_resources"],
+            ["device: found 'auto'", "allowed: cpu or cuda with pool_resources"],
         ),
-        ("ray_address: head", ["ray_address is 'head'", "host:port"]),
-        ("ray_address: ray://head:1", ["ray_address is 'ray://head:1'", "host:port"]),
-        ("ray_address: head:99999", ["ray_address is 'head:99999'", "host:port"]),
+        ("ray_address: head", ["ray_address: found 'head'", "host:port"]),
+        ("ray_address: ray://head:1", ["ray_address: found 'ray://head:1'", "host:port"]),
+        ("ray_address: head:99999", ["ray_address: found 'head:99999'", "host:port"]),
         (
             "prefill: 1\ndecode: 2\nprefill: 3",
             ["prefill is given twice, in lines 1 and 3; give it once"],
@@ -328,8 +346,8 @@ def test_errors_say_where_the_value_came_from(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(path, {"decode": 0})
 
-    assert f"{path}, line 1: prefill is -1" in str(caught.value)
-    assert str(caught.value).startswith("--decode is 0")
+    assert f"{path}, line 1: prefill: found -1" in str(caught.value)
+    assert str(caught.value).startswith("--decode: found 0")
 
 
 def test_all_errors_are_told_at_once(tmp_path):
@@ -341,14 +359,17 @@ def test_all_errors_are_told_at_once(tmp_path):
         load_config(path, {"decode_worker.max_step_tokens": 9, "transfer.ack_s": -1.0})
 
     named = [line.split("; ")[0] for line in str(caught.value).splitlines()]
-    assert sorted(named[:2]) == ["--decode-worker-max-step-tokens is 9", "--transfer-ack-s is -1.0"]
+    assert sorted(named[:2]) == [
+        "--decode-worker-max-step-tokens: found 9",
+        "--transfer-ack-s: found -1.0",
+    ]
     assert named[2:] == [
         f"{path}, line 1: unknown option prefil",
-        f"{path}, line 2: port is -1",
+        f"{path}, line 2: port: found -1",
         f"{path}, line 3: unknown option zebra",
-        f"{path}, line 4: router.dead_after_s is 0",
-        f"{path}, line 5: router.max_index_pages is 'many'",
-        f"{path}, line 6: router.max_resumptions is -1",
+        f"{path}, line 4: router.dead_after_s: found 0",
+        f"{path}, line 5: router.max_index_pages: found 'many'",
+        f"{path}, line 6: router.max_resumptions: found -1",
     ]
 
 
@@ -380,11 +401,11 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
         load_config(path, {"decode": 0})
 
     assert [line.split("; ")[0] for line in str(caught.value).splitlines()] == [
-        "--decode is 0",
+        "--decode: found 0",
         f"{path}: prefill is given twice, in lines 1 and 2",
         f"{path}, line 3: unknown option zebra",
         f"{path}: router.dead_after_s is given twice, in lines 4 and 4",
-        f"{path}, line 4: router.dead_after_s is 0",
+        f"{path}, line 4: router.dead_after_s: found 0",
         f"{path}: transfer.ack_s is given twice, in lines 5 and 6",
     ]
 
@@ -394,11 +415,11 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
     [
         (
             {"router.dead_after_s": 0.9},
-            "--router-dead-after-s is 0.9; it must be at least twice prefill_worker.heartbeat_s",
+            "--router-dead-after-s: found 0.9; allowed: at least twice prefill_worker.heartbeat_s",
         ),
         (
             {"decode_worker.heartbeat_s": 8.0},
-            "router.dead_after_s is 15.0; it must be at least twice --decode-worker-heartbeat-s",
+            "router.dead_after_s: found 15.0; allowed: at least twice --decode-worker-heartbeat-s",
         ),
     ],
 )
@@ -412,23 +433,23 @@ def test_workers_are_not_dead_between_two_heartbeats(options, words):
 @pytest.mark.parametrize(
     ("text", "options", "line"),
     [
-        ("", {"host": ""}, "--host is ''; it must be a host name or an address, without a port"),
-        ("", {"host": "a:1", "port": 1}, "--host is 'a:1'; it must be a host name or an address"),
-        ("", {"dtype": "page_size x", "page_size": 16}, "--dtype is 'page_size x'; it must be"),
+        ("", {"host": ""}, "--host: found ''; allowed: a host name or an address, without a port"),
+        ("", {"host": "a:1", "port": 1}, "--host: found 'a:1'; allowed: a host name or an address"),
+        ("", {"dtype": "page_size x", "page_size": 16}, "--dtype: found 'page_size x'; allowed"),
         (
             "ray_address: auto",
             {"workers_per_gpu": 2},
-            "--workers-per-gpu is 2; it must be 1 with ray_address, where",
+            "--workers-per-gpu: found 2; allowed: 1 with ray_address, where",
         ),
         (
             "workers_per_gpu: 2",
             {"ray_address": "auto"},
-            "workers_per_gpu is 2; it must be 1 with --ray-address, where",
+            "workers_per_gpu: found 2; allowed: 1 with --ray-address, where",
         ),
         (
             "",
             {"decode_worker.max_running_sequences": 900, "decode_worker.max_step_tokens": 900},
-            "--decode-worker-max-step-tokens is 900; it must exceed "
+            "--decode-worker-max-step-tokens: found 900; allowed: more than "
             "--decode-worker-max-running-sequences, which is 900",
         ),
     ],
@@ -477,14 +498,16 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize("name", sorted(SECTIONS))
 def test_a_section_without_options_is_told_from_an_empty_one(tmp_path, name):
     assert load_config(write(tmp_path, f"{name}: {{}}"), {}) == ClusterConfig()
-    with pytest.raises(ConfigError, match=f"{name} is empty; {name} is a section"):
+    with pytest.raises(
+        ConfigError, match=f"{name}: found nothing; allowed: a mapping of the options"
+    ):
         load_config(write(tmp_path, f"{name}:"), {})
 
 
 def test_bounds_of_every_number_are_known():
     numbers = [each for each in config_options().values() if each.value_type in (int, float)]
 
-    words = r", \d+ (or more|to \d+)| above 0|, and must exceed|, 64 or 128$"
+    words = r", \d+ (or more|to \d+)| above 0|, greater than|, 64 or 128$"
     assert [each.path for each in numbers if not re.search(words, each.allowed())] == []
 
 

@@ -167,9 +167,9 @@ def test_routers_hear_of_a_restart_before_the_worker_does_and_the_new_start_is_n
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("decode-7", "it must be one of prefill-0, prefill-1, decode-1"),
+        ("decode-7", "allowed: prefill-0, prefill-1, decode-1"),
         ("decode-0", "which is to leave"),
-        ("prefill-1", "which has not been heard of lately"),
+        ("prefill-1", "which has not been heard from lately"),
     ],
 )
 def test_what_cannot_be_restarted_is_refused_and_nothing_has_changed(world, name, found):
@@ -293,7 +293,9 @@ def test_nobody_is_let_go_for_one_that_is_not_heard_of(world):
         world.now += HEARD_S + 1
         await world.announce("decode-0")
 
-        with pytest.raises(ConfigError, match=r"decode-0 cannot be drained now: .*heard of lately"):
+        with pytest.raises(
+            ConfigError, match=r"decode-0 cannot be drained now: .*heard from lately"
+        ):
             await world.controller.drain("decode-0", 1.0)
         await world.controller.drain("decode-1", 1.0)
 

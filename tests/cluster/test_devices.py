@@ -64,7 +64,7 @@ def test_a_taken_port_is_refused_and_a_free_one_is_not():
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "nowhere.invalid", "x" * 64])
 def test_a_host_that_is_not_this_one_is_a_wrong_option(host):
-    with pytest.raises(ConfigError, match=rf"^host is '{host}'; it must be .* with --host: 127"):
+    with pytest.raises(ConfigError, match=rf"^host: found '{host}'; allowed: .* with --host: 127"):
         check_port_free(host, 50051)
 
 

@@ -217,7 +217,9 @@ def test_interfaces_that_were_chosen_are_looked_at(monkeypatch):
     assert (found["network"].level, found["network"].found) == ("ok", "lo and eth0 can be used")
     assert found["port"].found == "127.0.0.1:0 is free"
     assert missing["network"].level == "fail"
-    assert missing["network"].found.startswith("network_interface is 'eth7', which does not exist")
+    assert missing["network"].found.startswith(
+        "network_interface: found 'eth7', which does not exist"
+    )
     assert missing["network"].remedy
     assert "port" not in missing, "nobody knows on which address it would be"
     assert "network" not in findings(CPU_HOST)
@@ -227,7 +229,7 @@ def test_a_host_that_is_not_this_one_is_found():
     finding = findings(CPU_HOST, host="203.0.113.7")["port"]
 
     assert (finding.level, finding.remedy) == ("fail", "pagewire serve --host 127.0.0.1")
-    assert "host is '203.0.113.7'" in finding.found
+    assert "host: found '203.0.113.7'" in finding.found
 
 
 def test_a_folder_that_cannot_be_served_is_found(tmp_path):
@@ -259,7 +261,7 @@ def model_dir(tmp_path_factory):
 @pytest.mark.parametrize(
     ("facts", "options", "level", "words"),
     [
-        (CPU_HOST, {"cpu_pages_mib": 32}, "ok", "hold 8192 tokens, the model's context is 8192"),
+        (CPU_HOST, {"cpu_pages_mib": 32}, "ok", "hold 8192 tokens; the model's context is 8192"),
         (CPU_HOST, {"cpu_pages_mib": 31}, "warn", "serve --cpu-pages-mib 32"),
         (CPU_HOST, {"page_size": 16, "cpu_pages_mib": 1}, "warn", "hold 256 tokens"),
         (CPU_HOST, {"num_pages": 100}, "warn", "serve --num-pages 128"),

@@ -94,7 +94,7 @@ def test_an_interface_that_has_gone_is_named(address_of, monkeypatch):
     have_interfaces(monkeypatch, {"lo": ["127.0.0.1"]})
 
     with pytest.raises(
-        NoAddress, match=r"^network_interface is 'eth0', which does not exist on gpu"
+        NoAddress, match=r"^network_interface: found 'eth0', which does not exist on gpu"
     ):
         asyncio.run(address_of(config_of()))
 
@@ -103,7 +103,7 @@ def test_commands_know_the_address_before_anything_listens(monkeypatch):
     assert with_own_host(config_of()).host == OWN
     assert with_own_host(config_of(host="0.0.0.0")).host == "0.0.0.0"
     have_interfaces(monkeypatch, {"lo": ["127.0.0.1"]})
-    with pytest.raises(ConfigError, match=r"^network_interface is 'eth0', which does not exist"):
+    with pytest.raises(ConfigError, match=r"^network_interface: found 'eth0', which does not exi"):
         with_own_host(config_of())
 
 

@@ -84,13 +84,19 @@ def test_a_pool_has_its_own_options_and_number(host):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        (["scale", "--pool", "spar=2"], "--pool is 'spar'; it must be one of prefill, decode, spa"),
-        (["scale", "--pool", "spare=two"], "--pool is 'spare=two'; it must be a pool and the num"),
-        (["scale", "--pool", "spare=-1"], "--pool spare is -1; it must be 0 to 1024: "),
-        (["scale", "--decode", "0"], "--decode is 0; it must be 1 to 1024: the last decode worke"),
+        (["scale", "--pool", "spar=2"], "--pool: found 'spar'; allowed: prefill, decode, spa"),
+        (
+            ["scale", "--pool", "spare=two"],
+            "--pool: found 'spare=two'; allowed: a pool and the num",
+        ),
+        (["scale", "--pool", "spare=-1"], "--pool spare: found -1; allowed: 0 to 1024, because "),
+        (
+            ["scale", "--decode", "0"],
+            "--decode: found 0; allowed: 1 to 1024, because the last decode worke",
+        ),
         (["move", "decode-0", "--to", "decode"], "--to is 'decode', where decode-0 is already"),
-        (["move", "decode-0", "--to", "spar"], "--to is 'spar'; it must be one of prefill, decode"),
-        (["move", "decode-7", "--to", "prefill"], "WORKER is 'decode-7'; it must be one of prefil"),
+        (["move", "decode-0", "--to", "spar"], "--to: found 'spar'; allowed: prefill, decode"),
+        (["move", "decode-7", "--to", "prefill"], "WORKER: found 'decode-7'; allowed: prefil"),
         (["move", "decode-0", "--to", "prefill"], "decode-0 cannot be moved: the last decode wor"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_wrong_folder_is_refused_before_torch_counts_gpus(monkeypatch, tmp_pat
     monkeypatch.setattr(preflight, "count_gpus", lambda: pytest.fail("it imports torch"))
     ample = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
 
-    with pytest.raises(ConfigError, match="it must be an existing folder"):
+    with pytest.raises(ConfigError, match="allowed: an existing folder"):
         check_on_a_host_with(monkeypatch, ample, device="auto", model=str(tmp_path / "none"))
 
 
@@ -111,7 +111,7 @@ def test_the_demo_refuses_a_wrong_folder_before_torch_counts_gpus(monkeypatch, t
     monkeypatch.setattr(serving_commands, "most_gpus", lambda: 2)
     monkeypatch.setattr(serving_commands, "count_gpus", lambda: pytest.fail("it imports torch"))
 
-    with pytest.raises(ConfigError, match="it must be an existing folder"):
+    with pytest.raises(ConfigError, match="allowed: an existing folder"):
         serving_commands.demo_defaults({"model": str(tmp_path / "none")})
 
 
@@ -165,7 +165,7 @@ def refused(command, folder, *options):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (without_folder, "model is '/.*/model'; it must be an existing folder"),
+        (without_folder, "model: found '/.*/model'; allowed: an existing folder"),
         (without_shard, r"model-00002-of-00002.safetensors: no such file; .* lists 2 shards"),
         (with_broken_gguf, r"broken.gguf: cut off: the version takes 4 bytes"),
         (without_weights, r"needs model.safetensors or model.safetensors.index.json .*; found"),
@@ -230,7 +230,9 @@ def test_all_ports_in_use_are_told_at_once(monkeypatch):
 def test_an_interface_that_this_host_lacks_is_refused(monkeypatch, option):
     memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
     have_interfaces(monkeypatch, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"]})
-    told = rf"^{option} is 'eth7', which does not exist on gpu-a; .* lo \(127.0.0.1\), eth0 \(10"
+    told = (
+        rf"^{option}: found 'eth7', which does not exist on gpu-a; allowed: lo \(127.0.0.1\), eth0"
+    )
 
     with pytest.raises(ConfigError, match=told):
         check_on_a_host_with(monkeypatch, memory, **{option: "eth7"})
@@ -272,7 +274,10 @@ def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_starte
     file = tmp_path / "tenants.yaml"
     file.write_text("acme: {token_hashes: [x]}")
     for path, told in (
-        (file, r"tenants.yaml, line 1: acme.token_hashes\[0\] has 1 characters; it must be sha256"),
+        (
+            file,
+            r"tenants.yaml, line 1: acme.token_hashes\[0\]: found 1 characters; allowed: sha256",
+        ),
         (tmp_path / "none", r"none: cannot be read: No such file"),
     ):
         with pytest.raises(ConfigError, match=told):

@@ -145,9 +145,9 @@ def test_one_error_names_all_hosts_that_are_not_fit(monkeypatch, model, tmp_path
     assert [line.partition(";")[0] for line in lines] == [
         "a (10.0.0.2) has nothing at /nothing",
         f"b (10.0.0.3) has another tokenizer.json at {other} than the router's host",
-        "network_interface is 'eth0', which does not exist on c",
+        "network_interface: found 'eth0', which does not exist on c",
     ]
-    assert lines[2].endswith("it must be one of eth1 (10.0.0.4)")
+    assert lines[2].endswith("allowed: eth1 (10.0.0.4)")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_nccls_interface_matters_where_nccl_moves_pages(monkeypatch, model):
     check(model, **{**options, "device": "cpu"})
 
     assert line == (
-        "nccl_interface is 'ib0', which does not exist on b; it must be one of eth0 (10.0.0.3)"
+        "nccl_interface: found 'ib0', which does not exist on b; allowed: eth0 (10.0.0.3)"
     )
 
 
@@ -212,13 +212,13 @@ def test_a_path_of_a_host_that_is_not_there_is_refused(monkeypatch, model):
 
     hosts = "10.0.0.1 (head), 10.0.0.2 (a)"
     assert line == (
-        "model_paths has 'gpu-b'; it must be the address, the name or a custom resource of a host "
+        "model_paths: found 'gpu-b'; allowed: the address, the name or a custom resource of a host "
         f"of the Ray cluster, which has {hosts}"
     )
     check(model, said, **BY_POOL, model_paths=paths)
     assert said == [
-        "note: model_paths has 'gpu-b', by which no host of the Ray cluster goes yet: it has "
-        + hosts,
+        "note: model_paths: found 'gpu-b', which no host of the Ray cluster has as address, name "
+        f"or custom resource yet; its hosts are {hosts}",
         "waiting until 1 host can be looked at",
     ]
 
@@ -254,7 +254,7 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for_for_ever(monkey
     hung, lost = refused(model, **ON_CPUS)
 
     assert hung == "a (10.0.0.2) has not answered within 120 s; its disk may hang"
-    assert lost.startswith("b (10.0.0.3) cannot be looked at: ")
+    assert lost.startswith("b (10.0.0.3) cannot be checked: ")
     assert LOOK_TIMEOUT_S <= world.now < LOOK_TIMEOUT_S + 1
     assert world.cancelled == ["a"]
 

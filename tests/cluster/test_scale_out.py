@@ -12,7 +12,7 @@ from cluster.scale_out import drain_worker, move_worker, scale_cluster
 from cluster.scaling import ScalePlan
 
 FACTS = SimpleNamespace(config=load_config(None, {"model": "/models/tiny"}))
-LEAVES = "decode-1 takes nothing new and leaves; running requests have 7 s there"
+LEAVES = "decode-1 takes no new requests and leaves; running requests have 7 s there"
 
 
 class Cluster:
@@ -47,14 +47,14 @@ class Cluster:
     ("interrupted_at", "goes_on", "killed"),
     [
         ("facts", "nothing has changed", []),
-        ("scale", "what has begun goes on; `pagewire status` shows it", []),
+        ("scale", "what has begun continues; `pagewire status` shows it", []),
         (
             "wait_ready",
-            "decode-2 is ended again; prefill-0, decode-1 go on to leave; "
+            "decode-2 is ended again; prefill-0, decode-1 are still leaving; "
             "`pagewire status` shows it",
             ["decode-2"],
         ),
-        ("gone", "prefill-0, decode-1 go on to leave; `pagewire status` shows it", []),
+        ("gone", "prefill-0, decode-1 are still leaving; `pagewire status` shows it", []),
     ],
 )
 def test_an_interrupted_scale_says_what_goes_on_by_itself(
@@ -79,7 +79,7 @@ def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypat
     cluster = Cluster(monkeypatch, interrupted_at="gone", drains=("decode-1",))
     said = []
 
-    with pytest.raises(Interrupted, match="decode-1 goes on to leave; `pagewire status` shows it"):
+    with pytest.raises(Interrupted, match="decode-1 is still leaving; `pagewire status` shows it"):
         drain_worker(cluster, "decode-1", 7.0, said.append)
 
     assert said == [LEAVES]
@@ -89,14 +89,14 @@ def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypat
     ("interrupted_at", "goes_on"),
     [
         ("facts", "nothing has changed"),
-        ("move", "what has begun goes on; `pagewire status` shows it"),
+        ("move", "what has begun continues; `pagewire status` shows it"),
         (
             "gone",
-            "decode-1 goes on to leave, and prefill-2 to start; `pagewire status` shows it",
+            "decode-1 is still leaving, and prefill-2 then starts; `pagewire status` shows it",
         ),
         (
             "wait_ready",
-            "decode-1 goes on to leave, and prefill-2 to start; `pagewire status` shows it",
+            "decode-1 is still leaving, and prefill-2 then starts; `pagewire status` shows it",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_successor_that_does_not_start_is_ended_and_told(monkeypatch):
     with pytest.raises(StartError) as failure:
         move_worker(cluster, "decode-1", "prefill", 7.0, said.append)
 
-    told = "prefill-2 does not take its place: prefill-2 did not start: no memory"
-    assert str(failure.value) == f"decode-1 has left, and {told}"
+    told = "prefill-2 has not taken its place: prefill-2 did not start: no memory"
+    assert str(failure.value) == f"decode-1 has left, but {told}"
     assert said == [LEAVES, "starting prefill-2 in its place"]
     assert cluster.killed == ["prefill-2"]

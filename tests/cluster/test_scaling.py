@@ -50,25 +50,25 @@ def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
         (
             {"decode": 0},
             TWO_AND_TWO,
-            "--decode is 0; it must be 1 to 1024: the last decode worker ",
+            "--decode: found 0; allowed: 1 to 1024, because the last decode worker ",
         ),
         (
             {"prefill": 0},
             TWO_AND_TWO,
-            "--prefill is 0; it must be 1 to 1024: the last prefill worker ",
+            "--prefill: found 0; allowed: 1 to 1024, because the last prefill worker ",
         ),
-        ({"decode": 9999}, TWO_AND_TWO, "--decode is 9999; it must be 1 to 1024"),
-        ({"decode": -1}, TWO_AND_TWO, "--decode is -1; it must be 1 to 1024"),
+        ({"decode": 9999}, TWO_AND_TWO, "--decode: found 9999; allowed: 1 to 1024"),
+        ({"decode": -1}, TWO_AND_TWO, "--decode: found -1; allowed: 1 to 1024"),
         (
             {"prefill": 1},
             workers("decode-0"),
-            "--prefill is 1; it must be 0: the cluster was started without prefill workers",
+            "--prefill: found 1; allowed: 0, because the cluster was started without prefill worke",
         ),
         (
             {"decode": 1},
             workers(*worker_ids(1, 2), silent=["decode-0"]),
             "decode-1 cannot be drained now: of the decode workers that would remain, decode-0, "
-            "none has been heard of lately",
+            "none has been heard from lately",
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_further_pool_grows_shrinks_and_ends_while_its_role_has_others():
     assert plan(3) == ScalePlan(starts=("decode-small-2",), drains=())
     assert plan(0) == ScalePlan(starts=(), drains=("decode-small-0", "decode-small-1"))
     assert plan_scale(WITH_SMALL, SMALL, "cpu", {"decode": 0}).drains == ("decode-0", "decode-1")
-    with pytest.raises(ConfigError, match=r"--pool small is -1; it must be 0 to 1024: "):
+    with pytest.raises(ConfigError, match=r"--pool small: found -1; allowed: 0 to 1024, because "):
         plan(-1)
     with pytest.raises(ConfigError, match="cannot be drained: the last decode worker must stay"):
         plan_scale(WITH_SMALL, SMALL, "cpu", {"decode": 0, "decode-small": 0})
@@ -127,14 +127,16 @@ def test_pools_are_named_as_in_the_configuration():
         "prefill",
         "decode-small",
     ]
-    with pytest.raises(ConfigError, match="--pool is 'smal'; it must be one of prefill, decode, s"):
+    with pytest.raises(ConfigError, match="--pool: found 'smal'; allowed: prefill, decode, s"):
         find_pool(SMALL, "smal", "--pool")
 
 
 def test_workers_that_share_gpus_are_not_added():
     shared = load_config(None, {"model": "/models/tiny", "workers_per_gpu": 2})
 
-    with pytest.raises(ConfigError, match=r"workers_per_gpu is 2; to add workers .* must be 1"):
+    with pytest.raises(
+        ConfigError, match=r"workers_per_gpu: found 2; allowed: 1 where workers join"
+    ):
         plan_scale(TWO_AND_TWO, shared, "cuda", {"decode": 3})
     assert plan_scale(TWO_AND_TWO, shared, "cuda", {"decode": 1}).drains == ("decode-1",)
 
@@ -147,8 +149,8 @@ def test_a_worker_may_be_drained_while_another_one_answers_and_told_twice():
 @pytest.mark.parametrize(
     ("worker_id", "running", "words"),
     [
-        ("decode-7", TWO_AND_TWO, "WORKER is 'decode-7'; it must be one of prefill-0, prefill-1, "),
-        ("router-0", TWO_AND_TWO, "WORKER is 'router-0'; it must be one of prefill-0, prefill-1, "),
+        ("decode-7", TWO_AND_TWO, "WORKER: found 'decode-7'; allowed: prefill-0, prefill-1, "),
+        ("router-0", TWO_AND_TWO, "WORKER: found 'router-0'; allowed: prefill-0, prefill-1, "),
         (
             "decode-0",
             workers("prefill-0", "decode-0", leaving=["decode-1"]),
@@ -158,13 +160,13 @@ def test_a_worker_may_be_drained_while_another_one_answers_and_told_twice():
         (
             "prefill-0",
             workers("prefill-0", "decode-0"),
-            "prefill-0 cannot be drained: the last prefill worker must stay; to do without, ",
+            "prefill-0 cannot be drained: the last prefill worker must stay; to do without it, ",
         ),
         (
             "decode-0",
             workers("decode-0", "decode-1", silent=["decode-1"]),
             "decode-0 cannot be drained now: of the decode workers that would remain, decode-1, "
-            "none has been heard of lately",
+            "none has been heard from lately",
         ),
     ],
 )
@@ -185,7 +187,7 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
 @pytest.mark.parametrize(
     ("worker_id", "pool", "running", "words"),
     [
-        ("decode-7", "prefill", TWO_AND_TWO, "WORKER is 'decode-7'; it must be one of prefill-0, "),
+        ("decode-7", "prefill", TWO_AND_TWO, "WORKER: found 'decode-7'; allowed: prefill-0, "),
         (
             "decode-1",
             "prefill",
@@ -202,8 +204,8 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "prefill-0",
             "decode",
             workers("prefill-0", "decode-0"),
-            "prefill-0 cannot be moved: the last prefill worker must stay; to do without, start "
-            "the cluster anew; add one first with `pagewire scale --prefill 2`",
+            "prefill-0 cannot be moved: the last prefill worker must stay; to do without it, start "
+            "the cluster again; add one first with `pagewire scale --prefill 2`",
         ),
         (
             "decode-0",
@@ -221,13 +223,13 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "decode-0",
             "prefill",
             workers("prefill-0", "decode-0", "decode-1", silent=["decode-0"]),
-            "WORKER is 'decode-0', which has not been heard of lately; it can move when it serves",
+            "WORKER is 'decode-0', which has not been heard from lately; it can move when it se",
         ),
         (
             "decode-0",
             "prefill",
             workers("decode-0", "decode-1"),
-            "--to is 'prefill'; the cluster was started without prefill workers",
+            "--to is 'prefill'; the cluster was started without prefill worke",
         ),
         (
             "decode-0",
@@ -247,7 +249,9 @@ def test_a_worker_that_cannot_move_stays_with_what_was_found(worker_id, pool, ru
 def test_workers_that_share_gpus_do_not_move():
     shared = load_config(None, {"model": "/models/tiny", "workers_per_gpu": 2})
 
-    with pytest.raises(ConfigError, match=r"workers_per_gpu is 2; to move workers it must be 1"):
+    with pytest.raises(
+        ConfigError, match=r"workers_per_gpu: found 2; allowed: 1 where workers move"
+    ):
         plan_move(TWO_AND_TWO, shared, "cuda", "decode-1", "prefill")
 
 

@@ -99,5 +99,5 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
     assert len(fitting.token_ids) == 12
     assert fitting.usage.bytes_moved > 0
     assert server.returncode == 0, errors
-    assert "a request may have 512 tokens, the model could serve 8192" in lines[-2]
+    assert "a request may have 512 tokens, although the model could serve 8192" in lines[-2]
     assert output.splitlines()[-1] == "stopped"

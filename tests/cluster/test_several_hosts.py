@@ -144,7 +144,7 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds
     assert told[0].splitlines()[-1] == "decode-1 has left"
     assert told[1].splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
     last = told[2].splitlines()[-1]
-    assert re.fullmatch(r"router-0 serves anew after \d+ s, 3 of 3", last), last
+    assert re.fullmatch(r"router-0 serves again after \d+ s, 3 of 3", last), last
     cluster.until_whole()
     after = {
         each["worker_id"]: each["incarnation"]

@@ -160,23 +160,24 @@ def test_a_chain_with_an_intermediate_is_believed(tmp_path: Path) -> None:
     [
         (
             lambda: TlsConfig(certificate_file="a", authority_file="c"),
-            "key_file must be set, too, with certificate_file and authority_file",
+            "key_file: found none; allowed: a file, as certificate_file and authority_file are "
+            "given",
         ),
         (
             lambda: TlsConfig(authority_file="c"),
-            "certificate_file and key_file must be set, too, with authority_file",
+            "certificate_file and key_file: found none; allowed: files, as authority_file is given",
         ),
         (
             lambda: TlsConfig(server_name=".x"),
-            "server_name is '.x'; it must be a host name, such as pagewire",
+            "server_name: found '.x'; allowed: a host name, such as pagewire",
         ),
         (
             lambda: FrontTlsConfig(key_file="b"),
-            "certificate_file must be set, too, with key_file",
+            "certificate_file: found none; allowed: a file, as key_file is given",
         ),
         (
             lambda: FrontTlsConfig(client_authority_file="c"),
-            "certificate_file must be set, too, with client_authority_file",
+            "certificate_file: found none; allowed: a file, as client_authority_file is given",
         ),
     ],
 )

@@ -881,21 +881,30 @@ def test_a_second_failure_renews_the_distrust_of_a_prefill_worker() -> None:
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "share above 1": ({"prompt": (1,), "cache_share": 1.5}, "cache_share is 1.5, must be above 0"),
+    "share above 1": ({"prompt": (1,), "cache_share": 1.5}, "cache_share: found 1.5; allowed: "),
     "share that is no number": (
         {"prompt": (1,), "cache_share": float("nan")},
-        "cache_share is nan",
+        "cache_share: found nan",
     ),
-    "empty prompt": ({"prompt": ()}, "prompt_token_ids is empty"),
-    "foreign token": ({"prompt": (1, 1000)}, "prompt_token_ids has id 1000, ids are below 1000"),
-    "too long": ({"prompt": (1,) * 512}, "begins after 512 tokens, the context ends at 512"),
-    "no choice": ({"prompt": (1,), "emitted": {}}, "choices has 0 entries, allowed are 1 to 32"),
-    "too many choices": ({"prompt": (1,), "n": 33}, "choices has 33 entries"),
-    "foreign choice": ({"prompt": (1,), "emitted": {64: []}}, "choices has choice 64, must be"),
-    "nothing to draw": ({"prompt": (1,), "max_tokens": 0}, "sampling.max_tokens is 0, allowed is"),
-    "no number": ({"prompt": (1,), "temperature": math.nan}, "sampling.temperature is nan"),
-    "foreign stop": ({"prompt": (1,), "stop_token_ids": (1000,)}, "sampling.stop_token_ids has id"),
-    "all drawn": ({"prompt": (1,), "emitted": {0: [1] * 8}}, "8 emitted tokens, max_tokens is 8"),
+    "empty prompt": ({"prompt": ()}, "prompt_token_ids: found none"),
+    "foreign token": ({"prompt": (1, 1000)}, "prompt_token_ids: found 1000; allowed: 0 to 999"),
+    "too long": ({"prompt": (1,) * 512}, "found 512 tokens before it; allowed: fewer than 512"),
+    "no choice": ({"prompt": (1,), "emitted": {}}, "choices: found 0 entries; allowed: 1 to 32"),
+    "too many choices": ({"prompt": (1,), "n": 33}, "choices: found 33 entries; allowed: 1 to 32"),
+    "foreign choice": ({"prompt": (1,), "emitted": {64: []}}, "choices: found choice 64; allowed"),
+    "nothing to draw": (
+        {"prompt": (1,), "max_tokens": 0},
+        "sampling.max_tokens: found 0; allowed:",
+    ),
+    "no number": ({"prompt": (1,), "temperature": math.nan}, "sampling.temperature: found nan"),
+    "foreign stop": (
+        {"prompt": (1,), "stop_token_ids": (1000,)},
+        "sampling.stop_token_ids: found 1000",
+    ),
+    "all drawn": (
+        {"prompt": (1,), "emitted": {0: [1] * 8}},
+        "8 emitted tokens; allowed: fewer than 8",
+    ),
     "foreign emitted": ({"prompt": (1,), "emitted": {0: [4000]}}, "emitted_token_ids of choice 0"),
 }
 

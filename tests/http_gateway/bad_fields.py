@@ -1159,7 +1159,7 @@ GRPC_ONLY = [
     only_grpc("resume.choices", "0 to 0, each once", {SIZE: [[{"choice": 0}] * 65]}),
     only_grpc(
         "resume.choices.finished",
-        "one or more to go on with",
+        "one or more to continue with",
         {CLASH: [True]},
         named="resume.choices",
     ),

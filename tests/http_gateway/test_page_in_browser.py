@@ -383,9 +383,9 @@ def test_a_key_is_asked_for_and_kept_in_the_session_alone(served, visit):
     assert "who <b>calls</b>?" in page.locator("#key-why").inner_text()
     page.keyboard.type("with blanks")
     page.keyboard.press("Enter")
-    assert "no blanks" in page.locator("#key-wrong").inner_text()
+    assert "no spaces" in page.locator("#key-wrong").inner_text()
     page.keyboard.press("Escape")
-    page.get_by_text("wants an API key").wait_for()
+    page.get_by_text("requires an API key").wait_for()
     asked = len(seen)
     page.wait_for_timeout(2500)
     assert not page.locator("#key-dialog").is_visible(), "nobody is asked again and again"
@@ -462,7 +462,7 @@ def test_a_token_is_asked_for_refused_taken_and_told_to_nobody(encrypted, visit,
         assert page.locator("#key").input_value() == "", "what was refused is not kept on show"
         assert not page.locator("#figures").is_visible()
         give_key(page, SECRET)
-        page.get_by_text("The cluster is shown to operators").wait_for()
+        page.get_by_text("Only operators see the cluster").wait_for()
         assert ask(page, "hello").locator(".text").inner_text() == "hello"
 
     told = [each for each in sent if "authorization" in each.all_headers()]
@@ -500,7 +500,7 @@ def test_a_tenant_chats_and_is_told_that_the_cluster_is_for_operators(encrypted,
     asked = []
     page.on("request", lambda each: asked.append(each.url))
     give_key(page, "acme")
-    page.get_by_text("The cluster is shown to operators").wait_for()
+    page.get_by_text("Only operators see the cluster").wait_for()
     assert ask(page, "hello").locator(".text").inner_text() == "hello"
     assert "of context" in page.locator("#model").inner_text()
     assert not page.locator("#figures").is_visible()
@@ -517,7 +517,7 @@ def test_a_tenant_chats_and_is_told_that_the_cluster_is_for_operators(encrypted,
 def test_a_limit_is_shown_with_the_time_to_come_again(encrypted, visit):
     page = visit(encrypted, expected=["status of 40", "status of 429"], ignore_https_errors=True)
     give_key(page, "slow")
-    page.get_by_text("The cluster is shown to operators").wait_for()
+    page.get_by_text("Only operators see the cluster").wait_for()
     ask(page, "first")
 
     words = ask(page, "second").locator("[role=alert]").inner_text()
@@ -549,7 +549,7 @@ def test_the_cluster_is_shown_with_rates_and_units(served, visit):
     assert "1,332 of 1,536 pages · 78% hits" in rows[2]
     assert "2 failed transfers" in rows[2]
     assert "dead" in rows[5]
-    assert "Last heard of 12 s ago" in rows[5]
+    assert "It was last heard from 12 s ago" in rows[5]
     bar = page.locator(".worker .uses").nth(2).get_attribute("aria-label")
     assert bar == "1,536 pages: 728 live, 560 cached, 42 incoming, 2 quarantine, 204 free"
     assert "secret-host" not in page.content()

@@ -475,7 +475,7 @@ FRAMES = {
     ),
     "the wrong number of pages": (
         struct.pack("!8sQIII", b"PWIPCFR1", 0, 2, 1, 2),
-        "2 pages arrive, expected are 1",
+        "2 pages arrive, expected 1",
     ),
     "a frame before the last was read": (
         struct.pack("!8sQII", b"PWIPCFR1", 0, 1, 1) + struct.pack("!8sQII", b"PWIPCFR1", 1, 1, 1),
@@ -525,7 +525,7 @@ def test_what_is_no_card_ends_the_set_up(card: bytes) -> None:
 
             await wire.send(card)
 
-            with pytest.raises(ConnectionBroken, match="no card"):
+            with pytest.raises(ConnectionBroken, match="not a card"):
                 await accepting
             assert not pair.receiver_memory.opened
             wire.close()

@@ -138,7 +138,7 @@ def test_a_wrong_key_or_id_is_refused_and_the_right_one_still_works() -> None:
                 await pair.sender.connect("c0", offer, OTHER_KEY, soon())
             with pytest.raises(ConnectionBroken, match=r"refused .* closed"):
                 await pair.sender.connect("c1", offer, KEY, soon())
-            with pytest.raises(ConnectionBroken, match="has 70000 bytes, allowed are 256"):
+            with pytest.raises(ConnectionBroken, match="found 70000 bytes; allowed: at most 256"):
                 await pair.sender.connect("c" * 70000, offer, KEY, soon())
             assert not accepting.done()
             sending = await pair.sender.connect("c0", offer, KEY, soon())

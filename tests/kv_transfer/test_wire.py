@@ -77,7 +77,7 @@ def test_a_message_of_the_wrong_side_is_refused() -> None:
 @pytest.mark.parametrize(
     ("proto", "complaint"),
     [
-        (worker_pb2.TransferMessage(), "transfer_id has 0 bytes"),
+        (worker_pb2.TransferMessage(), "transfer_id: found 0 bytes"),
         (
             worker_pb2.TransferMessage(ticket=worker_pb2.TransferTicket(transfer_id=b"x" * 16)),
             "no kind",
@@ -87,14 +87,14 @@ def test_a_message_of_the_wrong_side_is_refused() -> None:
                 ticket=worker_pb2.TransferTicket(transfer_id=b"x" * 16),
                 chunk_ready=worker_pb2.ChunkReady(digests=b"short"),
             ),
-            "digests has 5 bytes",
+            "digests: found 5 bytes",
         ),
         (
             worker_pb2.TransferMessage(
                 ticket=worker_pb2.TransferTicket(transfer_id=b"x" * 16),
                 chunk_ready=worker_pb2.ChunkReady(),
             ),
-            "digests has 0 bytes",
+            "digests: found 0 bytes",
         ),
     ],
 )

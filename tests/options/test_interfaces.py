@@ -53,7 +53,7 @@ def test_an_interface_that_cannot_do_is_refused_with_those_that_can(
         address_on(interface, option="nccl_interface")
 
     assert str(caught.value) == (
-        f"nccl_interface is {interface!r}, {reason} on gpu-a; it must be one of lo (127.0.0.1), "
+        f"nccl_interface: found {interface!r}, {reason} on gpu-a; allowed: lo (127.0.0.1), "
         "eth0 (10.0.0.2), ib0 (fd00::2)"
     )
 

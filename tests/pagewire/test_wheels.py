@@ -247,7 +247,7 @@ def test_with_the_server_the_command_offers_all(both):
 
     commands = re.findall(r"^  (\w+) ", shown, re.MULTILINE)
     assert {"generate", "chat", "status", "serve", "up", "doctor"} <= set(commands)
-    assert (refused.returncode, "model is '/nowhere'" in refused.stderr) == (2, True)
+    assert (refused.returncode, "model: found '/nowhere'" in refused.stderr) == (2, True)
 
 
 def test_client_and_server_share_a_process(both):

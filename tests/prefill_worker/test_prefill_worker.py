@@ -101,7 +101,7 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"sender_incarnation": 1}, "FAILED_PRECONDITION", "incarnation 1 is asked for"),
+        ({"sender_incarnation": 1}, "FAILED_PRECONDITION", "is for incarnation 1, this"),
         ({"layout": "pages-v0"}, "FAILED_PRECONDITION", "layout 'pages-v0' is not"),
         ({"transport": "nccl"}, "UNIMPLEMENTED", "transport 'nccl' is not offered"),
         ({"offer": b"nowhere"}, "UNAVAILABLE", "no receiver offers"),
@@ -170,40 +170,56 @@ def test_an_attempt_uses_no_connection_and_no_ticket_of_another_worker() -> None
 
 
 BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "empty": ({"token_ids": b"", "prompt_len": 0}, "INVALID_ARGUMENT", "prompt_len is 0"),
+    "empty": ({"token_ids": b"", "prompt_len": 0}, "INVALID_ARGUMENT", "prompt_len: found 0"),
     "cut off": ({"token_ids": b"abc"}, "INVALID_ARGUMENT", "not a multiple of 4"),
     "no number": (
         {"sampling": sampling_to_proto(SamplingParams(top_p=math.nan))},
         "INVALID_ARGUMENT",
-        "sampling.top_p is nan, allowed is above 0, up to 1",
+        "sampling.top_p: found nan; allowed: above 0, up to 1",
     ),
     "too many logprobs": (
         {"sampling": sampling_to_proto(SamplingParams(logprobs=21))},
         "INVALID_ARGUMENT",
-        "sampling.logprobs is 21, allowed is 0 to 20",
+        "sampling.logprobs: found 21; allowed: 0 to 20",
     ),
-    "foreign choice": ({"choices": [0, 64]}, "INVALID_ARGUMENT", "choices are 0, 64; each must"),
-    "a choice twice": ({"choices": [1, 1]}, "INVALID_ARGUMENT", "choices are 1, 1; each must"),
+    "foreign choice": (
+        {"choices": [0, 64]},
+        "INVALID_ARGUMENT",
+        "choices: found 0, 64; allowed: 0 to 63",
+    ),
+    "a choice twice": (
+        {"choices": [1, 1]},
+        "INVALID_ARGUMENT",
+        "choices: found 1, 1; allowed: .*, each once",
+    ),
     "foreign token": (
         {"token_ids": pack_token_ids([1] * 29 + [1000])},
         "INVALID_ARGUMENT",
-        "id 1000",
+        "token_ids: found 1000; allowed: 0 to 999",
     ),
-    "prompt_len": ({"prompt_len": 31}, "INVALID_ARGUMENT", r"must be in \[1, 30\]"),
-    "first_page": ({"first_page": 8}, "INVALID_ARGUMENT", "first_page is 8, must be below 8"),
-    "share below 0": ({"cache_share": -0.5}, "INVALID_ARGUMENT", "cache_share is -0.5, must be"),
-    "no choice": ({"choices": []}, "INVALID_ARGUMENT", "choices is empty"),
+    "prompt_len": (
+        {"prompt_len": 31},
+        "INVALID_ARGUMENT",
+        "prompt_len: found 31; allowed: 1 to 30",
+    ),
+    "first_page": ({"first_page": 8}, "INVALID_ARGUMENT", "first_page: found 8; allowed: 0 to 7"),
+    "share below 0": (
+        {"cache_share": -0.5},
+        "INVALID_ARGUMENT",
+        "cache_share: found -0.5; allowed",
+    ),
+    "no choice": ({"choices": []}, "INVALID_ARGUMENT", "choices: found none"),
     "ticket": ({"ticket": worker_pb2.TransferTicket()}, "INVALID_ARGUMENT", "transfer_id"),
     "connection": ({"connection_id": "lost"}, "ABORTED", "no connection 'lost'"),
     "stale": (
         {"ticket": worker_pb2.TransferTicket(transfer_id=bytes(16), sender_incarnation=7)},
         "FAILED_PRECONDITION",
-        "incarnation 7 is asked for",
+        "is for incarnation 7, this",
     ),
     "too long for the context": (
         {"token_ids": pack_token_ids([1] * 512), "prompt_len": 512},
         "INVALID_ARGUMENT",
-        "the context ends at 512",
+        "fewer than 512, what the context holds",
     ),
 }
 
@@ -233,7 +249,7 @@ def test_a_small_pool_shortens_the_context_that_is_offered() -> None:
         await call.write(start_of(cluster, prompt_of(50 * PAGE_SIZE)))
         error = await refusal(call)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "the context ends at 200" in error.details()
+        assert "fewer than 200, what the context holds" in error.details()
 
     run(scenario, WorkerCluster(prefill_pages=50))
 

@@ -751,7 +751,7 @@ def test_a_worker_with_another_model_is_not_used_and_the_difference_is_named() -
 
             assert tested.state("decode-1") == "DEAD"
             assert tested.state("decode-0") == "READY"
-            reason = "not the model of decode-0: fingerprint is 'other', theirs 'f'"
+            reason = "a model other than that of decode-0: fingerprint is 'other', not 'f'"
             assert tested.router.registry.misfits() == {"decode-1": reason}
 
     run_virtual(main())

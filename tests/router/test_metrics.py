@@ -233,5 +233,5 @@ def test_a_collector_that_fails_costs_one_scrape() -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_cannot_be_is_refused(port: int) -> None:
-    with pytest.raises(ValueError, match="metrics_port is"):
+    with pytest.raises(ValueError, match="metrics_port: found"):
         RouterConfig(metrics_port=port)

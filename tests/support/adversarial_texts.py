@@ -1,6 +1,6 @@
 """Texts that tokenizers disagree about: blanks, digits, composed characters, emoji, code, markers.
 
-What looks like something else is written by its number.
+Characters that look like others are written as escapes.
 """
 
 import random

@@ -40,7 +40,7 @@ class Exported:
 
 
 def all_metrics() -> dict[str, Exported]:
-    """Return what a gateway and a router tell when everything has happened once."""
+    """Return what a gateway and a router export when everything has happened once."""
     gateway, router = Metrics(), RouterMetrics()
     for each in (gateway, router):
         _live(each)

@@ -18,7 +18,7 @@ class Pair(NamedTuple):
 
 
 class Authority:
-    """One that certifies; its own certificate is `file`."""
+    """An authority; `file` is its own certificate."""
 
     def __init__(
         self, folder: Path, name: str = "authority", root: "Authority | None" = None
@@ -36,9 +36,9 @@ class Authority:
         """Issue a certificate for hosts.
 
         Args:
-            names: Of the hosts.
-            days: From when and until when it is valid, from now on.
-            replaces: Whose files to write; both change at once, as a renewal's should.
+            names: Names of the hosts.
+            days: First and last day of its validity, counted from now.
+            replaces: The pair whose files to overwrite, both at once, as a renewal should.
         """
         now = datetime.now(UTC)
         issued = self._ca.issue_cert(
@@ -57,7 +57,7 @@ class Authority:
         return pair
 
     def inside(self, pair: Pair | None = None) -> TlsConfig:
-        """Return what a process of a cluster with this authority is configured with."""
+        """Return the TLS options of a process in a cluster with this authority."""
         pair = pair or self.pair(SERVER_NAME)
         return TlsConfig(authority_file=self.file, **pair._asdict())
 

@@ -63,9 +63,9 @@ def write_checkpoint(
     Args:
         folder: Made if it does not exist.
         family: A key of CLASSES.
-        seed: Of the weights.
+        seed: The seed of the weights.
         max_shard_size: As transformers' save_pretrained; small values give several shards.
-        dtype: Of the weights.
+        dtype: The dtype of the weights.
         changes: Fields of config.json that differ from SMALL.
     """
     config_class, model_class = CLASSES[family]

@@ -1,4 +1,4 @@
-"""One secret for all clusters of the tests, and the credentials that come of it."""
+"""One secret for all clusters of the tests, and the credentials derived from it."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def credentials_of(role: Role, name: str, incarnation: int = 1) -> ClusterCreden
 
 
 def worker_credentials(worker: WorkerIdentity) -> ClusterCredentials:
-    """What a worker proves itself with; its name tells its role. It numbers calls: make it once."""
+    """Credentials of a worker, whose name gives its role. They number calls: make them once."""
     return credentials_of(role_of(worker.worker_id), worker.worker_id, worker.incarnation)
 
 

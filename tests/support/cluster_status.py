@@ -1,4 +1,4 @@
-"""A cluster of one worker, as a router tells of it."""
+"""The status of a cluster with one worker, as a router reports it."""
 
 from pagewire import ClusterStatus, PageCounts, WorkerStatus
 

@@ -14,7 +14,7 @@ from cli import commands as cli
 
 
 def run_main(*arguments, text=""):
-    """Run a command in this process as one of its own would, whose streams are no terminals."""
+    """Run a command in this process, with streams that are not terminals."""
     stderr = io.StringIO()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stdout:
         with (

@@ -1,4 +1,4 @@
-"""A whole cluster of fake models in virtual time: real routers and workers, pretended network.
+"""A whole cluster of fake models in virtual time: real routers and workers, simulated network.
 
 Each worker and each router is a Process: it can be killed, paused and started again as a new
 incarnation. Pages move over the loopback transport, control over the in-memory gRPC.
@@ -163,7 +163,7 @@ class FakeCluster:
         return num_ready == len(registries) * len(self.workers)
 
     async def start_worker(self, worker_id: str) -> FakeWorker:
-        """Start a worker, anew where it ran before, and tell the routers."""
+        """Start or restart a worker, and tell the routers."""
         self.num_starts += 1
         is_prefill = worker_id.startswith("prefill")
         identity = WorkerIdentity(
@@ -260,7 +260,7 @@ class FakeCluster:
         return self._connect_worker(caller, self.workers[prefill_id].identity)
 
     async def announce(self) -> None:
-        """Tell the living routers who is there, as the cluster's controller does."""
+        """Tell the living routers the members, as the cluster's controller does."""
         members = [
             WorkerMember(
                 worker_id=each.identity.worker_id,
@@ -335,7 +335,7 @@ class FakeCluster:
         """Do what actor and Ray do: end a process whose engine is lost, and start it again."""
         worker_id = worker.identity.worker_id
         failing = worker.process.spawn(worker.worker.wait_failed())
-        await asyncio.wait({failing})  # for ever, if the process is killed
+        await asyncio.wait({failing})  # forever, if the process is killed
         error = None if failing.cancelled() else failing.exception()
         if isinstance(error, EngineLost):
             self.lost_engines.append(worker_id)
@@ -350,7 +350,7 @@ class FakeCluster:
         return [each for each in self.workers.values() if each.process.state == "running"]
 
     def held_pages(self) -> list[str]:
-        """Return what the living workers still hold for somebody, in words."""
+        """Describe the pages that living workers still hold."""
         held = []
         for each in self.living_workers():
             counts = each.cache.pool.counts()

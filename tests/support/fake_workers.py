@@ -25,7 +25,7 @@ class FakeWorkers:
 
     Args:
         model: That they serve.
-        page_size: Of its pages.
+        page_size: The size of its pages.
         make_engine: Makes the engine of each.
     """
 

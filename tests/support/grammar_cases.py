@@ -1,4 +1,4 @@
-"""Constraints for tests, and whether a text is what they ask for, by other libraries' judgement."""
+"""Constraints for tests, and whether a text satisfies them, as other libraries judge it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Network interfaces that a host is to have."""
+"""Gives this host other network interfaces."""
 
 import socket
 from collections.abc import Collection, Mapping, Sequence
@@ -15,11 +15,11 @@ def have_interfaces(
     down: Collection[str] = (),
     host: str = "gpu-a",
 ) -> None:
-    """Make this host one of that name with these interfaces.
+    """Give this host a name and interfaces.
 
     Args:
         addresses: interface |-> its addresses, as psutil writes them.
-        down: Those that are.
+        down: The interfaces that are down.
     """
     found = {
         name: [SimpleNamespace(family=_family(each), address=each) for each in of_one]

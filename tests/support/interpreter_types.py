@@ -1,7 +1,7 @@
 """Makes Triton's interpreter work out each type once instead of in each operation.
 
 In kernels of small tensors, it spends more time on types than on values: each operation builds the
-type and the shape of its result anew, and each number in a kernel becomes a tensor of the other
+type and the shape of its result again, and each number in a kernel becomes a tensor of the other
 operand's type and shape. Here equal ones share what follows from them. Values, and the checks of
 types and shapes, remain Triton's own.
 """

@@ -2,7 +2,7 @@
 
 
 def forget_token() -> None:
-    """Have Ray read the token of the next one: a process that has started one remembers that."""
+    """Make Ray read the next token: a process that has started a Ray remembers its token."""
     from ray._raylet import AuthenticationTokenLoader
 
     AuthenticationTokenLoader.instance().reset_cache()

@@ -1,4 +1,4 @@
-"""What was logged by other code than gRPC's own."""
+"""Log records of code other than gRPC's own."""
 
 import logging
 

@@ -54,7 +54,7 @@ class Nemesis:
         return True
 
     async def break_engine(self, fault: Fault) -> bool:
-        """The engine of a worker computes nothing any more, however often it starts anew."""
+        """The engine of a worker computes nothing any more, however often it restarts."""
         [worker_id] = fault.targets
         if worker_id in self._cluster.broken:
             return False

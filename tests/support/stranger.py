@@ -1,4 +1,4 @@
-"""Somebody on a cluster's network who lacks its secret, and knows all the rest.
+"""An attacker on a cluster's network who lacks its secret, and knows everything else.
 
 It sees the metadata of every call (what an observer of the wire sees), knows the contract, the
 names, addresses and incarnations of all workers, the model and the prompts of others. It speaks to
@@ -58,7 +58,7 @@ class OpenGate(grpc.aio.ServerInterceptor):
 
 
 class Stranger:
-    """One of them. `statuses` counts how its calls ended; "let in" must not be among them."""
+    """Such an attacker. `statuses` counts how its calls ended; "let in" must not be among them."""
 
     def __init__(self, cluster: FakeCluster, prompts: Sequence[Sequence[int]]) -> None:
         self.statuses: Counter[str] = Counter()

@@ -46,7 +46,7 @@ def values(span: ReadableSpan) -> dict[str, Any]:
 
 @contextmanager
 def traced(sample_ratio: float = 1.0) -> Iterator[Traces]:
-    """Trace all that this process does meanwhile."""
+    """Trace everything that this process does while entered."""
     exporter = InMemorySpanExporter()
     trace_to(
         SimpleSpanProcessor(exporter), sample_ratio=sample_ratio, service="test", instance="test-0"

@@ -12,9 +12,9 @@ class TooSlow(AssertionError):
 
 def assert_within(seconds: float, limit_s: float) -> None:
     if not seconds < limit_s:
-        raise TooSlow(f"took {seconds:.2f} s, allowed are {limit_s} s")
+        raise TooSlow(f"took {seconds:.2f} s; allowed: at most {limit_s} s")
 
 
 def on_this_host(limit_s: float) -> float:
-    """Return a bound as long as others make it, where more wants to run than there are cores."""
+    """Return a bound, extended where more processes want to run than there are cores."""
     return limit_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -143,7 +143,9 @@ def test_a_host_that_joined_later_with_another_model_loads_nothing_of_it(
     with (copy / "tokenizer.json").open("a") as file:
         file.write("\n")
 
-    with pytest.raises(HostUnfit, match=r"^network_interface is 'eth7', .*; gpu-a .* another tok"):
+    with pytest.raises(
+        HostUnfit, match=r"^network_interface: found 'eth7', .*; gpu-a .* another tok"
+    ):
         start(model, model_paths={"pagewire-decode": str(copy)}, network_interface="eth7")
 
     assert started == []

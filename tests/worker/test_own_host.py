@@ -113,8 +113,8 @@ def test_all_that_is_wrong_on_a_host_is_told(identity: ModelIdentity) -> None:
     found = look(options, Path("/nothing"), NAMES, ADDRESS, identity)
 
     assert [each.partition(",")[0] for each in found.problems[:2]] == [
-        "network_interface is 'eth1'",
-        "nccl_interface is 'eth9'",
+        "network_interface: found 'eth1'",
+        "nccl_interface: found 'eth9'",
     ]
     assert "has nothing at /nothing" in found.problems[2]
     assert found.address == ""
@@ -129,8 +129,8 @@ def test_the_loopback_address_does_only_where_ray_is_there_too(
     [problem] = look(options, PLAIN, NAMES, ADDRESS, None).problems
 
     assert problem == (
-        "network_interface is 'lo', whose address on gpu-a (10.0.0.2) is 127.0.0.1, where no other "
-        "host finds it; it must be one that joins the hosts"
+        "network_interface: found 'lo', whose address on gpu-a (10.0.0.2) is 127.0.0.1, which no "
+        "other host can reach; allowed: one that connects the hosts"
     )
     assert look(options, PLAIN, NAMES, "127.0.0.1", None).problems == ()
 

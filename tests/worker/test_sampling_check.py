@@ -21,25 +21,28 @@ GOOD = SamplingParams(max_tokens=8, min_tokens=8, logprobs=20, top_k=50, stop_to
 @pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.0, 1e30])
 def test_numbers_that_are_not_finite_or_out_of_range_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"^sampling\.{name} is .*, allowed is "):
+    with pytest.raises(ValueError, match=rf"^sampling\.{name}: found .*; allowed: "):
         check_sampling(replace(GOOD, **{name: value}), MODEL)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"temperature": 1e-4}, "temperature is 0.0001, allowed is 0 for greedy, or 0.001 to 1000"),
-        ({"top_p": 0.0}, "top_p is 0.0, allowed is above 0, up to 1"),
-        ({"top_k": 51}, "top_k is 51, allowed is 0 to 50"),
-        ({"seed": 2**64}, f"seed is {2**64}, allowed is 0 to {2**64 - 1}"),
-        ({"max_tokens": 0, "min_tokens": 0}, "max_tokens is 0, allowed is 1 to "),
-        ({"min_tokens": 9}, "min_tokens is 9, allowed is 0 to 8"),
-        ({"logprobs": 21}, "logprobs is 21, allowed is 0 to 20"),
-        ({"stop_token_ids": (2, 50)}, "stop_token_ids has id 50, ids are below 50"),
-        ({"stop_token_ids": (2,) * 257}, "stop_token_ids has 257 ids, allowed are at most 256"),
-        ({"stop_token_ids": tuple(range(2, 50))}, "min_tokens is 8, allowed is 0 where every"),
-        ({"constraint": JSON_OBJECT}, "min_tokens is 8, allowed is 0 with a constraint"),
-        ({"constraint": JSON_OBJECT, "ignore_eos": True}, "constraint is set, allowed is none"),
+        (
+            {"temperature": 1e-4},
+            "temperature: found 0.0001; allowed: 0 for greedy, or 0.001 to 1000",
+        ),
+        ({"top_p": 0.0}, "top_p: found 0.0; allowed: above 0, up to 1"),
+        ({"top_k": 51}, "top_k: found 51; allowed: 0 to 50"),
+        ({"seed": 2**64}, f"seed: found {2**64}; allowed: 0 to {2**64 - 1}"),
+        ({"max_tokens": 0, "min_tokens": 0}, "max_tokens: found 0; allowed: 1 to "),
+        ({"min_tokens": 9}, "min_tokens: found 9; allowed: 0 to 8"),
+        ({"logprobs": 21}, "logprobs: found 21; allowed: 0 to 20"),
+        ({"stop_token_ids": (2, 50)}, "stop_token_ids: found 50; allowed: 0 to 49"),
+        ({"stop_token_ids": (2,) * 257}, "stop_token_ids: found 257 ids; allowed: at most 256"),
+        ({"stop_token_ids": tuple(range(2, 50))}, "min_tokens: found 8; allowed: 0 where every"),
+        ({"constraint": JSON_OBJECT}, "min_tokens: found 8; allowed: 0 with a constraint"),
+        ({"constraint": JSON_OBJECT, "ignore_eos": True}, "constraint: found one; allowed: none"),
     ],
 )
 def test_each_field_is_checked_and_named(changes: dict[str, object], words: str) -> None:

@@ -68,21 +68,27 @@ BAD = [
     ("{}", ["names no tenant"]),
     ("- acme", ["found a list at the top level; allowed: a mapping of tenants"]),
     ("acme: {", ["line 1", "is not plain YAML"]),
-    ("acme:", ["line 1: acme is empty; it must be a mapping with token_hashes"]),
-    ("a b: {}", ["line 1: 'a b' is no name of a tenant; it must be 1 to 64 letters"]),
-    ("acme: {weight: 2}", ["line 1: acme.token_hashes is missing; it must be a list of one or"]),
-    ("acme: {token_hashes: []}", ["acme.token_hashes is empty; it must be a list"]),
-    (f"acme: {{token_hashes: {A}}}", ["acme.token_hashes is a str; it must be a list"]),
+    ("acme:", ["line 1: acme: found nothing; allowed: a mapping with token_hashes"]),
+    ("a b: {}", ["line 1: name of a tenant: found 'a b'; allowed: 1 to 64 letters"]),
+    ("acme: {weight: 2}", ["line 1: acme.token_hashes: found nothing; allowed: a list of one or"]),
+    ("acme: {token_hashes: []}", ["acme.token_hashes: found an empty list; allowed: a list"]),
+    (
+        f"acme: {{token_hashes: {A}}}",
+        ["acme.token_hashes: found a value of type str; allowed: a list"],
+    ),
     (
         "acme:\n  token_hashes: [sha256:00ff]",
-        ["line 2: acme.token_hashes[0] has 11 characters; it must be sha256: and 64 hexadecimal"],
+        ["line 2: acme.token_hashes[0]: found 11 characters; allowed: sha256: and 64 hexadecimal"],
     ),
-    (f"acme: {{token_hashes: [{A}, 5]}}", ["acme.token_hashes[1] has a int; it must be sha256:"]),
+    (
+        f"acme: {{token_hashes: [{A}, 5]}}",
+        ["acme.token_hashes[1]: found a value of type int; allowed: sha256:"],
+    ),
     (
         f"acme: {{token_hashes: [{A}]}}\nglobex:\n  token_hashes: [{B}, {A}]",
-        ["line 3: globex.token_hashes[1] is that of acme.token_hashes[0], too; each must be of"],
+        ["line 3: globex.token_hashes[1]: found the hash of acme.token_hashes[0]; allowed"],
     ),
-    (f"acme: {{token_hashes: [{A}, {A}]}}", ["acme.token_hashes[1] is that of acme.token_h"]),
+    (f"acme: {{token_hashes: [{A}, {A}]}}", ["acme.token_hashes[1]: found the hash of acme.t"]),
     (
         f"acme:\n  token_hashes: [{A}]\n  quota: 5",
         ["line 3: acme.quota: unknown; allowed: token_hashes, requests_per_s, burst, tokens_"],
@@ -90,33 +96,36 @@ BAD = [
     (f"acme: {{token_hashes: [{A}], brst: 5}}", ["; did you mean 'acme.burst'?"]),
     (
         f"acme:\n  token_hashes: [{A}]\n  requests_per_s: -1",
-        ["line 3: acme.requests_per_s is -1; it must be a finite number, 0 to 1000000"],
+        ["line 3: acme.requests_per_s: found -1; allowed: a finite number, 0 to 1000000"],
     ),
-    (f"acme: {{token_hashes: [{A}], burst: 1.5}}", ["burst is 1.5; it must be an integer, 0 to"]),
-    (f"acme: {{token_hashes: [{A}], weight: 0}}", ["weight is 0; it must be a finite number a"]),
+    (f"acme: {{token_hashes: [{A}], burst: 1.5}}", ["burst: found 1.5; allowed: an integer, 0 to"]),
+    (f"acme: {{token_hashes: [{A}], weight: 0}}", ["weight: found 0; allowed: a finite number a"]),
     (
         f"acme: {{token_hashes: [{A}], cache_share: 0}}",
-        ["cache_share is 0; it must be a finite nu"],
+        ["cache_share: found 0; allowed: a finite nu"],
     ),
-    (f"acme: {{token_hashes: [{A}], cache_share: 1.5}}", ["cache_share is 1.5; it must be a fini"]),
+    (
+        f"acme: {{token_hashes: [{A}], cache_share: 1.5}}",
+        ["cache_share: found 1.5; allowed: a fini"],
+    ),
     (
         f"acme: {{token_hashes: [{A}], cache: family}}\n"
         f"globex:\n  token_hashes: [{B}]\n  cache: family\n  cache_share: 0.5",
         [
-            "line 5: globex.cache_share is 0.5, that of acme is 1; tenants of one cache must have "
-            "one share"
+            "line 5: globex.cache_share: found 0.5; allowed: 1, the share of acme, because "
+            "tenants of one cache have the same sh"
         ],
     ),
-    (f"acme: {{token_hashes: [{A}], operator: 1}}", ["operator is 1; it must be true or false"]),
-    (f"acme: {{token_hashes: [{A}], cache: a b}}", ["cache is 'a b'; it must be empty, or 1 to"]),
-    (f"acme: {{token_hashes: [{A}], weight: .nan}}", ["weight is nan; it must be a finite"]),
+    (f"acme: {{token_hashes: [{A}], operator: 1}}", ["operator: found 1; allowed: true or false"]),
+    (f"acme: {{token_hashes: [{A}], cache: a b}}", ["cache: found 'a b'; allowed: empty, or 1 to"]),
+    (f"acme: {{token_hashes: [{A}], weight: .nan}}", ["weight: found nan; allowed: a finite"]),
     (
         f"acme: {{token_hashes: [{A}]}}\nacme: {{token_hashes: [{B}]}}",
         ["line 2: acme is given twice, in lines 1 and 2; give it once"],
     ),
     (
         f"acme:\n  token_hashes: [{A}]\n  burst: -1\n  weight: x",
-        ["line 3: acme.burst is -1", "line 4: acme.weight is 'x'"],
+        ["line 3: acme.burst: found -1", "line 4: acme.weight: found 'x'"],
     ),
     ("#" + "x" * MAX_BYTES, [f"has more than {MAX_BYTES} bytes"]),
 ]
@@ -155,7 +164,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, kind: str) -> None:
         path.write_bytes(b"\xff\xfe")
 
     with pytest.raises(
-        TenantsFileError, match=r"cannot be read: No such file|it is no file|is not UTF-8"
+        TenantsFileError, match=r"cannot be read: No such file|it is not a file|is not UTF-8"
     ):
         read_tenants(path)
 
@@ -218,7 +227,7 @@ def test_a_changed_file_counts_and_a_broken_one_changes_nothing_and_is_told_once
         asyncio.run(main())
     told = [record.fields["reason"] for record in records_of(caplog)]  # type: ignore[attr-defined]
     assert len(told) == 3
-    assert "line 3: acme.weight is -3; it must be" in told[0]
+    assert "line 3: acme.weight: found -3; allowed:" in told[0]
     assert "is not plain YAML" in told[1]
     assert "cannot be read: No such file" in told[2]
 
