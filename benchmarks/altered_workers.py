@@ -109,4 +109,4 @@ def scatter_pages() -> None:
 
 def live_apart() -> None:
     """Let NCCL use sockets, as between hosts; only so can two workers on one GPU connect."""
-    os.environ["NCCL_HOSTID"] = f"host of {os.getpid()}"
+    os.environ.update(NCCL_HOSTID=f"host of {os.getpid()}")

@@ -197,7 +197,7 @@ def test_workers_of_a_role_do_not_all_restart_at_once_nor_leave_while_the_others
         assert "decode-1', the last decode worker that serves now, while decode-0" in str(
             results[1]
         )
-        with pytest.raises(ConfigError, match="decode-0', which has not been heard of lately"):
+        with pytest.raises(ConfigError, match="decode-0', which has not been heard from lately"):
             await world.controller.restart("decode-0", 7.0)
         await world.announce("decode-0")  # it still ends
         with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):

@@ -50,7 +50,7 @@ def test_a_worker_is_waited_for_until_another_start_of_it_serves(monkeypatch):
     restart_cluster(cluster, ["decode-0"], 7.0, said.append)
 
     assert said == [
-        "decode-0 takes nothing new; what runs there has 7 s",
+        "decode-0 takes no new requests; running ones have 7 s there",
         "decode-0 serves anew after 0 s, 1 of 1",
     ]
 
