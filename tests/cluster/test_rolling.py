@@ -51,7 +51,7 @@ def test_a_worker_is_waited_for_until_another_start_of_it_serves(monkeypatch):
 
     assert said == [
         "decode-0 takes no new requests; running ones have 7 s there",
-        "decode-0 serves anew after 0 s, 1 of 1",
+        "decode-0 serves again after 0 s, 1 of 1",
     ]
 
 
