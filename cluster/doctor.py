@@ -29,6 +29,7 @@ from cluster.model_folder import check_kernels, check_model_folder
 from cluster.own_address import check_interfaces, with_own_host
 from cluster.port_owner import ROUTER_TIMEOUT_S, is_router
 from cluster.preflight import check_http_port_free
+from pagewire.cli.units import format_bytes
 from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
 
@@ -351,14 +352,24 @@ def check_memory(facts: HostFacts, config: ClusterConfig, needs: ModelNeeds) -> 
 
 
 def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int | None) -> Finding:
-    """The pages of a worker hold the longest request that the model could serve."""
-    num_pages = pages_of_worker(needs, config, gpu_free_bytes)
+    """The pages of each worker hold the longest request that the model could serve."""
+    pools = [key for key, number in config.workers_of_pools.items() if number]
+    num_pages, key = min(
+        (pages_of_worker(needs, config.in_pool(each), gpu_free_bytes), each) for each in pools
+    )
+    has_own = config.in_pool(key) != config
     tokens = num_pages * needs.page_size
-    found = f"a worker's pages hold {tokens} tokens; the model's context is {needs.context_tokens}"
+    worker = f"a worker of pool {key!r}" if has_own else "a worker"
+    found = (
+        f"the pages of {worker} hold {tokens} tokens; the model's context is {needs.context_tokens}"
+    )
     if tokens >= needs.context_tokens:
         return Finding(check="context", level="ok", found=found)
     device = "cpu" if gpu_free_bytes is None else "cuda"
     remedy = context_remedy(needs, config, device, "serve")
+    if has_own:
+        context = format_bytes(needs.context_pages * needs.page_bytes)
+        remedy = f"more memory for pages in pools.{key}; the context takes {context}"
     level: Level = "warn" if num_pages else "fail"
     return Finding(check="context", level=level, found=f"{found}; longer is refused", remedy=remedy)
 

@@ -10,6 +10,7 @@ from cluster.demo_model import INSTALL_TRAINED, trained_model, write_demo_model
 from cluster.doctor import examine
 from cluster.host_facts import HostFacts, collect_facts
 from cluster.host_memory import HostMemory, read_host_memory
+from cluster.pool_config import PoolConfig
 from cluster.ray_listeners import RayListener
 from tests.http_gateway.serving import gateway, scripted
 from tests.pagewire.scripted_service import serving_in_thread
@@ -56,8 +57,9 @@ CPU_HOST = replace(
 )
 
 
-def findings(facts, **options):
+def findings(facts, pools=None, **options):
     config = load_config(None, {"port": 0, "http_port": 0} | options)
+    config = replace(config, pools=pools or config.pools)
     return {each.check: each for each in examine(facts, config)}
 
 
@@ -266,6 +268,22 @@ def model_dir(tmp_path_factory):
         (CPU_HOST, {"page_size": 16, "cpu_pages_mib": 1}, "warn", "hold 256 tokens"),
         (CPU_HOST, {"num_pages": 100}, "warn", "serve --num-pages 128"),
         (CPU_HOST, {"page_size": 128, "num_pages": 64}, "ok", "hold 8192"),
+        (
+            CPU_HOST,
+            {"cpu_pages_mib": 32, "pools": {"prefill": PoolConfig(cpu_pages_mib=16)}},
+            "warn",
+            "a worker of pool 'prefill' hold 4096 tokens; the model's context is 8192; longer is "
+            "refused more memory for pages in pools.prefill; the context takes 32.0 MiB",
+        ),
+        (
+            CPU_HOST,
+            {
+                "cpu_pages_mib": 16,
+                "pools": dict.fromkeys(("prefill", "decode"), PoolConfig(num_pages=128)),
+            },
+            "ok",
+            "hold 8192 tokens",
+        ),
         (GPU_HOST, {}, "ok", "hold"),
         (replace(GPU_HOST, gpu_free_bytes=(80 * 2**30, 2**31)), {}, "fail", "hold 0 tokens"),
     ],
