@@ -5,8 +5,10 @@ cluster.preflight has already refused what needs no Ray to check (model folder, 
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -64,6 +66,7 @@ STOP_MARGIN_S = 5.0
 GATEWAY_MARGIN_S = 1.0  # to tell clients how the router ended their calls
 END_TIMEOUT_S = 10.0  # for Ray to end processes on request
 END_PERIOD_S = 0.05  # between two looks whether it has
+LOST_PERIOD_S = 0.2  # between two looks whether Ray still lives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,12 +117,27 @@ class RunningCluster:
     def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s` seconds, then end all processes.
 
-        A Ray that has lost a process would not answer; its remaining processes are left alone.
+        A Ray that has lost a process, perhaps to the same signal, would not answer; its remaining
+        processes are left alone.
         """
+        # In a thread of its own: a call to such a Ray can last for a minute.
+        ended: Future[None] = Future()
+
+        def end() -> None:
+            try:
+                end_cluster(grace_s)
+                ended.set_result(None)
+            except BaseException as error:
+                ended.set_exception(error)
+
         try:
             if not self.local_ray.lost:
-                end_cluster(grace_s)
-                ray.shutdown()
+                threading.Thread(target=end, name="end-cluster", daemon=True).start()
+                while not wait([ended], timeout=LOST_PERIOD_S).done and not self.local_ray.lost:
+                    pass
+                if ended.done():
+                    ended.result()
+                    ray.shutdown()
         finally:
             self.local_ray.close()
 

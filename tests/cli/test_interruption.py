@@ -173,6 +173,25 @@ def test_the_end_of_a_process_of_ray_ends_it_with_a_reason_and_leaves_nothing():
     assert left == {}
 
 
+@pytest.mark.thorough
+@in_turn
+def test_a_signal_to_all_its_processes_ends_it_soon_and_leaves_nothing():
+    """As `timeout` and service managers send it: Ray's processes end of it, too."""
+    with serving("--prefill", "1", "--decode", "1") as server:
+        assert any(line.startswith("ready") for line in server.stdout)
+        sent_at = time.monotonic()
+        os.killpg(server.pid, signal.SIGTERM)
+        output, errors = server.communicate(timeout=100)
+        took_s = time.monotonic() - sent_at
+        left = processes_of_session(server.pid)
+
+    assert server.returncode == 0, errors
+    assert output.splitlines()[-1] == "stopped"
+    assert "Traceback" not in errors
+    assert_within(took_s, 30)  # Ray's own processes take ten seconds to end of it
+    assert left == {}
+
+
 @in_turn
 def test_a_terminal_that_closes_ends_it_after_running_requests():
     near, far = pty.openpty()
