@@ -3,7 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.capacity import memory_remedy, memory_shortage, read_model_needs
+from cluster.capacity import (
+    memory_remedy,
+    memory_shortage,
+    pages_of_worker,
+    read_model_needs,
+)
 from cluster.certificates import check_certificates
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
@@ -125,6 +130,15 @@ def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
     """Refuse workers that this host can never hold, and warn if it may not hold them now."""
     assert config.model is not None
     needs = read_model_needs(config.model, config, "cpu")
+    for key, number in config.workers_of_pools.items():
+        own = config.in_pool(key)
+        if number and not pages_of_worker(needs, own, None):
+            name = "cpu_pages_mib" if own == config else f"pools.{key}.cpu_pages_mib"
+            least_mib = -(-needs.page_bytes // 2**20)
+            raise ConfigError(
+                f"{name}: found {own.cpu_pages_mib}; allowed: at least {least_mib}, which holds a "
+                f"page of {needs.page_size} tokens of this model"
+            )
     shortage = memory_shortage(needs, config, read_host_memory())
     if shortage and shortage.is_hopeless:
         raise PlacementError(f"{shortage.found}; try {memory_remedy(config)}")

@@ -8,17 +8,20 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 
 from cli import serving_commands
 from cluster import preflight
+from cluster.capacity import read_model_needs
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import HostMemory
 from cluster.own_address import check_interfaces
+from cluster.pool_config import PoolConfig
 from cluster.preflight import check_start
 from tests.support.interfaces import have_interfaces
 
@@ -55,6 +58,28 @@ def test_pages_that_the_host_can_never_hold_are_refused_by_their_option(
 
     with pytest.raises(PlacementError, match=rf"{words}; 7.0 GiB of 8.0 GiB are free; try"):
         check_on_a_host_with(monkeypatch, memory, **options)
+
+
+@pytest.mark.parametrize("pool", ["", "decode"])
+def test_memory_for_less_than_a_page_is_refused(monkeypatch, tmp_path, pool):
+    config = {"model": str(demo_model_dir()), "device": "cpu", "port": 0, "http_port": 0}
+    small = {"cpu_pages_mib": 1}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps(config | {"page_size": 128, "dtype": "float32"}))
+    loaded = load_config(path, {} if pool else small)
+    if pool:
+        loaded = replace(loaded, pools={pool: PoolConfig(**small)})
+    monkeypatch.setattr(
+        preflight, "read_model_needs", lambda *_: replace(read_model_needs(*_), page_bytes=3 << 20)
+    )
+    name = f"pools.{pool}.cpu_pages_mib" if pool else "cpu_pages_mib"
+
+    with pytest.raises(ConfigError) as refused:
+        check_start(loaded, print)
+
+    assert str(refused.value) == (
+        f"{name}: found 1; allowed: at least 3, which holds a page of 128 tokens of this model"
+    )
 
 
 def test_the_memory_of_each_pool_counts(monkeypatch, tmp_path):
