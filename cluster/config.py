@@ -171,7 +171,7 @@ class ClusterConfig:
 
     ray_address: str = option(
         "",
-        "Ray cluster to attach to, host:port or auto; empty: start a local one.",
+        "Ray cluster to attach to, host:port or auto; empty: a local one, started by serve and up.",
         accepts=_is_ray_address,
         accepted="host:port of a Ray cluster, as in 10.0.0.1:6379, or auto",
     )

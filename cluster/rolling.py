@@ -37,12 +37,12 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
     workers = facts.workers
     fronts = [name for name in (ROUTER_NAME, GATEWAY_NAME) if name in named_actors()]
     names = names or [*workers.names, *fronts]
+    known = [*workers.names, *fronts]
     for name in names:
+        if name not in (*known, *workers.leaving):
+            raise ConfigError(f"NAME: found {name!r}; allowed: {', '.join(known)}")
         if is_worker(name):
             check_restart(workers, name)
-        elif name not in fronts:
-            allowed = ", ".join([*workers.names, *fronts])
-            raise ConfigError(f"NAME: found {name!r}; allowed: {allowed}")
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     for number, name in enumerate(names, 1):
         with told_at_interrupt(f"{name} restarts by itself; the others are unchanged"):
