@@ -95,7 +95,7 @@ class GraphedDecode:
         Args:
             page_size: The page size of the pool.
             max_tokens: The longest sequence.
-            prompts: Whether to record steps with prompt tokens, too.
+            prompts: If given, steps with its prompt tokens are recorded, too.
         """
         num_seats = len(self._batch.lengths)
         shared_len = least_shared_len(page_size) + 1

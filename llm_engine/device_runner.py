@@ -22,7 +22,7 @@ from llm_engine.engine import ReadResult
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.forward_batch import HostBatch, build_host_batch, send_batch
 from llm_engine.model_config import ModelConfig
-from llm_engine.prompt_graphs import GraphedPrompts
+from llm_engine.prompt_graphs import GraphedPrompts, SentPrompts
 from llm_engine.recordings import CudaGraphRecorder, Recorder
 from llm_engine.sampler_triton import ReadTokens, TritonSampler, read_later
 from llm_engine.sampling import SequenceSlice
@@ -70,7 +70,7 @@ class DeviceRunner:
         batch = build_host_batch(step.slices, self._page_size) if step.slices else None
         # Decodes go first: as a recording they launch at once, and keep the device busy while the
         # host launches the slices kernel by kernel. Few tokens of slices go with them.
-        beside = batch if self._are_beside(step, batch) else None
+        beside = self._send_beside(step, batch)
         read_decodes, hidden_TD = self._launch_decodes(step, beside)
         if batch is not None and beside is None:
             hidden_TD = self._launch_slices(batch)
@@ -86,17 +86,16 @@ class DeviceRunner:
 
         return read
 
-    def _are_beside(self, step: EngineStep, batch: HostBatch | None) -> bool:
-        """Return whether the slices of a step are computed in the pass of its decodes."""
-        return (
-            batch is not None
-            and 0 < len(step.decodes) <= NUM_ROWS_BESIDE[-1]
-            and self._prompts is not None
-            and self._prompts.takes_beside(batch)
-        )
+    def _send_beside(self, step: EngineStep, batch: HostBatch | None) -> SentPrompts | None:
+        """Send slices that are computed in the pass of a step's decodes; None: these are not."""
+        if batch is None or self._prompts is None or not self._prompts.takes_beside(batch):
+            return None
+        if not 0 < len(step.decodes) <= NUM_ROWS_BESIDE[-1]:
+            return None
+        return self._prompts.send_beside(batch)
 
     def _launch_decodes(
-        self, step: EngineStep, beside: HostBatch | None
+        self, step: EngineStep, beside: SentPrompts | None
     ) -> tuple[ReadTokens, Tensor | None]:
         """Launch the decodes of a step, and slices beside; return [T, D] of the latter, too."""
         if self._batch is None or self._decode is None:
@@ -105,11 +104,8 @@ class DeviceRunner:
         self._batch.change(step)
         if not step.decodes:
             return list, None
-        prompts = None
-        if beside is not None and self._prompts is not None:
-            prompts = self._prompts.send_beside(beside)
         drawn = self._decode.launch(
-            step.decodes, has_new=bool(step.started), allowed=step.allowed, prompts=prompts
+            step.decodes, has_new=bool(step.started), allowed=step.allowed, prompts=beside
         )
         counts = self._batch.num_logprobs
         wanted = {
