@@ -28,11 +28,12 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 def on_hopper(tensor: Tensor) -> bool:
     """Return whether a tensor lies on a GPU with Hopper's wgmma and tensor copy engine."""
-    return tensor.is_cuda and _major_capability(tensor.device) == 9
+    return tensor.is_cuda and major_capability(tensor.device) == 9
 
 
 @functools.cache
-def _major_capability(device: torch.device) -> int:
+def major_capability(device: torch.device) -> int:
+    """Return the first number of the compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)[0]
 
 

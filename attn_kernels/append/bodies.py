@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from attn_kernels.chain import wait_for_launch_before
+
 FP8_MAX = tl.constexpr(448.0)  # of e4m3
 
 
@@ -51,8 +53,11 @@ def rotate_and_append_kernel(
     BLOCK_G: tl.constexpr,  # GROUP, padded to a power of two
     BLOCK_HALF: tl.constexpr,  # HALF, padded to a power of two
     BLOCK_REST: tl.constexpr,  # the other dimensions, padded to a power of two, or 0
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_tokens, num_kv_heads)
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_token = tl.program_id(0).to(tl.int64)
     my_kv_head = tl.program_id(1)
     heads = tl.arange(0, BLOCK_G)[:, None]  # [BLOCK_G, 1]

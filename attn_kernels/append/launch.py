@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attn_kernels.append.bodies import rotate_and_append_kernel
+from attn_kernels.chain import chained
 from attn_kernels.checks import (
     check_heads,
     check_kv_scales,
@@ -125,5 +126,6 @@ def rotate_and_append(
             BLOCK_HALF=padded(half),
             BLOCK_REST=padded(head_dim - 2 * half) if half < head_dim // 2 else 0,
             num_warps=1,
+            **chained(pages),
         )
     return q_out

@@ -46,9 +46,12 @@ def shared_prefix_kernel(
     ITEM_FIELDS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     IS_EXACT: tl.constexpr,  # the bits are those of flat decode
+    IS_CHAINED: tl.constexpr,
     OVERLAPS: tl.constexpr,  # the decode kernel is launched beside this one
 ):
     # Grid: (num_programs,); each program takes every num_programs-th unit (item, key-value head).
+    if IS_CHAINED:
+        cuda.gdc_wait()
     if OVERLAPS:
         # The decode kernel may start on multiprocessors that have nothing to do here.
         cuda.gdc_launch_dependents()

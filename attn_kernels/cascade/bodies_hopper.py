@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn_kernels.attention_state import capped, merge_weights, pair_rows, sum_rows
 from attn_kernels.warpgroups import GROUP_ROWS, NEG_INF, narrow, pass_turn, wait_for_turn
@@ -440,9 +440,12 @@ def shared_prefix_hopper_kernel(
     ITEM_FIELDS: gl.constexpr,
     HAS_SOFT_CAP: gl.constexpr,
     IS_EXACT: gl.constexpr,  # the bits are those of flat decode; else it is faster
+    IS_CHAINED: gl.constexpr,
     OVERLAPS: gl.constexpr,  # the decode kernel is launched beside this one
 ):
     # Grid: (num_programs,), at most one for each multiprocessor
+    if IS_CHAINED:
+        gdc_wait()
     if OVERLAPS:
         gdc_launch_dependents()
     # A program without a unit must not set up: it would read one.

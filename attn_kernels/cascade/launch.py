@@ -25,6 +25,7 @@ from attn_kernels.cascade.items import FIELDS, ITEM_FIELDS
 from attn_kernels.cascade.model import FP8_FIT, CascadeModel
 from attn_kernels.cascade.plan import CascadeEstimate, CascadePlan, plan_cascade
 from attn_kernels.cascade.prefix_tree import PrefixNode, aligned_tree, prefix_tree, within_window
+from attn_kernels.chain import chained, may_chain
 from attn_kernels.checks import (
     HALF_DTYPES,
     Integers,
@@ -223,7 +224,7 @@ class CascadeAttention:
             box = [min(page_size, self.decode.tile.block_n), 64]
             self._pages_desc = TensorDescriptor.from_tensor(pages.view(-1, head_dim), box, layout)
         self.is_exact = is_exact
-        self.overlaps = device.type == "cuda"  # launches depend on each other's parts only
+        self.overlaps = may_chain(pages)  # of both launches
         self._plan = PlanBuffer(1 + self.max_shared_slots * (ITEM_FIELDS + 2 * group), device)
         self._shared: CascadePlan | None = None
         self._batch: DecodeBatch
@@ -402,6 +403,7 @@ class CascadeAttention:
             IS_EXACT=self.is_exact,
             OVERLAPS=self.overlaps,
             **compiled,
+            **chained(q),
         )
 
     def _plan_own(self, shared: CascadePlan, batch: DecodeBatch) -> DecodeItems:

@@ -240,9 +240,12 @@ def paged_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    IS_CHAINED: tl.constexpr,  # and not OVERLAPS
     OVERLAPS: tl.constexpr,  # the launch that fills shared slots may still run
 ):
     # Grid: (num_lanes * NUM_KV_HEADS,); heads of a lane are neighbours.
+    if IS_CHAINED:
+        cuda.gdc_wait()
     NUM_QO_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     my_kv_head = tl.program_id(0) % NUM_KV_HEADS
     my_first_head = my_kv_head * GROUP

@@ -321,9 +321,12 @@ def paged_decode_hopper_kernel(
     HAS_WINDOW: gl.constexpr,
     HAS_SOFT_CAP: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    IS_CHAINED: gl.constexpr,  # and not OVERLAPS
     OVERLAPS: gl.constexpr,  # the launch that fills shared slots may still run
 ):
     # Grid: (num_lanes * NUM_KV_HEADS,); heads of a lane are neighbours.
+    if IS_CHAINED:
+        gdc_wait()
     NUM_QO_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     COLUMN_BLOCK: gl.constexpr = pages_desc.block_shape[3]
     HALVES: gl.constexpr = HEAD_DIM // COLUMN_BLOCK

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_kernels.chain import chained
 from attn_kernels.checks import (
     FLOAT_DTYPES,
     Integers,
@@ -407,8 +408,9 @@ class DecodeAttention:
                 "num_stages": tile.num_stages,
                 "num_warps": tile.num_warps,
             }
+        chain_options = chained(q)
         if overlaps:
-            compiled["launch_pdl"] = True
+            chain_options["IS_CHAINED"] = False  # it waits later
         kernel[(self.num_programs,)](
             out,
             lse if lse is not None else self.partial_stats,
@@ -438,6 +440,7 @@ class DecodeAttention:
             HAS_LSE=lse is not None,
             OVERLAPS=overlaps,
             **compiled,
+            **chain_options,
         )
 
     def _first_tokens(self, batch: DecodeBatch) -> npt.NDArray[np.int64]:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from attn_kernels.chain import wait_for_launch_before
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -15,8 +17,11 @@ def rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,  # size, padded to a power of two
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_rows,). One program per row, whatever the batch: the sum has one order.
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     is_dim = dims < size
@@ -43,8 +48,11 @@ def silu_mul_kernel(
     up_stride,
     size,
     BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_rows, cdiv(size, BLOCK))
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = dims < size

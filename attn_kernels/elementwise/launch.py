@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_kernels.chain import chained
 from attn_kernels.checks import FLOAT_DTYPES, check_launchable, check_number, check_tensor
 from attn_kernels.elementwise.bodies import rms_norm_kernel, silu_mul_kernel
 from attn_kernels.errors import ShapeError
@@ -50,6 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
             HAS_RESIDUAL=residual is not None,
             BLOCK=padded(size),
             num_warps=min(8, max(1, padded(size) // 512)),
+            **chained(x),
         )
     return out
 
@@ -76,5 +78,6 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
             size,
             BLOCK=SILU_BLOCK,
             num_warps=4,
+            **chained(gate),
         )
     return out

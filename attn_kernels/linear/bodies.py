@@ -9,6 +9,8 @@ a product has the same bits whichever operand comes first.
 import triton
 import triton.language as tl
 
+from attn_kernels.chain import wait_for_launch_before
+
 
 # Not specialized: a row count must not cost a compilation.
 @triton.jit(do_not_specialize=["num_rows"])
@@ -27,9 +29,12 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     IS_SWAPPED: tl.constexpr,  # weights are the first operand: 64 outputs an instruction
     BAND: tl.constexpr,  # row tiles that share weights while those are in the L2 cache
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (cdiv(num_rows, BLOCK_M) * cdiv(num_out, BLOCK_N),), in bands of BAND row tiles; within
     # a band, row tiles change fastest.
+    if IS_CHAINED:
+        wait_for_launch_before()
     num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
     programs_per_band = BAND * tl.cdiv(num_out, BLOCK_N)
     my_first_tile = tl.program_id(0) // programs_per_band * BAND

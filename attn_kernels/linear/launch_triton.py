@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_kernels.chain import chained
 from attn_kernels.linear.bodies import linear_kernel
 
 BAND = 8  # row tiles; their inputs and a column of weights stay in the L2 cache
@@ -89,6 +90,7 @@ def launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Li
         BAND=BAND,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **chained(x),
     )
 
 

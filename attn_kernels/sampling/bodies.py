@@ -8,6 +8,7 @@ exp(scaled) in units of 2**-40, an int64: sums have one value in any order. The 
 import triton
 import triton.language as tl
 
+from attn_kernels.chain import wait_for_launch_before
 from attn_kernels.sampling.bodies_gumbel import LOG2_E, NO_TOKEN, draw_base, improve_draw
 
 # Fields of a row's state.
@@ -120,8 +121,11 @@ def group_max_kernel(
     IS_PLAIN: tl.constexpr,  # temperature 1 and sums for all rows
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_tiles, num_rows)
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_tile = tl.program_id(0)
     my_row = tl.program_id(1).to(tl.int64)
     tokens = my_tile * TILE + tl.arange(0, TILE)
@@ -208,8 +212,11 @@ def choose_kernel(
     CAPACITY: tl.constexpr,
     MAX_GATHERED: tl.constexpr,
     NUM_BINS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_rows,)
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(0).to(tl.int64)
     my_logits_ptr = logits_ptr + my_row * logits_stride
     my_mask_ptr = mask_ptr + my_row * mask_stride

@@ -6,6 +6,7 @@ See `attn_kernels.sampling.launch` for the whole and `attn_kernels.sampling.bodi
 import triton
 import triton.language as tl
 
+from attn_kernels.chain import wait_for_launch_before
 from attn_kernels.sampling.bodies import (
     BELOW_COUNT,
     BELOW_MASS,
@@ -58,8 +59,11 @@ def count_bins_kernel(
     HAS_MASK: tl.constexpr,
     TILE: tl.constexpr,
     NUM_BINS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (programs per row, num_rows)
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(1).to(tl.int64)
     my_state_ptr = state_ptr + my_row * NUM_FIELDS
     if tl.load(my_state_ptr + STATUS) == BINNED:
@@ -105,8 +109,11 @@ def choose_window_kernel(
     top_k_ptr,  # [num_rows], int64
     top_p_ptr,  # [num_rows], float64
     NUM_BINS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_rows,)
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(0).to(tl.int64)
     my_state_ptr = state_ptr + my_row * NUM_FIELDS
     if tl.load(my_state_ptr + STATUS) == BINNED:
@@ -177,8 +184,11 @@ def draw_kernel(
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
     NUM_BINS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (programs per row, num_rows)
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(1).to(tl.int64)
     my_state_ptr = state_ptr + my_row * NUM_FIELDS
     status = tl.load(my_state_ptr + STATUS)
@@ -329,8 +339,11 @@ def finish_kernel(
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
     NUM_BINS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_rows,)
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(0).to(tl.int64)
     my_state_ptr = state_ptr + my_row * NUM_FIELDS
     status = tl.load(my_state_ptr + STATUS)

@@ -34,6 +34,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_kernels.chain import chained
 from attn_kernels.checks import check_int, check_launchable, check_tensor
 from attn_kernels.debug_checks import check_edits, check_values, debug
 from attn_kernels.errors import CapacityError, DtypeError, ShapeError
@@ -297,6 +298,7 @@ class TokenSampler:
             MAX_GATHERED=shape.max_gathered,
             NUM_BINS=shape.num_bins,
             num_warps=shape.num_warps * (2 if groups_padded > 4096 else 1),
+            **chained(logits),
         )
         count_bins_kernel[(programs, num_rows)](
             self._state,
@@ -313,6 +315,7 @@ class TokenSampler:
             TILE=shape.stream_tile,
             NUM_BINS=shape.num_bins,
             num_warps=shape.num_warps,
+            **chained(logits),
         )
         choose_window_kernel[rows](
             self._state,
@@ -322,6 +325,7 @@ class TokenSampler:
             params.top_p,
             NUM_BINS=shape.num_bins,
             num_warps=shape.num_warps,
+            **chained(logits),
         )
         draw_kernel[(programs, num_rows)](
             self._scores,
@@ -342,6 +346,7 @@ class TokenSampler:
             CAPACITY=shape.capacity,
             NUM_BINS=shape.num_bins,
             num_warps=shape.num_warps,
+            **chained(logits),
         )
         finish_kernel[rows](
             out,
@@ -367,6 +372,7 @@ class TokenSampler:
             CAPACITY=shape.capacity,
             NUM_BINS=shape.num_bins,
             num_warps=shape.num_warps,
+            **chained(logits),
         )
 
     def _launch_group_max(
@@ -391,6 +397,7 @@ class TokenSampler:
             TILE=self._shape.tile,
             GROUP=self._shape.group,
             num_warps=4,
+            **chained(logits),
         )
 
     def _edit(self, logits: Tensor, edits: LogitEdits, saved: Tensor | None) -> Tensor:

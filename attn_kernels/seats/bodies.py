@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from attn_kernels.chain import wait_for_launch_before
+
 # Columns of a seat's state, int64; those of floats hold the bits of a float64.
 TOKEN = tl.constexpr(0)  # the last one, whose K and V the next step computes
 LENGTH = tl.constexpr(1)  # tokens of the sequence, the last one included
@@ -40,8 +42,11 @@ def read_seats_kernel(
     table_stride,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (cdiv(num_rows, BLOCK),)
+    if IS_CHAINED:
+        wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     seats = tl.load(row_seats_ptr + rows, mask=is_row, other=-1).to(tl.int64)
@@ -73,8 +78,11 @@ def edit_seats_kernel(
     logits_stride,
     vocab_size,
     BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (num_rows, cdiv(vocab_size, BLOCK))
+    if IS_CHAINED:
+        wait_for_launch_before()
     my_row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = tokens < vocab_size
@@ -107,8 +115,11 @@ def write_seats_kernel(
     num_rows,
     vocab_size,
     BLOCK: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     # Grid: (cdiv(num_rows, BLOCK),)
+    if IS_CHAINED:
+        wait_for_launch_before()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     seats = tl.load(row_seats_ptr + rows, mask=is_row, other=-1).to(tl.int64)

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_kernels.chain import chained
 from attn_kernels.checks import check_at_least_one, check_tensor
 from attn_kernels.errors import CapacityError
 from attn_kernels.sampling.launch import LOGIT_DTYPES, RowParams
@@ -112,6 +113,7 @@ class DeviceSeats:
             PAGE_SIZE=self.page_size,
             BLOCK=ROW_BLOCK,
             num_warps=4,
+            **chained(self.state),
         )
         return self.row_params(num_rows)
 
@@ -166,6 +168,7 @@ class DeviceSeats:
             num_warps=8,
             # A product that is not rounded before the sum would have other bits than the host's.
             enable_fp_fusion=False,
+            **chained(self.state),
         )
         return out
 
@@ -201,6 +204,7 @@ class DeviceSeats:
             self.marks.shape[1],
             BLOCK=ROW_BLOCK,
             num_warps=4,
+            **chained(self.state),
         )
 
     def _check_rows(self, num_rows: int) -> None:

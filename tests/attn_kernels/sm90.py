@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -16,8 +17,10 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from attn_kernels import chain
 from tests.support.triton_interpreter import patched
 
+GLOBAL_ACCESS = re.compile(r"\b(?:(?:ld|st|atom|red)\.(?!param|shared)|cp\.async|cp\.reduce)")
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -55,7 +58,8 @@ def launches_of(action: Callable[[], object]) -> list[Launch]:
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launches.append(Launch(kernel=self, args=args, options=options))
 
-    with patched(run=run, call=JITFunction.__call__):
+    may_chain = patch.object(chain, "may_chain", lambda _: True)
+    with patched(run=run, call=JITFunction.__call__), may_chain:
         action()
     return launches
 
@@ -95,7 +99,15 @@ def compile_launch(launch: Launch) -> Compiled:
     key = (source.hash(), *sorted(options.items()))
     if key not in _compiled:  # launchers choose the same for many a shape
         _compiled[key] = _compile(source, options)
+        if launch.options.get("IS_CHAINED"):
+            assert waits_first(_compiled[key].ptx)
     return _compiled[key]
+
+
+def waits_first(ptx: str) -> bool:
+    """Return whether a chained kernel waits before it reads or writes memory of the device."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return bool(wait) and not GLOBAL_ACCESS.search(before)
 
 
 def ptxas_notes(ptx: str) -> str:

@@ -123,7 +123,7 @@ def test_programs_fit_a_multiprocessor_and_nothing_spills(shape: Shape):
         MAX_SHARED_BYTES + RESERVED_BYTES
     )
     assert "wgmma.mma_async" in compiled.ptx
-    assert ("griddepcontrol.wait" in compiled.ptx) == shape.overlaps
+    assert compiled.ptx.count("griddepcontrol.wait") == (2 if shape.overlaps else 1)
     assert "mma.sync" not in compiled.ptx
     assert "cp.async.bulk.tensor.4d" in compiled.ptx
 
