@@ -51,7 +51,16 @@ class DrawnRows:
     hidden_TD: Tensor  # of the prompt tokens, padded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draws:
+    """What becomes of the logits of a step."""
+
+    edits_logits: bool
+    has_logprobs: bool
+    has_masks: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """What a recording holds for."""
 
@@ -59,9 +68,7 @@ class Kind:
     num_prompt_tokens: int
     has_few_rows: bool  # for attention
     shares_prefixes: bool
-    edits_logits: bool
-    has_logprobs: bool
-    has_masks: bool
+    draws: Draws
 
 
 class GraphedDecode:
@@ -134,13 +141,16 @@ class GraphedDecode:
             self._set_rows(seats)
         self._plan(index, num_rows, prompts)
         self._num_same += 1
-        edits_logits = batch.edits_logits(index)
-        has_logprobs = bool((batch.num_logprobs[index] >= 0).any())
         rows = [row for row, seat in enumerate(seats) if seat in allowed] if allowed else []
         if rows:
             bits = np.stack([allowed[seats[row]] for row in rows])
             batch.seats.set_masks(num_rows, rows, bits)
-        drawn = self._run(num_rows, prompts, edits_logits, has_logprobs, bool(rows))
+        draws = Draws(
+            edits_logits=batch.edits_logits(index),
+            has_logprobs=bool((batch.num_logprobs[index] >= 0).any()),
+            has_masks=bool(rows),
+        )
+        drawn = self._run(num_rows, prompts, draws)
         batch.lengths[index] += 1
         return drawn
 
@@ -182,16 +192,9 @@ class GraphedDecode:
             return self._batch.seats.inputs[:, :num_rows]
         return self._inputs[:, : num_rows + prompts.size]
 
-    def _run(
-        self,
-        num_rows: int,
-        prompts: SentPrompts | None,
-        edits_logits: bool,
-        has_logprobs: bool,
-        has_masks: bool,
-    ) -> DrawnRows:
+    def _run(self, num_rows: int, prompts: SentPrompts | None, draws: Draws) -> DrawnRows:
         def work() -> DrawnRows:
-            return self._work(num_rows, prompts, edits_logits, has_logprobs, has_masks)
+            return self._work(num_rows, prompts, draws)
 
         launches = self._attention.recordable()
         if launches is None:
@@ -200,24 +203,15 @@ class GraphedDecode:
         if self._recordings is None or not self._recordings.hold_for(buffers):
             self._recordings = Recordings(buffers, self._make_recorder())
         kind = Kind(
-            num_rows,
-            prompts.size if prompts else 0,
-            launches.has_few_rows,
-            launches.shares_prefixes,
-            edits_logits,
-            has_logprobs,
-            has_masks,
+            num_rows=num_rows,
+            num_prompt_tokens=prompts.size if prompts else 0,
+            has_few_rows=launches.has_few_rows,
+            shares_prefixes=launches.shares_prefixes,
+            draws=draws,
         )
         return self._recordings.run(kind, work, num_rows=num_rows)
 
-    def _work(
-        self,
-        num_rows: int,
-        prompts: SentPrompts | None,
-        edits_logits: bool,
-        has_logprobs: bool,
-        has_masks: bool,
-    ) -> DrawnRows:
+    def _work(self, num_rows: int, prompts: SentPrompts | None, draws: Draws) -> DrawnRows:
         seats = self._batch.seats
         params = seats.read(num_rows)
         inputs = self._inputs_of(num_rows, prompts)
@@ -226,11 +220,11 @@ class GraphedDecode:
             inputs[:, num_rows:].copy_(prompts.inputs)
         hidden = self._decoder.run_layers(inputs[0])
         logits = self._decoder.logits(hidden[:num_rows])
-        edited = seats.edit(logits) if edits_logits else logits
-        mask = seats.masks[:num_rows] if has_masks else None
+        edited = seats.edit(logits) if draws.edits_logits else logits
+        mask = seats.masks[:num_rows] if draws.has_masks else None
         tokens = self._sampler.sample(edited, params, mask=mask)
         logprobs = None
-        if has_logprobs:
+        if draws.has_logprobs:
             num_top = min(MAX_LOGPROBS, logits.shape[1])
             logprobs = self._sampler.logprobs(logits, tokens, num_top)
         seats.write(tokens)
