@@ -16,7 +16,8 @@ def fill_from_gguf(out: Tensor, entry: GGUFTensorEntry) -> None:
     """Read, dequantize and cast a tensor on its target device.
 
     Args:
-        out: A tensor of the entry's shape, contiguous, of any dtype.
+        out: A tensor for the entry's rows, of any dtype, which may lie in groups apart from each
+            other; if the entry's heads are interleaved, contiguous and of the entry's shape.
         entry: The tensor's entry.
 
     Raises:
@@ -26,17 +27,19 @@ def fill_from_gguf(out: Tensor, entry: GGUFTensorEntry) -> None:
     columns = entry.shape[-1]
     block_elements, block_bytes = BLOCKS[entry.dtype]
     row_bytes = columns // block_elements * block_bytes
-    rows = out.view(-1, columns)
-    chunk_rows = max(1, CHUNK_ELEMENTS // columns)
+    groups = out if len(entry.shape) > 1 else out[None]
+    group_rows = groups[0].numel() // columns
+    chunk_groups = max(1, CHUNK_ELEMENTS // (group_rows * columns))
     with entry.path.open("rb") as file:
         file.seek(entry.begin)
-        for first in range(0, len(rows), chunk_rows):
-            chunk = rows[first : first + chunk_rows]
-            raw = np.fromfile(file, np.uint8, len(chunk) * row_bytes)
-            if len(raw) < len(chunk) * row_bytes:
+        for first in range(0, len(groups), chunk_groups):
+            chunk = groups[first : first + chunk_groups]
+            num_rows = len(chunk) * group_rows
+            raw = np.fromfile(file, np.uint8, num_rows * row_bytes)
+            if len(raw) < num_rows * row_bytes:
                 raise CheckpointCorrupt(f"{entry.path}: cut off while it was read")
-            blocks = torch.from_numpy(raw).view(len(chunk), row_bytes).to(out.device)
-            chunk.copy_(dequantize(blocks, entry.dtype))
+            blocks = torch.from_numpy(raw).view(num_rows, row_bytes).to(out.device)
+            chunk.copy_(dequantize(blocks, entry.dtype).view(chunk.shape))
     if entry.num_interleaved_heads:
         pairs = out.view(entry.num_interleaved_heads, -1, 2, *out.shape[1:])
         out.copy_(pairs.transpose(1, 2).reshape(out.shape))

@@ -7,6 +7,7 @@ in the sliding window and in rotary scaling, and each of these is a field here.
 from dataclasses import dataclass
 from pathlib import Path
 
+from attn_kernels.linear.plan import GATE_GROUP
 from llm_engine.config_fields import MAX_INTEGER, ConfigFields, read_json
 from llm_engine.config_keys import check_keys
 from llm_engine.generation_config import read_eos_token_ids
@@ -98,7 +99,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         dtype=dtype,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", at_most=MAX_WIDTH),
+        intermediate_size=_read_intermediate_size(fields),
         num_layers=num_layers,
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
@@ -138,6 +139,13 @@ def _read_kv_heads(fields: ConfigFields, family: str, num_qo_heads: int) -> int:
         allowed = f"a divisor of num_attention_heads ({num_qo_heads})"
         raise fields.unsupported("num_key_value_heads", num_kv_heads, allowed)
     return num_kv_heads
+
+
+def _read_intermediate_size(fields: ConfigFields) -> int:
+    size = fields.integer("intermediate_size", at_most=MAX_WIDTH)
+    if size % GATE_GROUP:
+        raise fields.unsupported("intermediate_size", size, f"multiples of {GATE_GROUP}")
+    return size
 
 
 def _read_context(fields: ConfigFields, rope: RopeConfig) -> int:

@@ -10,6 +10,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from attn_kernels.linear.plan import GATE_GROUP
+
 
 class Operations(Protocol):
     """Tensors are two-dimensional, and inputs are not changed, unless stated otherwise."""
@@ -26,8 +28,11 @@ class Operations(Protocol):
         """Add x to the residual in place, and return the rms_norm of the sum."""
         ...
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [rows, size], contiguous."""
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return silu(gate) * up, [rows, num_out], of two products of x, [rows, num_in].
+
+        Rows of the weight, [2 * num_out, num_in], are GATE_GROUP of gate, then of up, in turns.
+        """
         ...
 
 
@@ -43,5 +48,8 @@ class TorchOperations:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.rms_norm(residual.add_(x), weight, eps)
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return silu(gate) * up
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = linear(x, weight, bias)
+        turns = product.view(len(x), len(weight) // (2 * GATE_GROUP), 2, GATE_GROUP)
+        gate, up = turns.unbind(2)
+        return (silu(gate) * up).flatten(1)

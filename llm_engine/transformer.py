@@ -69,9 +69,9 @@ class Decoder:
         return self._linear(out_TNH.flatten(1), weights.output)
 
     def _feed_forward(self, weights: LayerWeights, normed_TD: Tensor) -> Tensor:
-        gate_up = self._linear(normed_TD, weights.gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self._linear(self._operations.silu_mul(gate, up), weights.down)
+        gate_up = weights.gate_up
+        gated = self._operations.gated_linear(normed_TD, gate_up.weight, gate_up.bias)
+        return self._linear(gated, weights.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._operations.rms_norm(x, weight, self._config.rms_norm_eps)

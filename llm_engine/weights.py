@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from attn_kernels.linear.plan import GATE_GROUP
 from llm_engine.checkpoint import Tensors
 from llm_engine.errors import CheckpointCorrupt
 from llm_engine.gguf_checkpoint import GGUFTensorEntry
@@ -40,7 +41,7 @@ class LayerWeights:
     k_norm: Tensor | None  # [head_dim]
     output: LinearWeights
     mlp_norm: Tensor  # [hidden]
-    gate_up: LinearWeights  # rows: gate, then up
+    gate_up: LinearWeights  # rows: GATE_GROUP of gate, then of up, in turns
     down: LinearWeights
 
 
@@ -95,7 +96,7 @@ def _load_layer(loader: "_Loader", config: ModelConfig, layer: int) -> LayerWeig
         k_norm=loader.join(f"{attention}.k_norm.weight") if config.has_qk_norm else None,
         output=loader.linear(f"{attention}.o_proj"),
         mlp_norm=loader.join(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=loader.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        gate_up=loader.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", rows_in_turn=GATE_GROUP),
         down=loader.linear(f"{mlp}.down_proj"),
     )
 
@@ -116,21 +117,28 @@ class _Loader:
         self._on_loaded = on_loaded
         self._files: dict[Path, Any] = {}  # path |-> open safetensors file
 
-    def linear(self, *names: str) -> LinearWeights:
-        weight = self.join(*(f"{name}.weight" for name in names))
-        biases = [f"{name}.bias" for name in names]
-        has_bias = biases[0] in self._tensors
-        return LinearWeights(weight=weight, bias=self.join(*biases) if has_bias else None)
+    def linear(self, *names: str, rows_in_turn: int | None = None) -> LinearWeights:
+        weight, bias = (
+            self.join(*(f"{name}.{part}" for name in names), rows_in_turn=rows_in_turn)
+            if f"{names[0]}.{part}" in self._tensors
+            else None
+            for part in ("weight", "bias")
+        )
+        assert weight is not None
+        return LinearWeights(weight=weight, bias=bias)
 
-    def join(self, *names: str) -> Tensor:
-        """Return tensors stacked into one."""
+    def join(self, *names: str, rows_in_turn: int | None = None) -> Tensor:
+        """Return tensors stacked into one, each whole or so many rows of each in turn."""
         shapes = [self._tensors[name].shape for name in names]
         num_rows = sum(shape[0] for shape in shapes)
         joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
-        first_row = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self._fill(joined[first_row : first_row + shape[0]], name)
-            first_row += shape[0]
+        if rows_in_turn is None:
+            parts = torch.split(joined, [shape[0] for shape in shapes])
+        else:
+            turns = joined.view(-1, len(names), rows_in_turn, *joined.shape[1:])
+            parts = turns.unbind(1)
+        for name, part in zip(names, parts, strict=True):
+            self._fill(part, name)
             entry = self._tensors[name]
             self._on_loaded(entry.end - entry.begin)
         return joined
@@ -144,7 +152,7 @@ class _Loader:
             if entry.path not in self._files:
                 file = self._stack.enter_context(safe_open(entry.path, framework="pt"))
                 self._files[entry.path] = file
-            rows.copy_(self._files[entry.path].get_tensor(name))
+            rows.copy_(self._files[entry.path].get_tensor(name).view(rows.shape))
         except (OSError, SafetensorError) as error:
             problem = f"{entry.path}: tensor {name} cannot be read: {error}"
             raise CheckpointCorrupt(problem) from error

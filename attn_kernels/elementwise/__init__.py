@@ -1,1 +1,1 @@
-"""Operations between matrix products: norm with residual, gated activation."""
+"""The norm between matrix products, with the residual before it."""

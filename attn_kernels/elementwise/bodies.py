@@ -1,4 +1,4 @@
-"""Kernel bodies of the operations between matrix products: norm with residual, gated activation."""
+"""Kernel body of the norm between matrix products, with the residual before it."""
 
 import triton
 import triton.language as tl
@@ -37,26 +37,3 @@ def rms_norm_kernel(
     weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0)
     out = normed.to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + my_row * size + dims, out, mask=is_dim)
-
-
-@triton.jit
-def silu_mul_kernel(
-    out_ptr,  # [num_rows, size], contiguous
-    gate_ptr,  # [num_rows, size]
-    up_ptr,  # [num_rows, size]
-    gate_stride,  # elements from row to row
-    up_stride,
-    size,
-    BLOCK: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
-    # Grid: (num_rows, cdiv(size, BLOCK))
-    if IS_CHAINED:
-        wait_for_launch_before()
-    my_row = tl.program_id(0).to(tl.int64)
-    dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_dim = dims < size
-    gate = tl.load(gate_ptr + my_row * gate_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + my_row * up_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + my_row * size + dims, silu.to(tl.float32) * up, mask=is_dim)

@@ -1,18 +1,15 @@
-"""Operations between matrix products: norm with residual, gated activation."""
+"""The norm between matrix products, with the residual before it."""
 
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from attn_kernels.chain import chained
 from attn_kernels.checks import FLOAT_DTYPES, check_launchable, check_number, check_tensor
-from attn_kernels.elementwise.bodies import rms_norm_kernel, silu_mul_kernel
+from attn_kernels.elementwise.bodies import rms_norm_kernel
 from attn_kernels.errors import ShapeError
 from attn_kernels.tiles import padded
-
-SILU_BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
@@ -52,32 +49,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
             BLOCK=padded(size),
             num_warps=min(8, max(1, padded(size) // 512)),
             **chained(x),
-        )
-    return out
-
-
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [num_rows, size]; rows of the inputs may have any stride."""
-    check_tensor(
-        "gate", gate, shape=(None, None), dtype=FLOAT_DTYPES, device=None, contiguous_from=1
-    )
-    check_launchable("gate", gate)
-    device = gate.device
-    num_rows, size = gate.shape
-    check_tensor(
-        "up", up, shape=(num_rows, size), dtype=gate.dtype, device=device, contiguous_from=1
-    )
-    out = torch.empty((num_rows, size), dtype=gate.dtype, device=device)
-    if num_rows:
-        silu_mul_kernel[(num_rows, triton.cdiv(size, SILU_BLOCK))](
-            out,
-            gate,
-            up,
-            gate.stride(0),
-            up.stride(0),
-            size,
-            BLOCK=SILU_BLOCK,
-            num_warps=4,
-            **chained(gate),
         )
     return out

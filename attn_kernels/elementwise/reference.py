@@ -1,4 +1,4 @@
-"""Reference of the operations between matrix products."""
+"""Reference of the norm between matrix products."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed.to(x.dtype).float() * weight.float()).to(x.dtype)
-
-
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
-    silu = torch.nn.functional.silu(gate.float()).to(gate.dtype)
-    return (silu.float() * up.float()).to(gate.dtype)

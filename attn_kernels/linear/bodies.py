@@ -4,6 +4,9 @@ Each element is one chain of products in ascending order of the inner dimension,
 the same tensor core instruction for every tile. Nothing else enters it: neither the number of rows
 nor the tile that a row lies in. Rows and inner elements that only fill a tile are exact zeros, and
 a product has the same bits whichever operand comes first.
+
+If it is gated, weight rows are 8 of gates and 8 of what they gate in turns, so that a gate and its
+counterpart lie in one thread's registers, and only their product leaves the kernel.
 """
 
 import triton
@@ -11,11 +14,25 @@ import triton.language as tl
 
 from attn_kernels.chain import wait_for_launch_before
 
+GATE_GROUP = tl.constexpr(8)  # rows of gates, before as many of what they gate
+
+
+@triton.jit
+def gated(x, dtype: tl.constexpr):
+    # [M, N] -> [M, N / 2]: silu(gates) * the others, with each step rounded to dtype
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    pairs = tl.reshape(x, [M, N // (2 * GATE_GROUP), 2, GATE_GROUP])
+    gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+    return tl.reshape(silu.to(tl.float32) * up.to(dtype).to(tl.float32), [M, N // 2])
+
 
 # Not specialized: a row count must not cost a compilation.
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
-    out_ptr,  # [num_rows, num_out]
+    out_ptr,  # [num_rows, num_out], or [num_rows, num_out / 2] if IS_GATED
     x_ptr,  # [num_rows, num_in]
     weight_ptr,  # [num_out, num_in]
     bias_ptr,  # [num_out]; read only if HAS_BIAS
@@ -23,6 +40,7 @@ def linear_kernel(
     num_out,
     num_in,
     HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
     HAS_TAIL: tl.constexpr,  # BLOCK_K does not divide num_in
     BLOCK_M: tl.constexpr,  # rows
     BLOCK_N: tl.constexpr,  # outputs
@@ -72,8 +90,14 @@ def linear_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + outputs, mask=is_output, other=0.0)
         acc += bias.to(tl.float32)[None, :]
+    out_stride = num_out
+    if IS_GATED:
+        acc = gated(acc, out_ptr.dtype.element_ty)
+        outputs = my_place // my_band * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_stride = num_out // 2
+        is_output = outputs < out_stride
     tl.store(
-        out_ptr + rows.to(tl.int64)[:, None] * num_out + outputs[None, :],
+        out_ptr + rows.to(tl.int64)[:, None] * out_stride + outputs[None, :],
         acc,
         mask=is_row[:, None] & is_output[None, :],
     )

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn_kernels.warpgroups import GROUP_ROWS, narrow
 
 STORE_COLUMNS = gl.constexpr(64)  # outputs of a box: 128 bytes
+GATE_GROUP = gl.constexpr(8)  # as in bodies.py
 
 
 @gluon.jit
@@ -121,6 +122,33 @@ def halves(x):
 
 
 @gluon.jit
+def gated(gate, up, dtype: gl.constexpr):
+    # As in bodies.py
+    gate = narrow(gate, dtype).to(gl.float32)
+    silu = (gate / (1.0 + gl.exp(-gate))).to(dtype)
+    return silu.to(gl.float32) * narrow(up, dtype).to(gl.float32)
+
+
+@gluon.jit
+def gated_columns(x, dtype: gl.constexpr):
+    # [64, N] -> [64, N / 2], as in bodies.py; in registers
+    N: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N // 2, 16])
+    pairs = gl.reshape(x, [x.shape[0], N // (2 * GATE_GROUP), 2, GATE_GROUP])
+    gate, up = gl.split(gl.permute(pairs, (0, 1, 3, 2)))
+    out = gl.reshape(gated(gate, up, dtype), [x.shape[0], N // 2])
+    return gl.convert_layout(out, layout, assert_trivial=True)
+
+
+@gluon.jit
+def gated_rows(x, dtype: gl.constexpr):
+    # [64, N] -> [32, N], likewise
+    pairs = gl.reshape(x, [x.shape[0] // (2 * GATE_GROUP), 2, GATE_GROUP, x.shape[1]])
+    gate, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
+    return gl.reshape(gated(gate, up, dtype), [x.shape[0] // 2, x.shape[1]])
+
+
+@gluon.jit
 def column_parts(x):
     # [64, N] -> N / 64 parts of 64 columns
     N: gl.constexpr = x.shape[1]
@@ -139,6 +167,7 @@ def multiply(
     buffers,
     sizes,
     HAS_BIAS: gl.constexpr,
+    IS_GATED: gl.constexpr,
     IS_SWAPPED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -185,6 +214,9 @@ def multiply(
                 outputs = output + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
                 bias = gl.load(bias_ptr + outputs, mask=outputs < num_out, other=0.0)
                 acc += gl.expand_dims(bias.to(gl.float32), 1)
+            if IS_GATED:
+                acc = gated_rows(acc, dtype)
+                output = output // 2
             tma.store_wait(OUT_BOXES - 1)
             out_box = out_boxes.index(WARPGROUP)
             out_box.permute((1, 0)).store(acc.to(dtype))
@@ -192,13 +224,21 @@ def multiply(
             tma.async_copy_shared_to_global(out_desc, [row, output], out_box)
         else:
             row += WARPGROUP * GROUP_ROWS
+            NUM_STORED: gl.constexpr = COLUMNS // 2 if IS_GATED else COLUMNS
+            if IS_GATED:
+                if HAS_BIAS:
+                    outputs = output + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+                    bias = gl.load(bias_ptr + outputs, mask=outputs < num_out, other=0.0)
+                    acc += gl.expand_dims(bias.to(gl.float32), 0)
+                acc = gated_columns(acc, dtype)
+                output = output // 2
             parts = column_parts(acc)
             part_layout: gl.constexpr = gl.NVMMADistributedLayout(
                 [3, 0], [4, 1], [16, STORE_COLUMNS, 16]
             )
-            for part in gl.static_range(COLUMNS // STORE_COLUMNS):
+            for part in gl.static_range(NUM_STORED // STORE_COLUMNS):
                 part_acc = parts[part]
-                if HAS_BIAS:
+                if HAS_BIAS and not IS_GATED:
                     outputs = output + gl.arange(0, STORE_COLUMNS, gl.SliceLayout(0, part_layout))
                     bias = gl.load(bias_ptr + outputs, mask=outputs < num_out, other=0.0)
                     part_acc += gl.expand_dims(bias.to(gl.float32), 0)
@@ -214,7 +254,7 @@ def multiply(
 # Not specialized: a shape must not cost a compilation.
 @gluon.jit(do_not_specialize=["num_rows", "num_out", "num_in"])
 def linear_hopper_kernel(
-    out_desc,  # [num_rows, num_out]
+    out_desc,  # [num_rows, num_out], or [num_rows, num_out / 2] if IS_GATED
     x_desc,  # [num_rows, num_in]
     weight_desc,  # [num_out, num_in]
     bias_ptr,  # [num_out]; read only if HAS_BIAS
@@ -222,6 +262,7 @@ def linear_hopper_kernel(
     num_out,
     num_in,
     HAS_BIAS: gl.constexpr,
+    IS_GATED: gl.constexpr,
     IS_SWAPPED: gl.constexpr,
     BLOCK_M: gl.constexpr,  # rows
     BLOCK_N: gl.constexpr,  # outputs
@@ -259,8 +300,8 @@ def linear_hopper_kernel(
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_SWAPPED, BLOCK_M, BLOCK_N,
-                        BAND, WARPGROUPS, 0,
+                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
+                        BLOCK_N, BAND, WARPGROUPS, 0,
                     ),
                 ),
                 (copy_operands, (x_desc, weight_desc, buffers, sizes, BLOCK_M, BLOCK_N, BAND)),
@@ -274,15 +315,15 @@ def linear_hopper_kernel(
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_SWAPPED, BLOCK_M, BLOCK_N,
-                        BAND, WARPGROUPS, 0,
+                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
+                        BLOCK_N, BAND, WARPGROUPS, 0,
                     ),
                 ),
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_SWAPPED, BLOCK_M, BLOCK_N,
-                        BAND, WARPGROUPS, 1,
+                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
+                        BLOCK_N, BAND, WARPGROUPS, 1,
                     ),
                 ),
                 (copy_operands, (x_desc, weight_desc, buffers, sizes, BLOCK_M, BLOCK_N, BAND)),
@@ -296,22 +337,22 @@ def linear_hopper_kernel(
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_SWAPPED, BLOCK_M, BLOCK_N,
-                        BAND, WARPGROUPS, 0,
+                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
+                        BLOCK_N, BAND, WARPGROUPS, 0,
                     ),
                 ),
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_SWAPPED, BLOCK_M, BLOCK_N,
-                        BAND, WARPGROUPS, 1,
+                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
+                        BLOCK_N, BAND, WARPGROUPS, 1,
                     ),
                 ),
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_SWAPPED, BLOCK_M, BLOCK_N,
-                        BAND, WARPGROUPS, 2,
+                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
+                        BLOCK_N, BAND, WARPGROUPS, 2,
                     ),
                 ),
                 (copy_operands, (x_desc, weight_desc, buffers, sizes, BLOCK_M, BLOCK_N, BAND)),

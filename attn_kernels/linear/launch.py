@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from attn_kernels.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from attn_kernels.errors import ShapeError
 from attn_kernels.linear import launch_hopper, launch_triton
 from attn_kernels.linear.launch_triton import LinearTile, linear_tile, linear_tiles
-from attn_kernels.linear.plan import HOPPER_TILES, HopperLinearTile, hopper_tile
+from attn_kernels.linear.plan import GATE_GROUP, HOPPER_TILES, HopperLinearTile, hopper_tile
 from attn_kernels.tiles import on_hopper, programs_for
 
 Tile = LinearTile | HopperLinearTile
@@ -36,6 +37,35 @@ def linear(
     Returns:
         [num_rows, num_out], newly allocated, rounded once from float32 sums.
     """
+    return _product(x, weight, bias, tile, is_gated=False)
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return silu(x @ gate.T + its bias) * (x @ up.T + its bias).
+
+    Args:
+        x: As in `linear`.
+        weight: [2 * num_out, num_in]: 8 rows of gate, then 8 of up, in turns; num_out is a multiple
+            of 8.
+        bias: [2 * num_out] in the same order, or None.
+        tile: As in `linear`.
+
+    Returns:
+        [num_rows, num_out], newly allocated. Both products, the activation and the result are
+        rounded to x's dtype, as in a model that computes them one by one.
+    """
+    return _product(x, weight, bias, tile, is_gated=True)
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None, *, is_gated: bool
+) -> Tensor:
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, device=None)
     check_launchable("x", x)
     device, dtype = x.device, x.dtype
@@ -44,17 +74,20 @@ def linear(
     num_out = weight.shape[0]
     if bias is not None:
         check_tensor("bias", bias, shape=(num_out,), dtype=dtype, device=device)
+    if is_gated and num_out % (2 * GATE_GROUP):
+        raise ShapeError(f"weight has {num_out} rows, must be a multiple of {2 * GATE_GROUP}")
     if tile is None:
         tile = shipped_tile(x, weight, is_recorded=_is_recorded(x))
     elif isinstance(tile, HopperLinearTile):
         launch_hopper.check(x, weight)
-    out = torch.empty((num_rows, num_out), dtype=dtype, device=device)
+    num_columns = num_out // 2 if is_gated else num_out
+    out = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
     if not out.numel():
         return out
     if isinstance(tile, HopperLinearTile):
-        launch_hopper.launch(out, x, weight, bias, tile)
+        launch_hopper.launch(out, x, weight, bias, tile, is_gated=is_gated)
     else:
-        launch_triton.launch(out, x, weight, bias, tile)
+        launch_triton.launch(out, x, weight, bias, tile, is_gated=is_gated)
     return out
 
 

@@ -7,11 +7,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_kernels.checks import HALF_DTYPES, VECTOR_BYTES, check_aligned, check_tensor
 from attn_kernels.errors import ShapeError
 from attn_kernels.linear.bodies_hopper import linear_hopper_kernel
-from attn_kernels.linear.plan import GROUP_ROWS, STORE_COLUMNS, HopperLinearTile
+from attn_kernels.linear.plan import GROUP_ROWS, NUM_BYTES, STORE_COLUMNS, HopperLinearTile
 from attn_kernels.tiles import programs_for
 
 BAND = 16  # row tiles; their inputs and some columns of weights stay in the L2 cache
-BOX_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 class _Box(TensorDescriptor):  # type: ignore[misc]  # Triton has no types
@@ -41,18 +40,30 @@ def check(x: Tensor, weight: Tensor) -> None:
 
 
 def launch(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: HopperLinearTile
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: HopperLinearTile,
+    *,
+    is_gated: bool = False,
 ) -> None:
-    """Write x @ weight.T + bias to out; the arguments are checked, and out is not empty."""
+    """Write x @ weight.T + bias to out, gated or not.
+
+    The arguments are checked, and out is not empty.
+    """
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
     x_rows, weight_rows, out_rows = GROUP_ROWS, tile.block_n, GROUP_ROWS
-    num_out_boxes = 2  # one is filled while the other one is copied
+    num_columns = tile.block_n  # of a warpgroup's results
     if tile.is_swapped:
         x_rows, weight_rows, out_rows = tile.block_m, GROUP_ROWS, tile.block_m
-        num_out_boxes = 1
+        num_columns = GROUP_ROWS
+    if is_gated:
+        num_columns //= 2
+    out_columns = min(num_columns, STORE_COLUMNS)
     linear_hopper_kernel[(min(tile.num_tiles(num_rows, num_out), programs_for(x.device, 1)),)](
-        _descriptor(out, out_rows, STORE_COLUMNS),
+        _descriptor(out, out_rows, out_columns),
         _descriptor(x, x_rows, tile.block_k),
         _descriptor(weight, weight_rows, tile.block_k),
         bias if bias is not None else weight,
@@ -60,12 +71,14 @@ def launch(
         num_out,
         num_in,
         HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
         IS_SWAPPED=tile.is_swapped,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         STAGES=tile.num_stages,
-        OUT_BOXES=num_out_boxes,
+        # One is filled while the other one is copied.
+        OUT_BOXES=min(num_columns // out_columns, 2),
         WARPGROUPS=tile.num_warpgroups,
         BAND=BAND,
         num_warps=4,
@@ -76,4 +89,7 @@ def _descriptor(matrix: Tensor, box_rows: int, box_columns: int) -> _Box:
     # Not the tensor's own strides: of a single row that may be anything.
     num_rows, num_columns = matrix.shape
     box = [box_rows, box_columns]
-    return _Box(matrix, [num_rows, num_columns], [num_columns, 1], box, BOX_LAYOUT)
+    layout = NVMMASharedLayout(
+        swizzle_byte_width=min(128, box_columns * NUM_BYTES), element_bitwidth=16, rank=2
+    )
+    return _Box(matrix, [num_rows, num_columns], [num_columns, 1], box, layout)

@@ -69,8 +69,19 @@ def linear_tile(num_rows: int, num_out: int, dtype: torch.dtype) -> LinearTile:
     return MANY[-1]
 
 
-def launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile) -> None:
-    """Write x @ weight.T + bias to out; the arguments are checked, and out is not empty."""
+def launch(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: LinearTile,
+    *,
+    is_gated: bool = False,
+) -> None:
+    """Write x @ weight.T + bias to out, gated or not.
+
+    The arguments are checked, and out is not empty.
+    """
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
     linear_kernel[(_num_programs(num_rows, num_out, tile),)](
@@ -82,6 +93,7 @@ def launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Li
         num_out,
         num_in,
         HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
         HAS_TAIL=num_in % tile.block_k != 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

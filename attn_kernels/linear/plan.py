@@ -9,6 +9,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+GATE_GROUP = 8  # rows of gates in a weight, before as many of what they gate
 GROUP_ROWS = 64  # of the instruction, which a warpgroup executes
 MAX_COLUMNS = 256  # of the instruction
 STORE_COLUMNS = 64  # outputs of a box of results

@@ -10,7 +10,7 @@ from attn_kernels.append.launch import rotate_and_append
 from attn_kernels.cascade.launch import CascadeAttention, HopperSharedTile
 from attn_kernels.decode.launch import DecodeAttention, HopperDecodeTile
 from attn_kernels.decode.plan import SplitRule
-from attn_kernels.elementwise.launch import rms_norm, silu_mul
+from attn_kernels.elementwise.launch import rms_norm
 from attn_kernels.errors import (
     DeviceError,
     DtypeError,
@@ -211,7 +211,6 @@ def test_queries_that_are_no_tensor_are_refused(kind: type):
     [
         (lambda: rms_norm(None, torch.zeros(8), 1e-5), "x"),
         (lambda: rms_norm(torch.zeros(2, 8), None, 1e-5), "weight"),
-        (lambda: silu_mul(None, torch.zeros(2, 8)), "gate"),
         (lambda: linear(None, torch.zeros(2, 8)), "x"),
         (lambda: merge_states(None, torch.zeros(2, 3, 4)), "outs"),
         (lambda: merge_state(*[None] * 4), "out_a"),
@@ -263,7 +262,6 @@ def test_staging_beside_the_pool_and_copies_within_it_are_launched(staging: torc
     ("action", "message"),
     [
         (lambda: rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-5), "weight has shape"),
-        (lambda: silu_mul(torch.zeros(2, 8), torch.zeros(2, 9)), "up has shape"),
         (lambda: merge_states(torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 5)), "lses has shape"),
         (
             lambda: PrefillAttention(torch.zeros(1, 1, 2, 1, 4, 16), num_qo_heads=32, scale=1.0),

@@ -1,11 +1,13 @@
 """The linear layer against its reference, its bits in any batch, and its compilation for Hopper."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from attn_kernels.errors import DtypeError, ShapeError, StrideError
 from attn_kernels.linear import reference
-from attn_kernels.linear.launch import linear
+from attn_kernels.linear.launch import gated_linear, linear
 from attn_kernels.linear.launch_triton import LinearTile, linear_tile, linear_tiles
 from tests.attn_kernels.sm90 import compile_launch, launches_of
 from tests.attn_kernels.tolerance import assert_within_twice
@@ -56,9 +58,40 @@ def test_any_shape(
 @pytest.mark.parametrize("tile", HALF_TILES, ids=str)
 def test_every_tile(device: str, tile: LinearTile) -> None:
     dtype = torch.bfloat16
-    x, weight = randn(device, dtype, 70, 72), randn(device, dtype, 300, 72, seed=1)
+    x, weight = randn(device, dtype, 70, 72), randn(device, dtype, 304, 72, seed=1)
 
-    check(linear(x, weight, tile=tile), x, weight)
+    product = linear(x, weight, tile=tile)
+
+    check(product, x, weight)
+    check_gated(gated_linear(x, weight, tile=tile), product)
+
+
+def check_gated(out: torch.Tensor, product: torch.Tensor) -> None:
+    """Compare with what the columns of an ungated product give, 8 gates and 8 others in turns."""
+    expected = reference.gated(product.float())
+    assert_within_twice(out, reference.gated(product), expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_gates_follow_their_biases(device: str, dtype: torch.dtype, num_rows: int) -> None:
+    x, weight = randn(device, dtype, num_rows, 48), randn(device, dtype, 112, 48, seed=1)
+    bias = randn(device, dtype, 112, seed=2)
+
+    out = gated_linear(x, weight, bias)
+
+    assert out.dtype == dtype
+    check_gated(out, linear(x, weight, bias))
+
+
+def test_extreme_gates_are_finite(device: str) -> None:
+    gates, ups = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4, 0, 0, 0]), torch.ones(8)
+    weight = torch.cat((gates, ups))[:, None].to(device)
+
+    out = gated_linear(torch.ones(1, 1, device=device), weight)
+
+    expected = torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e4, 0, 0, 0]])
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-30)
 
 
 def test_no_rows_give_no_rows(device: str) -> None:
@@ -73,6 +106,8 @@ def test_what_does_not_fit_is_named(device: str) -> None:
 
     with pytest.raises(ShapeError, match="weight has shape"):
         linear(x, weight[:, :8])
+    with pytest.raises(ShapeError, match="weight has 4 rows, must be a multiple of 16"):
+        gated_linear(x, weight)
     with pytest.raises(ShapeError, match="bias has shape"):
         linear(x, weight, torch.ones(5, device=device))
     with pytest.raises(DtypeError, match="weight is"):
@@ -83,21 +118,33 @@ def test_what_does_not_fit_is_named(device: str) -> None:
 
 # Each tile with both dtypes and all kinds of arguments, and these with both dtypes.
 @pytest.mark.parametrize(
-    ("tile", "num_in", "has_bias", "dtype"),
+    ("tile", "product", "num_in", "has_bias", "dtype"),
     [
-        (tile, num_in, has_bias, (torch.bfloat16, torch.float16)[(index + kind) % 2])
+        (tile, product, num_in, has_bias, (torch.bfloat16, torch.float16)[(index + kind) % 2])
         for index, tile in enumerate(HALF_TILES)
-        for kind, (num_in, has_bias) in enumerate([(4096, True), (80, True), (4096, False)])
+        for kind, (product, num_in, has_bias) in enumerate(
+            [
+                (linear, 4096, True),
+                (linear, 80, True),
+                (linear, 4096, False),
+                (gated_linear, 4096, False),
+                (gated_linear, 80, True),
+            ]
+        )
     ],
     ids=str,
 )
 def test_every_tile_compiles_to_the_one_instruction(
-    tile: LinearTile, num_in: int, has_bias: bool, dtype: torch.dtype
+    tile: LinearTile,
+    product: Callable[..., torch.Tensor],
+    num_in: int,
+    has_bias: bool,
+    dtype: torch.dtype,
 ) -> None:
     x, weight = (torch.empty(rows, num_in, dtype=dtype) for rows in (5, 4096))
     bias = torch.empty(4096, dtype=dtype) if has_bias else None
 
-    (launch,) = launches_of(lambda: linear(x, weight, bias, tile=tile))
+    (launch,) = launches_of(lambda: product(x, weight, bias, tile=tile))
     compiled = compile_launch(launch)
 
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
@@ -153,6 +200,9 @@ def test_all_tiles_give_the_same_bits_on_a_gpu(dtype: torch.dtype, kind: str) ->
         assert torch.equal(out, outs[0])
     for num_rows in (1, 2, 16, 63, 65, 128, 257, 542):
         assert torch.equal(linear(x[:num_rows], weight), outs[0][:num_rows])
+    gated = [gated_linear(x, weight, tile=tile) for tile in HALF_TILES]
+    assert all(torch.equal(out, gated[0]) for out in gated[1:])
+    check_gated(gated[0], outs[0])
 
 
 @pytest.mark.gpu

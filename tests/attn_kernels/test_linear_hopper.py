@@ -11,11 +11,11 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from attn_kernels.errors import DtypeError, ShapeError, StrideError
 from attn_kernels.linear import bodies_hopper, launch_hopper
-from attn_kernels.linear.launch import linear, shipped_tile, shipped_tiles
+from attn_kernels.linear.launch import gated_linear, linear, shipped_tile, shipped_tiles
 from attn_kernels.linear.launch_triton import LinearTile
 from attn_kernels.linear.plan import HOPPER_TILES, HopperLinearTile, hopper_tile
 from tests.attn_kernels.sm90 import compile_launch, launches_of, ptxas_notes
-from tests.attn_kernels.test_linear import MAX_SHARED_BYTES, check, operands, randn
+from tests.attn_kernels.test_linear import MAX_SHARED_BYTES, check, check_gated, operands, randn
 from tests.support.gluon_emulator import DeadlockError, HazardError, emulated
 
 BF16 = torch.bfloat16
@@ -29,12 +29,13 @@ def emulate(
     tile: HopperLinearTile,
     *,
     bias: torch.Tensor | None = None,
+    is_gated: bool = False,
     seed: int = 0,
 ) -> torch.Tensor:
     """Return what the kernel writes; what it does not write is NaN."""
-    out = torch.full((len(x), len(weight)), NAN, dtype=x.dtype)
+    out = torch.full((len(x), len(weight) // (2 if is_gated else 1)), NAN, dtype=x.dtype)
     with emulated(seed):
-        launch_hopper.launch(out, x, weight, bias, tile)
+        launch_hopper.launch(out, x, weight, bias, tile, is_gated=is_gated)
     return out
 
 
@@ -42,7 +43,7 @@ def emulate(
 # inner elements that fill no tile; more tiles than the four programs.
 @pytest.mark.parametrize("tile", HOPPER_TILES, ids=str)
 @pytest.mark.parametrize(
-    ("num_rows", "num_out", "num_in"), [(3, 72, 8), (129, 328, 136), (543, 264, 400)], ids=str
+    ("num_rows", "num_out", "num_in"), [(3, 80, 8), (129, 336, 136), (543, 272, 400)], ids=str
 )
 def test_every_tile_multiplies_any_shape(
     tile: HopperLinearTile, num_rows: int, num_out: int, num_in: int
@@ -51,7 +52,10 @@ def test_every_tile_multiplies_any_shape(
     weight = randn("cpu", BF16, num_out, num_in, seed=1)
     bias = randn("cpu", BF16, num_out, seed=2) if num_rows == 129 else None
 
-    check(emulate(x, weight, tile, bias=bias), x, weight, bias)
+    product = emulate(x, weight, tile, bias=bias)
+
+    check(product, x, weight, bias)
+    check_gated(emulate(x, weight, tile, bias=bias, is_gated=True), product)
 
 
 def test_float16_is_multiplied_as_well() -> None:
@@ -136,22 +140,26 @@ def test_the_emulation_sees_what_a_kernel_forgets(
     assert not all(map(is_right, range(3)))
 
 
-# Each tile with one of both dtypes, and with or without a bias
+# Each tile, gated and not, with one of both dtypes, and with or without a bias
 @pytest.mark.parametrize(
-    ("tile", "dtype", "has_bias"),
+    ("tile", "product", "dtype", "has_bias"),
     [
-        (tile, (BF16, torch.float16)[index % 2], index % 4 < 2)
+        (tile, product, (BF16, torch.float16)[(index + kind) % 2], (index + kind) % 4 < 2)
         for index, tile in enumerate(HOPPER_TILES)
+        for kind, product in enumerate((linear, gated_linear))
     ],
     ids=str,
 )
 def test_every_tile_compiles_to_the_one_instruction_and_the_copy_engine(
-    tile: HopperLinearTile, dtype: torch.dtype, has_bias: bool
+    tile: HopperLinearTile,
+    product: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    has_bias: bool,
 ) -> None:
     x, weight = (torch.empty(rows, 4096, dtype=dtype) for rows in (5, 4096))
     bias = torch.empty(4096, dtype=dtype) if has_bias else None
 
-    (launch,) = launches_of(lambda: linear(x, weight, bias, tile=tile))
+    (launch,) = launches_of(lambda: product(x, weight, bias, tile=tile))
     compiled = compile_launch(launch)
 
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
@@ -233,8 +241,10 @@ def test_all_tiles_give_the_bits_of_the_triton_kernel_on_a_gpu(
 
     for each in (None, bias):
         expected = linear(x, weight, each)
+        gated = gated_linear(x, weight, each)
         for tile in HOPPER_TILES:
             assert torch.equal(linear(x, weight, each, tile=tile), expected), tile
+            assert torch.equal(gated_linear(x, weight, each, tile=tile), gated), tile
             for first, last in ((0, 1), (542, 543), (3, 40), (250, 506)):
                 rows = linear(x[first:last], weight, each, tile=tile)
                 assert torch.equal(rows, expected[first:last]), tile

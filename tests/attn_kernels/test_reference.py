@@ -19,8 +19,8 @@ from attn_kernels.cascade.launch import CascadeAttention, SharedTile
 from attn_kernels.decode import reference as decode_reference
 from attn_kernels.decode.launch import DecodeAttention, DecodeTile
 from attn_kernels.decode.plan import SplitRule
-from attn_kernels.elementwise.launch import rms_norm, silu_mul
-from attn_kernels.linear.launch import linear
+from attn_kernels.elementwise.launch import rms_norm
+from attn_kernels.linear.launch import gated_linear, linear
 from attn_kernels.merge.launch import merge_states
 from attn_kernels.pages.launch import copy_between, copy_pages, gather_pages, scatter_pages
 from attn_kernels.pages.launch_digest import digest_pages
@@ -42,13 +42,13 @@ FUNCTIONS: list[Callable[..., object]] = [
     merge_states,
     rotate_and_append,
     rms_norm,
-    silu_mul,
     gather_pages,
     scatter_pages,
     copy_pages,
     copy_between,
     digest_pages,
     linear,
+    gated_linear,
 ]
 METHODS = [
     getattr(kind, name)

@@ -39,15 +39,18 @@ def test_all_linear_kernels_are_launched_before_traffic(monkeypatch: pytest.Monk
         "linear",
         lambda x, weight, bias, *, tile: launched.add((*weight.shape, x.shape[1], tile)),
     )
+    monkeypatch.setattr(
+        operations_triton,
+        "gated_linear",
+        lambda x, weight, bias, *, tile: launched.add(("gated", *weight.shape, tile)),
+    )
 
     operations_triton.load_linear_kernels(
         DecoderWeights(embedding=head, layers=(layer, layer), final_norm=norm, lm_head=head)
     )
 
-    shapes = {(24, 8), (8, 16), (32, 8), (8, 64), (40, 8)}
-    assert launched == {
-        (*shape, shape[1], tile) for shape in shapes for tile in linear_tiles(torch.float16)
-    }
+    shapes = {(24, 8, 8), (8, 16, 16), ("gated", 32, 8), (8, 64, 64), (40, 8, 8)}
+    assert launched == {(*shape, tile) for shape in shapes for tile in linear_tiles(torch.float16)}
 
 
 def batch_of(*starts_lens_prompts: tuple[int, int, int]) -> ForwardBatch:

@@ -188,6 +188,7 @@ def test_missing_and_corrupt_config(folder: Path) -> None:
         ("architectures", ["MixtralForCausalLM"], "LlamaForCausalLM"),
         ("architectures", "-", "LlamaForCausalLM"),
         ("num_key_value_heads", 4, "a divisor of num_attention_heads (6)"),
+        ("intermediate_size", 84, "multiples of 8"),
         ("hidden_size", 0, "from 1 to"),
         ("hidden_size", "48", "an integer"),
         ("hidden_size", "-", "required field"),

@@ -197,6 +197,7 @@ class _Program:
             where=lambda condition, yes, no: yes if condition else no,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             arange=lambda start, end, layout: torch.arange(start, end),
+            exp=torch.exp,
             expand_dims=torch.unsqueeze,
             reshape=torch.reshape,
             permute=torch.permute,
