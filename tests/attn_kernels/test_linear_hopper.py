@@ -142,23 +142,24 @@ def test_the_emulation_sees_what_a_kernel_forgets(
 
 # Each tile, gated and not, with one of both dtypes, and with or without a bias
 @pytest.mark.parametrize(
-    ("tile", "product", "dtype", "has_bias"),
+    ("tile", "is_gated", "dtype", "has_bias"),
     [
-        (tile, product, (BF16, torch.float16)[(index + kind) % 2], (index + kind) % 4 < 2)
+        (tile, is_gated, (BF16, torch.float16)[(index + is_gated) % 2], (index + is_gated) % 4 < 2)
         for index, tile in enumerate(HOPPER_TILES)
-        for kind, product in enumerate((linear, gated_linear))
+        for is_gated in (False, True)
     ],
     ids=str,
 )
 def test_every_tile_compiles_to_the_one_instruction_and_the_copy_engine(
     tile: HopperLinearTile,
-    product: Callable[..., torch.Tensor],
+    is_gated: bool,
     dtype: torch.dtype,
     has_bias: bool,
 ) -> None:
     x, weight = (torch.empty(rows, 4096, dtype=dtype) for rows in (5, 4096))
     bias = torch.empty(4096, dtype=dtype) if has_bias else None
 
+    product = gated_linear if is_gated else linear
     (launch,) = launches_of(lambda: product(x, weight, bias, tile=tile))
     compiled = compile_launch(launch)
 
