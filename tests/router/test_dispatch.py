@@ -801,14 +801,37 @@ def test_membership_is_idempotent() -> None:
     run_virtual(main())
 
 
-def test_workers_that_left_long_ago_are_forgotten_though_nobody_asks_for_them() -> None:
-    async def main() -> None:
-        async with running_router(ScriptedWorker("decode-0")) as tested:
-            for incarnation in range(2, 12):
-                await asyncio.sleep(30.0)
-                await tested.add(ScriptedWorker("decode-0", incarnation=incarnation))
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_is_kept_for_workers_that_left_stays_bounded_though_nobody_asks_for_them(
+    comes_back: bool,
+) -> None:
+    """A dozen come one after the other, under new names or as new starts of the same."""
 
-            assert len(tested.router.registry._departed) <= 3
+    def worker(number: int) -> ScriptedWorker:
+        if comes_back:
+            return ScriptedWorker("decode-0", incarnation=number + 1)
+        return ScriptedWorker(f"decode-{number}")
+
+    async def main() -> None:
+        present = worker(0)
+        async with running_router(present) as tested:
+            router = tested.router
+            for number in range(1, 12):
+                answer = await tested.generate(max_tokens=2, prompt=range(5, 30))
+                assert answer.error is None
+                left, present = tested.workers.pop(present.worker_id), worker(number)
+                await tested.add(present)
+                tested.network.kill(left.address)
+                await asyncio.sleep(30.0)
+
+                assert len(router.registry._departed) <= 3
+                assert list(router.registry._workers) == [present.worker_id]
+                index, sessions = router.index, router.dispatcher._sessions
+                for kept in (sessions, index._bits, index._positions, index._expiries):
+                    assert len(kept) <= 1
+                names = [each.get_name().partition("-")[0] for each in asyncio.all_tasks()]
+                assert names.count("follow") == 1
+                assert names.count("session") <= 1
 
     run_virtual(main())
 
