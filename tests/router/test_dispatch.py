@@ -3,13 +3,16 @@ after the end, R4 load counters return to zero (checked by running_router), R5 o
 R6 bounded retries, R7 dead workers leave the index."""
 
 import asyncio
+from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
 from kv_cache.page_hash import page_hashes
 from pagewire.protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos.gathering import gather
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     EOS,
@@ -782,6 +785,59 @@ def test_workers_may_differ_in_capacity_and_the_smallest_limits_requests() -> No
             await asyncio.sleep(3.0)
             assert tested.router.registry.model is not None
             assert tested.router.registry.model.max_context_tokens == 50
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "place", ["router.dispatch.wire.submit", "router.metrics.RouterMetrics.dispatched"]
+)
+def test_a_bug_while_a_request_is_sent_leaves_no_load_and_no_stream(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The load is checked by running_router."""
+
+    def crash(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested:
+            with monkeypatch.context() as patch:
+                patch.setattr(place, crash)
+                answer = await tested.generate()
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.INTERNAL
+            tested.check_idle()
+
+            assert (await tested.generate()).error is None
+
+    run_virtual(main())
+
+
+def test_a_session_that_can_write_no_more_ends_and_its_requests_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_calls = 0
+
+    def crash_once(waiting: deque[Any]) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise ZeroDivisionError("a bug")
+        return gather(waiting)
+
+    async def main() -> None:
+        monkeypatch.setattr("router.session.gather", crash_once)
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker) as tested:
+            running = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: bool(worker.submits))
+            answer = await tested.generate(max_tokens=5)
+
+            for each in (answer, await running):
+                assert each.error is None
+                assert each.token_ids() == tokens(0, len(each.token_ids()))
+                assert each.usage.stats.resumptions == 1
 
     run_virtual(main())
 
