@@ -151,9 +151,9 @@ def _num_workers(room: Room, wishes: Sequence[Wish], filling: Sequence[int]) -> 
 def _worth(
     rooms: Sequence[Room], wishes: Sequence[Wish], fillings: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
-    """Return how many workers have a host, and how many pairs are on one."""
-    pairs = (_gain(*each) for each in zip(rooms, [wishes] * len(rooms), fillings, strict=True))
-    return sum(map(sum, fillings)), sum(pairs)
+    """Return how many workers get a host, and how many pairs they add that share one."""
+    gains = (_gain(room, wishes, each) for room, each in zip(rooms, fillings, strict=True))
+    return sum(map(sum, fillings)), sum(gains)
 
 
 def _narrowed(states: dict[Left, State], width: int) -> dict[Left, State]:
