@@ -250,6 +250,7 @@ class ControllerActor:
     async def worker_left(self, worker_id: str, incarnation: int) -> None:
         """Forget a start of a worker that has drained."""
         if self._membership.left(worker_id, incarnation):
+            self._loaded.pop(worker_id, None)
             log.info("worker_left", extra=fields(worker_id=worker_id))
             self._publish()
 
@@ -312,14 +313,18 @@ class ControllerActor:
             try:
                 actor = ray.get_actor(worker_id)
             except ValueError:  # it has just ended
-                self._membership.forget(worker_id)
+                self._forget(worker_id)
                 continue
             if worker_id in heard_of or is_young:
                 actor.drain.remote(grace_s)
             else:  # it loads, waits for a place or dies repeatedly, and serves no request
                 ray.kill(actor, no_restart=True)
-                self._membership.forget(worker_id)
+                self._forget(worker_id)
         self._publish()
+
+    def _forget(self, worker_id: str) -> None:
+        self._loaded.pop(worker_id, None)
+        self._membership.forget(worker_id)
 
     def _publish(self) -> None:
         self._members.publish(self._membership.members)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from credentials.errors import NotProven, WrongIncarnation
 from credentials.party import Party, Role
+from credentials.replay import MAX_CALLERS
 from credentials.secret import KEY_BYTES, PartyKeys, calling_key, derive
 from pagewire.protos import common_pb2
 
@@ -79,7 +80,8 @@ class ClusterCredentials:
         self.party = Party(role=keys.role, name=keys.name, incarnation=incarnation)
         self._keys = keys
         self._numbers = itertools.count()
-        self._callers: dict[tuple[Role, str], bytes] = {}  # genuine caller |-> its key
+        # genuine caller |-> its key, as long as few others have come; it can be derived again
+        self._callers: dict[tuple[Role, str], bytes] = {}
 
     def callee(self, party: Party) -> Callee:
         """Return a peer to call: this start of it and no other.
@@ -108,6 +110,8 @@ class ClusterCredentials:
         ):
             raise NotProven("the proof is not genuine")
         self._callers[caller.role, caller.name] = key
+        if len(self._callers) > MAX_CALLERS:
+            del self._callers[next(iter(self._callers))]
         if meant_incarnation != self.party.incarnation:
             raise WrongIncarnation(
                 f"the call is for incarnation {meant_incarnation}, this is "

@@ -49,18 +49,14 @@ class Outbox:
                 has_stats=earlier.has_stats or delta.has_stats,
             )
         self._deltas[key] = delta
-        self._num_tokens += 1
-        if self._num_tokens > self._max_tokens:
-            self._deltas, self._failures = {}, []
-            self.close(SlowRouter(f"more than {self._max_tokens} tokens wait to be read"))
-        self._changed.set()
+        self._count()
 
     def fail(self, failure: RequestFailure) -> None:
-        """Add the failure of a request; its tokens so far go first."""
+        """Add the failure of a request; its tokens so far go first. It counts as one more token."""
         if self.is_overrun:
             return
         self._failures.append(failure)
-        self._changed.set()
+        self._count()
 
     def discard(self, request: Request) -> None:
         """Drop the messages about a request that its router no longer wants."""
@@ -71,6 +67,13 @@ class Outbox:
         """Let `take` end: after the messages that wait, or at once with an error."""
         self._is_closed = True
         self._error = self._error or error
+        self._changed.set()
+
+    def _count(self) -> None:
+        self._num_tokens += 1
+        if self._num_tokens > self._max_tokens:
+            self._deltas, self._failures = {}, []
+            self.close(SlowRouter(f"more than {self._max_tokens} tokens wait to be read"))
         self._changed.set()
 
     async def take(self) -> tuple[list[TokenDelta], list[RequestFailure]] | None:

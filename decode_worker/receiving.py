@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming
+from kv_transfer.users import Users
 from observability.logs import fields
 from observability.tracing import NoSpan
 from pagewire.protos.call_tasks import mark_seen
@@ -32,6 +34,14 @@ from worker.identity import WorkerIdentity
 logger = logging.getLogger(__name__)
 
 EXPECTED_ERRORS = (PrefillFailed, TransferError, TimeoutError)  # any other is a bug
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """What is kept for a prefill worker."""
+
+    users: Users  # attempts, and the connecting ahead
+    channel: grpc.aio.Channel | None = None  # made when one needs it
 
 
 class PrefillReceivers:
@@ -68,7 +78,7 @@ class PrefillReceivers:
         self._connections = ConnectionPool(
             context.transports, random_id=lambda: random_id().hex(), key_of=self._transfer_key
         )
-        self._channels: dict[WorkerIdentity, grpc.aio.Channel] = {}
+        self._peers: dict[WorkerIdentity, _Peer] = {}  # whom a request has needed not long ago
         self._distrusted: dict[WorkerIdentity, asyncio.TimerHandle] = {}  # |-> ends the distrust
         self._running: dict[asyncio.Task[None], PrefillGroup] = {}  # outcome not known yet
         self._meeting: dict[WorkerIdentity, asyncio.Task[None]] = {}  # |-> connects ahead
@@ -79,7 +89,7 @@ class PrefillReceivers:
         A worker of which another incarnation is known, or named earlier, is skipped until a request
         needs it: a router with a late membership must not break transfers of the present one.
         """
-        known = {each.worker_id: each for each in (*self._meeting, *self._channels)}
+        known = {each.worker_id: each for each in (*self._meeting, *self._peers)}
         for sender in senders:
             is_known = known.setdefault(sender.worker_id, sender) == sender
             if is_known and sender not in self._meeting:
@@ -114,10 +124,16 @@ class PrefillReceivers:
         for timer in self._distrusted.values():
             timer.cancel()
         await self._connections.close()
-        for channel in self._channels.values():
-            await channel.close()
+        for peer in self._peers.values():
+            peer.users.forget()
+            if peer.channel is not None:
+                await peer.channel.close()
 
     async def _receive(self, group: PrefillGroup, sender: WorkerIdentity) -> None:
+        with self._peer(sender).users.one():
+            await self._attempt(group, sender)
+
+    async def _attempt(self, group: PrefillGroup, sender: WorkerIdentity) -> None:
         """Run one attempt, report its outcome, and clean up after it."""
         attempt: RemotePrefill | None = None
         quarantined: tuple[Quarantined, ...] = ()
@@ -272,7 +288,8 @@ class PrefillReceivers:
 
     async def _connect_ahead(self, sender: WorkerIdentity) -> None:
         try:
-            await self._connection(sender)
+            with self._peer(sender).users.one():
+                await self._connection(sender)
         except EXPECTED_ERRORS as error:
             # The first request tries again, and reports to its router if that fails, too.
             logger.info(
@@ -282,17 +299,36 @@ class PrefillReceivers:
         except Exception:
             logger.exception("connect_crashed")  # a bug, which has left nothing behind
 
-    def _channel(self, sender: WorkerIdentity) -> grpc.aio.Channel:
-        channel = self._channels.get(sender)
-        if channel is None:
-            for other in [each for each in self._channels if each.worker_id == sender.worker_id]:
+    def _peer(self, sender: WorkerIdentity) -> _Peer:
+        peer = self._peers.get(sender)
+        if peer is None:
+            for other in [each for each in self._peers if each.worker_id == sender.worker_id]:
                 # Calls to an earlier incarnation end on their own: their peer is gone.
-                closing = _close(self._channels.pop(other))
-                self._context.tasks.start(closing, name=f"close-channel-{other.worker_id}")
+                self._leave(other)
+            idle_s = self._config.transfer_deadlines.idle_s
+            peer = self._peers[sender] = _Peer(Users(idle_s, partial(self._give_up, sender)))
+        return peer
+
+    def _give_up(self, sender: WorkerIdentity) -> None:
+        """Free what is kept for a prefill worker that no request has needed for long."""
+        logger.info("peer_forgotten", extra=fields(prefill_worker=sender.worker_id))
+        self._leave(sender)
+        self._connections.forget((sender.worker_id, sender.incarnation))
+
+    def _leave(self, sender: WorkerIdentity) -> None:
+        peer = self._peers.pop(sender)
+        peer.users.forget()
+        if peer.channel is not None:
+            self._context.tasks.start(
+                _close(peer.channel), name=f"close-channel-{sender.worker_id}"
+            )
+
+    def _channel(self, sender: WorkerIdentity) -> grpc.aio.Channel:
+        peer = self._peer(sender)
+        if peer.channel is None:
             callee = self._context.credentials.callee(sender.as_party("prefill"))
-            channel = ProvenChannel(self._connect_channel(sender.address), callee)
-            self._channels[sender] = channel
-        return channel
+            peer.channel = ProvenChannel(self._connect_channel(sender.address), callee)
+        return peer.channel
 
     def _transfer_key(self, peer_key: PeerKey, connection_id: str) -> bytes:
         name, incarnation = peer_key

@@ -1,15 +1,19 @@
 """The connections of one worker: made on first use, kept while healthy, forgotten when broken.
 
-A connection belongs to one incarnation of the peer; a restarted worker gets a new one.
+A connection belongs to one incarnation of the peer; a restarted worker gets a new one. Both sides
+close one that nobody uses any more.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
 from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.transport import Connection, Transport
+from kv_transfer.users import Users
 from pagewire.protos.call_tasks import is_own_cancellation, mark_seen
 
 CLOSE_S = 10.0  # close gives up on aborts that take longer
@@ -83,6 +87,11 @@ class ConnectionPool:
             if _connection_of(entry) is connection:
                 self._remove(peer_key)
 
+    def forget(self, peer_key: PeerKey) -> None:
+        """Forget the connection to a peer, if there is one, and abort it."""
+        if peer_key in self._entries:
+            self._remove(peer_key)
+
     async def close(self) -> None:
         """Abort all connections; wait for it, but not forever."""
         for peer_key in list(self._entries):
@@ -150,12 +159,26 @@ class ConnectionPool:
         task.add_done_callback(self._aborts.discard)
 
 
-class AcceptedConnections:
-    """The sender's connections, one per receiver; only that receiver can name and use it."""
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A connection of a receiver; whoever uses it enters `users.one()` meanwhile."""
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    outgoing: Outgoing
+    users: Users
+
+
+class AcceptedConnections:
+    """The sender's connections, one per receiver; only that receiver can name and use it.
+
+    Args:
+        transports: Those that receivers may choose.
+        idle_s: How long a connection may have no user before it is closed.
+    """
+
+    def __init__(self, transports: Sequence[Transport], *, idle_s: float) -> None:
         self._transports = {transport.name: transport for transport in transports}
-        self._connections: dict[tuple[PeerKey, str], Outgoing] = {}  # (receiver, connection_id)
+        self._idle_s = idle_s
+        self._connections: dict[tuple[PeerKey, str], Accepted] = {}  # (receiver, connection_id)
         self._of_peer: dict[str, tuple[PeerKey, str]] = {}  # name of the receiver |-> its key above
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -189,22 +212,24 @@ class AcceptedConnections:
         last = self._of_peer.get(peer_key[0])
         if last is not None:
             self._remove(last)
-        self._connections[entry] = Outgoing(connection)
+        self._connections[entry] = Accepted(
+            Outgoing(connection), Users(self._idle_s, partial(self._remove, entry))
+        )
         self._of_peer[peer_key[0]] = entry
 
-    def get(self, peer_key: PeerKey, connection_id: str) -> Outgoing:
+    def get(self, peer_key: PeerKey, connection_id: str) -> Accepted:
         """Return a healthy connection of a receiver.
 
         Raises:
             ConnectionBroken: It has none of that id, or it is broken; it must reconnect.
         """
-        outgoing = self._connections.get((peer_key, connection_id))
-        if outgoing is None:
+        accepted = self._connections.get((peer_key, connection_id))
+        if accepted is None:
             raise ConnectionBroken(f"no connection {connection_id!r}; call Connect first")
-        if outgoing.connection.is_broken:
+        if accepted.outgoing.connection.is_broken:
             self._remove((peer_key, connection_id))
             raise ConnectionBroken(f"connection {connection_id!r} is broken; call Connect again")
-        return outgoing
+        return accepted
 
     async def close(self) -> None:
         """Abort all connections; wait for it, but not forever."""
@@ -214,9 +239,10 @@ class AcceptedConnections:
             await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
 
     def _remove(self, entry: tuple[PeerKey, str]) -> None:
-        connection = self._connections.pop(entry).connection
+        accepted = self._connections.pop(entry)
+        accepted.users.forget()
         self._of_peer = {name: each for name, each in self._of_peer.items() if each != entry}
-        task = asyncio.get_running_loop().create_task(connection.abort())
+        task = asyncio.get_running_loop().create_task(accepted.outgoing.connection.abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 

@@ -64,6 +64,13 @@ class TransferDeadlines:
         "longer should be restarted.",
         above=0,
     )
+    idle_s: float = option(
+        1800.0,
+        "A decode worker closes its connection to a prefill worker that none of its requests has "
+        "used for this long, and the prefill worker its side after twice as long: the peer may "
+        "have left for good. A later request connects again.",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

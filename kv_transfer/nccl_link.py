@@ -161,6 +161,7 @@ class NcclLink:
         # Copies that were enqueued behind the aborted message still run, on quarantined pages.
         while not (self._wire.query() and self._copy.query()):
             time.sleep(IDLE_POLL_S)
+        self._slabs, self._ids = (), []  # idle, so that other connections may have their memory
 
     def _messages(self, page_ids: Sequence[int]) -> list[Tensor]:
         # All before anything is enqueued, since a copy to the device would then wait for the wire;

@@ -14,6 +14,7 @@ from kv_transfer.connections import AcceptedConnections
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError, TransportRefused
 from kv_transfer.transport import Transport
+from kv_transfer.users import Users
 from observability.logs import fields
 from prefill_worker.admission import check_prompt
 from prefill_worker.attempt import Attempt
@@ -84,7 +85,11 @@ class PrefillWorker:
         self._context = context
         self._config = config
         self._run_blocking = run_blocking
-        self._accepted = AcceptedConnections(context.transports)
+        self._accepted = AcceptedConnections(
+            context.transports,
+            # After the receiver, so that none of its requests meets a connection that is gone.
+            idle_s=2 * config.transfer_deadlines.idle_s,
+        )
         self._attempts: dict[Prompt, Attempt] = {}  # until nothing is left of them
 
     # Interface of the host.
@@ -190,7 +195,7 @@ class PrefillWorker:
         await self._set_mask(start.prompt)
         self._context.check_open()  # still
         try:
-            outgoing = self._accepted.get(
+            accepted = self._accepted.get(
                 (receiver.name, receiver.incarnation), start.connection_id
             )
         except ConnectionBroken as error:
@@ -199,13 +204,15 @@ class PrefillWorker:
             start,
             scheduler=self.scheduler,
             storage=self._context.storage,
-            outgoing=outgoing,
+            outgoing=accepted.outgoing,
             deadlines=self._config.transfer_deadlines,
             run_blocking=self._run_blocking,
             on_change=self._context.wake.set,
         )
         self._attempts[start.prompt] = attempt
-        self._context.tasks.start(self._run(attempt), name=f"attempt-{start.prompt.request_id}")
+        self._context.tasks.start(
+            self._run(attempt, accepted.users), name=f"attempt-{start.prompt.request_id}"
+        )
         try:
             attempt.start()
         except Exception:
@@ -233,8 +240,9 @@ class PrefillWorker:
     def _fail(self, attempt: Attempt, error: WorkerError) -> None:
         attempt.fail(PrefillFailure(code=status_number(error), message=str(error)))
 
-    async def _run(self, attempt: Attempt) -> None:
+    async def _run(self, attempt: Attempt, users: Users) -> None:
         try:
-            await attempt.run()
+            with users.one():
+                await attempt.run()
         finally:
             del self._attempts[attempt.prompt]

@@ -322,27 +322,29 @@ class Dispatcher:
     async def _attempt(self, stream: Stream, placement: Placement, traceparent: str) -> None:
         """Run one attempt to its end; raise AttemptFailed when another should follow."""
         generation = stream.generation
-        choices = generation.begin_attempt(placement.decode.member.worker_id)
-        stream.placement = placement
-        over = stream.begin_attempt()
-        session = self._session(placement.decode)
-        remaining_s = generation.request.deadline_at - asyncio.get_running_loop().time()
-        message = wire.submit(
-            generation.request,
-            attempt=generation.attempt,
-            choices=choices,
-            prefill_candidates=[worker.member for worker in placement.prefill],
-            timeout_s=remaining_s,
-            failed_passes=generation.failed_passes,
-            traceparent=traceparent,
-        )
-        session.add(stream, message)
-        if generation.attempt == 0:
-            self._on_dispatched(asyncio.get_running_loop().time() - stream.began_at)
         try:
-            await over
+            choices = generation.begin_attempt(placement.decode.member.worker_id)
+            stream.placement = placement
+            over = stream.begin_attempt()
+            session = self._session(placement.decode)
+            remaining_s = generation.request.deadline_at - asyncio.get_running_loop().time()
+            message = wire.submit(
+                generation.request,
+                attempt=generation.attempt,
+                choices=choices,
+                prefill_candidates=[worker.member for worker in placement.prefill],
+                timeout_s=remaining_s,
+                failed_passes=generation.failed_passes,
+                traceparent=traceparent,
+            )
+            session.add(stream, message)
+            try:
+                if generation.attempt == 0:
+                    self._on_dispatched(asyncio.get_running_loop().time() - stream.began_at)
+                await over
+            finally:
+                session.remove(stream)
         finally:
-            session.remove(stream)
             placement.release(asyncio.get_running_loop().time())
             if self._turns is not None:
                 self._turns.go_on()

@@ -6,12 +6,14 @@ breaks, the request continues over another session, as the next attempt.
 """
 
 import asyncio
+import logging
 from collections import deque
 from typing import Any
 
 import grpc
 
-from pagewire.protos.call_tasks import mark_seen
+from observability.logs import fields
+from pagewire.protos.call_tasks import is_own_cancellation, mark_seen
 from pagewire.protos.gathering import gather
 from router import wire
 from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
@@ -19,6 +21,8 @@ from router.generation import Delta, Failure, Generation, Output
 from router.pacing import Pace, Pacer
 from router.placement import Placement
 from router.worker_registry import Worker
+
+logger = logging.getLogger(__name__)
 
 # google.rpc.Code numbers of failures that another worker, or a later start of it, may not have.
 _FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE, _RESOURCE_EXHAUSTED = 9, 10, 14, 8
@@ -174,6 +178,10 @@ class Session:
             return "the worker ended the session"
         except grpc.aio.AioRpcError as error:
             return f"the session broke: {error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            return "the session was cancelled"  # by its writer, or with its channel
         finally:
             writer.cancel()
             call.cancel()
@@ -189,6 +197,10 @@ class Session:
                     await call.write(gather(self._outbox))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader learns the same and says why
+        except Exception:  # a bug: requests that are never sent would wait for their deadlines
+            worker_id = self.worker.member.worker_id
+            logger.exception("session_writer_crashed", extra=fields(worker_id=worker_id))
+            call.cancel()
 
     def _post(self, message: Any) -> None:
         self._outbox.append(message)

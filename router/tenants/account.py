@@ -1,4 +1,4 @@
-"""What one generation uses of its tenant's limits."""
+"""Charges one generation to its tenant's limits."""
 
 import asyncio
 
@@ -7,41 +7,42 @@ from router.tenants.tenant import Tenant
 
 
 class Account:
-    """Of one generation, from when it may begin; `close` it at its end.
+    """The charges of one generation, from its beginning; `close` it at the end.
 
     Raises:
-        Overloaded: It may not; see Tenant.begin.
+        Overloaded: It may not begin; see Tenant.begin.
     """
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
-        self._num_generated = 0  # counted
-        # What may still be given back.
+        self._num_generated = 0  # tokens that are counted
+        # Charges that are not decided yet:
         self._request: Charge | None = tenant.begin(_now())
         self._prompt: Charge | None = None
 
     def use_prompt(self, num_tokens: int) -> None:
-        """Charge the prompt; Overloaded: see Tenant.use_prompt."""
+        """Charge the prompt; raises as Tenant.use_prompt does."""
         self._prompt = self.tenant.use_prompt(num_tokens, _now())
 
     def skip(self, num_tokens: int) -> None:
-        """Leave out an earlier call's generated tokens: they count as part of this prompt."""
+        """Do not count the tokens that an earlier call generated: this prompt contains them."""
         self._num_generated = num_tokens
 
     def use_generated(self, num_tokens: int) -> None:
-        """Count the new tokens; `num_tokens` is how many there are in all."""
+        """Count the tokens that are new among `num_tokens` in all."""
         if num_new := num_tokens - self._num_generated:
             self._num_generated = num_tokens
             self._decide(keeps_request=True, keeps_prompt=True)
             self.tenant.use_generated(num_new, _now())
 
     def close(self, *, may_have_run: bool, is_refused: bool) -> None:
-        """Decide what counts, unless a token has come.
+        """Decide the charges; the first token has decided them already.
 
         Args:
-            may_have_run: Whether a worker may have computed something.
-            is_refused: Whether the cluster had no place for it. A caller that cancels, or whose
-                request is wrong, has begun a generation all the same.
+            may_have_run: Whether a worker may have computed something. If none has, the prompt is
+                given back.
+            is_refused: Whether the cluster had no place for it. Then the request is given back,
+                too. A caller that cancels, or whose request is wrong, has used one.
         """
         self._decide(keeps_request=may_have_run or not is_refused, keeps_prompt=may_have_run)
 

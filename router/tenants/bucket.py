@@ -1,22 +1,9 @@
 """A rate with a burst: what is not used is saved up, to a limit. Pure: times are arguments."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 _ROUNDING = 1e-6  # units by which sums of floats may be off
-
-
-@dataclass(eq=False, slots=True)
-class _Span:
-    """A period of a bucket that ends with undecided charges, or now.
-
-    Each moment of the past bounds the level: by the capacity, and what came and was taken since.
-    All moments of a span have the same undecided charges after them, so that the lowest of their
-    bounds stands for them all, whatever is decided.
-    """
-
-    bound: float  # the lowest, without any undecided charge, and without the bucket's `_moved`
-    num_charges: int = 0  # undecided ones, made after this span and before the next one
-    charged: float = 0.0  # by these
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,15 +11,17 @@ class Charge:
     """Units that were taken and may be given back."""
 
     amount: float
-    span: _Span | None  # that of its bucket which it follows; None: nothing was counted
 
 
 class Bucket:
     """Holds units that come at a steady rate.
 
-    Invariant: the level is at most the capacity. It may be below 0: what was taken without asking
-    is owed. When a charge is given back, the level becomes that of a bucket which was never charged
-    with it: less than the amount comes back if that one would have been full meanwhile.
+    The level is at most the capacity. It may be below 0: what was taken without asking is owed.
+    When a charge is given back, the level becomes that of a bucket which was never charged with it:
+    less than the amount comes back if that one would have been full meanwhile.
+
+    So each moment of the past bounds the level: by the capacity, and what came and was taken since.
+    Between two undecided charges the lowest bound stands for all, whatever is decided.
 
     Args:
         rate_per_s: Units that come each second; 0: everything is allowed.
@@ -44,16 +33,18 @@ class Bucket:
         self._rate_per_s = rate_per_s
         self._capacity = capacity
         self._at = now
-        self._spans = [_Span(capacity)]  # oldest first; all but the last have charges
+        self._undecided: list[Charge] = []  # oldest first
+        # The lowest bound before each of them, and after the last, as if none had been made.
+        self._bounds = [capacity]
         self._moved = 0.0  # what came and was taken for good, of which the bounds do not know yet
 
     def change(self, *, rate_per_s: float, capacity: float, now: float) -> None:
         """Continue at another rate; savings, up to the new capacity, and debts stay."""
         self._refill(now)
         if not self._rate_per_s:
-            self._spans, self._moved = [_Span(capacity)], 0.0
+            self._undecided, self._bounds, self._moved = [], [capacity], 0.0
         self._rate_per_s, self._capacity = rate_per_s, capacity
-        self._limit()
+        self._refill(now)
 
     def wait_s(self, now: float) -> float:
         """Return how long it takes until a unit is there; 0: one is."""
@@ -65,11 +56,9 @@ class Bucket:
     def level(self, now: float) -> float:
         """Return how many units are there; below 0: are owed."""
         self._refill(now)
-        level, charged = self._capacity, 0.0
-        for span in reversed(self._spans):
-            charged += span.charged
-            level = min(level, span.bound + self._moved - charged)
-        return level
+        charged = accumulate((each.amount for each in reversed(self._undecided)), initial=0.0)
+        bounds = zip(reversed(self._bounds), charged, strict=True)
+        return min(bound - taken for bound, taken in bounds) + self._moved
 
     def take(self, amount: float, now: float) -> None:
         """Take units for good, whether they are there or not."""
@@ -79,12 +68,11 @@ class Bucket:
     def charge(self, amount: float, now: float) -> Charge:
         """Take units, whether they are there or not, until `keep` or `give_back` decides."""
         self._refill(now)
-        if not self._rate_per_s:
-            return Charge(amount, None)
-        last = self._spans[-1]
-        last.num_charges += 1
-        last.charged += amount
-        return Charge(amount, last)
+        charge = Charge(amount)
+        if self._rate_per_s:
+            self._undecided.append(charge)
+            self._bounds.append(self._capacity - self._moved)
+        return charge
 
     def keep(self, charge: Charge, now: float) -> None:
         """Have an undecided charge count for good, from when it was made."""
@@ -96,34 +84,24 @@ class Bucket:
 
     def _decide(self, charge: Charge, taken: float, now: float) -> None:
         self._refill(now)
-        span = charge.span
-        if span is None or span not in self._spans:  # refilled since, or there was no limit
+        if charge not in self._undecided:  # there was no limit, then or since
             return
-        number = self._spans.index(span)
-        for each in self._spans[: number + 1]:
-            each.bound -= taken
-        span.num_charges -= 1
-        span.charged = span.charged - charge.amount if span.num_charges else 0.0
-        if not span.num_charges and span is not self._spans[-1]:
-            following = self._spans[number + 1]
-            following.bound = min(following.bound, span.bound)
-            del self._spans[number]
+        number = self._undecided.index(charge)
+        before, after = self._bounds[: number + 1], self._bounds[number + 1 :]
+        before = [bound - taken for bound in before]
+        after[0] = min(after[0], before.pop())
+        self._bounds = before + after
+        del self._undecided[number]
+        self._settle()
 
     def _refill(self, now: float) -> None:
         self._moved += (now - self._at) * self._rate_per_s
         self._at = now
-        self._limit()
+        if not self._undecided:
+            self._settle()
+        self._bounds[-1] = min(self._bounds[-1], self._capacity - self._moved)
 
-    def _limit(self) -> None:
-        """Have the capacity bound the level from now on, whatever is given back."""
-        spans, most = self._spans, self._capacity - self._moved
-        if spans[-1].bound > most:
-            if spans[-1].num_charges:
-                spans.append(_Span(most))
-            else:
-                spans[-1].bound = most
-        while len(spans) > 1 and spans[0].bound - spans[0].charged >= spans[1].bound:
-            del spans[0]  # the bucket has refilled since, even if all its charges are kept
-        if len(spans) == 1:  # so that rounding errors do not add up
-            spans[0].bound += self._moved
-            self._moved = 0.0
+    def _settle(self) -> None:
+        """Tell the bounds what moved, so that rounding errors do not add up."""
+        self._bounds = [bound + self._moved for bound in self._bounds]
+        self._moved = 0.0

@@ -1,11 +1,11 @@
 """Decides who is next while the workers are busy: tenants take turns, by their requests' cost.
 
-Workers serve what they have in the order in which it came, so the router gives them little more
-than they can start soon, and keeps the rest here. Of the tenants that wait, the one is next that
-has had the least since it began to wait, for its weight: its flow of requests is served as if it
-had that share of the workers to itself (weighted fair queueing). Who wants less than its share
-waits for hardly anybody; what nobody wants goes to the others. Within a tenant's own turns, what
-had begun at another router comes before what is new.
+Workers serve requests in the order of arrival. So the router gives them little more than they can
+start soon, and keeps the rest here. The next turn goes to the waiting tenant that has had the least
+for its weight since it began to wait. Its flow of requests is thus served as if that share of the
+workers were its own (weighted fair queueing). A tenant that wants less than its share waits for
+hardly anybody, and the others get the rest. In a tenant's own turns, requests that began at another
+router come before new ones.
 """
 
 import asyncio
@@ -32,27 +32,27 @@ class Waiting(Generic[T]):
 
 
 class _Flow(Generic[T]):
-    """Those of one name that wait, by their order."""
+    """The waiting items of one name."""
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting[T]] = deque()  # those that have begun, then new ones
-        self.num_begun = 0  # of them
-        self.cost = 0.0  # of all of them
+        self.num_begun = 0  # how many have begun
+        self.cost = 0.0  # of all
         self.weight = 1.0  # of the newest
-        self.had = 0.0  # cost that was served, over weight, counted from where the others were
+        self.had = 0.0  # served cost over weight; begins where the others are
 
 
 class FairQueue(Generic[T]):
     """Orders the items of several flows. Pure.
 
-    Invariant: a waiting flow has `had >= served`, the least that any flow had when it was served.
-    So a flow that comes back has no claim on what it did not want before.
+    Invariant: a waiting flow has had at least as much as the flow that was served last had before
+    that. So a flow that comes back has no claim to what it did not want.
     """
 
     def __init__(self) -> None:
         self.cost = 0.0  # of all that wait
         self._flows: dict[str, _Flow[T]] = {}
-        self._served = 0.0
+        self._served = 0.0  # what the flow that was served last had had before
 
     def __bool__(self) -> bool:
         return any(flow.waiting for flow in self._flows.values())
@@ -60,9 +60,9 @@ class FairQueue(Generic[T]):
     def push(
         self, name: str, item: T, *, cost: float, weight: float, has_begun: bool = False
     ) -> Waiting[T]:
-        """Add something behind what its flow has; returns what `remove` is given.
+        """Add an item to the end of its flow; returns the argument of `remove`.
 
-        What has begun comes before what is new in the flow, and changes nothing for other flows.
+        An item that has begun comes before the flow's new ones. Other flows notice no difference.
         """
         flow = self._flows.setdefault(name, _Flow())
         if not flow.waiting:
@@ -86,7 +86,7 @@ class FairQueue(Generic[T]):
         self._served = flow.had
         flow.had += waiting.cost / flow.weight
         self._leave(flow, waiting)
-        # The others have had as much by then, so a forgotten flow loses nothing and owes nothing.
+        # A forgotten flow would begin there if it came back: it loses nothing and owes nothing.
         self._flows = {
             name: each
             for name, each in self._flows.items()
@@ -95,14 +95,14 @@ class FairQueue(Generic[T]):
         return waiting.item
 
     def remove(self, name: str, waiting: Waiting[T]) -> None:
-        """Remove an item that no longer waits; no effect if it was popped."""
+        """Remove an item; no effect if it was popped."""
         flow = self._flows.get(name)
         if flow is not None and waiting in flow.waiting:
             flow.waiting.remove(waiting)
             self._leave(flow, waiting)
 
     def cost_before(self, name: str, cost: float, weight: float) -> float:
-        """Return about how much cost is served until a new item of a flow has been."""
+        """Return about how much cost is served before a new item's turn, its own included."""
         flow = self._flows.get(name) or _Flow()
         others = [each for each in self._flows.values() if each.waiting and each is not flow]
         share = weight / (weight + sum(each.weight for each in others))
@@ -131,7 +131,7 @@ class Turns(Generic[T]):
     def __init__(self, has_room: Callable[[T], bool]) -> None:
         self._has_room = has_room
         self._queue: FairQueue[tuple[T, asyncio.Event]] = FairQueue()
-        self._is_taken = False  # a request may proceed, and is not counted yet
+        self._is_taken = False  # a request has its turn, and no worker counts it yet
         self._rate = TokenRate()
         self._cost_served = 0
         self._look: asyncio.TimerHandle | None = None  # set while requests wait
@@ -140,14 +140,14 @@ class Turns(Generic[T]):
     async def turn(
         self, name: str, request: T, *, cost: int, weight: float, has_begun: bool = False
     ) -> AsyncIterator[None]:
-        """Wait for the turn of a request. Within, have it counted at its worker, and do not wait.
+        """Wait for a request's turn. The body has its worker count it, and does not wait.
 
         Args:
             name: The tenant's name.
             request: For `has_room`.
             cost: Tokens that it may take.
             weight: The tenant's weight.
-            has_begun: It goes on after another router's end: before new ones of its tenant.
+            has_begun: Whether it began at another router: it comes before new ones of its tenant.
         """
         if self._queue or self._is_taken or not self._has_room(request):
             await self._wait(name, request, cost, weight, has_begun)
@@ -159,13 +159,13 @@ class Turns(Generic[T]):
             self.go_on()
 
     def expected_wait_s(self, name: str, *, cost: int, weight: float) -> float:
-        """Return how long a new request would wait for its turn, as far as that is known."""
+        """Return how long a new request would wait for its turn; 0: nobody waits, or unknown."""
         if not self._queue:
             return 0.0
         return self._rate.seconds(int(self._queue.cost_before(name, cost, weight)))
 
     def go_on(self) -> None:
-        """Let the next request proceed if there is room for it; call it when room may have come."""
+        """Let the next request proceed if there is room for it; call it when there may be."""
         if self._queue and not self._is_taken and self._has_room(self._queue.peek()[0]):
             self._is_taken = True
             self._queue.pop()[1].set()

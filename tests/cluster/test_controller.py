@@ -287,6 +287,25 @@ def test_scaling_places_new_workers_and_lets_others_go_and_what_still_loads_is_e
     asyncio.run(main())
 
 
+def test_what_workers_have_loaded_counts_until_they_leave(world):
+    async def main():
+        await world.start()
+        names = [*worker_names(), "decode-2"]
+        world.names.append("decode-2")  # of which nobody has heard
+        for name in names:
+            await world.controller.report_loaded(name, 1, 2)
+        assert await world.controller.loaded() == (5, 10)
+
+        await world.controller.scale({"decode": 2}, 5.0)  # ends the one that loads
+        assert await world.controller.loaded() == (4, 8)
+        await world.controller.drain("decode-1", 5.0)
+        await world.controller.worker_left("decode-1", 1)
+        assert await world.controller.loaded() == (3, 6)
+        assert world.controller._loaded.keys() == {*worker_names(without="decode-1")}
+
+    asyncio.run(main())
+
+
 def test_nobody_is_let_go_for_one_that_is_not_heard_of(world):
     async def main():
         await world.start()

@@ -57,6 +57,18 @@ def test_a_header_for_another_start_is_refused_by_name() -> None:
         credentials_of("prefill", "prefill-0", 6).check(METHOD, HEADER)
 
 
+def test_what_is_kept_for_callers_that_left_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("credentials.cluster.MAX_CALLERS", 3)
+    called = credentials_of("prefill", "prefill-0", 5)
+
+    for number in [*range(200), 0]:
+        caller = credentials_of("router", f"router-{number}", 1)
+        header, _ = caller.callee(called.party).prove(METHOD)
+        assert called.check(METHOD, header).caller == caller.party
+
+    assert len(called._callers) == 3
+
+
 @given(st.data())
 def test_a_header_changed_anywhere_is_refused(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(("flip", "cut", "extend", "insert")))

@@ -20,7 +20,7 @@ from prefill_worker.worker import make_prefill_worker
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
-from tests.support.memory_grpc import MemoryNetwork
+from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.virtual_executor import VirtualExecutor
 from tests.support.virtual_time import Process, run_virtual, seeded, wait_until
 from worker.host import WorkerHost
@@ -86,12 +86,13 @@ class WorkerCluster:
         default_factory=lambda: LoopbackNetwork(hang_on_peer_death=True)
     )
     prefills: list[RunningWorker] = field(default_factory=list)
+    channels: list[MemoryChannel] = field(default_factory=list)  # of the decode worker
     decode: RunningWorker = field(init=False)
     router: ClusterCredentials = field(default_factory=lambda: credentials_of("router", "router-0"))
 
     async def start(self) -> "WorkerCluster":
         for index in range(self.num_prefill):
-            self.prefills.append(await self._start(f"prefill-{index}", self.prefill_pages))
+            await self.join(f"prefill-{index}")
         self.decode = await self._start("decode-0", self.decode_pages)
         return self
 
@@ -123,6 +124,11 @@ class WorkerCluster:
         self.grpc_network.kill(worker.identity.address)
         worker.transport.kill()
 
+    async def join(self, worker_id: str) -> RunningWorker:
+        """Start one more prefill worker."""
+        self.prefills.append(await self._start(worker_id, self.prefill_pages))
+        return self.prefills[-1]
+
     async def restart(self, index: int) -> None:
         """Start a killed prefill worker again, with another incarnation and address."""
         worker_id = self.prefills[index].identity.worker_id
@@ -145,6 +151,10 @@ class WorkerCluster:
             if each.process.state != "dead":
                 await each.process.spawn(each.worker.stop(0.0))
                 await each.process.spawn(each.server.stop(0.0))
+
+    def _connect_channel(self, address: str) -> MemoryChannel:
+        self.channels.append(self.grpc_network.channel(address))
+        return self.channels[-1]
 
     async def _start(self, worker_id: str, num_pages: int, start: int = 0) -> RunningWorker:
         rng = seeded(start, worker_id)
@@ -182,7 +192,7 @@ class WorkerCluster:
             else:
                 worker = make_decode_worker(
                     config=self.decode_config,
-                    connect_channel=self.grpc_network.channel,
+                    connect_channel=self._connect_channel,
                     random_id=lambda: rng.randbytes(16),
                     **common,
                 )

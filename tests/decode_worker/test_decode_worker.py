@@ -703,6 +703,33 @@ def test_a_worker_that_died_idle_leaves_no_connection_behind() -> None:
     run(scenario, WorkerCluster())
 
 
+def test_what_is_kept_for_prefill_workers_that_left_stays_bounded() -> None:
+    """Fifty come under new names and leave without a word, each once it has sent pages."""
+    idle_s = 20.0
+    deadlines = TransferDeadlines(idle_s=idle_s)
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        most_kept = 0
+        for number in range(50):
+            present = await cluster.join(f"prefill-{number}")
+            stream = await router.submit(prompt_of(8, seed=number), candidates=[present.identity])
+            await router.finish(stream)
+            assert stream.stats.pages_moved == 2
+            cluster.kill(present)
+            await asyncio.sleep(idle_s / 4)
+            num_channels = sum(not each.is_closed for each in cluster.channels)
+            most_kept = max(most_kept, num_channels, cluster.decode.num_connections)
+
+        assert most_kept <= 5
+        await asyncio.sleep(idle_s)
+        assert all(each.is_closed for each in cluster.channels)
+        assert cluster.decode.num_connections == 0
+
+    cluster = WorkerCluster(num_prefill=0, prefill_pages=16)
+    cluster.decode_config = replace(cluster.decode_config, transfer_deadlines=deadlines)
+    run(scenario, cluster)
+
+
 def test_when_no_candidate_is_left_the_prompt_is_prefilled_locally() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         cluster.kill(cluster.prefills[0])

@@ -56,18 +56,27 @@ def test_tokens_of_a_choice_are_merged_until_they_are_taken() -> None:
     asyncio.run(main())
 
 
-def test_a_router_that_never_reads_is_cut_off() -> None:
+@pytest.mark.parametrize("comes", ["tokens", "failures"])
+def test_a_router_that_never_reads_is_cut_off(comes: str) -> None:
     async def main() -> None:
         outbox, request = Outbox(max_tokens=3), make_request()
+        failure = RequestFailure(request_id="r", attempt=0, error=InvalidRequest("no"))
+
+        def add(index: int) -> None:
+            if comes == "tokens":
+                outbox.push(delta(request, index))
+            else:
+                outbox.fail(failure)
+
         for index in range(3):
-            outbox.push(delta(request, index))
+            add(index)
         assert await outbox.take() is not None
         for index in range(4):
-            outbox.push(delta(request, index))
+            add(index)
         assert outbox.is_overrun
         # Whatever still comes takes no memory.
         outbox.push(delta(request, 5))
-        outbox.fail(RequestFailure(request_id="r", attempt=0, error=InvalidRequest("no")))
+        outbox.fail(failure)
         assert not outbox._deltas
         assert not outbox._failures
         with pytest.raises(SlowRouter, match="more than 3 tokens"):

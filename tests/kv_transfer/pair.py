@@ -52,7 +52,7 @@ class Workers:
             random_id=lambda: f"c{next(ids)}",
             key_of=lambda peer_key, connection_id: KEY,
         )
-        self.accepted = AcceptedConnections([self.sender_transport])
+        self.accepted = AcceptedConnections([self.sender_transport], idle_s=60)
         self.num_connects = 0
 
     async def connect(self) -> tuple[Incoming, Outgoing]:
@@ -71,7 +71,7 @@ class Workers:
             )
 
         incoming = await self.pool.get(("prefill-0", 7), call, deadline)
-        return incoming, self.accepted.get(RECEIVER, incoming.connection.connection_id)
+        return incoming, self.accepted.get(RECEIVER, incoming.connection.connection_id).outgoing
 
     async def connections(self) -> tuple[Connection, Connection]:
         """Return what both sides share with their transfers."""

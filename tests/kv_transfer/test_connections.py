@@ -1,12 +1,13 @@
 """The pools of connections on both sides."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from kv_transfer.connections import AcceptedConnections, ConnectionPool
+from kv_transfer.connections import Accepted, AcceptedConnections, ConnectionPool
 from kv_transfer.errors import ConnectionBroken, TransferTimeout, TransportRefused
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
@@ -271,7 +272,7 @@ def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
             random_id=lambda: next(ids),
             key_of=lambda peer_key, connection_id: KEY,
         )
-        accepted = AcceptedConnections([LoopbackTransport(network, source)])
+        accepted = AcceptedConnections([LoopbackTransport(network, source)], idle_s=60)
         tried = []
 
         async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
@@ -289,7 +290,7 @@ def test_the_next_transport_is_tried_when_the_sender_refuses_the_best() -> None:
 
         assert tried == ["other", "loopback"]
         assert (
-            accepted.get(RECEIVER, connection.connection_id).connection.connection_id
+            accepted.get(RECEIVER, connection.connection_id).outgoing.connection.connection_id
             == connection.connection_id
         )
 
@@ -305,7 +306,8 @@ def test_a_connection_serves_only_the_receiver_that_made_it() -> None:
             with pytest.raises(ConnectionBroken, match="call Connect first"):
                 workers.accepted.get(other, connection.connection_id)
 
-        assert workers.accepted.get(RECEIVER, connection.connection_id).connection is sending
+        found = workers.accepted.get(RECEIVER, connection.connection_id)
+        assert found.outgoing.connection is sending
 
     run(scenario)
 
@@ -332,7 +334,8 @@ def test_sides_with_different_keys_are_not_connected() -> None:
 
 def test_an_unknown_transport_or_connection_is_named() -> None:
     async def scenario() -> None:
-        accepted = AcceptedConnections([LoopbackTransport(LoopbackNetwork(), make_storage(4, 1))])
+        transport = LoopbackTransport(LoopbackNetwork(), make_storage(4, 1))
+        accepted = AcceptedConnections([transport], idle_s=60)
 
         with pytest.raises(TransportRefused, match=r"'nccl' is not offered, only \['loopback'\]"):
             await accepted.connect(
@@ -345,5 +348,50 @@ def test_an_unknown_transport_or_connection_is_named() -> None:
             )
         with pytest.raises(ConnectionBroken, match="no connection 'x'"):
             accepted.get(RECEIVER, "x")
+
+    run(scenario)
+
+
+def test_what_a_sender_keeps_for_receivers_that_left_stays_bounded() -> None:
+    """Two hundred come under new names and leave without a word."""
+    idle_s = 20.0
+
+    async def scenario() -> None:
+        network = LoopbackNetwork()
+        transport = LoopbackTransport(network, make_storage(4, 1))
+        accepted = AcceptedConnections([transport], idle_s=idle_s)
+
+        def num_kept() -> int:
+            return sum(not each.is_broken for each in transport._connections)
+
+        async def come(name: str) -> Accepted:
+            receiver = LoopbackTransport(network, make_storage(4, 2))
+            offer = receiver.offer(name, KEY)
+            accepting = asyncio.create_task(receiver.accept(name, math.inf))
+            await accepted.connect(
+                peer_key=(name, 1),
+                connection_id=name,
+                transport_name=receiver.name,
+                offer=offer,
+                key=KEY,
+                deadline=math.inf,
+            )
+            await accepting
+            return accepted.get((name, 1), name)
+
+        staying = await come("decode-0")
+        with staying.users.one():
+            for number in range(1, 201):
+                gone = await come(f"decode-{number}")
+                with gone.users.one():
+                    await asyncio.sleep(idle_s / 4)
+                assert num_kept() <= 6
+            await asyncio.sleep(2 * idle_s)
+            assert num_kept() == 1, "the one that is in use"
+        await asyncio.sleep(2 * idle_s)
+
+        assert num_kept() == 0
+        with pytest.raises(ConnectionBroken, match="call Connect first"):
+            accepted.get(("decode-0", 1), "decode-0")
 
     run(scenario)

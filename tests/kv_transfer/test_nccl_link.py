@@ -141,3 +141,4 @@ def test_an_error_of_nccl_breaks_the_connection() -> None:
     link.abort()
 
     assert link._communicator.is_aborted
+    assert not link._slabs, "its memory is freed, whoever keeps the link"

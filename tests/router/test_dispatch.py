@@ -3,13 +3,16 @@ after the end, R4 load counters return to zero (checked by running_router), R5 o
 R6 bounded retries, R7 dead workers leave the index."""
 
 import asyncio
+from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
 from kv_cache.page_hash import page_hashes
 from pagewire.protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.protos.gathering import gather
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     EOS,
@@ -786,6 +789,59 @@ def test_workers_may_differ_in_capacity_and_the_smallest_limits_requests() -> No
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    "place", ["router.dispatch.wire.submit", "router.metrics.RouterMetrics.dispatched"]
+)
+def test_a_bug_while_a_request_is_sent_leaves_no_load_and_no_stream(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The load is checked by running_router."""
+
+    def crash(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested:
+            with monkeypatch.context() as patch:
+                patch.setattr(place, crash)
+                answer = await tested.generate()
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.INTERNAL
+            tested.check_idle()
+
+            assert (await tested.generate()).error is None
+
+    run_virtual(main())
+
+
+def test_a_session_that_can_write_no_more_ends_and_its_requests_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_calls = 0
+
+    def crash_once(waiting: deque[Any]) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise ZeroDivisionError("a bug")
+        return gather(waiting)
+
+    async def main() -> None:
+        monkeypatch.setattr("router.session.gather", crash_once)
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker) as tested:
+            running = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: bool(worker.submits))
+            answer = await tested.generate(max_tokens=5)
+
+            for each in (answer, await running):
+                assert each.error is None
+                assert each.token_ids() == tokens(0, len(each.token_ids()))
+                assert each.usage.stats.resumptions == 1
+
+    run_virtual(main())
+
+
 def test_membership_is_idempotent() -> None:
     async def main() -> None:
         worker = ScriptedWorker("decode-0", token_s=0.05)
@@ -801,14 +857,37 @@ def test_membership_is_idempotent() -> None:
     run_virtual(main())
 
 
-def test_workers_that_left_long_ago_are_forgotten_though_nobody_asks_for_them() -> None:
-    async def main() -> None:
-        async with running_router(ScriptedWorker("decode-0")) as tested:
-            for incarnation in range(2, 12):
-                await asyncio.sleep(30.0)
-                await tested.add(ScriptedWorker("decode-0", incarnation=incarnation))
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_is_kept_for_workers_that_left_stays_bounded_though_nobody_asks_for_them(
+    comes_back: bool,
+) -> None:
+    """A dozen come one after the other, under new names or as new starts of the same."""
 
-            assert len(tested.router.registry._departed) <= 3
+    def worker(number: int) -> ScriptedWorker:
+        if comes_back:
+            return ScriptedWorker("decode-0", incarnation=number + 1)
+        return ScriptedWorker(f"decode-{number}")
+
+    async def main() -> None:
+        present = worker(0)
+        async with running_router(present) as tested:
+            router = tested.router
+            for number in range(1, 12):
+                answer = await tested.generate(max_tokens=2, prompt=range(5, 30))
+                assert answer.error is None
+                left, present = tested.workers.pop(present.worker_id), worker(number)
+                await tested.add(present)
+                tested.network.kill(left.address)
+                await asyncio.sleep(30.0)
+
+                assert len(router.registry._departed) <= 3
+                assert list(router.registry._workers) == [present.worker_id]
+                index, sessions = router.index, router.dispatcher._sessions
+                for kept in (sessions, index._bits, index._positions, index._expiries):
+                    assert len(kept) <= 1
+                names = [each.get_name().partition("-")[0] for each in asyncio.all_tasks()]
+                assert names.count("follow") == 1
+                assert names.count("session") <= 1
 
     run_virtual(main())
 

@@ -1,0 +1,156 @@
+"""The pool of children, with doubles of them: none is lost or left behind, whatever happens."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import pytest
+
+from router import child_pool
+from router.child_pool import ChildLimits, ChildPool
+from router.errors import ChildLimit
+
+LENGTH_BYTES = child_pool.LENGTH_BYTES
+
+
+class Process:
+    """Counts the processes that run."""
+
+    num_running = 0
+
+    def __init__(self) -> None:
+        self.is_killed = False
+        Process.num_running += 1
+
+    def poll(self) -> int | None:
+        return -9 if self.is_killed else None
+
+    def kill(self) -> None:
+        Process.num_running -= not self.is_killed
+        self.is_killed = True
+
+    def wait(self, timeout: float) -> int:
+        return -9
+
+
+class Writer:
+    """A child's socket: each message gets the next of the child's answers."""
+
+    def __init__(self, reader: asyncio.StreamReader, answers: list[bytes]) -> None:
+        self.reader, self.answers = reader, answers
+
+    def write(self, message: bytes) -> None:
+        answer = self.answers.pop(0)
+        self.reader.feed_data(len(answer).to_bytes(LENGTH_BYTES, "big") + answer)
+
+    async def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def children_that_answer(monkeypatch: pytest.MonkeyPatch, *scripts: list[bytes]) -> None:
+    """Have each child that starts write the next script of answers, its settings' first."""
+    left = iter(scripts)
+
+    async def start(module: str, limits: ChildLimits, max_answer_bytes: int) -> Any:
+        reader = asyncio.StreamReader()
+        writer: Any = Writer(reader, next(left))
+        process: Any = Process()
+        return child_pool._Child(process, reader, writer, limits, max_answer_bytes)
+
+    monkeypatch.setattr(child_pool._Child, "start", start)
+    monkeypatch.setattr(Process, "num_running", 0)
+
+
+def make_pool(num_children: int) -> ChildPool:
+    def check_ready(answer: Mapping[str, str]) -> None:
+        if answer:
+            raise ValueError(answer["error"])
+
+    return ChildPool(
+        "module",
+        dict,
+        check_ready=check_ready,
+        num_children=num_children,
+        limits=ChildLimits(),
+        max_answer_bytes=100,
+        busy="questions wait",
+    )
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize("wrong", [b"5", b"null", b'"text"', b"[]", b'{"text": 5}', b"\xff", b"{"])
+def test_a_child_that_writes_no_answer_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, wrong: bytes
+) -> None:
+    async def scenario() -> None:
+        children_that_answer(monkeypatch, [b"{}", wrong], [b"{}", b'{"text": "good"}'])
+        pool = make_pool(1)
+        await pool.start()
+
+        with pytest.raises(ChildLimit, match="no valid answer"):
+            await pool.ask({})
+
+        assert await pool.ask({}) == {"text": "good"}
+        await pool.close()
+        assert Process.num_running == 0
+
+    run(scenario)
+
+
+def test_a_question_that_cannot_be_written_costs_no_child_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        children_that_answer(monkeypatch, [b"{}"], [b"{}", b'{"text": "good"}'])
+        pool = make_pool(1)
+        await pool.start()
+
+        with pytest.raises(UnicodeEncodeError):
+            await pool.ask({"text": "\ud800"})
+
+        assert await pool.ask({}) == {"text": "good"}
+        await pool.close()
+
+    run(scenario)
+
+
+def test_children_that_are_ready_end_with_a_start_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        children_that_answer(monkeypatch, [b"{}"], [b'{"error": "too large"}'], [b"{}"])
+
+        with pytest.raises(ValueError, match="too large"):
+            await make_pool(3).start()
+
+        assert Process.num_running == 0
+
+    run(scenario)
+
+
+def test_a_start_that_is_cancelled_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(**_: object) -> None:
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(Process, "num_running", 0)
+        monkeypatch.setattr(child_pool.subprocess, "Popen", lambda *_, **__: Process())
+        monkeypatch.setattr(asyncio, "open_connection", hang)
+        starting = asyncio.create_task(make_pool(2).start())
+        await asyncio.sleep(0.01)
+        assert Process.num_running == 2
+
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+
+        assert Process.num_running == 0
+
+    run(scenario)
