@@ -131,7 +131,7 @@ def complete_sampling(
         refusals.add(
             "min_tokens",
             str(min_tokens),
-            f"at most {min(max_tokens, room)}: max_tokens, or what the context holds",
+            f"at most {min(max_tokens, room)}, the most tokens that an answer may have here",
         )
     top_k = integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
     _check_stop_strings(asked.stop, refusals, has_tokenizer=has_tokenizer)
