@@ -24,7 +24,7 @@ MAX_REQUEST_FIELDS = 10 * MAX_MESSAGES  # with their messages; nine make one wit
 def check_model(name: str, model: ServedModel) -> None:
     """Refuse a model name that is not served; empty means the only model."""
     if name and name != model.name:
-        raise UnknownModel("model", _quote(name), f"{_quote(model.name)}, or empty")
+        raise UnknownModel("model", quote(name), f"{quote(model.name)}, or empty")
 
 
 def check_packed_token_ids(field: str, packed: bytes) -> None:
@@ -271,5 +271,6 @@ def _check_stop_tokens(asked: AskedSampling, model: ServedModel, refusals: _Refu
         )
 
 
-def _quote(name: str) -> str:
+def quote(name: str) -> str:
+    """Return a name as an error shows it."""
     return repr(name if len(name) <= 100 else name[:100] + "...")

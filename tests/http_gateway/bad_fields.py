@@ -468,6 +468,7 @@ def chat_text(name: str, *, http: str = "", body: str, **kinds: Sequence[Any]) -
     )
 
 
+ROLES = "'system', 'developer', 'user', 'assistant', 'tool', or a role that the model's template"
 CALL = '"role": "assistant", "tool_calls": [{"id": %s, "type": "function", "function": %s}]'
 PROMPTS = [
     field(
@@ -523,7 +524,10 @@ PROMPTS = [
     chat_text(
         "role",
         body='"role": %s, "content": "BAD"',
-        empty=[("", '""', "a role of the model's template")],
+        **{
+            EMPTY: [("", '""', ROLES)],
+            RANGE: [("robot", '"robot"', ROLES), ("User", '"User"', ROLES)],
+        },
     ),
     chat_text("content", body='"role": "user", "content": %s'),
     chat_text(
