@@ -121,6 +121,10 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
             "pools.decode.resources: found {'rack': 1.5}; allowed: a mapping of custom resources",
         ),
         (
+            "{prefill: 0, pools: {prefill: {num_pages: 64, cpu_pages_mib: 64}}}",
+            "pools.prefill: found options; allowed: none with prefill 0, because this pool has no",
+        ),
+        (
             "{prefill: 0, pools: {early: {role: prefill}}}",
             "pools.early.role: found 'prefill'; allowed: decode with prefill 0",
         ),

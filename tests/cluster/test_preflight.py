@@ -95,8 +95,11 @@ def test_the_memory_of_each_pool_counts(monkeypatch, tmp_path):
         return said
 
     words = "3 workers need about .*, with 256 MiB to 1.0 TiB for pages each, by pool; 7.0 GiB of"
-    with pytest.raises(PlacementError, match=words):
+    with pytest.raises(PlacementError, match=words) as refused:
         check({"large": {"role": "decode", "workers": 1, "cpu_pages_mib": 2**20}})
+    # No flag changes what a pool has of its own.
+    remedy = "--cpu-pages-mib 64, and in the file pools.large.cpu_pages_mib: 64"
+    assert str(refused.value).endswith(remedy)
     options["cpu_pages_mib"] = 2**20
     small = {"cpu_pages_mib": 64}
     assert check({"prefill": small, "decode": small}) == []
