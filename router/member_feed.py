@@ -61,6 +61,8 @@ class MemberFeed:
             try:
                 await self._follow()
             except Exception as error:
+                if is_own_cancellation():  # gRPC may raise the end of the call instead
+                    raise asyncio.CancelledError from error
                 if not isinstance(error, grpc.aio.AioRpcError | ControllerGone | OSError):
                     logger.exception("member_feed_failed", extra=fields(router_id=self._router_id))
                 told = told_incarnation(error) if isinstance(error, grpc.aio.AioRpcError) else None

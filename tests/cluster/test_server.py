@@ -133,6 +133,28 @@ def test_a_controller_counts_as_lost_once_it_was_followed_or_is_late(
     asyncio.run(main())
 
 
+def test_a_feed_ends_though_its_cancellation_comes_as_the_end_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def end_of_a_call(_: Listener) -> str:
+        try:
+            await asyncio.sleep(WAIT_S)
+        except asyncio.CancelledError:
+            raise ControllerGone("the call was cancelled") from None
+        return ""
+
+    async def main() -> None:
+        monkeypatch.setattr(Listener, "find", end_of_a_call)
+        listener = Listener("router-0", "")
+        await asyncio.sleep(0)
+        listener.task.cancel()
+        done, _ = await asyncio.wait([listener.task], timeout=1)
+        listener.task.cancel()
+        assert done
+
+    asyncio.run(main())
+
+
 def test_routers_are_told_all_at_once_and_again_at_each_change() -> None:
     async def main() -> None:
         async with serving() as (server, address):
