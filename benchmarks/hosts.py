@@ -7,8 +7,8 @@ its processes at once and silently. Needs root and iproute2.
 
 import ctypes
 import os
+import select
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ NETWORK = "10.99.0"
 OWN_FOLDERS = ("/tmp/ray", "/dev/shm")  # noqa: S108 - of each host, gone when it is off
 NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--ipc")
 START_S = 10.0
+END_S = 10.0
 
 
 def why_no_hosts() -> str:
@@ -171,8 +172,15 @@ class _Namespaces:
         _do(self.entered(arguments))
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self._launcher.wait()
+        first = os.pidfd_open(self.pid)
+        try:
+            # unshare takes its child along, and would complain of one that SIGKILL has ended.
+            self._launcher.kill()
+            self._launcher.wait()
+            if not select.select([first], [], [], END_S)[0]:
+                raise OSError("a host's first process does not end")
+        finally:
+            os.close(first)
 
     def _first_process(self) -> int:
         children = Path(f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children")

@@ -21,6 +21,7 @@ from pagewire.cli.client_commands import (
     KeyFlag,
     ServerNameFlag,
     TlsFlag,
+    tell_router_lost,
     tls_of,
 )
 from pagewire.cli.early_interrupts import interrupts_end_at_once
@@ -128,6 +129,7 @@ def found_router(
         found.address,
         token=token or found.token,
         default_timeout_s=ANSWER_TIMEOUT_S,
+        on_router_lost=tell_router_lost,
         tls=files,
     ) as client:
         try:

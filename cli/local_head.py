@@ -32,7 +32,7 @@ def main(num_gpus: int) -> None:
 def _keep(num_gpus: int, file: HeadFile, signals: StopSignals) -> None:
     import ray
 
-    from cluster.launch import start_local_ray
+    from cluster.launch import shut_down_ray, start_local_ray
 
     with no_descendant_left(), ray_thread() as thread:
         local_ray = thread.submit(start_local_ray, num_gpus, shows_worker_logs=False).result()
@@ -43,7 +43,7 @@ def _keep(num_gpus: int, file: HeadFile, signals: StopSignals) -> None:
             file.publish(LocalHead(pid=os.getpid(), ray_address=address, token_path=token_path))
             while not signals.stopped.wait(RAY_PERIOD_S):
                 local_ray.check()
-            thread.submit(ray.shutdown).result()
+            thread.submit(shut_down_ray).result()
         finally:
             local_ray.close()
 

@@ -47,6 +47,7 @@ POOLS = """
 A pool is a set of workers with the same role and options. The pools prefill and decode always
 exist; this section, which only files can have, sets their needs and adds pools of either role.
 `pagewire scale --pool small=4` changes the number of a pool's workers while the cluster serves.
+With `prefill: 0` the pool prefill has no workers, and may have no options.
 
 ```yaml
 prefill: 2

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from cluster.config import ClusterConfig
 from cluster.host_memory import HostMemory
+from cluster.pool_config import SECTION
 from kv_cache.layout import DTYPE_BYTES, KVLayout, num_pages_for
 from llm_engine.errors import NotEnoughMemory
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.model_files import open_model
 from pagewire.cli.units import format_bytes
 
+LITTLE_MIB = 64  # for pages of a worker, where memory is short
 PROCESS_BYTES = 400 * 2**20  # of a worker beside weights and pages: Python, torch, activations
 CLUSTER_BYTES = 800 * 2**20  # Ray, controller and router
 HIGH_GPU_FRACTION = 0.95  # leaves room for activations
@@ -123,9 +125,19 @@ def memory_shortage(
 
 
 def memory_remedy(config: ClusterConfig) -> str:
-    """Return the options of a cluster that takes little of a host without GPUs."""
+    """Return the options of a cluster that takes little of a host without GPUs.
+
+    Those of its pools are options of the file alone, and flags do not override them.
+    """
     by_memory = "--num-pages 0 " if config.num_pages else ""
-    return f"--prefill 1 --decode 1 --dtype bfloat16 {by_memory}--cpu-pages-mib 64"
+    flags = f"--prefill 1 --decode 1 --dtype bfloat16 {by_memory}--cpu-pages-mib {LITTLE_MIB}"
+    in_file = [
+        f"{SECTION}.{name}.{option}: {little}"
+        for name, pool in config.pools.items()
+        for option, little in (("workers", 1), ("num_pages", 0), ("cpu_pages_mib", LITTLE_MIB))
+        if (getattr(pool, option) or 0) > little
+    ]
+    return f"{flags}, and in the file {', '.join(in_file)}" if in_file else flags
 
 
 def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory) -> str:

@@ -71,7 +71,7 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
     moves_by_nccl = device == "cuda" and config.prefill > 0 and bool(config.ray_address)
     if exposed and config.tls.is_on and moves_by_nccl and not config.tls.allow_plain_nccl:
         raise ConfigError(
-            "tls.allow_plain_nccl: found False; allowed: True, if the network between the hosts "
+            "tls.allow_plain_nccl: found false; allowed: true, if the network between the hosts "
             "may carry pages in clear or encrypts by itself, because NCCL, which moves pages "
             "between GPUs, encrypts nothing"
         )

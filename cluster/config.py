@@ -277,7 +277,7 @@ class ClusterConfig:
         if self.pool_resources and not self.ray_address:
             problems.append(
                 WrongOption(
-                    "{}: found {!r}; allowed: False without {}, because one host has both pools",
+                    "{}: found {!r}; allowed: false without {}, because one host has both pools",
                     OptionName("pool_resources"),
                     self.pool_resources,
                     OptionName("ray_address"),

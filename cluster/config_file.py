@@ -15,10 +15,10 @@ from cluster.config_options import (
     pool_options,
 )
 from cluster.errors import ConfigError
+from cluster.pool_config import ACCEPTED_NAME, PoolConfig
 from cluster.pool_config import SECTION as POOLS
-from cluster.pool_config import PoolConfig
 from options.option import WrongOption, WrongOptions
-from options.yaml_text import Lines, YamlError, parse_yaml, told_kind
+from options.yaml_text import Lines, YamlError, parse_yaml, told_found, told_kind
 from pagewire.arguments import NEAR
 from pagewire.cli.units import invalid_byte
 
@@ -47,6 +47,7 @@ def load_config(
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}  # option path |-> where its value is from, unless a flag gave it
+    written: dict[str, str] = {}  # option path |-> its value as the file has it
     lines: dict[str, int] = {}  # path of an option or section |-> line of its last use in the file
     wrong: list[tuple[int, str]] = []  # with its line; 0: not of the file
 
@@ -62,23 +63,30 @@ def load_config(
 
     if path is not None:
         content, keys = _read_yaml(path)
-        for name, line in keys:
+        for name, line, text in keys:
             if name in lines:
                 both = f"lines {lines[name]} and {line}"
                 twice = f"{path}: {name} is given twice, in {both}; give it once"
                 wrong.append((lines[name], twice))
-            lines[name] = line
+            lines[name], written[name] = line, text
         for name, value in _flatten(content):
             values[name], origin[name] = value, f"{path}, line {lines[name]}"
     values |= overrides
+    without_name = False
     for name in [name for name in values if find_option(name) is None]:
-        refuse(name, _unknown(name, values.pop(name)))
+        message = _unknown(name, values.pop(name))
+        if pool_named(name) or not name.startswith(f"{POOLS}."):
+            refuse(name, message)
+        elif not without_name:  # else it is told already, for another of its options
+            refuse(name, message)
+            without_name = True
     without_role = set()  # pools of which more is not known
     for name, option in [(name, find_option(name)) for name in values]:
         assert option is not None
         if not option.allows(values[name]):
             allowed = option.allowed(spell)
-            refuse(name, f"{spell(name)}: found {_shown(values.pop(name))}; allowed: {allowed}")
+            found = told_found(values.pop(name), written.get(name, ""))
+            refuse(name, f"{spell(name)}: found {found}; allowed: {allowed}")
             without_role |= {pool_named(name)} if option.option.name == "role" else set()
     values = {name: each for name, each in values.items() if pool_named(name) not in without_role}
     for name, value in defaults(values).items():
@@ -171,21 +179,20 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield path, value
 
 
-def _shown(value: object) -> str:
-    return "nothing" if value is None else repr(value)
-
-
 def _unknown(name: str, value: object) -> str:
+    found = told_found(value)
     if name == POOLS:
-        return f"{name}: found {_shown(value)}; allowed: a mapping of names to the options of pools"
+        return f"{name}: found {found}; allowed: a mapping of names to the options of pools"
+    if name.startswith(f"{POOLS}.") and not pool_named(name):
+        return f"{POOLS}: found the pool name ''; allowed: {ACCEPTED_NAME}"
     pool = pool_named(name)
     options = pool_options(pool) if pool else config_options()
     section = name if name in SECTIONS or name == f"{POOLS}.{pool}" else ""
     if section:
         example = next(each.path for each in options.values() if each.section == section)
         return (
-            f"{name}: found {_shown(value)}; allowed: a mapping of the options of this section, "
-            f"such as {example}"
+            f"{name}: found {found}; allowed: a mapping of the options of this section, such as "
+            f"{example}"
         )
     section, _, rest = name.partition(".")
     if _nearest(section, [POOLS], NEAR) and find_option(f"{POOLS}.{rest}"):

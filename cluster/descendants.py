@@ -5,10 +5,13 @@ raylet live on, some of them forever.
 """
 
 import ctypes
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -40,6 +43,41 @@ def kill_descendants() -> None:
             with suppress(psutil.Error):
                 each.kill()
         time.sleep(LOOK_PERIOD_S)
+
+
+@contextmanager
+def killing_those_asked(may_begin: Callable[[], bool]) -> Iterator[None]:
+    """While entered, kill each child that blocks SIGTERM and got one, with all below it.
+
+    Args:
+        may_begin: Returns False as long as the children are still needed.
+    """
+    done = threading.Event()
+
+    def kill() -> None:
+        while not done.wait(LOOK_PERIOD_S):
+            for child in psutil.Process().children() if may_begin() else ():
+                with suppress(psutil.Error):
+                    if _is_asked(child):
+                        for each in (child, *child.children(recursive=True)):
+                            each.kill()
+
+    thread = threading.Thread(target=kill, name="kill-asked", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _is_asked(process: psutil.Process) -> bool:
+    """Return whether a SIGTERM waits for a process, as far as this host shows it."""
+    with suppress(OSError, ValueError, IndexError):
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+        pending = status.partition("\nShdPnd:")[2].split(maxsplit=1)[0]
+        return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 def _running_descendants() -> list[psutil.Process]:

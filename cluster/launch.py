@@ -5,6 +5,7 @@ cluster.preflight has already refused what needs no Ray to check (model folder, 
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from cluster.certificates import check_links, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts, ControllerActor, own_address
 from cluster.deployment import Deployment
+from cluster.descendants import killing_those_asked
 from cluster.environment import forwarded_environment
 from cluster.errors import ConfigError, RayLost, StartError
 from cluster.local_ray import LocalRay
@@ -137,7 +139,7 @@ class RunningCluster:
                     pass
                 if ended.done():
                     ended.result()
-                    ray.shutdown()
+                    shut_down_ray()
         finally:
             self.local_ray.close()
 
@@ -180,7 +182,7 @@ def start_cluster(
         cluster = deploy(config, device, deadline, watch, is_own_ray=is_own_ray)
     except BaseException:
         if not local_ray.lost:  # else it would not answer
-            ray.shutdown()
+            shut_down_ray()
         local_ray.close()
         raise
     return replace(cluster, local_ray=local_ray)
@@ -364,6 +366,9 @@ def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
     temp_dir = folder / "ray"
     remove_ended_sessions(temp_dir)
     token = RayToken(folder)
+    # A signal to a whole process group or service would end Ray before the requests that run. Its
+    # processes inherit the mask, as they do that of Ray for SIGINT; see shut_down_ray.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         ray.init(
             address="local",
@@ -380,13 +385,29 @@ def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
     except Exception as error:  # a node that starts too slowly raises just that
         token.remove()
         raise StartError(f"cannot start Ray on this host: {error}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     local_ray = LocalRay(token, temp_dir / "session_latest" / "logs")
     host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     if not is_loopback(host):
-        ray.shutdown()
+        shut_down_ray()
         local_ray.close()
         raise StartError(f"Ray listens on {host}, which others reach; call prepare_ray earlier")
     return local_ray
+
+
+def shut_down_ray() -> None:
+    """Leave the attached Ray, or end the one that was started here.
+
+    Ray asks its processes to end by SIGTERM, and waits for each for a second. They block it.
+    """
+    worker = ray._private.worker.global_worker
+
+    def has_left() -> bool:  # without its raylet, this process would wait for it
+        return not hasattr(worker, "core_worker")
+
+    with killing_those_asked(has_left):
+        ray.shutdown()
 
 
 def device_of_ray(config: ClusterConfig) -> str:

@@ -5,14 +5,14 @@ from pathlib import Path
 from cluster.errors import ConfigError
 from llm_engine.errors import EngineError
 from llm_engine.kernel_shapes import check_kernel_shapes
-from llm_engine.model_files import open_model
+from llm_engine.model_files import ModelFiles, open_model
 from router.errors import ChatTemplateError, ModelFolderError
 
 MAX_PROMPT_CHARS = 1_000_000  # of a rendering for trial
 
 
-def check_model_folder(model: Path) -> None:
-    """Check configuration, tensor headers, tokenizer and chat template of a folder or GGUF file.
+def check_model_files(model: Path) -> ModelFiles:
+    """Check configuration and tensor headers of a folder or GGUF file; imports nothing slow.
 
     Raises:
         ConfigError: Names the file, what was found and what is allowed.
@@ -23,7 +23,19 @@ def check_model_folder(model: Path) -> None:
             "GGUF file"
         )
     try:
-        files = open_model(model)
+        return open_model(model)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_model_folder(model: Path) -> None:
+    """Check configuration, tensor headers, tokenizer and chat template of a folder or GGUF file.
+
+    Raises:
+        ConfigError: Names the file, what was found and what is allowed.
+    """
+    files = check_model_files(model)
+    try:
         from router.chat_renderer import check_template
         from router.model_folder import read_model_folder  # imports tokenizers and Jinja
 

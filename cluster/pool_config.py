@@ -125,7 +125,10 @@ def pool_problems(
             told = "{}: found the pool name {!r}; allowed: {}"
             yield WrongOption(told, pool_path, name, ACCEPTED_NAME)
             continue
-        if name in ROLES:
+        if name == "prefill" and num_prefill == 0:
+            told = "{}: found options; allowed: none with {} 0, because this pool has no workers"
+            yield WrongOption(told, OptionName(f"{SECTION}.{name}"), OptionName("prefill"))
+        elif name in ROLES:
             for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):
                 if value := getattr(pool, option_name):
                     told = "{}: found {!r}; allowed: none, because {} says it"

@@ -14,7 +14,7 @@ from cluster.config import LOOPBACK, ClusterConfig
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
-from cluster.model_folder import check_kernels, check_model_folder
+from cluster.model_folder import check_kernels, check_model_files, check_model_folder
 from cluster.own_address import check_interfaces, with_own_host
 from observability.tracing import TracingConfig, TracingUnavailable, check_tracing
 from router.errors import TenantsFileError
@@ -41,12 +41,16 @@ def check_start(
         raise ConfigError("model is not set; give a checkpoint folder with --model")
     check_interfaces(config)
     config = with_own_host(config)
-    _check_tenants_file(config.router.tenants_file)
-    _check_tracing(config.tracing)
+    anywhere: tuple[Callable[[], object], ...] = (
+        lambda: _check_tenants_file(config.router.tenants_file),
+        lambda: _check_tracing(config.tracing),
+        lambda: _check_certificates(config, say),
+        lambda: check_model_files(model),
+    )
     if config.ray_address:
         from cluster.ray_address import check_ray_answers  # imports gRPC
 
-        _check_certificates(config, say)
+        check_all(*anywhere)
         check_model_folder(model)
         if config.device == "cuda":
             check_kernels(model)
@@ -57,10 +61,9 @@ def check_start(
         lambda: check_http_port_free(config),
         lambda: check_metrics_port_free(config),
         lambda: check_port_free(LOOPBACK, config.controller_port, flag="--controller-port"),
+        *anywhere,
+        lambda: _check_most_gpus(config),
     )
-    _check_certificates(config, say)
-    if config.device != "cpu" and (most := most_gpus()) is not None:
-        choose_device(config, most)
     check_model_folder(model)
     device = choose_device(config, 0 if config.device == "cpu" else count_gpus())
     if device == "cuda":
@@ -70,19 +73,23 @@ def check_start(
     return device
 
 
-def check_all(*checks: Callable[[], None]) -> None:
-    """Run checks of what a start needs; PlacementError: has a line for each thing that is missing.
+def check_all(*checks: Callable[[], object]) -> None:
+    """Run all checks of what a start needs; any other error than these two ends them at once.
 
-    Any other error ends them at once.
+    Raises:
+        ConfigError: Has a line for each thing that is wrong or missing; at least one is wrong.
+        PlacementError: Has a line for each thing that is missing.
     """
-    missing = []
+    errors: list[ConfigError | PlacementError] = []
     for check in checks:
         try:
             check()
-        except PlacementError as error:
-            missing.append(str(error))
-    if missing:
-        raise PlacementError("\n".join(missing))
+        except (ConfigError, PlacementError) as error:
+            errors.append(error)
+    if errors:
+        is_wrong = any(isinstance(each, ConfigError) for each in errors)
+        lines = dict.fromkeys(map(str, errors))  # a wrong host is wrong for each port
+        raise (ConfigError if is_wrong else PlacementError)("\n".join(lines))
 
 
 def check_http_port_free(config: ClusterConfig) -> None:
@@ -103,6 +110,12 @@ def choose_device(config: ClusterConfig, num_gpus: int) -> str:
     num_prefill, num_decode = config.num_workers("prefill"), config.num_workers("decode")
     check_gpus(device, num_prefill, num_decode, config.workers_per_gpu, num_gpus)
     return device
+
+
+def _check_most_gpus(config: ClusterConfig) -> None:
+    """Refuse more workers than the GPUs that this host can have, without a look at torch."""
+    if config.device != "cpu" and (most := most_gpus()) is not None:
+        choose_device(config, most)
 
 
 def _check_certificates(config: ClusterConfig, say: Callable[[str], None]) -> None:

@@ -116,4 +116,5 @@ def _of_grammar(text: str) -> str:
     except RecursionError:
         raise InvalidConstraint("rules nested too deeply", "fewer levels") from None
     except Exception as error:  # the converter's own, and those of its bugs
-        raise InvalidConstraint(f"no grammar: {str(error)[:300]}", "EBNF or Lark rules") from None
+        found = f"a grammar that cannot be read: {str(error)[:300]}"
+        raise InvalidConstraint(found, "EBNF or Lark rules") from None

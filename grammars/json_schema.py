@@ -26,7 +26,7 @@ def read_json(text: str, allowed: str) -> Any:
     except RecursionError:
         raise InvalidConstraint("values nested too deeply", f"{MAX_DEPTH} levels") from None
     except ValueError as error:
-        raise InvalidConstraint(f"no JSON: {error}", allowed) from None
+        raise InvalidConstraint(f"a text that is not JSON: {error}", allowed) from None
     _check_depth(value)
     return value
 

@@ -35,7 +35,17 @@ LIMITS = llguidance.LLParserLimits(
 )
 MAX_REASON_CHARS = 500
 _ECHO = re.compile(r"^\s*\d+ \| |^\s*\^\s*$|<non-verbose")  # lines that repeat the grammar
+_FORE_WORDS = re.compile(r"failed to compile JSON schema: |regex parse error: .* error: ")
+_WHOLE_REGEX = re.compile(r'invalid regex ".*" \(in regex\): ')
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")  # line and column
+_WORDS = {
+    ConstraintKind.JSON_SCHEMA: "a schema",
+    ConstraintKind.JSON_OBJECT: "an object",
+    ConstraintKind.REGEX: "an expression",
+    ConstraintKind.CHOICE: "texts",
+    ConstraintKind.GRAMMAR: "a grammar",
+    ConstraintKind.TOOL_CALLS: "functions",
+}
 
 
 class Vocabulary:
@@ -74,18 +84,20 @@ class Grammar:
     """
 
     def __init__(self, constraint: Constraint, vocabulary: Vocabulary) -> None:
+        what = _WORDS[constraint.kind]
         is_calls = constraint.kind is ConstraintKind.TOOL_CALLS
         self._drawable = vocabulary.drawable_in_calls if is_calls else vocabulary.drawable
         self._start = _compiled(lark_grammar(constraint, vocabulary.markers), vocabulary)
         if self._start.is_error():
-            reason = _reason(self._start, constraint)
+            found = f"{what} that cannot be compiled: {_reason(self._start, constraint)}"
             if is_calls:
-                reason = _blamed(constraint, vocabulary) or reason
-            raise InvalidConstraint(reason, "what docs/structured_output.md lists")
+                found = _blamed(constraint, vocabulary) or found
+            raise InvalidConstraint(found, "what docs/structured_output.md lists")
         try:
             self.begin().allowed()
         except GrammarTooComplex as error:
-            raise InvalidConstraint(str(error), "what some text can follow, and simpler") from None
+            found = f"{what} with which no answer can begin: {error}"
+            raise InvalidConstraint(found, "what some text can follow, and simpler") from None
 
     def begin(self) -> "Matcher":
         """Return the position of an empty text."""
@@ -164,7 +176,7 @@ def _blamed(constraint: Constraint, vocabulary: Vocabulary) -> str:
     for name, calls in read_tool_calls(constraint.text).each_alone():
         state = _compiled(calls.rules(vocabulary.markers), vocabulary)
         if state.is_error():
-            return f"parameters of {name!r}: {_reason(state)}"
+            return f"parameters of {name!r} that cannot be compiled: {_reason(state)}"
     return ""
 
 
@@ -180,7 +192,10 @@ def _reason(state: llguidance.LLMatcher, constraint: Constraint | None = None) -
         for each in state.get_error().partition("<backtrace>")[0].splitlines()
         if not _ECHO.search(each)
     ]
-    reason = " ".join(lines)[:MAX_REASON_CHARS]
+    reason = _FORE_WORDS.sub("", " ".join(lines))
+    if constraint is not None and constraint.kind is ConstraintKind.REGEX:
+        reason = _WHOLE_REGEX.sub("", reason)
+    reason = reason[:MAX_REASON_CHARS]
     place = _PLACE.match(reason)
     if place is None:
         return reason

@@ -26,6 +26,7 @@ UNSUPPORTED = {
     "function_call": Unsupported("it is deprecated; use tool_choice"),
     "functions": Unsupported("it is deprecated; use tools"),
     "logit_bias": Unsupported("tokens cannot be biased", off=({},)),
+    "max_output_tokens": Unsupported("use max_completion_tokens"),
     "modalities": Unsupported("there is text only", off=(["text"],)),
     "moderation": Unsupported("nothing is moderated"),
     "prediction": Unsupported("predictions are not used"),
@@ -84,13 +85,21 @@ class _Choice:
 
 def take_stream_options(fields: Fields) -> StreamOptions:
     """Take the fields for the delivery of an answer."""
-    is_stream = fields.flag("stream")
-    options = fields.object("stream_options")
+    is_stream, options = take_stream(fields)
     has_usage = options.flag("include_usage")
-    if options.flag("include_obfuscation"):
-        raise options.refused("include_obfuscation", "true", "false: nothing is padded")
     options.refuse_others()
     return StreamOptions(is_stream=is_stream, has_usage=has_usage)
+
+
+def take_stream(fields: Fields) -> tuple[bool, Fields]:
+    """Return whether an answer is streamed, and the stream options that not all endpoints have."""
+    is_stream, is_given = fields.flag("stream"), fields.has("stream_options")
+    options = fields.object("stream_options")
+    if options.flag("include_obfuscation"):
+        raise options.refused("include_obfuscation", "true", "false: nothing is padded")
+    if is_given and not is_stream:
+        raise fields.refused("stream_options", "options", "absent where stream is not true")
+    return is_stream, options
 
 
 def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> ChatRequest:

@@ -24,6 +24,8 @@ from pagewire.wire import generate_request
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API, and vLLM
 UNSUPPORTED = {
     "logit_bias": Unsupported("tokens cannot be biased", off=({},)),
+    "max_completion_tokens": Unsupported("use max_tokens"),
+    "max_output_tokens": Unsupported("use max_tokens"),
     "suffix": Unsupported("text cannot be filled in", off=("",)),
 }
 Prompt = str | list[int]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from http_gateway.errors import HttpError, refused
 from pagewire.arguments import did_you_mean, shown, shown_with_type
 
+MAX_NAME_CHARS = 100  # shown of a name that no field has
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 
@@ -43,6 +44,11 @@ class Fields:
         """Return a field of any type; None: it is absent."""
         self._known.add(field)
         return self._left.pop(field, None)
+
+    def has(self, field: str) -> bool:
+        """Return whether a field is given, before it is taken."""
+        self._known.add(field)
+        return field in self._left
 
     def text(self, field: str, default: str = "") -> str:
         """Return a text."""
@@ -98,10 +104,10 @@ class Fields:
         """Refuse remaining fields, which would otherwise be ignored silently."""
         if self._left:
             name = next(iter(self._left))
-            field = self.name(name)
-            near = did_you_mean(name, self._known, self.name(""))
-            message = f"unknown parameter {shown(field)}{near}"
-            raise HttpError(400, message, param=field[:200], code="unknown_parameter")
+            allowed = ", ".join(sorted(self._known))
+            allowed += did_you_mean(name, self._known, self.name(""))
+            field = self.name(name)[:MAX_NAME_CHARS]
+            raise refused(field, "an unknown parameter", allowed, code="unknown_parameter")
 
     def refused(self, field: str, found: str, allowed: str) -> HttpError:
         """Make the error for a wrong value of a field."""

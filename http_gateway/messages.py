@@ -10,8 +10,6 @@ from http_gateway.fields import Fields, Unsupported, as_object
 from pagewire import Model, SamplingOptions, forced_calls
 from pagewire.arguments import shown, shown_with_type
 
-# Templates know no role developer: its messages have replaced system messages.
-_ROLES = {"developer": "system"}
 _KEPT = ("name", "reasoning_content", "tool_calls", "tool_call_id")
 _UNSUPPORTED = {
     "audio": Unsupported("there is no audio"),
@@ -139,8 +137,7 @@ def _message(value: object, path: str) -> dict[str, Any]:
     fields = as_object(value, path)
     fields.refuse_unsupported(_UNSUPPORTED)
     fields.drop("annotations")  # of an answer that a client sends back
-    role = fields.text("role")
-    message = {"role": _ROLES.get(role, role)}
+    message = {"role": fields.text("role")}
     content = fields.take("content")
     kept = {name: found for name in _KEPT if (found := fields.take(name)) is not None}
     fields.refuse_others()

@@ -7,7 +7,6 @@ from http_gateway.fields import Fields, as_object
 from http_gateway.messages import content_text
 from pagewire.arguments import check_text, shown, shown_with_type
 
-_ROLES = {"developer": "system"}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ITEMS = "'message', 'reasoning', 'function_call' or 'function_call_output'"
 
@@ -59,7 +58,7 @@ class _Turns:
     def _add_message(self, item: Fields) -> None:
         role = item.text("role")
         content = content_text(item.take("content"), item.name("content"), _TEXTS)
-        message: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
+        message: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant":
             message |= self._take_reasoning()
         self._messages.append(message)

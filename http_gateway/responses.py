@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
-from http_gateway.chat import WITHOUT_EFFECT
+from http_gateway.chat import WITHOUT_EFFECT, take_stream
 from http_gateway.constraints import take_text_format
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
@@ -30,6 +30,8 @@ UNSUPPORTED = {
     "background": Unsupported("an answer lives as long as its request", off=(False,)),
     "context_management": Unsupported("a conversation is not shortened"),
     "conversation": Unsupported(_STATELESS),
+    "max_completion_tokens": Unsupported("use max_output_tokens"),
+    "max_tokens": Unsupported("use max_output_tokens"),
     "max_tool_calls": Unsupported("there are no tools of the server's own"),
     "moderation": Unsupported("nothing is moderated"),
     "previous_response_id": Unsupported(_STATELESS),
@@ -73,9 +75,9 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
     fields = Fields(body)
     fields.refuse_unsupported(UNSUPPORTED)
     fields.drop(*WITHOUT_EFFECT)
-    is_stream = fields.flag("stream")
+    is_stream, stream_options = take_stream(fields)
+    stream_options.refuse_others()
     constraint = _take_text(fields.object("text"), names)
-    _refuse_options(fields)
     messages = input_messages(fields.text("instructions"), fields.take("input"))
     tools = take_tools(fields, model, is_flat=True)
     is_parallel = fields.flag("parallel_tool_calls", True)
@@ -219,14 +221,6 @@ def _take_text(text: Fields, names: dict[str, str]) -> Constraint | None:
     constraint = take_text_format(text, names)
     text.refuse_others()
     return constraint
-
-
-def _refuse_options(fields: Fields) -> None:
-    """Refuse stream options beyond the text as it comes."""
-    options = fields.object("stream_options")
-    if options.flag("include_obfuscation"):
-        raise options.refused("include_obfuscation", "true", "false: nothing is padded")
-    options.refuse_others()
 
 
 def _takes_logprobs(fields: Fields) -> bool:

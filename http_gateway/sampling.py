@@ -6,6 +6,7 @@ from typing import Any, cast
 from http_gateway.constraints import take_constraint
 from http_gateway.fields import Fields
 from pagewire import SamplingOptions
+from pagewire.arguments import MAX_SEED, MAX_UINT32, shown
 
 # Names of OpenAI's API, which the client shares
 _OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "stop", "n")
@@ -33,16 +34,21 @@ def take_sampling(
         fields: The fields of the request.
         names: Gets the request's names of options that it names differently.
         openai: Fields of OpenAI's API that this request has, without `seed`.
-        max_tokens: Its names of the token limit; the last one given counts.
+        max_tokens: Its names of the token limit; where it gives several, they must agree.
     """
     options: dict[str, Any] = {name: fields.take(name) for name in (*openai, *_FURTHER)}
     for name in max_tokens:
         if (value := fields.take(name)) is not None:
+            if options.get("max_tokens", value) != value:
+                first = names["max_tokens"]
+                allowed = f"absent with {first}, or equal to it"
+                raise fields.refused(name, f"{shown(value)} beside {first}", allowed)
             options["max_tokens"], names["max_tokens"] = value, name
     options["constraint"] = take_constraint(fields, names)
-    options["seed"] = _seed(fields.take("seed"))
-    top_k = fields.take("top_k")
-    options["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k  # off, as vLLM has it
+    seed = fields.integer("seed", -(2**63), MAX_SEED)  # of OpenAI's API, which may be negative
+    options["seed"] = None if seed is None else seed % 2**64
+    top_k = fields.integer("top_k", -1, MAX_UINT32)
+    options["top_k"] = 0 if top_k == -1 else top_k  # off, as vLLM has it
     return cast(SamplingOptions, options)
 
 
@@ -52,9 +58,3 @@ def field_name(field: str, names: Mapping[str, str]) -> str:
         return field
     name, bracket, rest = field.removeprefix("sampling.").partition("[")
     return names.get(name, name) + bracket + rest
-
-
-def _seed(seed: object) -> object:
-    """Return a seed of OpenAI's API, which may be negative, as an unsigned one of 64 bits."""
-    is_negative = type(seed) is int and -(2**63) <= seed < 0
-    return seed % 2**64 if is_negative else seed  # type: ignore[operator]

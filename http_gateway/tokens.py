@@ -32,7 +32,8 @@ class Tokens:
         fields = Fields(body)
         name = fields.text("model")
         with_pieces = fields.flag("return_token_strs")
-        if body.get("messages") is None:
+        is_chat = fields.has("messages")
+        if not is_chat:
             fields.refuse_unsupported(_OF_TEXT)
             prompt = fields.take("prompt")
             fields.refuse_others()

@@ -119,6 +119,24 @@ class OptionName(str):
     __slots__ = ()
 
 
+def told_value(value: object) -> str:
+    """Return a value in words of a configuration file."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+class _Told:
+    """A value within an error; with !r as told_value has it."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return str(self._value)
+
+    def __repr__(self) -> str:
+        return told_value(self._value)
+
+
 class WrongOption:
     """One wrong value, or values that do not go together.
 
@@ -134,7 +152,7 @@ class WrongOption:
 
     def told(self, spell: Spell = str) -> str:
         """Return what is wrong, in words."""
-        spelled = (spell(p) if isinstance(p, OptionName) else p for p in self._parts)
+        spelled = (spell(p) if isinstance(p, OptionName) else _Told(p) for p in self._parts)
         return self._template.format(*spelled)
 
 

@@ -2,11 +2,22 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-Lines = list[tuple[str, int]]  # (path of a key, its line), including repeated keys
+from options.option import told_value
+
+
+class Key(NamedTuple):
+    """A key of a mapping; one that is repeated is there again."""
+
+    path: str
+    line: int
+    written: str  # its value as the text has it; empty: that is a list or a mapping
+
+
+Lines = list[Key]
 
 
 class YamlError(Exception):
@@ -31,7 +42,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> tuple[Any, Lines]:
-    """Return the content of a text (None: empty), and path and line of each key in its mappings.
+    """Return the content of a text (None: empty), and each key in its mappings.
 
     Raises:
         YamlError: The text is not plain YAML, or is nested too deeply.
@@ -54,6 +65,18 @@ def parse_yaml(text: str) -> tuple[Any, Lines]:
         raise YamlError(": has a mapping that contains itself, by an anchor") from error
 
 
+def told_found(value: object, written: str = "") -> str:
+    """Return a value as an error shows it.
+
+    Args:
+        value: As YAML has it.
+        written: As the text has it, if it is no list or mapping.
+    """
+    if isinstance(value, bool) and written.lower() not in ("", told_value(value)):
+        return f"{written}, which YAML takes for {told_value(value)}"
+    return "nothing" if value is None else told_value(value)
+
+
 def told_kind(content: object) -> str:
     """Return what a content is, in words: "a list"."""
     if isinstance(content, bool):
@@ -63,8 +86,9 @@ def told_kind(content: object) -> str:
     return {"list": "a list", "str": "a text"}.get(name := type(content).__name__, f"a {name}")
 
 
-def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[Key]:
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         path = f"{prefix}{key.value}"
-        yield path, key.start_mark.line + 1
+        written = value.value if isinstance(value, yaml.ScalarNode) else ""
+        yield Key(path, key.start_mark.line + 1, written)
         yield from _keys(value, f"{path}.")

@@ -173,7 +173,7 @@ def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
     max_tokens = checked.get("max_tokens", MAX_UINT32)
     if checked.get("min_tokens", 0) > max_tokens:
         found = str(checked["min_tokens"])
-        allowed = f"at most {max_tokens}: max_tokens, or what the context holds"
+        allowed = f"at most {max_tokens}, the most tokens that an answer may have here"
         wrong.append(refused("sampling.min_tokens", found, allowed))
     if wrong:
         raise _joined(wrong)

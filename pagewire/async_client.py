@@ -20,7 +20,7 @@ from pagewire.errors import PagewireError, ServerError
 from pagewire.hedging import Cancellable, HedgedCall
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
-from pagewire.resumption import Reader, ResumableCall
+from pagewire.resumption import OnRouterLost, Reader, ResumableCall
 from pagewire.routers import ChannelFactory, Connector, Routers, no_better
 from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
@@ -56,6 +56,10 @@ class AsyncClient:
     goes to the next router, or once more to the only address. The router that answers first goes
     on, and the other call is cancelled. It costs the cluster up to twice the work.
 
+    `on_router_lost` is called when a stream that has begun loses its router, with the router's
+    address and for how many seconds the stream looks for another one: in the event loop, at once,
+    and it may not raise.
+
     Unread output of a stream waits in memory, at most the rest of its answer, and delays no other
     call.
 
@@ -83,6 +87,7 @@ class AsyncClient:
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
         hedge_after_s: float = 0.0,
+        on_router_lost: OnRouterLost | None = None,
         tls: Tls | None = None,
         channel_factory: ChannelFactory | None = None,
     ) -> None:
@@ -102,6 +107,7 @@ class AsyncClient:
         self._other_routers = routers() if self._hedge_after_s else None
         self._default_timeout_s = check_timeout_s("default_timeout_s", default_timeout_s)
         self._resume_s = check_resume_s(resume_s)
+        self._on_router_lost = on_router_lost
 
     @property
     def address(self) -> str:
@@ -247,6 +253,7 @@ class AsyncClient:
                 metadata=routers.metadata,
                 timeout_s=limit_s - spent_s,
                 resume_s=self._resume_s,
+                on_router_lost=self._on_router_lost,
             )
 
         call: Cancellable

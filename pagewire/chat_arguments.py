@@ -15,6 +15,8 @@ from pagewire.arguments import (
 from pagewire.types import Message, ToolCall
 
 MAX_MESSAGES = 10_000
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's API
+ALLOWED_ROLES = f"{', '.join(map(repr, ROLES))}, or a role that the model's template names"
 _TEXTS = ("content", "reasoning_content", "tool_call_id", "name")
 _KEYS = ("role", *_TEXTS, "tool_calls")
 
@@ -58,9 +60,8 @@ def _message(field: str, value: object) -> Message:
     else:
         raise refused(field, shown_with_type(value), "a Message, or a mapping of role and content")
     role = check_text(f"{field}.role", given.get("role"))
-    if not role:
-        allowed = "a role of the model's template, such as user"
-        raise refused(f"{field}.role", "an empty role", allowed)
+    if not role:  # the router checks the others: it knows the template
+        raise refused(f"{field}.role", shown(role), ALLOWED_ROLES)
     tool_calls = check_items(f"{field}.tool_calls", given.get("tool_calls", ()), "a sequence")
     if not tool_calls and "content" not in given:
         raise refused(f"{field}.content", "none", "a text; only tool calls can do without")

@@ -18,6 +18,7 @@ from pagewire.async_client import (
 )
 from pagewire.errors import ClosedError
 from pagewire.protos.call_tasks import mark_seen
+from pagewire.resumption import OnRouterLost
 from pagewire.routers import ChannelFactory
 from pagewire.tls import Tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
@@ -34,7 +35,8 @@ class Client:
     Close it by `with` or `close`; a closed client cannot be used again. Any number of threads may
     use one client at the same time. Calls block their thread, so code in an event loop should use
     `AsyncClient`. A client does not survive a fork: a child process must create its own. Fork
-    before the parent's first call or, better, use the start method spawn.
+    before the parent's first call or, better, use the start method spawn. `on_router_lost` is
+    called on a background thread.
 
     Raises:
         PagewireError: From any method; `pagewire.errors` lists the subclasses. The constructor
@@ -49,6 +51,7 @@ class Client:
         default_timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_s: float = DEFAULT_RESUME_S,
         hedge_after_s: float = 0.0,
+        on_router_lost: OnRouterLost | None = None,
         tls: Tls | None = None,
         channel_factory: ChannelFactory | None = None,
     ) -> None:
@@ -58,6 +61,7 @@ class Client:
             default_timeout_s=default_timeout_s,
             resume_s=resume_s,
             hedge_after_s=hedge_after_s,
+            on_router_lost=on_router_lost,
             tls=tls,
             channel_factory=channel_factory,
         )

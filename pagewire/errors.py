@@ -9,7 +9,8 @@ PagewireError
 ├── TransportError              the answer did not arrive; the request itself may be fine
 │   ├── ConnectionFailedError   no router answers at the address, or the connection broke
 │   ├── TlsError                a router answers, but the two sides disagree on encryption
-│   ├── UnavailableError        the router answers, but no worker can serve the request now
+│   ├── UnavailableError        the router answers, but no worker can serve the request now, or
+│   │                           it cannot continue the answer of a lost one
 │   ├── TimeoutError            `timeout_s` passed
 │   └── CancelledError          the call was cancelled by the other side
 ├── ServerError                 a bug or a broken worker on the cluster's side
@@ -88,7 +89,7 @@ class TlsError(TransportError):
 
 
 class UnavailableError(TransportError):
-    """The router answers, but has no worker for the request at the moment."""
+    """The router answers, but has no worker for the request now, or cannot continue its answer."""
 
 
 class TimeoutError(TransportError):  # noqa: A001 - like asyncio's

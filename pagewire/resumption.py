@@ -6,18 +6,21 @@ when it is back, continues from what was received. The client's limit bounds the
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagewire.calls import Metadata, RunningCall
 from pagewire.errors import (
+    AuthenticationError,
     ClosedError,
-    ConnectionFailedError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     PagewireError,
     ServerError,
     TlsError,
+    UnavailableError,
 )
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
@@ -27,6 +30,8 @@ from pagewire.wire import CallFailure, FailureWithin, timed_out
 BEGIN_S = 1.0  # for a call that has not begun
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each pause doubles
 MAX_LOSSES = 16  # of routers, during one call
+
+OnRouterLost = Callable[[str, float], None]
 
 
 @dataclass(slots=True)
@@ -59,6 +64,8 @@ class ResumableCall:
         timeout_s: The time limit of the whole call.
         resume_s: How long to look for another router after each loss; 0: not at all.
         interval_s: Tokens that arrive within it share a message.
+        on_router_lost: Called for each loss of a router after the first message with its address,
+            and for how many seconds the call looks for another one; may not raise.
 
     Raises:
         ClosedError: The client was closed, or belongs to another event loop or process.
@@ -74,6 +81,7 @@ class ResumableCall:
         timeout_s: float,
         resume_s: float,
         interval_s: float = 0.0,
+        on_router_lost: OnRouterLost | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._request = request
@@ -83,6 +91,7 @@ class ResumableCall:
         self._timeout_s = timeout_s
         self._resume_s = resume_s
         self._interval_s = interval_s
+        self._on_router_lost = on_router_lost
         self._deadline = self._loop.time() + timeout_s
         self._is_over = False
         self._token = b""
@@ -183,6 +192,7 @@ class ResumableCall:
             self._end(self._told(error))
             return
         now = self._loop.time()
+        is_new = self._lost is None
         if self._lost is None:
             self._lost, self._lost_at = error, now
             self._num_losses += 1
@@ -195,6 +205,8 @@ class ResumableCall:
         if not can_go_on or self._num_losses > MAX_LOSSES or now + pause_s >= ends_at:
             self._end(self._lost)
             return
+        if is_new and self._received and self._on_router_lost:
+            self._on_router_lost(self._address, ends_at - now)
         self._routers.leave(self._address)
         self._loop.call_later(pause_s, self._start_again)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -210,10 +222,21 @@ class ResumableCall:
 
     def _told(self, error: PagewireError) -> PagewireError:
         """Return the caller's error, which must not be that of a token it knows nothing about."""
-        if self._lost is not None and self._received and isinstance(error, InvalidRequestError):
-            told = f"{self._lost}; no other router can continue: {error}"
-            return ConnectionFailedError(told, code=self._lost.code)
-        return error
+        is_refused = isinstance(error, InvalidRequestError | NotFoundError | AuthenticationError)
+        if self._lost is None or not self._received or not is_refused:
+            return error
+        violations = error.violations if isinstance(error, InvalidRequestError) else ()
+        if not any(each.field.split(".")[0] == "resume" for each in violations):
+            why = f"it serves otherwise: {error}"
+        elif "expired" in error.message:
+            why = "its call began too long ago"
+        else:
+            why = "the cluster that served it is gone"
+        told = (
+            f"{self._lost}; the router at {self._address} cannot continue the answer: {why}. What "
+            "has arrived of it is all that there is; start again for a whole one"
+        )
+        return UnavailableError(told, code=self._lost.code)
 
     def _take_along(self) -> None:
         """Put everything received so far into the request."""

@@ -54,7 +54,7 @@ class ToolCall:
 class Message:
     """One message of a chat; empty fields do not exist for the model's template."""
 
-    role: str  # "system", "user", "assistant", "tool" or another role of the model's template
+    role: str  # system, developer, user, assistant, tool, or one that the model's template names
     content: str
     reasoning_content: str = ""  # the assistant's reasoning before its content
     tool_calls: tuple[ToolCall, ...] = ()  # functions that the assistant called

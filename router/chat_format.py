@@ -1,12 +1,16 @@
-"""Recognizes a model's formats of tool calls and reasoning by its chat template.
+"""Recognizes a model's formats of tool calls and reasoning, and its roles, by its chat template.
 
 The template shows the format that the model was trained with, so its text has the format's
 markers. Pure.
 """
 
+import re
 from enum import Enum
 
+from pagewire.chat_arguments import ROLES
+
 REASONING_BEGINS = "<think>"
+_LITERAL = re.compile(r"""(["'])(\w+)\1""", re.ASCII)
 
 
 class ToolCallFormat(Enum):
@@ -43,3 +47,20 @@ def has_reasoning(template: str) -> bool:
 def begins_in_reasoning(rendered: str) -> bool:
     """Return whether a rendered chat ends within reasoning that its answer continues."""
     return rendered.rstrip().endswith(REASONING_BEGINS)
+
+
+def names_in(template: str) -> frozenset[str]:
+    """Return the words in quotes of a template (its Jinja text), among them all roles it names."""
+    return frozenset(name for _, name in _LITERAL.findall(template))
+
+
+def template_role(role: str, names: frozenset[str]) -> str | None:
+    """Return a message's role as the template gets it; None: neither API nor template knows it.
+
+    Args:
+        role: As the caller gave it.
+        names: The words in quotes of the template.
+    """
+    if role == "developer" and role not in names:
+        return "system"  # whose successor it is in OpenAI's API
+    return role if role in ROLES or role in names else None

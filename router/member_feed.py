@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 6.0  # of a controller that sends all members once a second
 RETRY_S = 0.5
+START_S = 15.0  # a controller that still places processes answers late, and is not lost
 UNKNOWN_INCARNATION = 0
 
 
@@ -51,13 +52,17 @@ class MemberFeed:
         self._take = take
         self._incarnation = UNKNOWN_INCARNATION
         self._last_reason = ""  # of a loss that lasts
+        self._has_followed = False
 
     async def run(self) -> None:
         """Follow until cancelled."""
+        self._late_at = asyncio.get_running_loop().time() + START_S
         while True:
             try:
                 await self._follow()
             except Exception as error:
+                if is_own_cancellation():  # gRPC may raise the end of the call instead
+                    raise asyncio.CancelledError from error
                 if not isinstance(error, grpc.aio.AioRpcError | ControllerGone | OSError):
                     logger.exception("member_feed_failed", extra=fields(router_id=self._router_id))
                 told = told_incarnation(error) if isinstance(error, grpc.aio.AioRpcError) else None
@@ -73,6 +78,8 @@ class MemberFeed:
             await asyncio.sleep(RETRY_S)
 
     def _note_lost(self, reason: str) -> None:
+        if not self._has_followed and asyncio.get_running_loop().time() < self._late_at:
+            return
         if reason != self._last_reason:  # not at each attempt
             logger.warning(
                 "controller_lost", extra=fields(router_id=self._router_id, reason=reason)
@@ -96,7 +103,7 @@ class MemberFeed:
                 if message.version == applied:
                     continue
                 if not applied:
-                    self._last_reason = ""
+                    self._last_reason, self._has_followed = "", True
                     logger.info(
                         "controller_followed",
                         extra=fields(

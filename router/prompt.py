@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from pagewire.chat_arguments import ALLOWED_ROLES
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from router.chat_format import names_in, template_role
 from router.chat_renderer import ChatRenderer
 from router.errors import ChatTemplateError, InvalidRequest, RefusedByTemplate, WrongTools
 from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
-from router.validation import check_packed_token_ids, check_text
+from router.validation import check_packed_token_ids, check_text, quote
 
 T = TypeVar("T")
 
@@ -102,6 +104,8 @@ class PromptEncoder:
         self._folder = folder
         self._renderer = renderer  # None: the model has no chat template
         self._off_loop = off_loop
+        template = folder.chat_template
+        self._names = names_in(template.source if template else "")
 
     async def encode(
         self, prompt: Prompt, finish: Callable[[bytes], T], *, max_chars: int
@@ -171,9 +175,12 @@ class PromptEncoder:
             raise InvalidRequest(
                 prompt.field, "a chat", "text or token_ids: the model has no chat template"
             )
-        _check_chat(prompt, max_chars)
+        _check_chat(prompt, self._names, max_chars)
         field = f"{prompt.field}.messages"
-        messages = [each.for_template() for each in prompt.messages]
+        messages = [
+            {**each.for_template(), "role": template_role(each.role, self._names)}
+            for each in prompt.messages
+        ]
         try:
             return await self._renderer.render(messages, prompt.tools_json)
         except WrongTools as wrong:
@@ -190,23 +197,22 @@ class PromptEncoder:
             ) from error
 
 
-def _check_chat(prompt: Chat, max_chars: int) -> None:
+def _check_chat(prompt: Chat, names: frozenset[str], max_chars: int) -> None:
     if not prompt.messages:
         raise InvalidRequest(f"{prompt.field}.messages", "none", "at least one message")
-    for refusal in _empty_names(prompt):
-        raise refusal
     num_chars = len(prompt.tools_json) + sum(each.num_chars for each in prompt.messages)
     if num_chars > max_chars:
         raise InvalidRequest(prompt.field, f"{num_chars} characters", f"at most {max_chars}")
+    for refusal in _wrong_names(prompt, names):
+        raise refusal
 
 
-def _empty_names(prompt: Chat) -> Iterator[InvalidRequest]:
-    """Find roles and functions without a name."""
+def _wrong_names(prompt: Chat, names: frozenset[str]) -> Iterator[InvalidRequest]:
+    """Find unknown roles, and functions without a name."""
     for index, message in enumerate(prompt.messages):
         field = f"{prompt.field}.messages[{index}]"
-        if not message.role:
-            allowed = "a role of the model's template, such as user"
-            yield InvalidRequest(f"{field}.role", "an empty role", allowed)
+        if template_role(message.role, names) is None:
+            yield InvalidRequest(f"{field}.role", quote(message.role), ALLOWED_ROLES)
         for number, call in enumerate(message.tool_calls):
             if not call.name:
                 name = f"{field}.tool_calls[{number}].name"

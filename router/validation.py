@@ -24,7 +24,7 @@ MAX_REQUEST_FIELDS = 10 * MAX_MESSAGES  # with their messages; nine make one wit
 def check_model(name: str, model: ServedModel) -> None:
     """Refuse a model name that is not served; empty means the only model."""
     if name and name != model.name:
-        raise UnknownModel("model", _quote(name), f"{_quote(model.name)}, or empty")
+        raise UnknownModel("model", quote(name), f"{quote(model.name)}, or empty")
 
 
 def check_packed_token_ids(field: str, packed: bytes) -> None:
@@ -131,7 +131,7 @@ def complete_sampling(
         refusals.add(
             "min_tokens",
             str(min_tokens),
-            f"at most {min(max_tokens, room)}: max_tokens, or what the context holds",
+            f"at most {min(max_tokens, room)}, the most tokens that an answer may have here",
         )
     top_k = integer("top_k", asked.top_k, defaults.top_k, 0, 2**32 - 1)
     _check_stop_strings(asked.stop, refusals, has_tokenizer=has_tokenizer)
@@ -271,5 +271,6 @@ def _check_stop_tokens(asked: AskedSampling, model: ServedModel, refusals: _Refu
         )
 
 
-def _quote(name: str) -> str:
+def quote(name: str) -> str:
+    """Return a name as an error shows it."""
     return repr(name if len(name) <= 100 else name[:100] + "...")

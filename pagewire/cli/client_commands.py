@@ -121,7 +121,13 @@ def named_router(
     """Open a client of the router at an address, for short calls."""
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
     token = token_of(token_file)
-    with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S, tls=files) as client:
+    with Client(
+        address,
+        token=token,
+        default_timeout_s=ANSWER_TIMEOUT_S,
+        on_router_lost=tell_router_lost,
+        tls=files,
+    ) as client:
         yield client
 
 
@@ -137,6 +143,17 @@ def tls_of(
         key_file=key_file,
         server_name=server_name,
     )
+
+
+def tell_router_lost(address: str, patience_s: float) -> None:
+    """Say why an answer pauses, on a line of its own where a terminal shows the answer, too."""
+    if sys.stderr is None:  # it is closed
+        return
+    begin = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
+    sys.stderr.write(
+        f"{begin}router at {address} lost, trying again for up to {patience_s:.0f} s\n"
+    )
+    sys.stderr.flush()
 
 
 def generate(

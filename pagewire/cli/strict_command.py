@@ -7,8 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from pagewire import InvalidRequestError, PagewireError
-from pagewire.arguments import check_sampling, check_timeout_s
+from pagewire import AuthenticationError, InvalidRequestError, PagewireError
+from pagewire.arguments import TOKEN_VARIABLE, check_sampling, check_timeout_s
 
 
 class StrictCommand(TyperCommand):
@@ -63,13 +63,18 @@ class StrictCommand(TyperCommand):
 def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     """Return an error's lines, replacing sampling.max_tokens by --max-tokens at their beginnings.
 
-    Likewise `sampling.stop[0]` by `--stop`, and `prompt.text` by the argument `prompt`.
+    Likewise `sampling.stop[0]` by `--stop`, and `prompt.text` by the argument `prompt`; an error
+    of the token names the ways in which a command gets one.
 
     Args:
         error: The error of the client or the router, which name fields as in the request.
         parameters: The parameters of the command; fields that none of them sets keep their names.
     """
     spellings = {each.name: each.opts[0] for each in parameters}
+    if isinstance(error, AuthenticationError) and "token_file" in spellings:
+        found = str(error).partition("; allowed: ")[0]  # the rest speaks of metadata
+        flag = spellings["token_file"]
+        return f"{found}; allowed: a token of this cluster, by {flag} or {TOKEN_VARIABLE}"
     return re.sub(
         r"^(?:sampling\.|tls\.)?(\w+)(?:\.text|\[\d+\])?(?=:)",
         lambda field: spellings.get(field[1], field[0]),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from options.option import options_of
-from options.yaml_text import YamlError, parse_yaml, told_kind
+from options.yaml_text import Lines, YamlError, parse_yaml, told_found, told_kind
 from pagewire.arguments import did_you_mean
 from pagewire.cli.units import invalid_byte
 from router.errors import TenantsFileError
@@ -111,13 +111,14 @@ def _version(found: os.stat_result) -> tuple[int, ...]:
 class _Reader:
     """Collects what is wrong while it reads."""
 
-    def __init__(self, path: Path, keys: list[tuple[str, int]]) -> None:
+    def __init__(self, path: Path, keys: Lines) -> None:
         self._path = path
-        self._lines = dict(reversed(keys))  # path of a key |-> its first line
+        self._written = {each.path: each.written for each in keys}
+        self._lines = {each.path: each.line for each in reversed(keys)}  # the first of each
         self._wrong: list[tuple[int, str]] = []
         self._owners: dict[bytes, str] = {}  # digest |-> where it is
         seen: set[str] = set()
-        for key, line in keys:
+        for key, line, _ in keys:
             if key in seen:
                 told = f"{key} is given twice, in lines {self._lines[key]} and {line}"
                 self._wrong.append((line, f"{told}; give it once"))
@@ -129,7 +130,9 @@ class _Reader:
             if not NAME.fullmatch(name):
                 self._refuse(name, f"name of a tenant: found {name[:70]!r}; allowed:", NAME_ALLOWED)
             elif not isinstance(values, Mapping):
-                told = f"{name}: found {_shown(values)}; allowed: a mapping with {_HASHES}"
+                told = (
+                    f"{name}: found {self._shown(name, values)}; allowed: a mapping with {_HASHES}"
+                )
                 self._refuse(name, told)
             else:
                 rules.append(self._tenant(name, values))
@@ -153,7 +156,7 @@ class _Reader:
                 near = did_you_mean(key, names, f"{name}.")
                 self._refuse(path, f"{path}: unknown; allowed:", ", ".join(names) + near)
             elif not options[key].allows(value):
-                found = f"{path}: found {_shown(value)}; allowed:"
+                found = f"{path}: found {self._shown(path, value)}; allowed:"
                 self._refuse(path, found, options[key].allowed())
             else:
                 continue
@@ -193,6 +196,9 @@ class _Reader:
                 digests.add(digest)
         return frozenset(digests)
 
+    def _shown(self, key: str, value: Any) -> str:
+        return told_found(value, self._written.get(key, ""))[:80]
+
     def _refuse(self, key: str, *told: str) -> None:
         line = self._lines.get(key) or self._lines.get(key.partition(".")[0], 1)
         self._wrong.append((line, " ".join(told)))
@@ -205,10 +211,6 @@ def _digest(value: Any) -> bytes | None:
     if len(digits) != _HEX_CHARS or not all(each in "0123456789abcdefABCDEF" for each in digits):
         return None
     return bytes.fromhex(digits)
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else repr(value)[:80]
 
 
 def _kind(value: Any) -> str:

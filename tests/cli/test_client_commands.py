@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 
 from pagewire.protos import common_pb2
 from tests.pagewire.scripted_service import (
@@ -319,6 +320,37 @@ def test_a_wrong_request_ends_with_2_also_where_the_router_refuses_it(code, exit
         result = run_main("generate", "x", "--address", address)
 
     assert (result.returncode, result.stderr) == (exit_code, "error: not so\n")
+
+
+@pytest.mark.parametrize("found", ["the call has no token", "the token is unknown"])
+def test_a_refused_token_is_told_by_the_ways_to_give_one(found):
+    async def refuse(request, context):
+        told = f"{found}; allowed: `authorization: Bearer TOKEN` with a token of this cluster"
+        await abort(context, grpc.StatusCode.UNAUTHENTICATED, told)
+        yield
+
+    with serving_in_thread(refuse) as (address, _):
+        result = run_main("generate", "x", "--address", address)
+
+    allowed = "a token of this cluster, by --token-file or PAGEWIRE_TOKEN"
+    assert (result.returncode, result.stderr) == (1, f"error: {found}; allowed: {allowed}\n")
+
+
+def test_a_lost_router_is_told_at_once_on_standard_error():
+    async def lose_one(request, context):
+        if not request.HasField("resume"):
+            yield response("half ", [1], resume_token=b"t")
+            reason = error_details_pb2.ErrorInfo(reason="ROUTER_STOPS", domain="pagewire")
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "the router stopped", reason)
+        end = common_pb2.FINISH_REASON_STOP
+        yield response("whole", [2], first_index=1, finish_reason=end, usage=usage())
+
+    with serving_in_thread(lose_one) as (address, _):
+        result = run_main("generate", "x", "--address", address)
+
+    assert (result.returncode, result.stdout) == (0, "half whole\n")
+    told = f"router at {address} lost, trying again for up to 30 s\nprompt_tokens="
+    assert result.stderr.startswith(told)
 
 
 def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():

@@ -91,7 +91,7 @@ def test_nccl_between_hosts_is_refused_until_somebody_says_that_it_is_meant(
 ) -> None:
     config = config_of(authority, ray_address="auto")
 
-    with pytest.raises(ConfigError, match=r"^tls.allow_plain_nccl: found False; allowed: True"):
+    with pytest.raises(ConfigError, match=r"^tls.allow_plain_nccl: found false; allowed: true"):
         check_links(config, "cuda", FAR)
     check_links(config, "cpu", FAR)
     check_links(config, "cuda", NEAR)

@@ -86,6 +86,11 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
             "pools: {my pool: {role: decode, workers: 1}}",
             "pools.my pool: found the pool name 'my pool'; allowed: a lower-case letter, then",
         ),
+        (
+            'pools: {"": {role: decode, workers: 1}}',
+            "pools: found the pool name ''; allowed: a lower-case letter, then",
+        ),
+        ('pools: {"": }', "pools: found the pool name ''; allowed: a lower-case letter, then"),
         ("pools: {my pool: {workers: 1}}", "pools.my pool: found the pool name 'my pool'"),
         (
             "pool: {small: {role: decode}}",
@@ -114,6 +119,10 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
         (
             "{ray_address: auto, pools: {decode: {resources: {rack: 1.5}}}}",
             "pools.decode.resources: found {'rack': 1.5}; allowed: a mapping of custom resources",
+        ),
+        (
+            "{prefill: 0, pools: {prefill: {num_pages: 64, cpu_pages_mib: 64}}}",
+            "pools.prefill: found options; allowed: none with prefill 0, because this pool has no",
         ),
         (
             "{prefill: 0, pools: {early: {role: prefill}}}",
@@ -236,8 +245,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             'transfer: {post_s: "3"}',
             ["transfer.post_s: found '3'; allowed: a finite number above 0"],
         ),
-        ("stop_grace_s: false", ["stop_grace_s: found False; allowed: a finite number, 0 or more"]),
-        ("prefill: true", ["prefill: found True; allowed: an integer, 0 to 1024"]),
+        ("stop_grace_s: false", ["stop_grace_s: found false; allowed: a finite number, 0 or more"]),
+        ("prefill: true", ["prefill: found true; allowed: an integer, 0 to 1024"]),
+        ("prefill: yes", ["prefill: found yes, which YAML takes for true; allowed: an integer"]),
+        ("prefill: Off", ["prefill: found Off, which YAML takes for false; allowed: an integer"]),
         ("start_timeout_s: .nan", ["start_timeout_s: found nan; allowed: a finite number above 0"]),
         ("model: 5", ["model: found 5; allowed: the path of a checkpoint folder or GGUF file"]),
         (
@@ -280,7 +291,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ),
         (
             "pool_resources: true\ndevice: cpu",
-            ["pool_resources: found True", "allowed: False without ray_address"],
+            ["pool_resources: found true", "allowed: false without ray_address"],
         ),
         (
             "pool_resources: true\nray_address: auto",

@@ -3,8 +3,11 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
+from cluster.descendants import killing_those_asked
+from cluster.local_ray import is_alive
 from tests.support.processes import kill_session, processes_of_session, until
 
 # A child, a grandchild, and an orphan: a grandchild whose parent has ended.
@@ -62,3 +65,23 @@ def test_a_second_signal_kills_all_before_the_process_ends(started):
 
     assert started.wait(30) == 128 + signal.SIGTERM
     assert processes_of_session(started.pid) == {}
+
+
+def test_a_child_that_blocks_sigterm_is_killed_once_it_is_asked_and_may_end():
+    may_begin = []
+    parent = [sys.executable, "-S", "-c", "import subprocess; subprocess.run(['sleep', '304'])"]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    with subprocess.Popen(parent) as asked, subprocess.Popen(["sleep", "305"]) as other:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        until(psutil.Process(asked.pid).children)
+        [below] = psutil.Process(asked.pid).children()
+        with killing_those_asked(lambda: bool(may_begin)):
+            asked.terminate()
+            time.sleep(0.1)
+            assert asked.poll() is None
+            may_begin.append(True)
+
+            assert asked.wait(5) == -signal.SIGKILL
+        until(lambda: not is_alive(below))
+        assert other.poll() is None
+        other.kill()

@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import signal
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -416,9 +417,13 @@ def test_a_start_removes_what_earlier_rays_have_left_but_the_last_logs(monkeypat
     assert list(folder.iterdir()) == ended[-1:]
 
 
+def blocked_signals():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_a_ray_that_others_reach_is_not_kept(monkeypatch, tmp_path):
-    ended = []
-    monkeypatch.setattr(ray, "init", lambda **_: None)
+    ended, masks = [], []
+    monkeypatch.setattr(ray, "init", lambda **_: masks.append(blocked_signals()))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("ray"))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -428,6 +433,9 @@ def test_a_ray_that_others_reach_is_not_kept(monkeypatch, tmp_path):
 
     assert ended == ["ray"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    # What Ray starts would otherwise end of a signal to all, before the requests that run.
+    assert signal.SIGTERM in masks[0]
+    assert signal.SIGTERM not in blocked_signals()
 
 
 class FakeActor:

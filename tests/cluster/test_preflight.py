@@ -95,8 +95,11 @@ def test_the_memory_of_each_pool_counts(monkeypatch, tmp_path):
         return said
 
     words = "3 workers need about .*, with 256 MiB to 1.0 TiB for pages each, by pool; 7.0 GiB of"
-    with pytest.raises(PlacementError, match=words):
+    with pytest.raises(PlacementError, match=words) as refused:
         check({"large": {"role": "decode", "workers": 1, "cpu_pages_mib": 2**20}})
+    # No flag changes what a pool has of its own.
+    remedy = "--cpu-pages-mib 64, and in the file pools.large.cpu_pages_mib: 64"
+    assert str(refused.value).endswith(remedy)
     options["cpu_pages_mib"] = 2**20
     small = {"cpu_pages_mib": 64}
     assert check({"prefill": small, "decode": small}) == []
@@ -235,16 +238,23 @@ def test_a_port_in_use_is_refused_without_slow_imports(command, flag):
     assert slow == set()
 
 
-def test_all_ports_in_use_are_told_at_once(monkeypatch):
+@pytest.mark.parametrize("model", ["", "/none"])
+def test_all_that_a_start_lacks_is_told_at_once(monkeypatch, model):
     memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    monkeypatch.setattr(preflight, "most_gpus", lambda: 0)
+    others = {"device": "cuda", **({"model": model} if model else {})}
     options = ("port", "http_port", "router.metrics_port", "controller_port")
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in options]
         ports = [each.getsockname()[1] for each in taken]
-        with pytest.raises(PlacementError) as refused:
-            check_on_a_host_with(monkeypatch, memory, **dict(zip(options, ports, strict=True)))
+        given = dict(zip(options, ports, strict=True))
+        with pytest.raises(ConfigError if model else PlacementError) as refused:
+            check_on_a_host_with(monkeypatch, memory, **given, **others)
 
-    lines = str(refused.value).splitlines()
+    *lines, gpus = str(refused.value).splitlines()
+    assert "workers need 2 GPUs, and there are 0" in gpus
+    if model:
+        assert lines.pop().startswith("model: found '/none'; allowed: an existing folder")
     flags = ("--port", "--http-port", "--router-metrics-port", "--controller-port")
     for line, port, flag in zip(lines, ports, flags, strict=True):
         assert line.startswith(f"port {port} on 127.0.0.1 is in use by process {os.getpid()} (")

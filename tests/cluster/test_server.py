@@ -53,6 +53,7 @@ class Listener:
         self.told: list[list[tuple[str, int, bool]]] = []
         self.news = asyncio.Event()
         self.is_slow = False
+        self.num_searches = 0  # for the controller
         credentials = ClusterCredentials(secret.keys_of("router", name), 7)
         self.feed = MemberFeed(
             router_id=name,
@@ -62,7 +63,13 @@ class Listener:
         )
         self.task = asyncio.create_task(self.feed.run())
 
+    async def wait_searched(self, num_searches: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while self.num_searches < num_searches:
+                await asyncio.sleep(0.01)
+
     async def find(self) -> str:
+        self.num_searches += 1
         if not self.address:
             raise ControllerGone("nobody knows")
         return self.address
@@ -100,6 +107,52 @@ async def serving(
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_feed, "RETRY_S", 0.05)
+
+
+@pytest.mark.parametrize("start_s", [0.0, WAIT_S])
+def test_a_controller_counts_as_lost_once_it_was_followed_or_is_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start_s: float
+) -> None:
+    monkeypatch.setattr(member_feed, "START_S", start_s)
+
+    async def losses_after(listener: Listener, num_searches: int) -> int:
+        await listener.wait_searched(listener.num_searches + num_searches)
+        return [each.getMessage() for each in caplog.records].count("controller_lost")
+
+    async def main() -> None:
+        listener = Listener("router-0", "")
+        assert await losses_after(listener, 3) == (0 if start_s else 1)
+        async with serving() as (server, listener.address):
+            server.publish([member("decode-0")])
+            await listener.wait_told(("decode-0", 1, False))
+            before = await losses_after(listener, 0)
+        listener.address = ""
+        assert await losses_after(listener, 3) > before
+        await listener.stop()
+
+    asyncio.run(main())
+
+
+def test_a_feed_ends_though_its_cancellation_comes_as_the_end_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def end_of_a_call(_: Listener) -> str:
+        try:
+            await asyncio.sleep(WAIT_S)
+        except asyncio.CancelledError:
+            raise ControllerGone("the call was cancelled") from None
+        return ""
+
+    async def main() -> None:
+        monkeypatch.setattr(Listener, "find", end_of_a_call)
+        listener = Listener("router-0", "")
+        await asyncio.sleep(0)
+        listener.task.cancel()
+        done, _ = await asyncio.wait([listener.task], timeout=1)
+        listener.task.cancel()
+        assert done
+
+    asyncio.run(main())
 
 
 def test_routers_are_told_all_at_once_and_again_at_each_change() -> None:

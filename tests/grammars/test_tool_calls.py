@@ -184,7 +184,7 @@ def changed(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON"),
+        ("", "that is not JSON"),
         ("[]", "a list"),
         (changed(extra=1), "the key 'extra'"),
         (changed(format="xml"), "format 'xml'.*hermes, llama3_json, mistral"),

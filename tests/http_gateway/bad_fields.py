@@ -223,7 +223,7 @@ SAMPLING = [
     field(
         "sampling.top_k",
         on("top_k"),
-        f"0 to {UINT32}",
+        f"-1 to {UINT32}",
         {
             TYPE: no_integer(),
             RANGE: [(NO, "-2"), (NO, str(UINT32 + 1))],
@@ -234,7 +234,7 @@ SAMPLING = [
     field(
         "sampling.seed",
         on("seed"),
-        f"0 to {UINT64}",
+        f"{-(2**63)} to {UINT64}",
         {
             TYPE: no_integer(),
             RANGE: [(NO, str(-(2**63) - 1)), (NO, str(UINT64 + 1))],
@@ -251,8 +251,8 @@ SAMPLING = [
             TYPE: no_integer(),
             RANGE: below_and_above(UINT32),
             **NO_INFINITE_INTEGER,
-            SIZE: [*HUGE_NUMBERS, (UINT32, str(UINT32), "max_tokens, or what the context holds")],
-            CLASH: [(600, "600", "max_tokens, or what the context holds")],
+            SIZE: [*HUGE_NUMBERS, (UINT32, str(UINT32), "an answer may have here")],
+            CLASH: [(600, "600", "an answer may have here")],
         },
     ),
     integer("n", on("n", CHAT, TEXT), 1, 64),
@@ -468,6 +468,7 @@ def chat_text(name: str, *, http: str = "", body: str, **kinds: Sequence[Any]) -
     )
 
 
+ROLES = "'system', 'developer', 'user', 'assistant', 'tool', or a role that the model's template"
 CALL = '"role": "assistant", "tool_calls": [{"id": %s, "type": "function", "function": %s}]'
 PROMPTS = [
     field(
@@ -523,7 +524,10 @@ PROMPTS = [
     chat_text(
         "role",
         body='"role": %s, "content": "BAD"',
-        empty=[("", '""', "a role of the model's template")],
+        **{
+            EMPTY: [("", '""', ROLES)],
+            RANGE: [("robot", '"robot"', ROLES), ("User", '"User"', ROLES)],
+        },
     ),
     chat_text("content", body='"role": "user", "content": %s'),
     chat_text(
@@ -701,9 +705,25 @@ NO_OBJECT = {TYPE: ("5", '"x"', "[]", "true")}
 HTTP_ONLY = [
     only_http("stream", (CHAT, TEXT, RESPONSE), "true or false", {TYPE: SWITCH}),
     only_http("stream_options", (CHAT, TEXT, RESPONSE), "an object", NO_OBJECT),
+    only_http(
+        "stream_options",
+        (CHAT, TEXT, RESPONSE),
+        "absent where stream is not true",
+        {CLASH: ["{}", '{"include_obfuscation": false}']},
+    ),
+    inside(
+        [over(CHAT, "max_completion_tokens", '"max_tokens": 5, "max_completion_tokens": %s')],
+        "absent with max_tokens, or equal to it",
+        {CLASH: ["6", '"5"']},
+    ),
+    only_http("text", (TOKENIZE,), "messages, model, prompt", {NOT_HERE: ['"x"']}),
     inside(
         [
-            over(path, "stream_options.include_usage", '"stream_options": {"include_usage": %s}')
+            over(
+                path,
+                "stream_options.include_usage",
+                '"stream": true, "stream_options": {"include_usage": %s}',
+            )
             for path in (CHAT, TEXT)
         ],
         "true or false",
@@ -1050,12 +1070,15 @@ HTTP_ONLY = [
         )
     ],
     *unsupported((CHAT, TEXT), logit_bias=['{"1": 5}', "5", "[]"]),
-    *unsupported((TEXT,), suffix=['"x"', "5"]),
+    *unsupported(
+        (TEXT,), max_completion_tokens=["5"], max_output_tokens=["5"], suffix=['"x"', "5"]
+    ),
     *unsupported(
         (CHAT,),
         audio=['{"voice": "x"}'],
         function_call=['"auto"'],
         functions=['[{"name": "f"}]'],
+        max_output_tokens=["5"],
         modalities=['["text", "audio"]', "5"],
         moderation=["{}"],
         prediction=['{"type": "content"}'],
@@ -1070,6 +1093,8 @@ HTTP_ONLY = [
         background=["true", "0"],
         context_management=["[]"],
         conversation=['"c"'],
+        max_completion_tokens=["5"],
+        max_tokens=["5"],
         max_tool_calls=["1"],
         moderation=["{}"],
         previous_response_id=['"r"'],

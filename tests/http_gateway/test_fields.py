@@ -18,25 +18,20 @@ def refusal(name: str, path: str = "") -> HttpError:
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "message"),
+    ("name", "path", "meant"),
     [
-        ("temprature", "", "unknown parameter 'temprature'; did you mean 'temperature'?"),
-        ("Model", "", "unknown parameter 'Model'; did you mean 'model'?"),
-        (
-            "modell",
-            "tools[0]",
-            "unknown parameter 'tools[0].modell'; did you mean 'tools[0].model'?",
-        ),
-        ("zebra", "", "unknown parameter 'zebra'"),
-        ("logit_bia", "", "unknown parameter 'logit_bia'"),
+        ("temprature", "", "; did you mean 'temperature'?"),
+        ("Model", "", "; did you mean 'model'?"),
+        ("modell", "tools[0].", "; did you mean 'tools[0].model'?"),
+        ("zebra", "", ""),
+        ("logit_bia", "", ""),
     ],
 )
-def test_a_slip_is_answered_with_the_name_that_was_meant(
-    name: str, path: str, message: str
-) -> None:
-    error = refusal(name, path)
+def test_a_slip_is_answered_with_the_name_that_was_meant(name: str, path: str, meant: str) -> None:
+    error = refusal(name, path.removesuffix("."))
 
-    assert error.message == message
+    allowed = "model, n, temperature"
+    assert error.message == f"{path}{name}: found an unknown parameter; allowed: {allowed}{meant}"
     assert error.code == "unknown_parameter"
 
 

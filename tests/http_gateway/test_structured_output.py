@@ -111,7 +111,7 @@ def test_the_official_client_parses_answers_into_classes(
         (asked({"uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
         (asked([]), "response_format.json_schema.schema", "mapping"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "no grammar"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "cannot be read"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "absent with"),
         (asked(SCHEMA) | {"guided_regex": "a"}, "guided_regex", "absent with response_format"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "False"),

@@ -58,7 +58,7 @@ def test_what_is_allowed_can_be_said(name: str, words: str) -> None:
     [
         ({"limit": 0}, "limit: found 0; allowed: an integer, 1 or more"),
         ({"limit": 2.0}, "limit: found 2.0; allowed: an integer"),
-        ({"limit": True}, "limit: found True; allowed: an integer"),
+        ({"limit": True}, "limit: found true; allowed: an integer"),
         ({"share": 0}, "share: found 0; allowed: a finite number above 0"),
         ({"share": 1.1}, "share: found 1.1; allowed: a finite number above 0, up to 1"),
         ({"share": float("nan")}, "share: found nan; allowed: a finite number"),

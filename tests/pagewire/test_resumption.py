@@ -167,15 +167,25 @@ def test_other_ends_than_the_loss_of_a_router_are_told_at_once():
             generate([begins(dies=dies), goes_on])
 
 
-def test_a_token_that_is_refused_is_told_with_the_loss():
+@pytest.mark.parametrize(
+    ("field", "found", "why"),
+    [
+        ("resume.token", "one that expired 5 s ago", "its call began too long ago"),
+        ("resume.token", "one that does not fit the request", "that served it is gone"),
+        ("resume", "a resumption", "that served it is gone"),
+        ("prompt", "8 tokens", "serves otherwise: prompt: found 8 tokens"),
+    ],
+)
+def test_an_answer_that_no_router_can_continue_is_told_without_words_of_tokens(field, found, why):
     async def refuses(request, context):
-        told = "resume.token: found one that expired 5 s ago"
-        detail = violation("resume.token", "expired")
+        detail = violation(field, f"found {found}")
+        told = f"{field}: found {found}"
         await abort(context, grpc.StatusCode.INVALID_ARGUMENT, told, detail)
         yield
 
-    with pytest.raises(pagewire.ConnectionFailedError, match=r"stopped; no other .*expired 5 s"):
+    with pytest.raises(pagewire.UnavailableError, match=f"stopped; .*{why}.* again") as caught:
         generate([begins(dies=stops), refuses])
+    assert "resume" not in str(caught.value)
 
 
 def test_a_crowd_at_the_router_that_is_left_is_waited_out():

@@ -144,3 +144,19 @@ def test_tokens_new_prints_a_token_once_and_its_hash(tmp_path):
     file.write_text(result.stderr.partition("\n")[2])
     assert [each.name for each in read_tenants(file).rules] == ["acme"]
     assert run_main("tokens", "new", "a b").returncode == 2
+
+
+def test_tokens_new_writes_a_file_that_only_its_owner_reads(tmp_path):
+    from router.tenants.file import token_hash
+
+    file = tmp_path / "acme.token"
+
+    result = run_main("tokens", "new", "acme", "--out", str(file))
+
+    assert (result.returncode, result.stdout) == (0, "")
+    token = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert token_hash(token.strip()) in result.stderr
+    again = run_main("tokens", "new", "acme", "--out", str(file))
+    assert (again.returncode, file.read_text()) == (2, token)
+    assert f"--out: found '{file}': File exists; allowed: a file to create" in again.stderr

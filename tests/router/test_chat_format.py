@@ -52,9 +52,10 @@ def test_a_template_shows_whether_the_model_reasons_and_a_chat_whether_it_has_be
 
 
 def render(template: str, *messages: ChatMessage, tools_json: str = "") -> str:
+    source = ChatTemplate(template, special_tokens={}, max_chars=10_000)
     encoder = PromptEncoder(
-        folder=ModelFolder(tokenizer=Tokenizer(byte_level().to_str())),
-        renderer=InlineRenderer(ChatTemplate(template, special_tokens={}, max_chars=10_000)),
+        folder=ModelFolder(tokenizer=Tokenizer(byte_level().to_str()), chat_template=source),
+        renderer=InlineRenderer(source),
         off_loop=OffLoop(asyncio.to_thread, retry_delay_s=1.0),
     )
     chat = Chat("prompt.chat", messages, tools_json)
@@ -106,6 +107,29 @@ def test_a_template_sees_tools_as_they_were_sent() -> None:
     assert text == json.dumps(tools), "in the order of the request"
     for nothing in ("", "[]"):
         assert render("{{ tools is none }}", user, tools_json=nothing) == "True"
+
+
+@pytest.mark.parametrize(
+    ("role", "named", "seen"),
+    [
+        *[(role, "", role) for role in ("system", "user", "assistant", "tool")],
+        ("developer", "", "system"),
+        ("developer", "{% if messages[0].role == 'developer' %}{% endif %}", "developer"),
+        ("ipython", '{% if messages[0].role in ["tool", "ipython"] %}{% endif %}', "ipython"),
+    ],
+)
+def test_a_template_gets_the_roles_of_openais_api_and_those_that_it_names(
+    role: str, named: str, seen: str
+) -> None:
+    assert render(named + "{{ messages[0].role }}", ChatMessage(role=role)) == seen
+
+
+@pytest.mark.parametrize("role", ["", "ipython", "User", "system ", "x" * 500])
+def test_a_role_that_neither_api_nor_template_knows_is_refused(role: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt.chat.messages\[1\].role: found ") as refused:
+        render("{{ messages[0]['role'] }}", ChatMessage(role="user"), ChatMessage(role=role))
+
+    assert "'system', 'developer', 'user', 'assistant', 'tool', or a role" in refused.value.allowed
 
 
 @pytest.mark.parametrize(
