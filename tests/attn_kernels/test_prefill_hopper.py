@@ -84,6 +84,10 @@ def compiled(shape: Shape) -> Compiled:
     return compile_launch(only)
 
 
+in_turn = pytest.mark.xdist_group("prefill on Hopper")  # the first shape is compiled once
+
+
+@in_turn
 @compiled_with(COMPILED_SHAPES, ALWAYS_COMPILED)
 def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: Shape):
     result = compiled(shape)
@@ -98,6 +102,7 @@ def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: Shape):
     assert "mma.sync" not in result.ptx
 
 
+@in_turn
 def test_the_next_keys_are_multiplied_before_the_softmax_of_the_present_ones():
     ptx = compiled(COMPILED_SHAPES[0]).ptx
 
