@@ -40,7 +40,7 @@ def engine(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Engine:
-    """An engine of two layers, with a test's parameter as window, that launches each kernel."""
+    """An engine of two layers that launches kernel by kernel; a test's parameter is its window."""
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", SIZES)
     monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 4)
     size = getattr(request, "param", None)

@@ -184,15 +184,15 @@ def test_a_mask_holds_beside_prompt_tokens_where_seats_are_fewer_than_rows_of_a_
     # Reads its own masks as the driver asks for them.
     monkeypatch.setattr(held, "grammar", object())
     monkeypatch.setattr(held, "allowed", lambda: only(30 + len(held.tokens)))
-    sequences = [held, sequence(9, 10, 2, temperature=0.0)]
+    sequences = [held, sequence(9, 10, 1, temperature=0.0)]
     expected = results_of(engine, sequences, chunk_size=4)
-    passes = Passes(engine, monkeypatch, num_seats=2)
+    passes = Passes(engine, monkeypatch, num_seats=1)
 
     for _ in range(2):
         assert_equal(results_of(passes.engine, sequences, chunk_size=4), expected)
 
     assert [each.token_id for each in held.drawn] == list(range(30, 34))
-    assert set(passes.sizes) == {(2 + 4,)}
+    assert set(passes.sizes) == {(1 + 4,)}
 
 
 def test_passes_of_all_sizes_are_recorded_before_service(
