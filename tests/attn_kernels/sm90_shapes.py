@@ -1,6 +1,6 @@
 """What attention is compiled for Hopper with, and which pairs of its parts that leaves out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -134,10 +134,17 @@ OPTION_SHAPES = [
 SHAPES = PLAIN_SHAPES + OPTION_SHAPES
 
 
-def compiled_with(shapes: Iterable[Shape]) -> pytest.MarkDecorator:
-    """Parametrize a test with shapes; those that ship plainly in each run, the rest in thorough."""
+def compiled_with(
+    shapes: Iterable[Shape], always: Sequence[Shape] = PLAIN_SHAPES
+) -> pytest.MarkDecorator:
+    """Parametrize a test with shapes; some in each run, the rest in thorough.
+
+    Args:
+        shapes: All of them.
+        always: Those of each run; by default those that ship plainly.
+    """
     parameters = [
-        pytest.param(shape, marks=() if shape in PLAIN_SHAPES else pytest.mark.thorough)
+        pytest.param(shape, marks=() if shape in always else pytest.mark.thorough)
         for shape in shapes
     ]
     return pytest.mark.parametrize("shape", parameters, ids=str)

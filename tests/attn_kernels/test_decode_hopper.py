@@ -8,7 +8,16 @@ from attn_kernels.decode.launch import DecodeAttention, DecodeTile, HopperDecode
 from attn_kernels.decode.plan import SplitRule
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized
 from tests.attn_kernels.sm90 import compile_launch, launches_of
-from tests.attn_kernels.sm90_shapes import BF16, CAP, FP8, FP16, WINDOW, Shape
+from tests.attn_kernels.sm90_shapes import (
+    BF16,
+    CAP,
+    FP8,
+    FP16,
+    PLAIN_SHAPES,
+    WINDOW,
+    Shape,
+    compiled_with,
+)
 
 MAX_SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 1024  # of a program, for the system
@@ -25,11 +34,12 @@ SHAPES = [
     Shape(32, 8, 128, 64, FP8),
     Shape(10, 2, 64, 128, FP8),
 ]
+ALL_OPTIONS = Shape(32, 8, 128, 64, FP16, WINDOW, CAP, has_lse=True, overlaps=True)
 # With the rest of the pairs of head size, page size, dtypes, kind of group, options and tile
 COMPILED_SHAPES = [
     *SHAPES,
     Shape(16, 1, 64, 128, FP8, WINDOW, CAP, has_lse=True, over_fp8=FP16, overlaps=True),
-    Shape(32, 8, 128, 64, FP16, WINDOW, CAP, has_lse=True, overlaps=True),
+    ALL_OPTIONS,
     Shape(28, 4, 128, 64, FP8, has_lse=True, over_fp8=FP16, overlaps=True),
     Shape(8, 8, 128, 128, FP8, WINDOW, CAP, overlaps=True),
     Shape(28, 4, 128, 128, BF16, WINDOW, CAP, has_lse=True),
@@ -92,7 +102,7 @@ def cuda_case(kv_lens: list[int], shape: Shape) -> PagedCase:
     return quantized(case, shape.q_dtype) if shape.dtype == FP8 else case
 
 
-@pytest.mark.parametrize("shape", COMPILED_SHAPES, ids=str)
+@compiled_with(COMPILED_SHAPES, [*PLAIN_SHAPES, ALL_OPTIONS])
 def test_programs_fit_a_multiprocessor_and_nothing_spills(shape: Shape):
     pages = shape.pages()
     tile = decode_tile(pages, is_hopper=True, beside_shared=shape.overlaps)

@@ -13,7 +13,7 @@ from attn_kernels.prefill.launch_triton import PrefillTile
 from attn_kernels.prefill.plan import PrefillCapacity
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
-from tests.attn_kernels.sm90_shapes import BF16, FP16, KERNELS, WINDOW, Shape
+from tests.attn_kernels.sm90_shapes import BF16, FP16, KERNELS, WINDOW, Shape, compiled_with
 
 MAX_SHARED_BYTES = 227 * 1024
 MAX_SPILL_BYTES = 16  # a scalar or two of the start: warps begin with few registers
@@ -47,6 +47,12 @@ COMPILED_SHAPES = KERNELS["prefill on Hopper"].covering(
         Shape(16, 1, 128, 16, FP16, WINDOW),
     ]
 )
+# Of each width of products, of each dtype, with each option and without any
+ALWAYS_COMPILED = [
+    COMPILED_SHAPES[0],
+    Shape(28, 4, 64, 64, BF16, WINDOW, has_lse=True),
+    Shape(16, 1, 128, 16, FP16, WINDOW),
+]
 # Chunks whose tiles of rows see one, two, three and more tiles of keys, and that end within a tile,
 # and one without new tokens.
 QO_LENS = [1, 15, 130, 200, 0, 7, 257, 129, 300, 33]
@@ -78,7 +84,11 @@ def compiled(shape: Shape) -> Compiled:
     return compile_launch(only)
 
 
-@pytest.mark.parametrize("shape", COMPILED_SHAPES, ids=str)
+in_turn = pytest.mark.xdist_group("prefill on Hopper")  # the first shape is compiled once
+
+
+@in_turn
+@compiled_with(COMPILED_SHAPES, ALWAYS_COMPILED)
 def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: Shape):
     result = compiled(shape)
 
@@ -92,6 +102,7 @@ def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: Shape):
     assert "mma.sync" not in result.ptx
 
 
+@in_turn
 def test_the_next_keys_are_multiplied_before_the_softmax_of_the_present_ones():
     ptx = compiled(COMPILED_SHAPES[0]).ptx
 

@@ -28,12 +28,12 @@ MORE_REGISTERS = {151_936: 176, MAX_VOCAB_SIZE: 176}  # vocabulary |-> registers
 @pytest.mark.parametrize(
     ("vocab_size", "dtype", "has_mask"),
     [
-        (128_256, torch.float32, False),
         (128_256, torch.float32, True),
         (50_257, torch.float16, False),
-        (151_936, torch.float16, True),
-        (262_208, torch.bfloat16, False),
         (MAX_VOCAB_SIZE, torch.bfloat16, True),
+        pytest.param(128_256, torch.float32, False, marks=pytest.mark.thorough),
+        pytest.param(151_936, torch.float16, True, marks=pytest.mark.thorough),
+        pytest.param(262_208, torch.bfloat16, False, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

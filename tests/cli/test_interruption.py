@@ -83,14 +83,14 @@ def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(command, mod
 @pytest.mark.parametrize(
     ("number", "line", "after_s"),
     [
-        (signal.SIGTERM, "starting", 0.0),
+        pytest.param(signal.SIGTERM, "starting", 0.0, marks=pytest.mark.thorough),
         (signal.SIGTERM, "starting", 1.0),
         (signal.SIGINT, "Ray runs", 0.0),
     ],
     ids=str,
 )
 def test_a_signal_during_the_start_leaves_nothing(number, line, after_s):
-    with serving("--prefill", "1", "--decode", "1") as server:
+    with serving("--prefill", "0", "--decode", "1") as server:
         assert any(each.startswith(line) for each in server.stdout)
         time.sleep(after_s)
         server.send_signal(number)
@@ -126,7 +126,7 @@ def test_a_start_that_fails_since_a_signal_ended_ray_was_interrupted(monkeypatch
 
 @in_turn
 def test_a_start_that_takes_too_long_is_explained_and_leaves_nothing():
-    with serving("--prefill", "1", "--decode", "1", "--start-timeout-s", "1") as server:
+    with serving("--prefill", "0", "--decode", "1", "--start-timeout-s", "1") as server:
         output, errors = server.communicate(timeout=60)
         left = processes_of_session(server.pid)
 
@@ -140,7 +140,7 @@ def test_a_start_that_takes_too_long_is_explained_and_leaves_nothing():
 @in_turn
 @pytest.mark.parametrize("is_ready", [False, True], ids=["starting", "ready"])
 def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
-    with serving("--prefill", "1", "--decode", "1") as server:
+    with serving("--prefill", "0", "--decode", "1") as server:
         if is_ready:
             assert any(line.startswith("ready") for line in server.stdout)
         else:
@@ -160,7 +160,7 @@ def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
 
 @in_turn
 def test_the_end_of_a_process_of_ray_ends_it_with_a_reason_and_leaves_nothing():
-    with serving("--prefill", "1", "--decode", "1") as server:
+    with serving("--prefill", "0", "--decode", "1") as server:
         assert any(line.startswith("ready") for line in server.stdout)
         children = {each.name(): each.pid for each in psutil.Process(server.pid).children()}
         os.kill(children["raylet"], signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_the_end_of_a_process_of_ray_ends_it_with_a_reason_and_leaves_nothing():
 @in_turn
 def test_a_signal_to_all_its_processes_ends_it_soon_and_leaves_nothing():
     """As `timeout` and service managers send it: Ray's processes end of it, too."""
-    with serving("--prefill", "1", "--decode", "1") as server:
+    with serving("--prefill", "0", "--decode", "1") as server:
         assert any(line.startswith("ready") for line in server.stdout)
         sent_at = time.monotonic()
         os.killpg(server.pid, signal.SIGTERM)
@@ -201,7 +201,7 @@ def test_a_terminal_that_closes_ends_it_after_running_requests():
         fcntl.ioctl(far, termios.TIOCSCTTY, 0)
 
     streams = {"stdin": far, "stdout": far, "stderr": far, "preexec_fn": control}
-    with serving("--prefill", "1", "--decode", "1", **streams) as server:
+    with serving("--prefill", "0", "--decode", "1", **streams) as server:
         os.close(far)
         output = ""
         while not (found := re.search(r"ready: .* on (\S+) \(cpu\)", output)):

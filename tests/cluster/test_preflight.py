@@ -189,16 +189,15 @@ def refused(command, folder, *options):
     return [line for line in lines if not line.startswith("import time")], imported & SLOW_MODULES
 
 
-@pytest.mark.parametrize("command", ["serve", "demo"])
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("command", "damage", "words"),
     [
-        (without_folder, "model: found '/.*/model'; allowed: an existing folder"),
-        (without_shard, r"model-00002-of-00002.safetensors: no such file; .* lists 2 shards"),
-        (with_broken_gguf, r"broken.gguf: cut off: the version takes 4 bytes"),
-        (without_weights, r"needs model.safetensors or model.safetensors.index.json .*; found"),
-        (with_config(architectures=["OddModel"]), r"architectures is \['OddModel'\], must be exac"),
-        (with_config(torch_dtype="int8"), "dtype is 'int8', must be one of float32, float16, bf"),
+        ("demo", without_folder, "model: found '/.*/model'; allowed: an existing folder"),
+        ("serve", without_shard, "model-00002-of-00002.*: no such file; .* lists 2 shards"),
+        ("demo", with_broken_gguf, "broken.gguf: cut off: the version takes 4 bytes"),
+        ("serve", without_weights, "needs model.safetensors or model.*.json .*; found"),
+        ("serve", with_config(architectures=["OddModel"]), r"architectures is \['OddModel'\], mu"),
+        ("serve", with_config(torch_dtype="int8"), "dtype is 'int8', must be one of float32, fl"),
     ],
     ids=["no-folder", "no-shard", "broken-gguf", "no-weights", "architecture", "dtype"],
 )
@@ -212,8 +211,7 @@ def test_a_wrong_model_folder_is_refused_without_slow_imports(tmp_path, command,
     assert slow == set()
 
 
-@pytest.mark.parametrize("command", ["serve", "demo"])
-@pytest.mark.parametrize("num_prefill", ["1", "100"])
+@pytest.mark.parametrize(("command", "num_prefill"), [("serve", "100"), ("demo", "1")])
 def test_a_lack_of_gpus_is_refused_without_slow_imports(command, num_prefill):
     options = ["--device", "cuda", "--prefill", num_prefill, "--decode", "1"]
     options += ["--port", "0", "--http-port", "0"]
@@ -224,8 +222,7 @@ def test_a_lack_of_gpus_is_refused_without_slow_imports(command, num_prefill):
     assert slow == set()
 
 
-@pytest.mark.parametrize("command", ["serve", "demo"])
-@pytest.mark.parametrize("flag", ["--port", "--http-port"])
+@pytest.mark.parametrize(("command", "flag"), [("serve", "--http-port"), ("demo", "--port")])
 def test_a_port_in_use_is_refused_without_slow_imports(command, flag):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

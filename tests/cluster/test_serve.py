@@ -21,9 +21,14 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 @pytest.mark.timeout(300)
-def test_demo_shows_a_disaggregated_cluster_that_answers_questions():
+@pytest.mark.parametrize(
+    "workers",
+    [("--prefill", "1", "--decode", "1"), pytest.param((), marks=pytest.mark.thorough)],
+    ids=["1 + 1", "as many as it chooses"],
+)
+def test_demo_shows_a_disaggregated_cluster_that_answers_questions(workers):
     result = subprocess.run(
-        [sys.executable, "-m", "cli", "demo", "--device", "cpu"],
+        [sys.executable, "-m", "cli", "demo", "--device", "cpu", *workers],
         capture_output=True,
         text=True,
         timeout=290,

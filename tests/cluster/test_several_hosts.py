@@ -154,6 +154,7 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds
     assert {name for name, start in after.items() if start in before} == {"prefill-1"}
 
 
+@pytest.mark.thorough
 def test_a_worker_moves_to_the_other_pool_and_back_under_load_without_a_failed_request(
     cluster, clients, seeds
 ):

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.xdist_group(GROUP), pytest.mark.timeout(300)]
 MAX_TOKENS = 8
 PAGE_SIZE = 16
 # The long ones begin alike: each is the beginning of the one before.
-LONG = (1000, 400, 200)
+LONG = (600, 400, 200)
 LONGEST = (4000, 2000, 1000)
 SHORT = (5, 7, 9, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 100)
 
@@ -69,11 +69,7 @@ def test_greedy_answers_to_20_prompts_equal_those_of_transformers() -> None:
     asked = prompts(LONG)
     assert all(long[: len(short)] == short for long, short in pairwise(asked[: len(LONG)]))
 
-    small = answers(asked, 1, 1)
-    large = answers(asked[2:], 2, 2)  # the two longest take ten seconds
-
-    check_equal_those_of_transformers(asked, small)
-    assert large == small[2:]
+    check_equal_those_of_transformers(asked, answers(asked, 2, 2))
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from pagewire import AsyncClient
 from tests.support.local_ray import forget_token
 from tests.support.trained_model import trained_path
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 48
 QUESTIONS = ("What is a lighthouse?", "Why is the sea salty?", "Tell me a story about a seagull.")

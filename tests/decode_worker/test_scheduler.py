@@ -24,7 +24,6 @@ from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine
 from worker.identity import ModelInfo
 
 SETTINGS = settings(
-    max_examples=320,
     stateful_step_count=70,
     deadline=None,
     derandomize=True,
@@ -41,9 +40,12 @@ def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode_worker.scheduler.ADMISSION_WINDOW", 2)
 
 
-def test_state_machine() -> None:
+@pytest.mark.parametrize("max_examples", [240, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_state_machine(max_examples: int) -> None:
     SchedulerMachine.seen.clear()
-    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(SETTINGS, max_examples=max_examples)
+    )
     seen = SchedulerMachine.seen
     # A run in which nothing happens would prove nothing.
     assert min(seen.values()) > 10, seen

@@ -29,12 +29,14 @@ SETTINGS = settings(
 )
 
 
-def test_cache_agrees_with_the_oracle() -> None:
-    run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=450))
+@pytest.mark.parametrize("max_examples", [250, pytest.param(1500, marks=pytest.mark.thorough)])
+def test_cache_agrees_with_the_oracle(max_examples: int) -> None:
+    run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=max_examples))
 
 
-def test_cache_with_quotas_agrees_with_the_oracle() -> None:
-    run_state_machine_as_test(QuotaMachine, settings=settings(SETTINGS, max_examples=250))
+@pytest.mark.parametrize("max_examples", [150, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_cache_with_quotas_agrees_with_the_oracle(max_examples: int) -> None:
+    run_state_machine_as_test(QuotaMachine, settings=settings(SETTINGS, max_examples=max_examples))
 
 
 def assert_finds_it(machine: type[CacheMachine]) -> None:

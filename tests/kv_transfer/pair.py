@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kv_transfer.connections import AcceptedConnections, ConnectionPool
+from kv_transfer.connections import AcceptedConnections, ConnectCall, ConnectionPool
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import TransferStats, run_inline
 from kv_transfer.errors import ConnectionBroken, DigestMismatch
@@ -55,21 +55,29 @@ class Workers:
         self.accepted = AcceptedConnections([self.sender_transport], idle_s=60)
         self.num_connects = 0
 
-    async def connect(self) -> tuple[Incoming, Outgoing]:
-        """Return the receiver's side and the sender's."""
-        deadline = asyncio.get_running_loop().time() + 1
+    def accepting(
+        self, *, after_s: float = 0.0, key: bytes = KEY, deadline: float = 5
+    ) -> ConnectCall:
+        """Return a call of the receiver that the sender accepts, some time after it comes."""
 
         async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
             self.num_connects += 1
+            await asyncio.sleep(after_s)
             await self.accepted.connect(
                 peer_key=RECEIVER,
                 connection_id=connection_id,
                 transport_name=transport_name,
                 offer=offer,
-                key=KEY,
+                key=key,
                 deadline=deadline,
             )
 
+        return call
+
+    async def connect(self) -> tuple[Incoming, Outgoing]:
+        """Return the receiver's side and the sender's."""
+        deadline = asyncio.get_running_loop().time() + 1
+        call = self.accepting(deadline=deadline)
         incoming = await self.pool.get(("prefill-0", 7), call, deadline)
         return incoming, self.accepted.get(RECEIVER, incoming.connection.connection_id).outgoing
 

@@ -78,15 +78,8 @@ def test_what_was_accepted_before_its_set_up_failed_is_aborted(is_cancelled: boo
         deadline = asyncio.get_running_loop().time() + 5
         closing: list[asyncio.Task[None]] = []
 
-        async def connect(connection_id: str, name: str, offer: bytes) -> None:
-            await workers.accepted.connect(
-                peer_key=RECEIVER,
-                connection_id=connection_id,
-                transport_name=name,
-                offer=offer,
-                key=KEY,
-                deadline=deadline,
-            )
+        async def connect(*offered: Any) -> None:
+            await workers.accepting()(*offered)
             await asyncio.sleep(0.01)  # the receiver has accepted by now
             if is_cancelled:
                 closing.append(asyncio.create_task(workers.pool.close()))
@@ -124,17 +117,7 @@ def test_a_new_incarnation_of_the_peer_gets_a_new_connection() -> None:
         workers = Workers(LoopbackNetwork())
         old, _ = await workers.connections()
 
-        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
-            await workers.accepted.connect(
-                peer_key=RECEIVER,
-                connection_id=connection_id,
-                transport_name=transport_name,
-                offer=offer,
-                key=KEY,
-                deadline=5,
-            )
-
-        new = (await workers.pool.get(("prefill-0", 8), call, 5)).connection
+        new = (await workers.pool.get(("prefill-0", 8), workers.accepting(), 5)).connection
         await asyncio.sleep(0.1)
 
         assert old.is_broken
@@ -168,9 +151,7 @@ def test_a_set_up_that_hangs_ends_at_the_deadline() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
 
-        async def hang(connection_id: str, transport_name: str, offer: bytes) -> None:
-            await asyncio.sleep(1000)
-
+        hang = workers.accepting(after_s=1000)
         with pytest.raises(TransferTimeout):
             await workers.pool.get(("prefill-0", 7), hang, 2)
 
@@ -184,9 +165,7 @@ def test_a_peer_that_starts_again_during_the_set_up_fails_its_callers_and_cancel
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
 
-        async def hang(connection_id: str, transport_name: str, offer: bytes) -> None:
-            await asyncio.sleep(1000)
-
+        hang = workers.accepting(after_s=1000)
         waiting = asyncio.create_task(workers.pool.get(("prefill-0", 7), hang, 50))
         await asyncio.sleep(0.1)
         with pytest.raises(TransferTimeout):
@@ -204,17 +183,9 @@ def test_one_caller_that_leaves_does_not_end_the_set_up_of_others() -> None:
         workers = Workers(LoopbackNetwork())
         started = asyncio.Event()
 
-        async def slow(connection_id: str, transport_name: str, offer: bytes) -> None:
+        async def slow(*offered: Any) -> None:
             started.set()
-            await asyncio.sleep(0.5)
-            await workers.accepted.connect(
-                peer_key=RECEIVER,
-                connection_id=connection_id,
-                transport_name=transport_name,
-                offer=offer,
-                key=KEY,
-                deadline=5,
-            )
+            await workers.accepting(after_s=0.5)(*offered)
 
         leaving = asyncio.create_task(workers.pool.get(("prefill-0", 7), slow, 5))
         staying = asyncio.create_task(workers.pool.get(("prefill-0", 7), slow, 5))
@@ -231,20 +202,9 @@ def test_one_caller_that_leaves_does_not_end_the_set_up_of_others() -> None:
 def test_one_that_joined_a_set_up_of_less_time_begins_another_in_its_own() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
-        num_calls = 0
 
-        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
-            nonlocal num_calls
-            num_calls += 1
-            await asyncio.sleep(1000 if num_calls == 1 else 0.5)
-            await workers.accepted.connect(
-                peer_key=RECEIVER,
-                connection_id=connection_id,
-                transport_name=transport_name,
-                offer=offer,
-                key=KEY,
-                deadline=5,
-            )
+        async def call(*offered: Any) -> None:
+            await workers.accepting(after_s=0.5 if workers.num_connects else 1000)(*offered)
 
         peer_key = ("prefill-0", 7)
         first = asyncio.create_task(workers.pool.get(peer_key, call, 1.0))
@@ -256,7 +216,7 @@ def test_one_that_joined_a_set_up_of_less_time_begins_another_in_its_own() -> No
             with pytest.raises(TransferTimeout):
                 await each
         assert len({id(await each) for each in joined}) == 1
-        assert num_calls == 2
+        assert workers.num_connects == 2
         assert asyncio.get_running_loop().time() == pytest.approx(1.5)
 
     run(scenario)
@@ -316,18 +276,8 @@ def test_sides_with_different_keys_are_not_connected() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
 
-        async def call(connection_id: str, transport_name: str, offer: bytes) -> None:
-            await workers.accepted.connect(
-                peer_key=RECEIVER,
-                connection_id=connection_id,
-                transport_name=transport_name,
-                offer=offer,
-                key=bytes(32),
-                deadline=5,
-            )
-
         with pytest.raises(ConnectionBroken, match="key"):
-            await workers.pool.get(("prefill-0", 7), call, 5)
+            await workers.pool.get(("prefill-0", 7), workers.accepting(key=bytes(32)), 5)
 
     run(scenario)
 

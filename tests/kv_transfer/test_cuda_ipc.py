@@ -211,32 +211,59 @@ def test_another_gpu_is_in_reach_where_the_option_says_so() -> None:
     run(scenario)
 
 
-def test_pages_that_cannot_be_mapped_are_a_refusal_on_both_sides() -> None:
+def without_card(pair: Pair) -> None:
+    del pair.cards[SOURCE_CARD]
+
+
+def with_other_pages(pair: Pair) -> None:
+    pair.sender._storage = FakePageStorage(num_pages=64, page_size=8)
+
+
+def out_of_memory(pair: Pair) -> None:
+    def fail(card: bytes, num_pages: int) -> HostPages:
+        raise RuntimeError("CUDA error: out of memory")
+
+    pair.receiver_memory.open = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "at_sender", "at_receiver"),
+    [
+        (
+            without_card,
+            (TransportRefused, "cannot map the pages"),
+            (TransportRefused, "cudaIpcOpenMemHandle failed"),
+        ),
+        (
+            with_other_pages,
+            (ConnectionBroken, "closed the connection"),
+            (LayoutMismatch, "bytes at the sender"),
+        ),
+        (
+            out_of_memory,
+            (ConnectionBroken, "closed the connection"),
+            (ConnectionBroken, "RuntimeError: CUDA error: out of memory"),
+        ),
+    ],
+    ids=["cannot be mapped", "of another size", "otherwise"],
+)
+def test_pages_that_are_not_mapped_are_told_on_both_sides(
+    spoil: Callable[[Pair], None],
+    at_sender: tuple[type[Exception], str],
+    at_receiver: tuple[type[Exception], str],
+) -> None:
     async def scenario() -> None:
+        before = ipc_threads()
         async with a_pair() as pair:
-            del pair.cards[SOURCE_CARD]
+            spoil(pair)
             offer = pair.receiver.offer("c0", KEY)
             accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
 
-            with pytest.raises(TransportRefused, match="cannot map the pages"):
+            with pytest.raises(at_sender[0], match=at_sender[1]):
                 await pair.sender.connect("c0", offer, KEY, soon())
-            with pytest.raises(TransportRefused, match="cudaIpcOpenMemHandle failed"):
+            with pytest.raises(at_receiver[0], match=at_receiver[1]):
                 await accepting
-
-    run(scenario)
-
-
-def test_pages_of_another_size_are_refused() -> None:
-    async def scenario() -> None:
-        async with a_pair() as pair:
-            pair.sender._storage = FakePageStorage(num_pages=64, page_size=8)
-            offer = pair.receiver.offer("c0", KEY)
-            accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
-
-            with pytest.raises(ConnectionBroken, match="closed the connection"):
-                await pair.sender.connect("c0", offer, KEY, soon())
-            with pytest.raises(LayoutMismatch, match="bytes at the sender"):
-                await accepting
+            await until(lambda: ipc_threads() == before)
 
     run(scenario)
 
@@ -330,30 +357,20 @@ def test_an_abort_whose_caller_leaves_goes_on() -> None:
     run(scenario)
 
 
-def test_a_receive_without_a_send_ends_at_the_deadline_and_writes_nothing() -> None:
+@pytest.mark.parametrize("alone", ["receive", "send"])
+def test_one_without_the_other_ends_at_the_deadline_and_writes_nothing(alone: str) -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
             before = pair.target.export_pages(range(64))
 
             with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
-                await receiving.receive([1], soon(0.2))
+                await (receiving.receive if alone == "receive" else sending.send)([1], soon(0.2))
             await receiving.abort()
 
             assert (pair.target.export_pages(range(64)) == before).all()
             with pytest.raises(ConnectionBroken):
                 await sending.send([1], soon())
-
-    run(scenario)
-
-
-def test_a_send_that_nobody_receives_ends_at_the_deadline() -> None:
-    async def scenario() -> None:
-        async with a_pair() as pair:
-            _, sending = await pair.connect()
-
-            with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
-                await sending.send([1], soon(0.2))
 
     run(scenario)
 
@@ -373,28 +390,6 @@ def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
             await until(lambda: bool(pair.receiver_memory.opened))
             await until(pair.mapped.is_closed.is_set)
             assert pair.mapped.closed_by.startswith("cuda_ipc"), "it blocks the event loop"
-
-    run(scenario)
-
-
-def test_a_mapping_that_fails_otherwise_breaks_the_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(card: bytes, num_pages: int) -> HostPages:
-        raise RuntimeError("CUDA error: out of memory")
-
-    async def scenario() -> None:
-        before = ipc_threads()
-        async with a_pair() as pair:
-            monkeypatch.setattr(pair.receiver_memory, "open", fail)
-            offer = pair.receiver.offer("c0", KEY)
-            accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
-
-            with pytest.raises(ConnectionBroken, match="closed the connection"):
-                await pair.sender.connect("c0", offer, KEY, soon())
-            with pytest.raises(ConnectionBroken, match="RuntimeError: CUDA error: out of memory"):
-                await accepting
-            await until(lambda: ipc_threads() == before)
 
     run(scenario)
 

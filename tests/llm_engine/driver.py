@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,9 @@ from llm_engine.engine import Engine
 from llm_engine.engine_api import EngineLike
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.forward_batch import build_forward_batch
+from llm_engine.load_engine import load_engine
 from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
+from tests.support.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
@@ -206,6 +210,70 @@ class _Run:
         more = tuple(self.sequence.page_ids[self._num_pages : num_needed])
         self._num_pages = num_needed
         return [SeatPages(seat=self.seat, page_ids=more)]
+
+
+def small_engine(
+    folder: Path, family: str = "llama", *, num_layers: int = 1, num_pages: int = 60, **config: Any
+) -> Engine:
+    """Return an engine of bfloat16 and pages of 16 tokens that launches kernel by kernel."""
+    write_checkpoint(
+        folder,
+        family,
+        num_hidden_layers=num_layers,
+        hidden_size=32,
+        dtype=torch.bfloat16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        **config,
+    )
+    return load_engine(
+        folder,
+        page_size=16,
+        num_pages=num_pages,
+        device="cpu",
+        dtype="bfloat16",
+        attention="triton",
+    )
+
+
+# Of each sequence: what was drawn, and the K and V of its computed positions.
+Results = list[tuple[list[SampledToken], Tensor]]
+
+
+def results_of(
+    engine: Engine,
+    sequences: Sequence[DrivenSequence],
+    *,
+    chunk_size: int = 10**6,
+    shared_pages: Sequence[int] = (),
+) -> Results:
+    """Run sequences from their prompts on, over pages full of NaN.
+
+    All begin with `shared_pages`, of which each finds the same random contents.
+    """
+    pages = engine.storage.pages
+    pages.fill_(torch.nan)
+    found = (len(shared_pages), *pages.shape[1:])
+    generator = torch.Generator().manual_seed(0)
+    pages[list(shared_pages)] = torch.randn(found, generator=generator).to(pages.dtype)
+    for each in sequences:
+        each.tokens.clear()
+        each.drawn.clear()
+        each.num_computed = len(shared_pages) * engine.layout.page_size
+    run(engine, sequences, chunk_size=chunk_size)
+    return [(list(each.drawn), computed_kv(engine, each)) for each in sequences]
+
+
+def assert_equal(found: Results, expected: Results) -> None:
+    """Of log probabilities only how many there are: their last bits may differ."""
+    for (tokens, kv), (expected_tokens, expected_kv) in zip(found, expected, strict=True):
+        assert [_outline(each) for each in tokens] == [_outline(each) for each in expected_tokens]
+        assert torch.equal(kv, expected_kv)
+
+
+def _outline(token: SampledToken) -> tuple[int, bool, int]:
+    return token.token_id, token.logprob is None, len(token.top_logprobs)
 
 
 def computed_kv(engine: Engine, sequence: DrivenSequence) -> Tensor:

@@ -3,7 +3,6 @@
 Expected is what the same engine draws step by step, the host knowing each token before the next.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,16 @@ from llm_engine.decode_graphs import DrawnRows, GraphedDecode
 from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
-from llm_engine.load_engine import load_engine
-from llm_engine.sampling import SampledToken, SamplingParams
-from tests.llm_engine.driver import DrivenSequence, computed_kv, run
+from llm_engine.sampling import SamplingParams
+from tests.llm_engine.driver import (
+    DrivenSequence,
+    assert_equal,
+    computed_kv,
+    results_of,
+    run,
+    small_engine,
+)
 from tests.llm_engine.launch_recorder import LaunchRecorder
-from tests.support.checkpoints import write_checkpoint
 
 PREFIX = [(7 * index) % 199 for index in range(256)]  # the least that is read once
 
@@ -38,19 +42,7 @@ def engine(
     tmp_path: Path, recorders: list[LaunchRecorder], request: pytest.FixtureRequest
 ) -> Engine:
     """An engine of one layer; a test's parameter says how many it has instead."""
-    write_checkpoint(
-        tmp_path,
-        "llama",
-        num_hidden_layers=getattr(request, "param", 1),
-        hidden_size=32,
-        dtype=torch.bfloat16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    return load_engine(
-        tmp_path, page_size=16, num_pages=60, device="cpu", dtype="bfloat16", attention="triton"
-    )
+    return small_engine(tmp_path, num_layers=getattr(request, "param", 1))
 
 
 def ahead(engine: Engine, *, num_seats: int = 8) -> Engine:
@@ -80,39 +72,6 @@ def sequence(
 ) -> DrivenSequence:
     options = {"max_tokens": num_tokens, "seed": len(prompt)} | params
     return DrivenSequence(prompt=prompt, page_ids=page_ids, params=SamplingParams(**options))
-
-
-Results = list[tuple[list[SampledToken], Tensor]]
-
-
-def results_of(
-    engine: Engine, sequences: list[DrivenSequence], shared_pages: Sequence[int] = ()
-) -> Results:
-    """Run sequences over pages full of NaN; return their tokens and their K and V.
-
-    All begin with `shared_pages`, of which each finds the same random contents.
-    """
-    pages = engine.storage.pages
-    pages.fill_(torch.nan)
-    found = (len(shared_pages), *pages.shape[1:])
-    pages[list(shared_pages)] = torch.randn(found, generator=torch.Generator().manual_seed(0)).to(
-        pages.dtype
-    )
-    for each in sequences:
-        each.tokens.clear()
-        each.drawn.clear()
-        each.num_computed = len(shared_pages) * engine.layout.page_size
-    run(engine, sequences)
-    return [(list(each.drawn), computed_kv(engine, each)) for each in sequences]
-
-
-def assert_equal(found: Results, expected: Results) -> None:
-    for (tokens, kv), (expected_tokens, expected_kv) in zip(found, expected, strict=True):
-        assert [each.token_id for each in tokens] == [each.token_id for each in expected_tokens]
-        assert [len(each.top_logprobs) for each in tokens] == [
-            len(each.top_logprobs) for each in expected_tokens
-        ]
-        assert torch.equal(kv, expected_kv)
 
 
 @pytest.mark.parametrize("engine", [2], indirect=True, ids=["two-layers"])
@@ -269,11 +228,11 @@ def test_steps_that_read_prefixes_once_have_recordings_of_their_own(
 
     shared = list(range(16, 32))
     sequences = [sequence([*PREFIX, last], [*shared, 40 + last], 9) for last in (5, 9)]
-    expected = results_of(engine, sequences, shared)
+    expected = results_of(engine, sequences, shared_pages=shared)
     monkeypatch.setattr(CascadeAttention, "plan", sharing_now_and_then)
     monkeypatch.setattr(decode_graphs, "REPLAN_STEPS", 1)
 
-    found = results_of(ahead(engine), sequences, shared)
+    found = results_of(ahead(engine), sequences, shared_pages=shared)
 
     assert_equal(found, expected)
     assert [each > 0 for each in num_shared] == [True, True, False, True, True, False, True, True]
@@ -306,10 +265,10 @@ def test_prefixes_are_looked_for_only_where_the_batch_changed(
     ]
     with monkeypatch.context() as plain:
         plain.setattr(CascadeAttention, "plan_next_step", None)
-        expected = results_of(engine, sequences, shared)
+        expected = results_of(engine, sequences, shared_pages=shared)
     calls.clear()
 
-    found = results_of(ahead(engine), sequences, shared)
+    found = results_of(ahead(engine), sequences, shared_pages=shared)
 
     assert_equal(found, expected)
     assert calls == ["plan"] + ["plan_next_step"] * 4 + ["plan"] + ["plan_next_step"] * 18

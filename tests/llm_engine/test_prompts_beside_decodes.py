@@ -3,7 +3,6 @@
 Expected is what the same engine computes step by step, launched kernel by kernel.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,20 @@ from llm_engine import (
 from llm_engine.decode_graphs import Kind
 from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
-from llm_engine.load_engine import load_engine
-from llm_engine.sampling import SampledToken, SamplingParams
-from tests.llm_engine.driver import DrivenSequence, computed_kv, run
+from llm_engine.sampling import SamplingParams
+from tests.llm_engine.driver import (
+    DrivenSequence,
+    Results,
+    assert_equal,
+    computed_kv,
+    results_of,
+    run,
+    small_engine,
+)
 from tests.llm_engine.launch_recorder import LaunchRecorder
-from tests.support.checkpoints import write_checkpoint
 
-PAGE_SIZE, NUM_PAGES = 16, 60
-ROWS, TOKENS = (4, 8), (4, 16)  # of recordings of both
+PAGE_SIZE = 16
+ROWS, TOKENS = (2, 4), (4, 16)  # of recordings of both
 
 
 @pytest.fixture
@@ -46,24 +51,7 @@ def engine(
         monkeypatch.setattr(module, "NUM_TOKENS_BESIDE", TOKENS)
     for module in (decode_graphs, device_runner):
         monkeypatch.setattr(module, "NUM_ROWS_BESIDE", ROWS)
-    write_checkpoint(
-        tmp_path,
-        "llama",
-        num_hidden_layers=getattr(request, "param", 1),
-        hidden_size=32,
-        dtype=torch.bfloat16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    return load_engine(
-        tmp_path,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        device="cpu",
-        dtype="bfloat16",
-        attention="triton",
-    )
+    return small_engine(tmp_path, num_layers=getattr(request, "param", 1))
 
 
 class Passes:
@@ -111,26 +99,6 @@ def sequence(length: int, first_page: int, num_tokens: int, **params: Any) -> Dr
     )
 
 
-Results = list[tuple[list[SampledToken], Tensor]]
-
-
-def results_of(engine: Engine, sequences: Sequence[DrivenSequence], chunk_size: int) -> Results:
-    """Run sequences over pages full of NaN; return their tokens and their K and V."""
-    engine.storage.pages.fill_(torch.nan)
-    for each in sequences:
-        each.tokens.clear()
-        each.drawn.clear()
-        each.num_computed = 0
-    run(engine, sequences, chunk_size=chunk_size)
-    return [(list(each.drawn), computed_kv(engine, each)) for each in sequences]
-
-
-def assert_equal(found: Results, expected: Results) -> None:
-    for (tokens, kv), (expected_tokens, expected_kv) in zip(found, expected, strict=True):
-        assert [each.token_id for each in tokens] == [each.token_id for each in expected_tokens]
-        assert torch.equal(kv, expected_kv)
-
-
 @pytest.mark.parametrize("engine", [2], indirect=True, ids=["two-layers"])
 def test_a_step_with_few_prompt_tokens_has_one_pass(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
@@ -148,15 +116,15 @@ def test_a_step_with_few_prompt_tokens_has_one_pass(
             zip((3, 7, 12, 17), (9, 7, 5, 3), kinds, strict=True)
         )
     ]
-    expected = results_of(engine, sequences, 3)
+    expected = results_of(engine, sequences, chunk_size=3)
     passes = Passes(engine, monkeypatch, num_seats=8)
 
     for _ in range(2):
-        assert_equal(results_of(passes.engine, sequences, 3), expected)
+        assert_equal(results_of(passes.engine, sequences, chunk_size=3), expected)
 
     assert passes.sizes
     assert {len(sizes) for sizes in passes.sizes} == {1}, "a step had two passes"
-    assert {size for (size,) in passes.sizes} == {4 + 4, 4 + 16}
+    assert {size for (size,) in passes.sizes} == {2 + 4, 2 + 16, 4 + 4}
     _, of_decodes = recorders
     assert of_decodes.num_repeated > of_decodes.num_recorded > 0
 
@@ -165,7 +133,7 @@ def test_a_step_with_few_prompt_tokens_has_one_pass(
     ("chunk_size", "num_early", "num_seats", "why"),
     [
         (17, 1, 8, "tokens"),
-        (3, 9, 12, "rows"),
+        (3, 5, 8, "rows"),
         (1, 1, 8, "drawn tokens"),
     ],
 )
@@ -179,13 +147,13 @@ def test_what_does_not_fit_has_a_pass_of_its_own(
     why: str,
 ) -> None:
     early = [sequence(1 + index % 3, 2 * index, 4, temperature=0.0) for index in range(num_early)]
-    late = sequence(70 if why == "tokens" else 20, 40, 2, temperature=0.0)
+    late = sequence(52 if why == "tokens" else 10, 40, 2, temperature=0.0)
     if why == "drawn tokens":  # as after a resumption
         late.prompt, resumed = late.prompt[:6], late.prompt[6:10]
 
     def results(of: Engine) -> Results:
         if why != "drawn tokens":
-            return results_of(of, [*early, late], chunk_size)
+            return results_of(of, [*early, late], chunk_size=chunk_size)
         of.storage.pages.fill_(torch.nan)
         for each in (*early, late):
             each.tokens, each.drawn, each.num_computed = [], [], 0
@@ -216,29 +184,29 @@ def test_a_mask_holds_beside_prompt_tokens_where_seats_are_fewer_than_rows_of_a_
     # Reads its own masks as the driver asks for them.
     monkeypatch.setattr(held, "grammar", object())
     monkeypatch.setattr(held, "allowed", lambda: only(30 + len(held.tokens)))
-    sequences = [held, sequence(14, 10, 2, temperature=0.0)]
-    expected = results_of(engine, sequences, 4)
-    passes = Passes(engine, monkeypatch, num_seats=2)
+    sequences = [held, sequence(9, 10, 1, temperature=0.0)]
+    expected = results_of(engine, sequences, chunk_size=4)
+    passes = Passes(engine, monkeypatch, num_seats=1)
 
     for _ in range(2):
-        assert_equal(results_of(passes.engine, sequences, 4), expected)
+        assert_equal(results_of(passes.engine, sequences, chunk_size=4), expected)
 
     assert [each.token_id for each in held.drawn] == list(range(30, 34))
-    assert set(passes.sizes) == {(2 + 4,)}
+    assert set(passes.sizes) == {(1 + 4,)}
 
 
 def test_passes_of_all_sizes_are_recorded_before_service(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4, 8))
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS", ROWS)
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", (16,))
     sequences = [sequence(2, 0, 5, temperature=0.0), sequence(14, 8, 2, temperature=0.0)]
-    expected = results_of(engine, sequences, 4)
+    expected = results_of(engine, sequences, chunk_size=4)
     passes = Passes(engine, monkeypatch, num_seats=8)
     runner = passes.engine._runner
     assert isinstance(runner, DeviceRunner)
 
-    runner.warm_up(page_size=PAGE_SIZE, max_tokens=100)
+    runner.warm_up(page_size=PAGE_SIZE, max_tokens=40)
 
     _, of_decodes = recorders
     num_recorded = of_decodes.num_recorded
@@ -249,5 +217,5 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     assert {(each.num_rows, each.num_prompt_tokens) for each in kinds} == {
         (rows, tokens) for rows in ROWS for tokens in (0, *TOKENS)
     }
-    assert_equal(results_of(passes.engine, sequences, 4), expected)
+    assert_equal(results_of(passes.engine, sequences, chunk_size=4), expected)
     assert of_decodes.num_recorded == num_recorded

@@ -17,7 +17,7 @@ from tests.support.simulator import RunResult, explain, simulate
 BLOCK = 25  # seeds in one test
 MAX_REQUEST_FAILURES = DecodeConfig().max_request_failures
 
-# family |-> (fault kinds, seeds in CI)
+# family |-> (fault kinds, seeds)
 FAMILIES: dict[str, tuple[tuple[str, ...], int]] = {
     "healthy": ((), 150),
     "prefill_dies": (("kill_prefill", "lose_prefill"), 250),
@@ -80,7 +80,7 @@ def run(family: str, seed: int) -> RunResult:
 
 
 def _blocks() -> list[Any]:
-    """Return blocks of seeds; of families with many, the second half is left to `make thorough`."""
+    """Return blocks of seeds; `make thorough` has three quarters of large families'."""
     wanted = os.environ.get("PAGEWIRE_SEEDS")
     blocks = []
     for family, (_, num_seeds) in FAMILIES.items():
@@ -89,7 +89,7 @@ def _blocks() -> list[Any]:
             start, _, end = wanted.partition(":")
             first, last = int(start), int(end or int(start) + 1)
         for seed in range(first, last, BLOCK):
-            is_extra = not wanted and seed >= max(2 * BLOCK, num_seeds // 2)
+            is_extra = not wanted and seed >= max(2 * BLOCK, num_seeds // 4)
             seeds = range(seed, min(seed + BLOCK, last))
             marks = pytest.mark.thorough if is_extra else ()
             blocks.append(pytest.param(family, seeds, marks=marks, id=f"{family}-{seeds}"))

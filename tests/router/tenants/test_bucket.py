@@ -57,26 +57,6 @@ def test_after_the_wait_there_is_no_wait(
     assert bucket.wait_s(start + wait_s + 0.001) == 0
 
 
-def test_a_charge_that_is_given_back_was_never_made() -> None:
-    bucket = Bucket(rate_per_s=1, capacity=60, now=0.0)
-    charge = bucket.charge(61, 0.0)
-    assert bucket.wait_s(0.0) == 2
-    bucket.give_back(charge, 0.0)
-
-    bucket.take(59, 0.0)
-    assert bucket.wait_s(0.0) == 0, "one is left"
-
-
-def test_what_would_have_overflowed_without_a_charge_does_not_come_back_with_it() -> None:
-    bucket = Bucket(rate_per_s=1, capacity=60, now=0.0)
-    charge = bucket.charge(40, 0.0)
-    bucket.take(30, 20.0)  # of 40 that were there, or of 60 without the charge
-    bucket.give_back(charge, 20.0)
-
-    bucket.take(30, 20.0)
-    assert bucket.wait_s(20.0) == 1, "60 at once, and not 80"
-
-
 def test_a_charge_outlives_a_time_without_a_limit() -> None:
     bucket = Bucket(rate_per_s=1, capacity=10, now=0.0)
     limited = bucket.charge(10, 0.0)
@@ -113,6 +93,14 @@ def level_after(taken: list[Taken], *, rate: float, capacity: float, now: float)
     ),
     rate=st.sampled_from([0.5, 1.0, 3.0]),
     capacity=st.sampled_from([1.0, 10.0, 40.0]),
+)
+@example(  # a charge of more than there was
+    steps=[("charge", 61, 0), ("give back", 0, 0), ("take", 59, 0)], rate=1.0, capacity=60.0
+)
+@example(  # what would have overflowed without the charge does not come back with it
+    steps=[("charge", 40, 0), ("take", 30, 20), ("give back", 0, 0), ("take", 30, 0)],
+    rate=1.0,
+    capacity=60.0,
 )
 @example(  # charges on both sides of a time at which the bucket would be full without them
     steps=[("charge", 8, 0), ("charge", 8, 9), ("keep", 0, 5), ("give back", 0, 0)],
