@@ -38,8 +38,16 @@ class RouterMetrics(RequestMetrics):
         """Note how long an admitted call waited until a decode worker got it."""
         self._dispatch.labels(model).observe(seconds)
 
-    def call_ended(self, outcome: str) -> None:
-        """Count a call that is over, however it ended."""
+    def call_begun(self) -> None:
+        """Count a call that runs, and waits for its first token."""
+        self._running.inc()
+        self.waiting(1)
+
+    def call_ended(self, outcome: str, *, is_waiting: bool) -> None:
+        """Count a call that is over, however it ended; `is_waiting`: without a token."""
+        self._running.dec()
+        if is_waiting:
+            self.waiting(-1)
         self._outcomes.labels(outcome).inc()
 
     def tell_cluster(self, ask: Callable[[], Cluster], model: Callable[[], str]) -> None:

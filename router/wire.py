@@ -20,7 +20,7 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
 from router.errors import InvalidRequest
-from router.generation import Delta, Failure, Finish, Output, WorkerStats
+from router.generation import Delta, Failure, Finish, Generation, Output, WorkerStats
 from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
@@ -305,20 +305,40 @@ def resumption(request: inference_pb2.GenerateRequest) -> Resumption | None:
     )
 
 
-def response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:
-    """Convert a piece of a choice for the client."""
-    finish = output.finish
-    return inference_pb2.GenerateResponse(
-        request_id=request.request_id,
-        choice=output.choice,
-        text=output.text,
-        token_ids=pack_token_ids(output.token_ids),
-        first_index=output.first_index,
-        logprobs=output.logprobs,
-        finish_reason=_FINISH_NUMBERS[finish] if finish else common_pb2.FINISH_REASON_UNSPECIFIED,
-        stopped_by=output.stopped_by,
-        begins_in_reasoning=request.begins_in_reasoning,
-    )
+def write_output(
+    message: inference_pb2.GenerateResponse, request: GenerationRequest, output: Output
+) -> None:
+    """Write a piece of a choice into an empty message for the client."""
+    message.request_id = request.request_id
+    message.first_index = output.first_index
+    message.token_ids = pack_token_ids(output.token_ids)
+    if output.choice:
+        message.choice = output.choice
+    if output.text:
+        message.text = output.text
+    if output.logprobs:
+        message.logprobs.extend(output.logprobs)
+    if output.finish:
+        message.finish_reason = _FINISH_NUMBERS[output.finish]
+        message.stopped_by = output.stopped_by
+    if request.begins_in_reasoning:
+        message.begins_in_reasoning = True
+
+
+def write_usage(message: inference_pb2.Usage, generation: Generation) -> None:
+    """Write the account of a generation that has finished into an empty message."""
+    timings = generation.timings()
+    message.prompt_tokens = generation.request.prompt_len
+    message.completion_tokens = generation.num_tokens
+    message.ttft_ms = timings.ttft_ms
+    message.total_ms = timings.total_ms
+    message.tpot_ms = timings.tpot_ms
+    message.decode_workers.extend(generation.decode_workers)
+    stats = generation.stats
+    for name in _STATS:
+        if value := getattr(stats, name):
+            setattr(message.stats, name, value)
+    message.stats.resumptions = generation.num_resumptions
 
 
 def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
@@ -338,20 +358,6 @@ def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
         for each in prompt.messages
     )
     return Chat(field, messages, prompt.tools_json)
-
-
-def call_result(
-    call_id: int, result: inference_pb2.GenerateResponse | bytes
-) -> inference_pb2.CallResult:
-    """Convert a part of a call of many, or its end with a serialized status."""
-    if isinstance(result, bytes):
-        return inference_pb2.CallResult(call_id=call_id, error_status=result)
-    return inference_pb2.CallResult(call_id=call_id, response=result)
-
-
-def request_stats(stats: WorkerStats) -> common_pb2.RequestStats:
-    """Convert the cost of a request."""
-    return common_pb2.RequestStats(**{name: getattr(stats, name) for name in _STATS})
 
 
 def model(
