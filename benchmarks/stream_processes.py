@@ -48,6 +48,7 @@ BURST_MODEL = ModelInfo(
     eos_token_ids=(),
 )
 BURST_PAGE_SIZE, BURST_PAGES = 64, 16_384
+BURST_HASH_KEY = bytes(16)
 HEARTBEAT_S = 0.5
 
 Measured = SpawnProcess | psutil.Process
@@ -199,7 +200,7 @@ def run_decode_worker(ports: Ports, step_s: float) -> None:
             options=WORKER_SERVER_OPTIONS, interceptors=[CallGuard(max_calls=1000)]
         )
         worker = make_decode_worker(
-            config=DecodeConfig(),
+            config=DecodeConfig(hash_key=BURST_HASH_KEY),
             identity=identity,
             model=BURST_MODEL,
             executor=ThreadExecutor(
@@ -229,7 +230,11 @@ def run_router(
 
     async def start() -> tuple[int, object]:
         config = RouterConfig(
-            max_active_requests=10_000, max_expected_wait_s=1e9, **(options or {})
+            max_active_requests=10_000,
+            max_expected_wait_s=1e9,
+            page_hash_key=BURST_HASH_KEY,
+            resume_key=secrets.token_bytes(32),
+            **(options or {}),
         )
         router = Router(
             config=config,

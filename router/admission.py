@@ -69,7 +69,6 @@ class Admission:
         folder: ModelFolder,
         encoder: PromptEncoder,
         registry: WorkerRegistry,
-        random_id: Callable[[], str],
         resume_tokens: ResumeTokens,
         off_loop: OffLoop,
         constraints: ConstraintChecker | None,
@@ -83,7 +82,6 @@ class Admission:
         self._folder = folder
         self._encoder = encoder
         self._registry = registry
-        self._random_id = random_id
         self._resume_tokens = resume_tokens
         self._off_loop = off_loop
         self._constraints = constraints  # None: the router has no tokenizer
@@ -245,7 +243,8 @@ class Admission:
             model=model,
             prompt_len=len(checked.packed) // TOKEN_BYTES,
             has_tokenizer=self._folder.tokenizer is not None,
-            draw_seed=lambda: begun.seed if begun else int(self._random_id()[:16], 16),
+            # Half of an id is as random as another draw would be.
+            draw_seed=lambda: begun.seed if begun else int(asking.request_id[:16], 16),
         )
 
     def _generation(

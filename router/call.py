@@ -20,7 +20,6 @@ import grpc
 
 from observability.logs import fields
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
-from pagewire.protos import inference_pb2
 from router import wire
 from router.admission import Admission, Asking
 from router.dispatch import Dispatcher
@@ -46,8 +45,8 @@ from router.validation import check_num_messages
 
 logger = logging.getLogger(__name__)
 
-# Adds an empty message to those that the caller gets, and returns it.
-AddMessage = Callable[[], inference_pb2.GenerateResponse]
+# Adds an empty GenerateResponse to those that the caller gets, and returns it.
+AddMessage = Callable[[], Any]
 
 
 class Reception:
@@ -118,10 +117,8 @@ class Call:
         self._has_begun = False  # its first token has come
         self._is_closed = False
 
-    def begin(
-        self, request: inference_pb2.GenerateRequest, time_remaining_s: float | None, pace: Pace
-    ) -> None:
-        """Begin the call; an error is news, as a result is."""
+    def begin(self, request: Any, time_remaining_s: float | None, pace: Pace) -> None:
+        """Begin the call that a GenerateRequest asks for; an error is news, as a result is."""
         self._reception.metrics.call_begun()
         self._span = begin_trace("generate", request.traceparent, request_id=self._request_id)
         try:
@@ -182,9 +179,7 @@ class Call:
         assert self.is_over, "else it is cancelled"
         self._close(code_of(self.error).name if self.error else "ok")
 
-    def _enter(
-        self, request: inference_pb2.GenerateRequest, time_remaining_s: float | None
-    ) -> Asking:
+    def _enter(self, request: Any, time_remaining_s: float | None) -> Asking:
         reception = self._reception
         self._tenant = current_tenant(reception.tenants)
         reception.admission.take_place(self._tenant)

@@ -102,7 +102,7 @@ class Output:
     stopped_by: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Timings:
     """Of one finished request, as Usage in protos/inference.proto defines them."""
 
@@ -276,6 +276,7 @@ class Generation:
         self.finished_at = 0.0  # valid when is_finished
         self.span = NO_SPAN  # of the call
         self.num_unfinished = len(self.choices)
+        self.num_tokens = 0  # generated ones of all choices
         self._past_stats: WorkerStats | None = None  # of the attempts before the current one
         self._stats = WorkerStats()  # the newest that the current attempt reported
         self._running: set[int] = set()  # choices that the current worker still works on
@@ -290,6 +291,7 @@ class Generation:
         for each in received:
             self.choices[each.choice].resume(each)
         self.num_unfinished = sum(not choice.is_finished for choice in self.choices)
+        self.num_tokens = sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def is_finished(self) -> bool:
@@ -304,11 +306,6 @@ class Generation:
     def is_running_at_worker(self) -> bool:
         """Whether the current attempt's worker holds anything that a cancel would free."""
         return bool(self._running)
-
-    @property
-    def num_tokens(self) -> int:
-        """Generated tokens of all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def stats(self) -> WorkerStats:
@@ -339,6 +336,7 @@ class Generation:
         choice = self.choices[delta.choice]
         was_finished = choice.is_finished
         if num_new := choice.accept(delta):
+            self.num_tokens += num_new
             if self.first_token_at is None:
                 self.first_token_at = now
             if self.token_gaps and choice.last_token_at is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from google.rpc import status_pb2
 
-from pagewire.protos import inference_pb2
+from router import wire
 from router.call import Call
 from router.errors import InvalidRequest
 from router.pacing import SHARED_CALL_US, Pace
@@ -46,8 +46,8 @@ class ManyCalls:
         self._is_closed = False  # the caller starts no more
         self._error: Exception | None = None
 
-    def start(self, message: inference_pb2.GenerateManyRequest) -> None:
-        """Start a call.
+    def start(self, message: Any) -> None:
+        """Start the call that a GenerateManyRequest asks for.
 
         Raises:
             InvalidRequest: A call with this id still runs.
@@ -76,13 +76,13 @@ class ManyCalls:
         self._error = error
         self._has_news.set()
 
-    async def take(self) -> inference_pb2.GenerateManyResponse | None:
-        """Wait for news, and return some as a message; None: all calls are over.
+    async def take(self) -> Any:
+        """Wait for news, and return some as a GenerateManyResponse; None: all calls are over.
 
         Raises:
             Exception: The argument of `close`.
         """
-        response = inference_pb2.GenerateManyResponse()
+        response = wire.many_response()
         results = response.results
         while not results:
             while not self._news and not self._error:

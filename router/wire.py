@@ -1,6 +1,7 @@
 """Converts between the router's values and protobuf, and makes the calls to workers."""
 
 from collections.abc import AsyncGenerator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -25,7 +26,7 @@ from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
-from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.request import AskedSampling, GenerationRequest, Sampling, ServedModel
 from router.resumption import ReceivedChoice, Resumption
 from router.tenants.tenant import Tenant
 from router.worker_report import WorkerHeartbeat, WorkerInfo
@@ -42,7 +43,7 @@ _TOOL_CALL_FORMATS = {
     ToolCallFormat.HERMES: inference_pb2.TOOL_CALL_FORMAT_HERMES,
     ToolCallFormat.MISTRAL: inference_pb2.TOOL_CALL_FORMAT_MISTRAL,
 }
-_OPTIONAL_SAMPLING = (
+_NUMBERS = (
     "temperature",
     "top_p",
     "top_k",
@@ -54,8 +55,10 @@ _OPTIONAL_SAMPLING = (
     "max_tokens",
     "min_tokens",
     "n",
-    "logprobs",
 )
+_read_numbers = attrgetter(*_NUMBERS)
+# Fields of a client's parameters that AskedSampling takes as they are.
+_PLAIN_SAMPLING = frozenset({*_NUMBERS, "logprobs", "ignore_eos", "skip_special_tokens"})
 _SHOWN_HASH_BYTES = 4  # of a hash: enough to tell ten prefixes apart
 _STATS = (
     "decode_cached_tokens",
@@ -208,30 +211,38 @@ def submit(
         failed_passes: As reported by the worker that had it last.
         traceparent: The traceparent of the attempt's span; empty: it is not traced.
     """
-    sampling = request.sampling
-    return worker_pb2.SessionRequest(
-        submit=worker_pb2.SubmitRequest(
-            request_id=request.request_id,
-            attempt=attempt,
-            prompt_token_ids=request.packed_token_ids,
-            sampling=common_pb2.SamplingParams(
-                **{name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING},
-                stop_token_ids=sampling.stop_token_ids,
-                ignore_eos=sampling.ignore_eos,
-                constraint=constraint_to_proto(sampling.constraint),
-            ),
-            choices=[
-                worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_token_ids(emitted))
-                for choice, emitted in choices
-            ],
-            prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
-            cache_salt=request.tenant.cache_salt,
-            cache_share=request.tenant.cache_share,
-            timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
-            failed_passes=failed_passes,
-            traceparent=traceparent,
-        )
-    )
+    message = worker_pb2.SessionRequest()
+    submitted = message.submit
+    submitted.request_id = request.request_id
+    submitted.attempt = attempt
+    submitted.prompt_token_ids = request.packed_token_ids
+    _write_sampling(submitted.sampling, request.sampling)
+    for choice, emitted in choices:
+        state = submitted.choices.add(choice=choice)
+        if emitted:
+            state.emitted_token_ids = pack_token_ids(emitted)
+    for each in prefill_candidates:
+        submitted.prefill_candidates.append(_worker_ref(each))
+    submitted.cache_salt = request.tenant.cache_salt
+    submitted.cache_share = request.tenant.cache_share
+    submitted.timeout_ms = max(1, min(int(timeout_s * 1000), 2**32 - 1))
+    submitted.failed_passes = failed_passes
+    submitted.traceparent = traceparent
+    return message
+
+
+def _write_sampling(message: common_pb2.SamplingParams, sampling: Sampling) -> None:
+    """Write complete parameters."""
+    for name, value in zip(_NUMBERS, _read_numbers(sampling), strict=True):
+        setattr(message, name, value)
+    if sampling.logprobs is not None:
+        message.logprobs = sampling.logprobs
+    if sampling.stop_token_ids:
+        message.stop_token_ids.extend(sampling.stop_token_ids)
+    message.ignore_eos = sampling.ignore_eos
+    constraint = constraint_to_proto(sampling.constraint)
+    if constraint is not None:
+        message.constraint.CopyFrom(constraint)
 
 
 def cancel(request_id: str, choices: Sequence[int] = ()) -> worker_pb2.SessionRequest:
@@ -270,19 +281,17 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
     Raises:
         InvalidRequest: A constraint is empty.
     """
+    given = {field.name: value for field, value in params.ListFields()}  # one call for all
+    if given.keys() <= _PLAIN_SAMPLING:
+        return AskedSampling(**given)
     try:
         constraint = constraint_from_proto(params)
     except InvalidConstraint as error:
         raise InvalidRequest("sampling.constraint", error.found, error.allowed) from None
-    given = {field.name: value for field, value in params.ListFields()}  # one call for all
     return AskedSampling(
-        **{name: value for name, value in given.items() if name in _OPTIONAL_SAMPLING},
+        **{name: value for name, value in given.items() if name in _PLAIN_SAMPLING},
         stop=tuple(params.stop),
         stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        skip_special_tokens=(
-            params.skip_special_tokens if params.HasField("skip_special_tokens") else True
-        ),
         constraint=constraint,
     )
 
@@ -303,6 +312,11 @@ def resumption(request: inference_pb2.GenerateRequest) -> Resumption | None:
             for each in request.resume.choices
         ),
     )
+
+
+def many_response() -> inference_pb2.GenerateManyResponse:
+    """Make an empty message to add results to."""
+    return inference_pb2.GenerateManyResponse()
 
 
 def write_output(
@@ -438,4 +452,6 @@ def _worker_ref(member: WorkerMember) -> common_pb2.WorkerRef:
 
 
 def _stats(stats: common_pb2.RequestStats) -> WorkerStats:
-    return WorkerStats(**{name: getattr(stats, name) for name in _STATS})
+    given = {field.name: value for field, value in stats.ListFields()}  # one call for all
+    given.setdefault("cached_tokens", 0)
+    return WorkerStats(**given)

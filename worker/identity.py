@@ -44,6 +44,6 @@ class ModelInfo:
         """Raise ValueError, which names `field`, if a token id is outside the vocabulary."""
         if len(token_ids) == 0:
             return
-        largest = int(np.asarray(token_ids).max())  # of an array in a tenth of the time of max()
+        largest = int(np.maximum.reduce(token_ids))  # of an array far quicker than max()
         if largest >= self.vocab_size:
             raise ValueError(f"{field}: found {largest}; allowed: 0 to {self.vocab_size - 1}")

@@ -19,7 +19,7 @@ class _Span:
     charged: float = 0.0  # by these
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: to make one would take many times as long
 class Charge:
     """Units that were taken and may be given back."""
 
@@ -57,8 +57,10 @@ class Bucket:
 
     def wait_s(self, now: float) -> float:
         """Return how long it takes until a unit is there; 0: one is."""
+        if not self._rate_per_s:
+            return 0.0
         lacking = 1 - self.level(now)
-        if not self._rate_per_s or lacking <= _ROUNDING:
+        if lacking <= _ROUNDING:
             return 0.0
         return lacking / self._rate_per_s
 
@@ -73,14 +75,15 @@ class Bucket:
 
     def take(self, amount: float, now: float) -> None:
         """Take units for good, whether they are there or not."""
-        self._refill(now)
-        self._moved -= amount
+        if self._rate_per_s:
+            self._refill(now)
+            self._moved -= amount
 
     def charge(self, amount: float, now: float) -> Charge:
         """Take units, whether they are there or not, until `keep` or `give_back` decides."""
-        self._refill(now)
         if not self._rate_per_s:
             return Charge(amount, None)
+        self._refill(now)
         last = self._spans[-1]
         last.num_charges += 1
         last.charged += amount
@@ -95,9 +98,11 @@ class Bucket:
         self._decide(charge, 0.0, now)
 
     def _decide(self, charge: Charge, taken: float, now: float) -> None:
-        self._refill(now)
         span = charge.span
-        if span is None or span not in self._spans:  # refilled since, or there was no limit
+        if span is None:  # there was no limit
+            return
+        self._refill(now)
+        if span not in self._spans:  # refilled since
             return
         number = self._spans.index(span)
         for each in self._spans[: number + 1]:
