@@ -148,16 +148,22 @@ class PagePool:
     def reference(self, page_ids: Sequence[int]) -> None:
         """Add a reference to pages with final contents."""
         self._require(page_ids, READABLE)
+        references, states, counts = self._references, self._states, self._counts
         for page_id in page_ids:
-            self._references[page_id] += 1
-            self._settle(page_id)
+            references[page_id] += 1
+            if references[page_id] == 1:  # else it is LIVE already
+                counts[states[page_id]] -= 1
+                counts[PageState.LIVE] += 1
+                states[page_id] = PageState.LIVE
 
     def dereference(self, page_ids: Sequence[int]) -> None:
         """Take one reference away; raises PageStateError on a page without one (double free)."""
         self._require(page_ids, {PageState.LIVE})
+        references = self._references
         for page_id in page_ids:
-            self._references[page_id] -= 1
-            self._settle(page_id)
+            references[page_id] -= 1
+            if not references[page_id]:  # else it stays LIVE
+                self._settle(page_id)
 
     def lease(self, page_ids: Sequence[int]) -> None:
         """Pin pages for a receiver."""
