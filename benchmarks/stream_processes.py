@@ -226,6 +226,7 @@ def run_router(
     from router.config import RouterConfig
     from router.front import make_server
     from router.membership import WorkerMember
+    from router.random_ids import random_ids
     from router.router import Router
 
     async def start() -> tuple[int, object]:
@@ -240,7 +241,7 @@ def run_router(
             config=config,
             model_dir=model_dir,
             connect_channel=lambda _: grpc.aio.insecure_channel(f"{HOST}:{worker_port}"),
-            random_id=lambda: secrets.token_hex(16),
+            random_id=random_ids(),
         )
         server = make_server(config)
         router.register(server)

@@ -102,6 +102,10 @@ class PagePool:
     def state(self, page_id: int) -> PageState:
         return self._states[page_id]
 
+    def are_live(self, page_ids: Sequence[int]) -> bool:
+        """Return whether all pages are LIVE."""
+        return set(map(self._states.__getitem__, page_ids)) <= {PageState.LIVE}
+
     def generation(self, page_id: int) -> int:
         """Return how often the page was allocated; distinguishes successive owners of one page."""
         return self._generations[page_id]
@@ -148,22 +152,30 @@ class PagePool:
     def reference(self, page_ids: Sequence[int]) -> None:
         """Add a reference to pages with final contents."""
         self._require(page_ids, READABLE)
-        references, states, counts = self._references, self._states, self._counts
+        references, states = self._references, self._states
         for page_id in page_ids:
             references[page_id] += 1
             if references[page_id] == 1:  # else it is LIVE already
-                counts[states[page_id]] -= 1
-                counts[PageState.LIVE] += 1
+                self._counts[states[page_id]] -= 1
+                self._counts[PageState.LIVE] += 1
                 states[page_id] = PageState.LIVE
 
     def dereference(self, page_ids: Sequence[int]) -> None:
         """Take one reference away; raises PageStateError on a page without one (double free)."""
         self._require(page_ids, {PageState.LIVE})
-        references = self._references
+        references, leases, is_in_tree = self._references, self._leases, self._is_in_tree
+        num_cached = 0
         for page_id in page_ids:
             references[page_id] -= 1
-            if not references[page_id]:  # else it stays LIVE
+            if references[page_id]:
+                continue  # it stays LIVE
+            if is_in_tree[page_id] and not leases[page_id]:  # what _settle does, of most pages
+                self._states[page_id] = PageState.CACHED
+                num_cached += 1
+            else:
                 self._settle(page_id)
+        self._counts[PageState.LIVE] -= num_cached
+        self._counts[PageState.CACHED] += num_cached
 
     def lease(self, page_ids: Sequence[int]) -> None:
         """Pin pages for a receiver."""
@@ -251,6 +263,8 @@ class PagePool:
         if len(set(page_ids)) != len(page_ids):
             raise PageStateError(f"a page is named twice in {list(page_ids)}")
         states = self._states
+        if set(map(states.__getitem__, page_ids)) <= allowed:
+            return
         for page_id in page_ids:
             if states[page_id] not in allowed:
                 names = sorted(state.value for state in allowed)

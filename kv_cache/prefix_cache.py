@@ -220,8 +220,7 @@ class PrefixCache:
         """
         self._check_open(seq)
         num_pages = len(token_ids) // self.page_size
-        for page_id in seq.page_ids[:num_pages]:
-            assert self.pool.state(page_id) is PageState.LIVE, "a page that was not verified"
+        assert self.pool.are_live(seq.page_ids[:num_pages]), "a page that was not verified"
         self.commit(seq, num_pages)
         for tokens in split_pages(token_ids[seq.num_tree_pages * self.page_size :], self.page_size):
             own = seq.page_ids[seq.num_tree_pages]
@@ -268,8 +267,7 @@ class PrefixCache:
     def release(self, seq: SequencePages) -> None:
         """End a sequence: tree pages become CACHED, private ones and own pending ones FREE."""
         self._check_open(seq)
-        for page_id in seq.page_ids:
-            assert self.pool.state(page_id) is PageState.LIVE, "abort ends a sequence that receives"
+        assert self.pool.are_live(seq.page_ids), "abort ends a sequence that receives"
         self._withdraw_pending(seq)
         self._end(seq, seq.page_ids)
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from typing import NamedTuple, TypeVar
 
 from grammars.errors import InvalidConstraint, NoVocabulary
@@ -56,7 +55,6 @@ class Asking:
 class _CheckedPrompt(NamedTuple):
     packed: bytes
     page_hashes: tuple[bytes, ...]
-    digest: bytes
 
 
 class Admission:
@@ -232,7 +230,7 @@ class Admission:
             salt=tenant.cache_salt,
             key=self._config.page_hash_key,
         )
-        return _CheckedPrompt(packed, tuple(page_hashes), sha256(packed).digest())
+        return _CheckedPrompt(packed, tuple(page_hashes))
 
     def _complete_sampling(
         self, asking: Asking, model: ServedModel, checked: _CheckedPrompt, begun: Begun | None
@@ -272,7 +270,6 @@ class Admission:
             begins_in_reasoning=sampling.constraint is None
             and isinstance(asking.prompt, Chat)
             and begins_in_reasoning(text),
-            prompt_digest=checked.digest,
             tenant=asking.account.tenant.rules,
             resumed_from=begun.request_id if begun else "",
         )

@@ -18,7 +18,7 @@ drives it. A task does where something must be waited for: a worker, a turn, ano
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import grpc
@@ -332,8 +332,8 @@ class Dispatcher:
 
     def _decide(
         self, generation: Generation, decode_workers: list[Worker]
-    ) -> tuple[RouteDecision, int]:
-        """Choose workers; also return how many pages of the prompt some worker holds."""
+    ) -> tuple[RouteDecision, Mapping[str, int]]:
+        """Choose workers; also return how many pages of the prompt each worker holds, if any."""
         now = asyncio.get_running_loop().time()
         request = generation.request
         overlaps = self._index.match(request.page_hashes, now)
@@ -350,22 +350,24 @@ class Dispatcher:
             overlaps=overlaps,
             weights=self._weights,
         )
-        return decision, max(overlaps.values(), default=0)
+        return decision, overlaps
 
     def _place_now(self, generation: Generation, decode_workers: list[Worker]) -> Placement:
         request = generation.request
-        decision, num_known = self._decide(generation, decode_workers)
+        decision, overlaps = self._decide(generation, decode_workers)
         if generation.attempt < 0 and not generation.num_resumptions:
             self._check_wait(decision.least_wait_s)
             self.hot_prefixes.add(
                 request.tenant.name,
                 request.page_hashes,
-                num_known=num_known,
+                num_known=max(overlaps.values(), default=0),
                 page_size=request.page_size,
             )
         expires_at = asyncio.get_running_loop().time() + self._config.speculative_ttl_s
+        num_pages = len(request.page_hashes)
         for worker_id in dict.fromkeys((decision.decode_worker, decision.computing_worker)):
-            self._index.expect(worker_id, request.page_hashes, expires_at)
+            if self._index.expects_pages or overlaps.get(worker_id, 0) < num_pages:
+                self._index.expect(worker_id, request.page_hashes, expires_at)
         return Placement(
             self._registry.get(decision.decode_worker),
             [self._registry.get(each) for each in decision.prefill_candidates],

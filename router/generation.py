@@ -66,6 +66,9 @@ class WorkerStats:
         return WorkerStats(**sums, cached_tokens=min(told, default=None))
 
 
+_NO_STATS = WorkerStats()
+
+
 @dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Delta:
     """New tokens of one choice, from a decode worker."""
@@ -278,7 +281,7 @@ class Generation:
         self.num_unfinished = len(self.choices)
         self.num_tokens = 0  # generated ones of all choices
         self._past_stats: WorkerStats | None = None  # of the attempts before the current one
-        self._stats = WorkerStats()  # the newest that the current attempt reported
+        self._stats = _NO_STATS  # the newest that the current attempt reported
         self._running: set[int] = set()  # choices that the current worker still works on
         self._stopped: set[int] = set()  # those of them that have ended here
 
@@ -315,7 +318,7 @@ class Generation:
     def begin_attempt(self, worker_id: str) -> list[tuple[int, Sequence[int]]]:
         """Count a new attempt and return the choices to continue: (choice, tokens so far)."""
         if self.attempt >= 0:
-            self._past_stats, self._stats = self.stats, WorkerStats()
+            self._past_stats, self._stats = self.stats, _NO_STATS
         self.attempt += 1
         self.decode_workers.append(worker_id)
         unfinished = [choice for choice in self.choices if not choice.is_finished]

@@ -87,9 +87,6 @@ class PrefixIndex:
         Pages that it holds are left alone: its events say when it drops them.
         """
         bit = self._bit(worker_id)
-        mask = self._mask_of_all(page_hashes)
-        if mask is not None and mask & bit:
-            return
         entered = []
         for page_hash in page_hashes:
             if self._masks.get(page_hash, 0) & bit:
@@ -101,6 +98,11 @@ class PrefixIndex:
             entered.append(page_hash)
         if entered:
             self._expiries.append((expires_at, bit, tuple(entered)))
+
+    @property
+    def expects_pages(self) -> bool:
+        """Whether some pages are expected, so that `match` may find more than workers hold."""
+        return bool(self._expected)
 
     def match(self, page_hashes: Sequence[bytes], now: float) -> Mapping[str, int]:
         """Return for each worker how many leading pages it holds, if any."""
