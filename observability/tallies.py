@@ -1,4 +1,4 @@
-"""Counters and histograms of Prometheus that one thread adds to, for a twentieth of the cost.
+"""Counters and histograms for Prometheus that one thread adds to, without locks.
 
 The series of prometheus_client take a lock for each addition, and its histograms search their
 bounds one by one. The dozen additions of a call cost a router more than its choice of a worker.

@@ -245,7 +245,7 @@ async def _messages(
 
 
 async def _results(calls: ManyCalls) -> AsyncGenerator[inference_pb2.GenerateManyResponse, None]:
-    while response := await calls.take():
+    while (response := await calls.take()) is not None:
         yield response
 
 
