@@ -6,9 +6,9 @@ Waves of prompts, each of 1,024 distinct tokens that the cache holds, go through
 to a router and from there to a decode worker, each in a separate process. The worker is complete
 except for its engine, whose steps take a fixed time and compute nothing. The cost of a request is
 the CPU time of a process in a wave, over all threads, divided by the wave's requests: the median of
-the waves, and the least, since neighbours on the host only add to it. `first_ms` is the median over
-the waves of the time from the first call until half, or all, of the requests have a token; where
-the processes share few cores it says little.
+the waves, and the least, since neighbours on the host only add to it. Several routers count as one.
+`first_ms` is the median over the waves of the time from the first call until half, or all, of the
+requests have a token; where the processes share few cores it says little.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,14 @@ async def first_token_at(client: AsyncClient, prompt: Sequence[int], num_cached:
 
 
 async def play(
-    client: AsyncClient, prompts: Sequence[Sequence[int]], num_cached: int = PROMPT_TOKENS - 1
+    clients: Sequence[AsyncClient],
+    prompts: Sequence[Sequence[int]],
+    num_cached: int = PROMPT_TOKENS - 1,
 ) -> list[float]:
-    """Make all calls at once; return the times to their first tokens."""
+    """Make all calls at once, in turns to each router; return the times to their first tokens."""
     began_at = time.monotonic()
-    arrived = await asyncio.gather(*(first_token_at(client, each, num_cached) for each in prompts))
+    calls = zip(cycle(clients), prompts, strict=False)
+    arrived = await asyncio.gather(*(first_token_at(*each, num_cached) for each in calls))
     return [each - began_at for each in arrived]
 
 
@@ -72,28 +76,31 @@ async def measure(at_once: int, options: argparse.Namespace) -> dict[str, Any]:
         worker, worker_port = stack.enter_context(
             started(run_decode_worker, options.step_ms / 1000)
         )
-        router, router_port = stack.enter_context(
-            started(run_router, worker_port, options.model_dir)
-        )
-
+        routers = [
+            stack.enter_context(started(run_router, worker_port, options.model_dir))
+            for _ in range(options.routers)
+        ]
         clocks = {
-            "router": cpu_clock(router),
-            "worker": cpu_clock(worker),
-            "client": time.CLOCK_PROCESS_CPUTIME_ID,
+            "router": [cpu_clock(process) for process, _ in routers],
+            "worker": [cpu_clock(worker)],
+            "client": [time.CLOCK_PROCESS_CPUTIME_ID],
         }
         costs: dict[str, list[float]] = {name: [] for name in clocks}
         waves = []
-        async with AsyncClient(f"{HOST}:{router_port}") as client:
-            await play(client, prompts, num_cached=0)
+        async with AsyncExitStack() as calling:
+            clients = [
+                await calling.enter_async_context(AsyncClient(f"{HOST}:{port}"))
+                for _, port in routers
+            ]
+            await play(clients, prompts, num_cached=0)
             for _ in range(3):  # warm
-                await play(client, prompts)
+                await play(clients, prompts)
             for _ in range(rounds):
-                before = {name: time.clock_gettime(clock) for name, clock in clocks.items()}
-                waves.append(await play(client, prompts))
+                before = {name: _used_s(each) for name, each in clocks.items()}
+                waves.append(await play(clients, prompts))
                 await asyncio.sleep(PAUSE_S)  # work after the last token counts, too
-                for name, clock in clocks.items():
-                    used_s = time.clock_gettime(clock) - before[name]
-                    costs[name].append(1e6 * used_s / at_once)
+                for name, each in clocks.items():
+                    costs[name].append(1e6 * (_used_s(each) - before[name]) / at_once)
     return {
         "at_once": at_once,
         "rounds": rounds,
@@ -106,6 +113,10 @@ async def measure(at_once: int, options: argparse.Namespace) -> dict[str, Any]:
             for name, share in (("half", 50), ("all", 100))
         },
     }
+
+
+def _used_s(clocks: Sequence[int]) -> float:
+    return sum(map(time.clock_gettime, clocks))
 
 
 async def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -140,6 +151,9 @@ def main() -> None:
     parser.add_argument(
         "--step-ms", type=float, default=5.0, help="time that the device would take for a step"
     )
+    parser.add_argument(
+        "--routers", type=int, default=1, help="routers, among which the calls are divided"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from cluster.demo_model import demo_model_dir
@@ -151,6 +165,7 @@ def main() -> None:
         "hardware": hardware(),
         "versions": versions(),
         "step_ms": options.step_ms,
+        "routers": options.routers,
         "cases": asyncio.run(measure_all(options)),  # gRPC wants one event loop in a process
     }
     if options.out:

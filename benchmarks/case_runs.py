@@ -58,7 +58,9 @@ class Run:
         """Begin to read streams; returns when they begin."""
         model = self.cluster.model
         left_s = self._clock.left_s()
-        return self.clients.begin(self.cluster.address, model.vocab_size, streams, left_s)
+        return self.clients.begin(
+            self.cluster.addresses, model.vocab_size, streams, left_s, spreads=True
+        )
 
     def finish(self, *, may_fail: bool = False) -> list[StreamRecord]:
         """Wait for the streams that `begin` began; raises as `wave` does."""
@@ -205,7 +207,8 @@ class _Host:
 
 def start(spec: ClusterSpec, name: str, clock: Clock) -> ServedCluster:
     """Start a cluster with a message; retry once if Ray itself was too slow on a busy host."""
-    say(f"starting {name}: {spec.prefill} prefill and {spec.decode} decode workers")
+    routers = f", {spec.routers} routers" if spec.routers > 1 else ""
+    say(f"starting {name}: {spec.prefill} prefill and {spec.decode} decode workers{routers}")
     try:
         cluster = ServedCluster(spec, min(START_TIMEOUT_S, clock.left_s()))
     except ClusterFailed as error:

@@ -31,7 +31,7 @@ class ClientsFailed(Exception):
 class _Share:
     """One process's share of a wave."""
 
-    address: str | Sequence[str]
+    addresses: Sequence[str]  # the first one is used
     vocab_size: int
     streams: tuple[StreamSpec, ...]
     timeout_s: float  # of each stream
@@ -97,16 +97,26 @@ class ClientProcesses:
         vocab_size: int,
         streams: Sequence[StreamSpec],
         timeout_s: float,
+        *,
+        spreads: bool = False,
     ) -> float:
-        """Begin a wave; returns its start on the monotonic clock."""
+        """Begin a wave; returns its start on the monotonic clock.
+
+        Of several addresses, each process uses the first one, or if it `spreads` its own one.
+        """
         self._running = []
+        addresses = [address] if isinstance(address, str) else list(address)
         for index, pipe in enumerate(self._pipes):
             places = list(range(index, len(streams), self.count))
             if places:
                 share = tuple(streams[place] for place in places)
+                first = index % len(addresses) if spreads else 0
                 pipe.send(
                     _Share(
-                        address=address, vocab_size=vocab_size, streams=share, timeout_s=timeout_s
+                        addresses=[*addresses[first:], *addresses[:first]],
+                        vocab_size=vocab_size,
+                        streams=share,
+                        timeout_s=timeout_s,
                     )
                 )
                 self._running.append((pipe, places))
@@ -162,7 +172,7 @@ def _serve(pipe: Connection) -> None:
 
 async def _read_share(share: _Share, pipe: Connection) -> list[StreamRecord]:
     prompts = [token_ids(each.prompt, share.vocab_size) for each in share.streams]
-    async with AsyncClient(share.address, default_timeout_s=share.timeout_s) as client:
+    async with AsyncClient(share.addresses, default_timeout_s=share.timeout_s) as client:
         await client.list_models(timeout_s=MARGIN_S)  # connects
         pipe.send("armed")
         begin_at = await asyncio.to_thread(pipe.recv)

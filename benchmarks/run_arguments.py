@@ -78,6 +78,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         "--repeats", type=int, help="repetitions of a case; default: those of the scale"
     )
     parser.add_argument("--clients", type=int, default=8, help="client processes")
+    parser.add_argument(
+        "--routers", type=int, default=1, help="routers, among which the clients are divided"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--commit", default="", help="commit to record; default: that of this repository"
@@ -138,6 +141,7 @@ def configuration_of(
             name: {
                 "prefill": spec.prefill,
                 "decode": spec.decode,
+                "routers": spec.routers,
                 "options": {**OPTIONS, **spec.options},
                 "altered": [name for name, is_so in asdict(spec.altered).items() if is_so],
             }

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -47,6 +47,7 @@ class ClusterSpec:
     device: str  # as in ClusterConfig
     options: Mapping[str, Any] = field(default_factory=dict)  # beside OPTIONS, which they override
     altered: Alteration = field(default_factory=Alteration)
+    routers: int = 1  # the cluster's own, and more
 
     @property
     def is_disaggregated(self) -> bool:
@@ -63,6 +64,7 @@ class ServedCluster:
 
     def __init__(self, spec: ClusterSpec, start_timeout_s: float) -> None:
         self.spec = spec
+        self.addresses: list[str] = []  # of the cluster's own router, then of more
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         began = time.monotonic()
@@ -71,9 +73,11 @@ class ServedCluster:
         theirs.close()
         self._client: Client | None = None
         try:
-            self.address, self.device = self._hear(start_timeout_s)
+            self.addresses, self.device = self._hear(start_timeout_s)
             self.ready_s = time.monotonic() - began  # from the launch of the process
-            self._client = Client(self.address, default_timeout_s=STATUS_TIMEOUT_S)
+            for address in self.addresses[1:]:
+                _wait_for_model(address, start_timeout_s)
+            self._client = Client(self.addresses[0], default_timeout_s=STATUS_TIMEOUT_S)
             self.model = self._client.list_models()[0]
         except BaseException:
             self.close()
@@ -95,6 +99,11 @@ class ServedCluster:
         """A client for questions besides what is measured."""
         assert self._client, "the cluster serves"
         return self._client
+
+    @property
+    def address(self) -> str:
+        """The address of the cluster's own router."""
+        return self.addresses[0]
 
     def status(self) -> ClusterStatus:
         """Ask the router."""
@@ -171,10 +180,39 @@ def _start_and_stop(spec: ClusterSpec, pipe: Connection) -> None:
     with spec.altered.in_launcher():
         running = cluster.launch.start_cluster(config, check_start(config), shows_worker_logs=False)
     try:
-        pipe.send((running.address, running.device))
-        while True:
-            pipe.send(running.pid(pipe.recv()))
+        with _more_routers(spec.routers - 1, config, running) as more:
+            pipe.send(([running.address, *more], running.device))
+            while True:
+                pipe.send(running.pid(pipe.recv()))
     except (EOFError, OSError):  # the parent wants no more, or is gone
         pass
     finally:
         running.stop(0.0)
+
+
+@contextmanager
+def _more_routers(count: int, config: Any, running: Any) -> Iterator[list[str]]:
+    if not count:
+        yield []
+        return
+    import ray
+
+    from benchmarks.more_routers import more_routers
+    from cli.router_commands import ROUTERS_NAME
+    from cluster.router_settings import router_settings
+
+    keys = ray.get(running.controller.router_keys.remote(ROUTERS_NAME))
+    controller = ray.get(running.controller.address.remote())
+    settings = router_settings(config, ROUTERS_NAME, keys)
+    with more_routers(count, settings, controller) as addresses:
+        yield addresses
+
+
+def _wait_for_model(address: str, timeout_s: float) -> None:
+    """Wait until a router knows a worker's model."""
+    deadline = time.monotonic() + timeout_s
+    with Client(address, default_timeout_s=STATUS_TIMEOUT_S) as client:
+        while not client.list_models():
+            if time.monotonic() > deadline:
+                raise ClusterFailed(f"the router at {address} knows no model")
+            time.sleep(0.1)

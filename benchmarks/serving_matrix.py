@@ -249,6 +249,7 @@ def main() -> None:
         decode=1,
         device=options.device,
         options=cluster_options(options),
+        routers=options.routers,
     )
     specs = {DISAGGREGATED: disaggregated, AGGREGATED: replace(disaggregated, prefill=0)}
     configuration = configuration_of(options, sizes, specs)

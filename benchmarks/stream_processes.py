@@ -48,6 +48,7 @@ BURST_MODEL = ModelInfo(
     eos_token_ids=(),
 )
 BURST_PAGE_SIZE, BURST_PAGES = 64, 16_384
+BURST_HASH_KEY = bytes(16)
 HEARTBEAT_S = 0.5
 
 Measured = SpawnProcess | psutil.Process
@@ -199,7 +200,7 @@ def run_decode_worker(ports: Ports, step_s: float) -> None:
             options=WORKER_SERVER_OPTIONS, interceptors=[CallGuard(max_calls=1000)]
         )
         worker = make_decode_worker(
-            config=DecodeConfig(),
+            config=DecodeConfig(hash_key=BURST_HASH_KEY),
             identity=identity,
             model=BURST_MODEL,
             executor=ThreadExecutor(
@@ -225,17 +226,22 @@ def run_router(
     from router.config import RouterConfig
     from router.front import make_server
     from router.membership import WorkerMember
+    from router.random_ids import random_ids
     from router.router import Router
 
     async def start() -> tuple[int, object]:
         config = RouterConfig(
-            max_active_requests=10_000, max_expected_wait_s=1e9, **(options or {})
+            max_active_requests=10_000,
+            max_expected_wait_s=1e9,
+            page_hash_key=BURST_HASH_KEY,
+            resume_key=secrets.token_bytes(32),
+            **(options or {}),
         )
         router = Router(
             config=config,
             model_dir=model_dir,
             connect_channel=lambda _: grpc.aio.insecure_channel(f"{HOST}:{worker_port}"),
-            random_id=lambda: secrets.token_hex(16),
+            random_id=random_ids(),
         )
         server = make_server(config)
         router.register(server)

@@ -39,7 +39,8 @@ def check_request(
     for index, output in request.emitted.items():
         if index >= MAX_CHOICES:
             raise InvalidRequest(f"choices: found choice {index}; allowed: 0 to {MAX_CHOICES - 1}")
-        _check_tokens(f"emitted_token_ids of choice {index}", output, model)
+        if output:
+            _check_tokens(f"emitted_token_ids of choice {index}", output, model)
         if len(output) >= params.max_tokens:
             raise InvalidRequest(
                 f"choice {index}: found {len(output)} emitted tokens; "

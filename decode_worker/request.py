@@ -203,6 +203,8 @@ class TokenDelta:
 
 def group_by_tokens(choices: Sequence[Choice]) -> list[PrefillGroup]:
     """Return the fewest groups that cover the choices, in order of their first choices."""
+    if len(choices) == 1:
+        return [PrefillGroup(list(choices), choices[0].tokens())]
     by_output: dict[tuple[int, ...], list[Choice]] = {}
     for choice in choices:
         by_output.setdefault(tuple(choice.output), []).append(choice)

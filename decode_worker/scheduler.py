@@ -22,6 +22,7 @@ takes part in no step that is launched before its last token is read; other choi
 import bisect
 import itertools
 from collections.abc import Container, Iterable, Sequence
+from typing import TypeVar
 
 from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.config import DecodeConfig
@@ -37,7 +38,7 @@ from decode_worker.step_plan import PageCopy, PromptChunk, StepPlan
 from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import Quarantined
-from kv_cache.prefix_cache import PrefixCache
+from kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from llm_engine.drawing import finish_reason
 from llm_engine.engine_step import SeatPages, StepResult
 from llm_engine.sampling import SampledToken
@@ -45,6 +46,8 @@ from worker.identity import ModelInfo, WorkerIdentity
 from worker.load import WorkerTotals
 from worker.parking import Parking
 from worker.suspects import SuspectTurns
+
+HolderT = TypeVar("HolderT", Choice, PrefillGroup)
 
 ADMISSION_WINDOW = 32  # waiting groups looked at in one step; bounds the cost of a long queue
 
@@ -134,9 +137,9 @@ class Scheduler:
         Ended choices take part in no later step; the next step frees their pages.
         """
         for choice in request.choices:
-            if choices is None or choice.index in choices:
+            if not choice.is_ended and (choices is None or choice.index in choices):
                 choice.is_ended = True
-        self._has_ended_choices = True
+                self._has_ended_choices = True
 
     def next_step(self) -> StepPlan:
         """Free ended choices, admit, and choose what the next step computes; may be empty."""
@@ -481,11 +484,11 @@ class Scheduler:
         group.state = GroupState.WAITING
         group.num_computed = 0
         self._is_admission_due = True
-        bisect.insort(self._waiting, group, key=lambda each: each.age)
+        _insert(self._waiting, group)
 
     def _start_running(self, choice: Choice) -> None:
         choice.seat = self._free_seats.pop()
-        bisect.insort(self._running, choice, key=lambda each: each.age)
+        _insert(self._running, choice)
 
     def _stop_running(self, choice: Choice) -> None:
         """Give seat and pages back; full pages stay in the tree."""
@@ -530,13 +533,13 @@ class Scheduler:
             # Each active sequence soon needs a page: admission without it would cause preemption.
             headroom = num_active if num_before else 0
             if not self._has_pages(num_new_pages + headroom) or not self._reserve(
-                group, is_local=is_local, headroom=headroom
+                group, match, is_local=is_local, headroom=headroom
             ):
                 return receives  # younger ones must not take the pages that this one waits for
             self._waiting.pop(0)
             num_before = num_active
             if is_local:
-                bisect.insort(self._computing, group, key=lambda each: each.age)
+                _insert(self._computing, group)
             else:
                 group.candidate = candidate
                 self._receiving.append(group)
@@ -552,11 +555,15 @@ class Scheduler:
     def _has_pages(self, num_pages: int) -> bool:
         return self._cache.pool.num_available >= num_pages
 
-    def _reserve(self, group: PrefillGroup, *, is_local: bool, headroom: int) -> bool:
+    def _reserve(
+        self, group: PrefillGroup, match: PrefixMatch, *, is_local: bool, headroom: int
+    ) -> bool:
         """Reserve all pages of a group if `headroom` pages are left then."""
         cache = self._cache
         try:
-            pages = cache.reserve(group.tokens, group.request.salt, incoming=not is_local)
+            pages = cache.reserve(
+                group.tokens, group.request.salt, incoming=not is_local, match=match
+            )
         except OutOfPages:
             return False
         if not self._has_pages(headroom):  # ready pages were evictable until they were reserved
@@ -664,3 +671,11 @@ class Scheduler:
             is_last_of_request=is_last,
             has_stats=has_stats,
         )
+
+
+def _insert(queue: list[HolderT], new: HolderT) -> None:
+    """Insert by age; most are younger than all others."""
+    if not queue or queue[-1].age < new.age:
+        queue.append(new)
+    else:
+        bisect.insort(queue, new, key=lambda each: each.age)

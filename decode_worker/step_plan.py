@@ -9,7 +9,7 @@ from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.sampling import SequenceSlice
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class PromptChunk:
     """The next tokens of a group that is prefilled here."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import grpc
 
@@ -27,10 +27,10 @@ from worker.wire import (
 
 _CHANNEL_CLOSED = "the channel was closed: the worker has restarted"
 _FINISH_REASONS = {
-    None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+_STATS = tuple(each.name for each in fields(RequestStats))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +70,10 @@ def session_response(
     deltas: Iterable[TokenDelta], failures: Iterable[worker_pb2.RequestFailure]
 ) -> worker_pb2.SessionResponse:
     """Write what one step produced for one router."""
-    return worker_pb2.SessionResponse(
-        deltas=[_delta_to_proto(delta) for delta in deltas], failures=failures
-    )
+    response = worker_pb2.SessionResponse(failures=failures)
+    for delta in deltas:
+        _write_delta(response.deltas.add(), delta)
+    return response
 
 
 class PrefillClient:
@@ -205,33 +206,23 @@ class PrefillCall:
             raise PrefillFailed(f"the call is over: {error}") from None
 
 
-def stats_to_proto(stats: RequestStats) -> common_pb2.RequestStats:
-    """Write what a request cost."""
-    return common_pb2.RequestStats(
-        decode_cached_tokens=stats.decode_cached_tokens,
-        prefill_cached_tokens=stats.prefill_cached_tokens,
-        prefill_computed_tokens=stats.prefill_computed_tokens,
-        decode_computed_tokens=stats.decode_computed_tokens,
-        pages_moved=stats.pages_moved,
-        bytes_moved=stats.bytes_moved,
-        preemptions=stats.preemptions,
-        prefill_retries=stats.prefill_retries,
-        cached_tokens=stats.cached_tokens,
-        queue_ms=stats.queue_ms,
-    )
-
-
-def _delta_to_proto(delta: TokenDelta) -> worker_pb2.TokenDelta:
-    return worker_pb2.TokenDelta(
-        request_id=delta.request.request_id,
-        attempt=delta.request.attempt,
-        choice=delta.choice,
-        token_ids=pack_token_ids([token.token_id for token in delta.tokens]),
-        first_index=delta.first_index,
-        logprobs=logprobs_to_proto(delta.tokens),
-        finish_reason=_FINISH_REASONS[delta.finish_reason],
-        stats=stats_to_proto(delta.request.stats) if delta.has_stats else None,
-    )
+def _write_delta(message: worker_pb2.TokenDelta, delta: TokenDelta) -> None:
+    """Write the tokens into an empty message."""
+    message.request_id = delta.request.request_id
+    message.attempt = delta.request.attempt
+    message.choice = delta.choice
+    message.token_ids = pack_token_ids([token.token_id for token in delta.tokens])
+    message.first_index = delta.first_index
+    if delta.request.params.logprobs is not None:
+        message.logprobs.extend(logprobs_to_proto(delta.tokens))
+    if delta.finish_reason is not None:
+        message.finish_reason = _FINISH_REASONS[delta.finish_reason]
+    if delta.has_stats:
+        stats = delta.request.stats
+        message.stats.SetInParent()
+        for name in _STATS:
+            if value := getattr(stats, name):
+                setattr(message.stats, name, value)
 
 
 def _told(failure: worker_pb2.PrefillFailure) -> PrefillFailed:

@@ -10,6 +10,7 @@ tokens.
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from pagewire.protos.token_ids import pack_token_ids
@@ -41,9 +42,13 @@ def packed_page_hashes(
 ) -> list[bytes]:
     """Return the same for packed token ids, little-endian uint32."""
     hashes = []
+    empty = _empty_page(key)
     parent = root_hash(fingerprint, salt, key)
     for page_tokens in _split_packed(packed, page_size):
-        parent = child_hash(parent, page_tokens, key)
+        state = empty.copy()
+        state.update(parent)
+        state.update(page_tokens)
+        parent = state.digest()
         hashes.append(parent)
     return hashes
 
@@ -53,6 +58,7 @@ def split_pages(token_ids: Sequence[int], page_size: int) -> list[bytes]:
     return _split_packed(pack_token_ids(token_ids), page_size)
 
 
+@lru_cache(maxsize=1024)
 def root_hash(fingerprint: str, salt: bytes, key: bytes) -> bytes:
     """Return the parent hash of first pages."""
     name = fingerprint.encode()
@@ -63,8 +69,16 @@ def root_hash(fingerprint: str, salt: bytes, key: bytes) -> bytes:
 
 def child_hash(parent: bytes, page_tokens: bytes, key: bytes) -> bytes:
     """Return the hash of the page with these packed tokens below `parent`."""
-    material = parent + page_tokens
-    return blake2b(material, digest_size=HASH_BYTES, key=key, person=b"pagewire page").digest()
+    state = _empty_page(key).copy()
+    state.update(parent)
+    state.update(page_tokens)
+    return state.digest()
+
+
+@lru_cache(maxsize=16)
+def _empty_page(key: bytes) -> blake2b:
+    """Return the state before the first byte; a copy of it is cheaper than to begin anew."""
+    return blake2b(digest_size=HASH_BYTES, key=key, person=b"pagewire page")
 
 
 def _split_packed(packed: bytes, page_size: int) -> list[bytes]:

@@ -40,6 +40,7 @@ class PageState(Enum):
 
 # States in which contents are final for every holder of the page.
 READABLE = frozenset({PageState.LIVE, PageState.CACHED, PageState.LEASED})
+_CACHED, _ONLY_LIVE = PageState.CACHED, frozenset({PageState.LIVE})  # quicker to read than Enum's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,10 @@ class PagePool:
     def state(self, page_id: int) -> PageState:
         return self._states[page_id]
 
+    def are_live(self, page_ids: Sequence[int]) -> bool:
+        """Return whether all pages are LIVE."""
+        return set(map(self._states.__getitem__, page_ids)) <= _ONLY_LIVE
+
     def generation(self, page_id: int) -> int:
         """Return how often the page was allocated; distinguishes successive owners of one page."""
         return self._generations[page_id]
@@ -148,16 +153,35 @@ class PagePool:
     def reference(self, page_ids: Sequence[int]) -> None:
         """Add a reference to pages with final contents."""
         self._require(page_ids, READABLE)
+        references, states, live = self._references, self._states, PageState.LIVE
+        num_cached = 0
         for page_id in page_ids:
-            self._references[page_id] += 1
-            self._settle(page_id)
+            references[page_id] += 1
+            if states[page_id] is _CACHED:  # what _settle does, of most pages
+                states[page_id] = live
+                num_cached += 1
+            elif references[page_id] == 1:
+                self._settle(page_id)
+        self._counts[_CACHED] -= num_cached
+        self._counts[live] += num_cached
 
     def dereference(self, page_ids: Sequence[int]) -> None:
         """Take one reference away; raises PageStateError on a page without one (double free)."""
-        self._require(page_ids, {PageState.LIVE})
+        self._require(page_ids, _ONLY_LIVE)
+        references, states = self._references, self._states
+        leases, is_in_tree = self._leases, self._is_in_tree
+        num_cached = 0
         for page_id in page_ids:
-            self._references[page_id] -= 1
-            self._settle(page_id)
+            references[page_id] -= 1
+            if references[page_id]:
+                continue  # it stays LIVE
+            if is_in_tree[page_id] and not leases[page_id]:  # what _settle does, of most pages
+                states[page_id] = _CACHED
+                num_cached += 1
+            else:
+                self._settle(page_id)
+        self._counts[PageState.LIVE] -= num_cached
+        self._counts[_CACHED] += num_cached
 
     def lease(self, page_ids: Sequence[int]) -> None:
         """Pin pages for a receiver."""
@@ -245,6 +269,8 @@ class PagePool:
         if len(set(page_ids)) != len(page_ids):
             raise PageStateError(f"a page is named twice in {list(page_ids)}")
         states = self._states
+        if set(map(states.__getitem__, page_ids)) <= allowed:
+            return
         for page_id in page_ids:
             if states[page_id] not in allowed:
                 names = sorted(state.value for state in allowed)

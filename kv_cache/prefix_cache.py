@@ -24,7 +24,7 @@ a sequence while an engine step works on its pages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kv_cache.errors import OutOfPages, SequenceEnded
 from kv_cache.event_log import CacheEvent, Removed, Stored
@@ -34,13 +34,18 @@ from kv_cache.page_pool import PagePool, PageState, Quarantined
 from kv_cache.radix_tree import RadixTree, TreePage
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class PrefixMatch:
-    """Full pages of a prompt that the tree holds; at least one token is left to compute."""
+    """Full pages of a prompt that the tree holds; at least one token is left to compute.
+
+    `page_tokens` and `path` are for `reserve` alone: they hold while the cache does not change.
+    """
 
     num_ready_pages: int
     num_pending_pages: int  # right after the ready ones: computed or received by other sequences
     last_pending_page: int | None = None  # the id of the last; all have settled when it has
+    page_tokens: list[bytes] = field(default_factory=list, compare=False, repr=False)  # all full
+    path: list[TreePage] = field(default_factory=list, compare=False, repr=False)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -112,31 +117,42 @@ class PrefixCache:
 
     def match(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixMatch:
         """Look up a prompt; marks the pages that it finds as used and changes nothing else."""
-        path = self._match_path(split_pages(token_ids, self.page_size), len(token_ids), salt)
-        num_ready = sum(page.is_ready for page in path)
+        page_tokens = split_pages(token_ids, self.page_size)
+        path = self._match_path(page_tokens, len(token_ids), salt)
+        num_ready = len(path)
+        while num_ready and not path[num_ready - 1].is_ready:  # ready ones never follow others
+            num_ready -= 1
         has_pending = num_ready < len(path)
         return PrefixMatch(
             num_ready_pages=num_ready,
             num_pending_pages=len(path) - num_ready,
             last_pending_page=path[-1].page_id if has_pending else None,
+            page_tokens=page_tokens,
+            path=path,
         )
 
     def reserve(
-        self, token_ids: Sequence[int], salt: bytes = b"", *, incoming: bool
+        self,
+        token_ids: Sequence[int],
+        salt: bytes = b"",
+        *,
+        incoming: bool,
+        match: PrefixMatch | None = None,
     ) -> SequencePages:
         """Begin a sequence: share its ready pages, allocate all others, enter full ones as pending.
 
         Args:
             incoming: New pages become INCOMING: a transfer may write them; otherwise LIVE.
+            match: What `match` has just returned for the same prompt, if it was called.
 
         Raises:
             OutOfPages: Fewer pages are free or evictable than are needed.
         """
         assert token_ids, "a sequence has at least one token"
-        page_tokens = split_pages(token_ids, self.page_size)
-        path = self._match_path(page_tokens, len(token_ids), salt)
-        assert all(page.is_ready for page in path), "pending pages must be waited for"
-        shared = [page.page_id for page in path]
+        if match is None:
+            match = self.match(token_ids, salt)
+        assert match.last_pending_page is None, "pending pages must be waited for"
+        shared = [page.page_id for page in match.path]
         num_new = num_pages_for(len(token_ids), self.page_size) - len(shared)
         seq = SequencePages(
             page_ids=shared + self._acquire(salt, shared, num_new, incoming=incoming),
@@ -145,7 +161,7 @@ class PrefixCache:
             salt=salt,
             num_tree_pages=len(shared),
         )
-        for tokens in page_tokens[len(shared) :]:
+        for tokens in match.page_tokens[len(shared) :]:
             # A full last page may have a twin in the tree, beyond what match may find.
             if self.tree.child(self._last_tree_page(seq), tokens, salt) is not None:
                 break
@@ -203,11 +219,10 @@ class PrefixCache:
         in the tree is pending, pages stay private until a later call.
         """
         self._check_open(seq)
-        page_tokens = split_pages(token_ids, self.page_size)
-        for page_id in seq.page_ids[: len(page_tokens)]:
-            assert self.pool.state(page_id) is PageState.LIVE, "a page that was not verified"
-        self.commit(seq, len(page_tokens))
-        for tokens in page_tokens[seq.num_tree_pages :]:
+        num_pages = len(token_ids) // self.page_size
+        assert self.pool.are_live(seq.page_ids[:num_pages]), "a page that was not verified"
+        self.commit(seq, num_pages)
+        for tokens in split_pages(token_ids[seq.num_tree_pages * self.page_size :], self.page_size):
             own = seq.page_ids[seq.num_tree_pages]
             twin = self.tree.child(self._last_tree_page(seq), tokens, seq.salt)
             if twin is not None and twin.is_ready:
@@ -252,8 +267,7 @@ class PrefixCache:
     def release(self, seq: SequencePages) -> None:
         """End a sequence: tree pages become CACHED, private ones and own pending ones FREE."""
         self._check_open(seq)
-        for page_id in seq.page_ids:
-            assert self.pool.state(page_id) is PageState.LIVE, "abort ends a sequence that receives"
+        assert self.pool.are_live(seq.page_ids), "abort ends a sequence that receives"
         self._withdraw_pending(seq)
         self._end(seq, seq.page_ids)
 
@@ -402,8 +416,8 @@ class PrefixCache:
         self._touch(seq)
         self._leave_twin(seq)
         self.pool.dereference(page_ids)
-        for page_id in page_ids:
-            self.tree.offer(page_id)
+        if seq.num_tree_pages:  # of its path, only the last page may have none below it
+            self.tree.offer(seq.page_ids[seq.num_tree_pages - 1])
         seq.page_ids = []
         seq.num_tree_pages = 0
         seq.is_open = False

@@ -16,6 +16,7 @@ from typing import Any
 ATTRIBUTE = "fields"  # of a log record
 RESERVED = frozenset({"at", "level", "logger", "event", "exception"})
 BARE_VALUE = re.compile(r"[^\s\"=\\]+")  # needs no quotes in a text line
+_BARE_TYPES = frozenset({int, float, bool, type(None)})  # whose texts need none, either
 
 
 def fields(**values: object) -> Mapping[str, Mapping[str, object]]:
@@ -80,4 +81,6 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
 
 def _text(value: object) -> str:
     text = str(value)
+    if type(value) in _BARE_TYPES:
+        return text
     return text if BARE_VALUE.fullmatch(text) else json.dumps(text)

@@ -4,14 +4,11 @@ Names end like vLLM's where they mean the same; docs/metrics.md lists all of the
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from contextlib import contextmanager
 
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
     Gauge,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
@@ -21,6 +18,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from observability.tallies import Spreads, Tallies
 from observability.token_gaps import TokenGaps
 from pagewire.protos import inference_pb2
 
@@ -32,24 +30,6 @@ TOKENS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 BY_MODEL = ("model_name",)
 
 
-MetricT = TypeVar("MetricT", Counter, Histogram)
-
-
-class ByLabels(Generic[MetricT]):
-    """Caches a metric's series: the library looks each up under a lock, by text."""
-
-    def __init__(self, metric: MetricT) -> None:
-        self._metric: MetricT = metric
-        self._series: dict[tuple[str, ...], MetricT] = {}  # by the values of the labels
-
-    def labels(self, *values: str) -> MetricT:
-        """Return the series of these values."""
-        series = self._series.get(values)
-        if series is None:
-            series = self._series[values] = self._metric.labels(*values)
-        return series
-
-
 class RequestMetrics:
     """The counters of one process that answers requests; `expose` renders them."""
 
@@ -58,16 +38,17 @@ class RequestMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        self._running = Gauge(
+        self._num_running = self._num_waiting = 0
+        Gauge(
             "pagewire_num_requests_running",
             "Requests in progress, including those that wait.",
             registry=self.registry,
-        )
-        self._waiting = Gauge(
+        ).set_function(lambda: self._num_running)
+        Gauge(
             "pagewire_num_requests_waiting",
             "Of these, requests whose first token has not arrived.",
             registry=self.registry,
-        )
+        ).set_function(lambda: self._num_waiting)
         self._success = self._counter(
             "request_success", "Choices that ended, by reason.", ("finished_reason",)
         )
@@ -105,13 +86,18 @@ class RequestMetrics:
             "request_generation_tokens", "Tokens generated for a prompt.", TOKENS
         )
 
-    def running(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """Count a request as running while entered."""
-        return self._running.track_inprogress()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
 
     def waiting(self, change: int) -> None:
         """Count a request that begins (1) or ceases (-1) to wait for its first token."""
-        self._waiting.inc(change)
+        self._num_waiting += change
 
     def call_finished(self, model: str, usage: inference_pb2.Usage, cached_tokens: int) -> None:
         """Count a call that the router answered in full."""
@@ -142,19 +128,11 @@ class RequestMetrics:
         """Return the text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, meaning: str, labels: tuple[str, ...] = ()) -> ByLabels[Counter]:
-        return ByLabels(
-            Counter(f"pagewire_{name}", meaning, BY_MODEL + labels, registry=self.registry)
-        )
+    def _counter(self, name: str, meaning: str, labels: tuple[str, ...] = ()) -> Tallies:
+        return Tallies(f"pagewire_{name}", meaning, BY_MODEL + labels, self.registry)
 
-    def _histogram(
-        self, name: str, meaning: str, buckets: tuple[float, ...]
-    ) -> ByLabels[Histogram]:
-        return ByLabels(
-            Histogram(
-                f"pagewire_{name}", meaning, BY_MODEL, registry=self.registry, buckets=buckets
-            )
-        )
+    def _histogram(self, name: str, meaning: str, bounds: tuple[float, ...]) -> Spreads:
+        return Spreads(f"pagewire_{name}", meaning, BY_MODEL, self.registry, bounds=bounds)
 
 
 class GapsCollector(Collector):

@@ -222,9 +222,10 @@ class Scheduler:
                 break
             window = [each for each in window if each.prompt is not picked]
             # One admitted just now may be computing its prefix.
-            if self._match_or_park(picked) is None:
+            match = self._match_or_park(picked)
+            if match is None:
                 continue
-            if not self._reserve(picked):
+            if not self._reserve(picked, match):
                 break  # other prompts must not take the pages that this one waits for
             self._waiting.remove(picked)
             self._computing.append(picked)
@@ -244,9 +245,9 @@ class Scheduler:
         self._parked.park(prompt, match.last_pending_page)
         return None
 
-    def _reserve(self, prompt: Prompt) -> bool:
+    def _reserve(self, prompt: Prompt, match: PrefixMatch) -> bool:
         try:
-            pages = self._cache.reserve(prompt.tokens, prompt.salt, incoming=False)
+            pages = self._cache.reserve(prompt.tokens, prompt.salt, incoming=False, match=match)
         except OutOfPages:
             return False
         prompt.state = PromptState.COMPUTING

@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from grammars.errors import InvalidConstraint, NoVocabulary
 from kv_cache.page_hash import packed_page_hashes
@@ -21,7 +20,7 @@ from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
 from router.prompt import LARGE_PIECES_BYTES, Chat, Prompt, PromptEncoder
 from router.request import AskedSampling, GenerationRequest, Sampling, ServedModel
-from router.resumption import ResumeTokens, Resumption
+from router.resumption import Begun, ResumeTokens, Resumption
 from router.tenants.account import Account
 from router.tenants.tenant import Tenant, TenantRules
 from router.validation import (
@@ -39,6 +38,25 @@ from router.worker_registry import WorkerRegistry
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
+class Asking:
+    """A call that asks to be admitted."""
+
+    account: Account
+    request_id: str
+    model_name: str
+    prompt: Prompt
+    asked: AskedSampling
+    arrived_at: float  # loop time
+    time_remaining_s: float | None
+    resumption: Resumption | None = None  # None: a new call
+
+
+class _CheckedPrompt(NamedTuple):
+    packed: bytes
+    page_hashes: tuple[bytes, ...]
+
+
 class Admission:
     """Owns the limit of active requests and knows the model."""
 
@@ -49,7 +67,6 @@ class Admission:
         folder: ModelFolder,
         encoder: PromptEncoder,
         registry: WorkerRegistry,
-        random_id: Callable[[], str],
         resume_tokens: ResumeTokens,
         off_loop: OffLoop,
         constraints: ConstraintChecker | None,
@@ -63,7 +80,6 @@ class Admission:
         self._folder = folder
         self._encoder = encoder
         self._registry = registry
-        self._random_id = random_id
         self._resume_tokens = resume_tokens
         self._off_loop = off_loop
         self._constraints = constraints  # None: the router has no tokenizer
@@ -76,9 +92,8 @@ class Admission:
         self.max_request_bytes = config.max_request_bytes
         self.max_request_fields = MAX_REQUEST_FIELDS
 
-    @contextmanager
-    def slot(self, tenant: Tenant) -> Iterator[None]:
-        """Hold a place among the active requests.
+    def take_place(self, tenant: Tenant) -> None:
+        """Take a place among the active requests, until `leave_place`.
 
         Raises:
             Overloaded: No place is free, or none for this tenant, which must not have all.
@@ -104,13 +119,22 @@ class Admission:
         self.num_active += 1
         tenant.num_active += 1
         self._idle.clear()
+
+    def leave_place(self, tenant: Tenant) -> None:
+        """Give a place back."""
+        self.num_active -= 1
+        tenant.num_active -= 1
+        if not self.num_active:
+            self._idle.set()
+
+    @contextmanager
+    def place(self, tenant: Tenant) -> Iterator[None]:
+        """Hold a place; errors as of `take_place`."""
+        self.take_place(tenant)
         try:
             yield
         finally:
-            self.num_active -= 1
-            tenant.num_active -= 1
-            if not self.num_active:
-                self._idle.set()
+            self.leave_place(tenant)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is active; False when time is up."""
@@ -139,18 +163,33 @@ class Admission:
             packed, skip_special_tokens=skip_special_tokens, with_pieces=with_pieces
         )
 
-    async def admit(
-        self,
-        *,
-        account: Account,
-        request_id: str,
-        model_name: str,
-        prompt: Prompt,
-        asked: AskedSampling,
-        arrived_at: float,
-        time_remaining_s: float | None,
-        resumption: Resumption | None = None,
-    ) -> tuple[Generation, bytes]:
+    def admit_at_once(self, asking: Asking) -> tuple[Generation, bytes] | None:
+        """Do what `admit` does, if nothing has to be waited for; None: nothing was done.
+
+        Raises:
+            InvalidRequest: A field is wrong.
+            Overloaded: The tenant has used too many tokens.
+        """
+        model = self._registry.model
+        if model is None or asking.resumption or asking.asked.constraint:
+            return None
+        check_model(asking.model_name, model)
+        encoded = self._encoder.encode_at_once(
+            asking.prompt,
+            partial(self._check_and_hash, model, asking.account.tenant.rules),
+            max_chars=self._config.prompt_chars_limit(model.max_context_tokens),
+        )
+        if encoded is None:
+            return None
+        text, checked = encoded
+        asking.account.use_prompt(len(checked.packed) // TOKEN_BYTES)
+        sampling = self._complete_sampling(asking, model, checked, None)
+        generation = self._generation(asking, model, text, checked, sampling, None)
+        return generation, self._resume_tokens.issue(
+            generation.request, asking.asked, model.fingerprint
+        )
+
+    async def admit(self, asking: Asking) -> tuple[Generation, bytes]:
         """Check a request and prepare it for dispatch; return it with its resume token.
 
         Raises:
@@ -158,57 +197,83 @@ class Admission:
             NoWorker: No worker has reported its model yet.
             Overloaded: The tenant has used too many tokens.
         """
-        tenant = account.tenant.rules
+        resumption = asking.resumption
         begun = self._resume_tokens.read(resumption.token) if resumption else None
         model = await self._model()
-        check_model(model_name, model)
-
-        def check_and_hash(packed: bytes) -> tuple[bytes, tuple[bytes, ...], bytes]:
-            check_prompt(packed, model)
-            return packed, self._page_hashes(packed, model, tenant), sha256(packed).digest()
-
-        text, (packed, page_hashes, digest) = await self._encode(prompt, model, check_and_hash)
+        check_model(asking.model_name, model)
+        check_and_hash = partial(self._check_and_hash, model, asking.account.tenant.rules)
+        text, checked = await self._encode(asking.prompt, model, check_and_hash)
         # What its caller has received is computed again, too, whatever it is.
-        num_bytes = len(packed) + (resumption.num_bytes_to_compute if resumption else 0)
-        account.use_prompt(num_bytes // TOKEN_BYTES)
-        sampling = complete_sampling(
-            asked,
-            defaults=self._folder.defaults,
-            model=model,
-            prompt_len=len(packed) // TOKEN_BYTES,
-            has_tokenizer=self._folder.tokenizer is not None,
-            draw_seed=lambda: begun.seed if begun else int(self._random_id()[:16], 16),
-        )
+        num_bytes = len(checked.packed) + (resumption.num_bytes_to_compute if resumption else 0)
+        asking.account.use_prompt(num_bytes // TOKEN_BYTES)
+        sampling = self._complete_sampling(asking, model, checked, begun)
         await self._check_constraint(sampling, model)
         if begun:  # the first router may have known other workers
             sampling = replace(sampling, max_tokens=begun.max_tokens)
+        generation = self._generation(asking, model, text, checked, sampling, begun)
+        request = generation.request
+        if resumption:
+            self._resume_tokens.check(resumption.token, request, asking.asked, model.fingerprint)
+            check_resumption(resumption, sampling, model)
+            await self._resume(generation, resumption)
+            asking.account.skip(generation.num_tokens)
+        return generation, self._resume_tokens.issue(request, asking.asked, model.fingerprint)
+
+    def _check_and_hash(
+        self, model: ServedModel, tenant: TenantRules, packed: bytes
+    ) -> _CheckedPrompt:
+        check_prompt(packed, model)
+        page_hashes = packed_page_hashes(
+            packed,
+            model.page_size,
+            fingerprint=model.fingerprint,
+            salt=tenant.cache_salt,
+            key=self._config.page_hash_key,
+        )
+        return _CheckedPrompt(packed, tuple(page_hashes))
+
+    def _complete_sampling(
+        self, asking: Asking, model: ServedModel, checked: _CheckedPrompt, begun: Begun | None
+    ) -> Sampling:
+        return complete_sampling(
+            asking.asked,
+            defaults=self._folder.defaults,
+            model=model,
+            prompt_len=len(checked.packed) // TOKEN_BYTES,
+            has_tokenizer=self._folder.tokenizer is not None,
+            # Half of an id is as random as another draw would be.
+            draw_seed=lambda: begun.seed if begun else int(asking.request_id[:16], 16),
+        )
+
+    def _generation(
+        self,
+        asking: Asking,
+        model: ServedModel,
+        text: str,
+        checked: _CheckedPrompt,
+        sampling: Sampling,
+        begun: Begun | None,
+    ) -> Generation:
         timeout_s = self._config.request_timeout_s
-        if time_remaining_s is not None:
-            timeout_s = min(timeout_s, time_remaining_s)
+        if asking.time_remaining_s is not None:
+            timeout_s = min(timeout_s, asking.time_remaining_s)
         request = GenerationRequest(
-            request_id=request_id,
-            packed_token_ids=packed,
+            request_id=asking.request_id,
+            packed_token_ids=checked.packed,
             sampling=sampling,
             end_token_ids=end_token_ids(sampling, model),
-            page_hashes=page_hashes,
+            page_hashes=checked.page_hashes,
             page_size=model.page_size,
-            arrived_at=arrived_at,
+            arrived_at=asking.arrived_at,
             deadline_at=asyncio.get_running_loop().time() + timeout_s,
             # The constraint applies to the answer, from its first token on.
             begins_in_reasoning=sampling.constraint is None
-            and isinstance(prompt, Chat)
+            and isinstance(asking.prompt, Chat)
             and begins_in_reasoning(text),
-            prompt_digest=digest,
-            tenant=tenant,
+            tenant=asking.account.tenant.rules,
             resumed_from=begun.request_id if begun else "",
         )
-        generation = Generation(request, self._folder.tokenizer)
-        if resumption:
-            self._resume_tokens.check(resumption.token, request, asked, model.fingerprint)
-            check_resumption(resumption, sampling, model)
-            await self._resume(generation, resumption)
-            account.skip(generation.num_tokens)
-        return generation, self._resume_tokens.issue(request, asked, model.fingerprint)
+        return Generation(request, self._folder.tokenizer)
 
     async def _check_constraint(self, sampling: Sampling, model: ServedModel) -> None:
         constraint = sampling.constraint
@@ -237,19 +302,6 @@ class Admission:
     ) -> tuple[str, T]:
         max_chars = self._config.prompt_chars_limit(model.max_context_tokens)
         return await self._encoder.encode(prompt, finish, max_chars=max_chars)
-
-    def _page_hashes(
-        self, packed: bytes, model: ServedModel, tenant: TenantRules
-    ) -> tuple[bytes, ...]:
-        return tuple(
-            packed_page_hashes(
-                packed,
-                model.page_size,
-                fingerprint=model.fingerprint,
-                salt=tenant.cache_salt,
-                key=self._config.page_hash_key,
-            )
-        )
 
     async def _model(self) -> ServedModel:
         until = asyncio.get_running_loop().time() + self._config.worker_wait_s

@@ -54,6 +54,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the waiting text as it is."""
+        if self._num_sent == len(self._window):
+            return ""
         return self._send(self._decoder.decode(self._window), len(self._window))
 
     def _send(self, text: str, num_tokens: int) -> str:

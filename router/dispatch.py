@@ -9,18 +9,22 @@ Life of a request here:
 4. FINISHED   all choices ended, or the request failed with an error of its own
 
 When a session breaks, or its worker dies, refuses or skips a token, the request goes back to 1 with
-its emitted tokens, as the next attempt; late messages of earlier attempts are dropped. Leaving
-`Dispatcher.serve` in any way cancels the rest at the worker.
+its emitted tokens, as the next attempt; late messages of earlier attempts are dropped.
+`Dispatcher.leave` cancels the rest at the worker.
+
+A request whose first attempt can be placed at once and succeeds has no task: its session's reader
+drives it. A task does where something must be waited for: a worker, a turn, another attempt.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import grpc
 
 from observability.logs import fields
+from observability.tracing import NoSpan
 from router import wire
 from router.config import RouterConfig
 from router.errors import (
@@ -40,7 +44,7 @@ from router.pacing import Pace, Pacer
 from router.placement import Placement
 from router.policy import PolicyWeights, RouteDecision, RouteQuery, route
 from router.prefix_index import PrefixIndex
-from router.session import Session, Stream
+from router.session import AttemptOver, Session, Stream
 from router.tenants.turns import Turns
 from router.worker_registry import Worker, WorkerRegistry
 
@@ -89,22 +93,39 @@ class Dispatcher:
         self._turns = Turns(self._has_room) if has_tenants else None
         self._pacer = Pacer(config.coalesce_ms / 1000)
         self._sessions: dict[Worker, Session] = {}
-        self._drivers: set[asyncio.Task[None]] = set()
+        self._streams: set[Stream] = set()  # begun and not left
+        self._drivers: set[asyncio.Task[None]] = set()  # held until they end
 
-    @asynccontextmanager
-    async def serve(self, generation: Generation, pace: Pace) -> AsyncIterator[Stream]:
-        """Drive a request while the body runs; leaving it cancels unfinished choices."""
-        stream = Stream(generation, self._pacer, pace)
-        request_id = generation.request.request_id
-        driver = asyncio.create_task(self._drive(stream), name=f"request-{request_id}")
-        self._drivers.add(driver)
+    def open(self, generation: Generation, pace: Pace, on_ready: Callable[[], None]) -> Stream:
+        """Return the stream of a request, which `begin` begins and `leave` must end."""
+        stream = Stream(generation, self._pacer, pace, on_ready)
+        self._streams.add(stream)
+        return stream
+
+    def begin(self, stream: Stream) -> None:
+        """Drive a request until it ends or is left; an error ends the stream."""
+        generation = stream.generation
+        stream.deadline = asyncio.get_running_loop().call_at(
+            generation.request.deadline_at, self._expire, stream
+        )
+        self.num_resumed += generation.num_resumptions  # begun at another router
+        if generation.is_finished:
+            stream.end(None)
+            return
         try:
-            yield stream
-        finally:
-            self._drivers.discard(driver)
-            if not driver.done():
-                driver.cancel()
-                await asyncio.wait([driver], timeout=1)
+            placement = self._place_at_once(generation)
+        except RouterError as error:
+            stream.end(error)
+            return
+        if placement is None:
+            self._drive(stream, None)
+        else:
+            self._attempt(stream, placement, partial(self._first_attempt_over, stream))
+
+    def leave(self, stream: Stream) -> None:
+        """Forget a request; its choices that are not finished are cancelled at the worker."""
+        self._streams.discard(stream)
+        self._stop(stream, RouterStops("the router stopped"))  # no effect on an end before
 
     def check_room(self) -> None:
         """Refuse a request that could not start in time even with the smallest prompt."""
@@ -126,8 +147,8 @@ class Dispatcher:
 
     def abandon(self) -> None:
         """End all requests that are still running."""
-        for driver in self._drivers:
-            driver.cancel()
+        for stream in list(self._streams):
+            self._stop(stream, RouterStops("the router stopped"))
 
     async def stop(self) -> None:
         """End all sessions; call it when no request is left."""
@@ -138,15 +159,40 @@ class Dispatcher:
         if tasks:
             await asyncio.wait(tasks, timeout=1)
 
-    async def _drive(self, stream: Stream) -> None:
+    def _expire(self, stream: Stream) -> None:
+        late = f"not finished in time: {_progress(stream.generation)}"
+        self._stop(stream, DeadlineExceeded(late))
+
+    def _stop(self, stream: Stream, error: RouterError) -> None:
+        """End a stream and all that is done for it."""
+        stream.end(error)
+        stream.end_attempt(AttemptFailed("cancelled"))
+        if stream.deadline:
+            stream.deadline.cancel()
+        if stream.driver:
+            stream.driver.cancel()
+
+    def _first_attempt_over(
+        self, stream: Stream, error: AttemptFailed | RequestFailed | None
+    ) -> None:
+        if stream.is_over:
+            return
+        if isinstance(error, AttemptFailed):
+            self._drive(stream, error)
+        else:
+            stream.end(error)
+
+    def _drive(self, stream: Stream, failed: AttemptFailed | None) -> None:
+        """Go on in a task, after a failed attempt if there was one."""
+        name = f"request-{stream.generation.request.request_id}"
+        stream.driver = asyncio.create_task(self._run_driver(stream, failed), name=name)
+        self._drivers.add(stream.driver)
+        stream.driver.add_done_callback(self._drivers.discard)
+
+    async def _run_driver(self, stream: Stream, failed: AttemptFailed | None) -> None:
         try:
-            async with asyncio.timeout_at(stream.generation.request.deadline_at):
-                self.num_resumed += stream.generation.num_resumptions  # begun at another router
-                if not stream.generation.is_finished:
-                    await self._attempt_until_done(stream)
+            await self._attempt_until_done(stream, failed)
             stream.end(None)
-        except TimeoutError:
-            stream.end(DeadlineExceeded(f"not finished in time: {_progress(stream.generation)}"))
         except RouterError as error:
             stream.end(error)
         except Exception:
@@ -156,7 +202,7 @@ class Dispatcher:
         finally:
             stream.end(RouterStops("the router stopped"))  # no effect on an end before
 
-    async def _attempt_until_done(self, stream: Stream) -> None:
+    async def _attempt_until_done(self, stream: Stream, failed: AttemptFailed | None) -> None:
         generation = stream.generation
         # Names of workers that are tried again only if there is no other. Names, because a worker
         # whose engine fails comes back idle and would always be the first choice.
@@ -164,40 +210,64 @@ class Dispatcher:
         num_lost = 0
         patience_ends_at: float | None = None  # with workers that take nothing more
         while True:
-            placement = await self._place(generation, refused)
-            try:
-                await self._traced_attempt(stream, placement)
-                return
-            except AttemptFailed as failed:
-                refused.add(placement.decode.member.worker_id)
-                generation.num_refusals += failed.is_refusal
-                if failed.is_overload:
-                    now = asyncio.get_running_loop().time()
-                    patience_ends_at = patience_ends_at or now + self._config.resume_wait_s
-                    is_new = generation.num_tokens == 0
-                    if now >= patience_ends_at or (is_new and not self._others(refused)):
-                        raise Overloaded(
-                            f"no decode worker takes more: {failed}", self._config.retry_delay_s
-                        ) from failed
-                else:
+            if failed is not None:
+                if not failed.is_overload:
                     num_lost += 1
-                    if num_lost > self._config.max_resumptions:
-                        raise RequestLost(
-                            f"gave up after {num_lost} lost attempts, {_progress(generation)};"
-                            f" the last one: {failed}"
-                        ) from failed
-                is_begun = generation.num_tokens > 0 or not failed.is_refusal
-                generation.num_resumptions += is_begun
-                self.num_resumed += is_begun
-                logger.info(
-                    "request_resumed" if is_begun else "request_passed_on",
-                    extra=fields(
-                        request_id=generation.request.request_id,
-                        attempt=generation.attempt + 1,
-                        emitted=generation.num_tokens,
-                        reason=str(failed),
-                    ),
-                )
+                elif patience_ends_at is None:
+                    patience_ends_at = asyncio.get_running_loop().time()
+                    patience_ends_at += self._config.resume_wait_s
+                refused.add(generation.decode_workers[-1])
+                self._check_may_go_on(generation, failed, refused, num_lost, patience_ends_at)
+                self._note_failed(generation, failed)
+            placement = await self._place(generation, refused)
+            over: asyncio.Future[AttemptFailed | RequestFailed | None]
+            over = asyncio.get_running_loop().create_future()
+            self._attempt(stream, placement, partial(_settle, over))
+            error = await over
+            if error is None:
+                return
+            if not isinstance(error, AttemptFailed):
+                raise error
+            failed = error
+
+    def _check_may_go_on(
+        self,
+        generation: Generation,
+        failed: AttemptFailed,
+        refused: set[str],
+        num_lost: int,
+        patience_ends_at: float | None,
+    ) -> None:
+        """Refuse another attempt after one that failed."""
+        if not failed.is_overload:
+            if num_lost > self._config.max_resumptions:
+                raise RequestLost(
+                    f"gave up after {num_lost} lost attempts, {_progress(generation)};"
+                    f" the last one: {failed}"
+                ) from failed
+            return
+        assert patience_ends_at is not None
+        is_new = generation.num_tokens == 0
+        is_late = asyncio.get_running_loop().time() >= patience_ends_at
+        if is_late or (is_new and not self._others(refused)):
+            raise Overloaded(
+                f"no decode worker takes more: {failed}", self._config.retry_delay_s
+            ) from failed
+
+    def _note_failed(self, generation: Generation, failed: AttemptFailed) -> None:
+        """Count and log an attempt that another one follows."""
+        is_begun = generation.num_tokens > 0 or not failed.is_refusal
+        generation.num_resumptions += is_begun
+        self.num_resumed += is_begun
+        logger.info(
+            "request_resumed" if is_begun else "request_passed_on",
+            extra=fields(
+                request_id=generation.request.request_id,
+                attempt=generation.attempt + 1,
+                emitted=generation.num_tokens,
+                reason=str(failed),
+            ),
+        )
 
     def _others(self, refused: set[str]) -> list[Worker]:
         return [w for w in self._registry.ready("decode") if w.member.worker_id not in refused]
@@ -215,6 +285,19 @@ class Dispatcher:
             if not await self._registry.wait_changed(until):
                 raise NoWorker(f"no decode worker for {wait_s:g} s; {_progress(generation)}")
         return (refused and self._others(refused)) or ready
+
+    def _place_at_once(self, generation: Generation) -> Placement | None:
+        """Do what `_place` does for a first attempt; None: something must be waited for."""
+        decode_workers = self._registry.ready("decode")
+        if not decode_workers:
+            return None
+        if self._turns is None:
+            return self._place_now(generation, decode_workers)
+        if not self._turns.is_free(generation):
+            return None
+        placement = self._place_now(generation, decode_workers)
+        self._turns.go_on()
+        return placement
 
     async def _place(self, generation: Generation, refused: set[str]) -> Placement:
         """Choose workers and count the request's load there."""
@@ -249,8 +332,8 @@ class Dispatcher:
 
     def _decide(
         self, generation: Generation, decode_workers: list[Worker]
-    ) -> tuple[RouteDecision, int]:
-        """Choose workers; also return how many pages of the prompt some worker holds."""
+    ) -> tuple[RouteDecision, Mapping[str, int]]:
+        """Choose workers; also return how many pages of the prompt each worker holds, if any."""
         now = asyncio.get_running_loop().time()
         request = generation.request
         overlaps = self._index.match(request.page_hashes, now)
@@ -267,22 +350,24 @@ class Dispatcher:
             overlaps=overlaps,
             weights=self._weights,
         )
-        return decision, max(overlaps.values(), default=0)
+        return decision, overlaps
 
     def _place_now(self, generation: Generation, decode_workers: list[Worker]) -> Placement:
         request = generation.request
-        decision, num_known = self._decide(generation, decode_workers)
+        decision, overlaps = self._decide(generation, decode_workers)
         if generation.attempt < 0 and not generation.num_resumptions:
             self._check_wait(decision.least_wait_s)
             self.hot_prefixes.add(
                 request.tenant.name,
                 request.page_hashes,
-                num_known=num_known,
+                num_known=max(overlaps.values(), default=0),
                 page_size=request.page_size,
             )
         expires_at = asyncio.get_running_loop().time() + self._config.speculative_ttl_s
+        num_pages = len(request.page_hashes)
         for worker_id in dict.fromkeys((decision.decode_worker, decision.computing_worker)):
-            self._index.expect(worker_id, request.page_hashes, expires_at)
+            if self._index.expects_pages or overlaps.get(worker_id, 0) < num_pages:
+                self._index.expect(worker_id, request.page_hashes, expires_at)
         return Placement(
             self._registry.get(decision.decode_worker),
             [self._registry.get(each) for each in decision.prefill_candidates],
@@ -303,51 +388,54 @@ class Dispatcher:
                 min(max(self._config.retry_delay_s, excess_s), self._config.max_expected_wait_s),
             )
 
-    async def _traced_attempt(self, stream: Stream, placement: Placement) -> None:
-        span = stream.generation.span.child(
-            "attempt",
-            attempt=stream.generation.attempt + 1,
-            decode_worker=placement.decode.member.worker_id,
-        )
-        error = "cancelled"
-        try:
-            await self._attempt(stream, placement, span.context)
-            error = ""
-        except AttemptFailed as failed:
-            error = str(failed)
-            raise
-        finally:
-            span.end(error)
-
-    async def _attempt(self, stream: Stream, placement: Placement, traceparent: str) -> None:
-        """Run one attempt to its end; raise AttemptFailed when another should follow."""
+    def _attempt(self, stream: Stream, placement: Placement, then: AttemptOver) -> None:
+        """Begin an attempt; `then` gets how it ended, once its worker and place are free of it."""
         generation = stream.generation
-        try:
-            choices = generation.begin_attempt(placement.decode.member.worker_id)
-            stream.placement = placement
-            over = stream.begin_attempt()
-            session = self._session(placement.decode)
-            remaining_s = generation.request.deadline_at - asyncio.get_running_loop().time()
-            message = wire.submit(
-                generation.request,
-                attempt=generation.attempt,
-                choices=choices,
-                prefill_candidates=[worker.member for worker in placement.prefill],
-                timeout_s=remaining_s,
-                failed_passes=generation.failed_passes,
-                traceparent=traceparent,
+        worker = placement.decode
+        span = generation.span
+        if span.is_traced:
+            span = span.child(
+                "attempt",
+                attempt=generation.attempt + 1,
+                decode_worker=worker.member.worker_id,
             )
-            session.add(stream, message)
-            try:
-                if generation.attempt == 0:
-                    self._on_dispatched(asyncio.get_running_loop().time() - stream.began_at)
-                await over
-            finally:
-                session.remove(stream)
-        finally:
-            placement.release(asyncio.get_running_loop().time())
-            if self._turns is not None:
-                self._turns.go_on()
+        session = self._session(worker)
+        stream.placement = placement
+        # First of all: whatever fails from here on ends the attempt, which frees the placement.
+        stream.begin_attempt(partial(self._attempt_over, stream, session, span, then))
+        choices = generation.begin_attempt(worker.member.worker_id)
+        now = asyncio.get_running_loop().time()
+        message = wire.submit(
+            generation.request,
+            attempt=generation.attempt,
+            choices=choices,
+            prefill_candidates=[worker.member for worker in placement.prefill],
+            timeout_s=generation.request.deadline_at - now,
+            failed_passes=generation.failed_passes,
+            traceparent=span.context,
+        )
+        session.add(stream, message)
+        if generation.attempt == 0:
+            self._on_dispatched(now - stream.began_at)
+
+    def _attempt_over(
+        self,
+        stream: Stream,
+        session: Session,
+        span: NoSpan,
+        then: AttemptOver,
+        error: AttemptFailed | RequestFailed | None,
+    ) -> None:
+        session.remove(stream)
+        assert stream.placement, "it was placed"
+        stream.placement.release(asyncio.get_running_loop().time())
+        if self._turns is not None:
+            self._turns.go_on()
+        if isinstance(error, AttemptFailed):
+            stream.generation.num_refusals += error.is_refusal
+        if span.is_traced:
+            span.end(str(error) if error else "")
+        then(error)
 
     def _session(self, worker: Worker) -> Session:
         session = self._sessions.get(worker)
@@ -373,6 +461,14 @@ class Dispatcher:
                 # Declares the worker dead, which calls worker_lost.
                 self._registry.report_broken(session.worker, reason)
                 self.worker_lost(session.worker, reason)
+
+
+def _settle(
+    over: "asyncio.Future[AttemptFailed | RequestFailed | None]",
+    error: AttemptFailed | RequestFailed | None,
+) -> None:
+    if not over.done():  # its task may have been cancelled
+        over.set_result(error)
 
 
 def _cost(generation: Generation) -> int:

@@ -36,7 +36,7 @@ class DecodeQueue:
     holding_s: float = 0.0  # how long a request keeps its place and pages
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Demand:
     """The resources that a request would take of a decode worker."""
 
@@ -47,21 +47,24 @@ class Demand:
 
 def wait_to_hold_s(queue: DecodeQueue, demand: Demand) -> float:
     """Return how long a request would wait for its pages and its places in the batch."""
-    waits = [0.0]
+    wait_s = 0.0
     if queue.max_sequences:
         excess = queue.num_sequences + demand.num_sequences - queue.max_sequences
-        waits.append(excess / queue.max_sequences * queue.holding_s)
-    if queue.num_pages:
-        wanted = queue.num_awaited_pages + demand.num_pages
-        # A worker keeps a page free for each sequence that grows.
-        lacking = wanted - (queue.num_free_pages - queue.num_holding)
-        num_blocked = (queue.num_waiting + 1) * min(1.0, lacking / wanted)
-        # Unblocked requests ahead begin to hold pages, as far as there is room for their growth.
-        num_starting = max(0.0, queue.num_waiting - num_blocked)
-        num_at_once = min(queue.num_holding + num_starting, queue.num_pages / demand.mean_pages)
-        num_holding = max(1.0, queue.num_holding, num_at_once)
-        waits.append(num_blocked / num_holding * queue.holding_s)
-    return max(waits)
+        if excess > 0:
+            wait_s = excess / queue.max_sequences * queue.holding_s
+    if not queue.num_pages:
+        return wait_s
+    wanted = queue.num_awaited_pages + demand.num_pages
+    # A worker keeps a page free for each sequence that grows.
+    lacking = wanted - (queue.num_free_pages - queue.num_holding)
+    if lacking <= 0:
+        return wait_s
+    num_blocked = (queue.num_waiting + 1) * min(1.0, lacking / wanted)
+    # Unblocked requests ahead begin to hold pages, as far as there is room for their growth.
+    num_starting = max(0.0, queue.num_waiting - num_blocked)
+    num_at_once = min(queue.num_holding + num_starting, queue.num_pages / demand.mean_pages)
+    num_holding = max(1.0, queue.num_holding, num_at_once)
+    return max(wait_s, num_blocked / num_holding * queue.holding_s)
 
 
 class HoldingTime:

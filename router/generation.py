@@ -66,6 +66,9 @@ class WorkerStats:
         return WorkerStats(**sums, cached_tokens=min(told, default=None))
 
 
+_NO_STATS = WorkerStats()
+
+
 @dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Delta:
     """New tokens of one choice, from a decode worker."""
@@ -102,7 +105,7 @@ class Output:
     stopped_by: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Timings:
     """Of one finished request, as Usage in protos/inference.proto defines them."""
 
@@ -276,8 +279,9 @@ class Generation:
         self.finished_at = 0.0  # valid when is_finished
         self.span = NO_SPAN  # of the call
         self.num_unfinished = len(self.choices)
+        self.num_tokens = 0  # generated ones of all choices
         self._past_stats: WorkerStats | None = None  # of the attempts before the current one
-        self._stats = WorkerStats()  # the newest that the current attempt reported
+        self._stats = _NO_STATS  # the newest that the current attempt reported
         self._running: set[int] = set()  # choices that the current worker still works on
         self._stopped: set[int] = set()  # those of them that have ended here
 
@@ -290,6 +294,7 @@ class Generation:
         for each in received:
             self.choices[each.choice].resume(each)
         self.num_unfinished = sum(not choice.is_finished for choice in self.choices)
+        self.num_tokens = sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def is_finished(self) -> bool:
@@ -306,11 +311,6 @@ class Generation:
         return bool(self._running)
 
     @property
-    def num_tokens(self) -> int:
-        """Generated tokens of all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices)
-
-    @property
     def stats(self) -> WorkerStats:
         """The cost of all attempts, as far as they reported it."""
         return self._past_stats.plus(self._stats) if self._past_stats else self._stats
@@ -318,7 +318,7 @@ class Generation:
     def begin_attempt(self, worker_id: str) -> list[tuple[int, Sequence[int]]]:
         """Count a new attempt and return the choices to continue: (choice, tokens so far)."""
         if self.attempt >= 0:
-            self._past_stats, self._stats = self.stats, WorkerStats()
+            self._past_stats, self._stats = self.stats, _NO_STATS
         self.attempt += 1
         self.decode_workers.append(worker_id)
         unfinished = [choice for choice in self.choices if not choice.is_finished]
@@ -339,6 +339,7 @@ class Generation:
         choice = self.choices[delta.choice]
         was_finished = choice.is_finished
         if num_new := choice.accept(delta):
+            self.num_tokens += num_new
             if self.first_token_at is None:
                 self.first_token_at = now
             if self.token_gaps and choice.last_token_at is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class HotPrefix:
     """A prefix that prompts found in a cache."""
 

@@ -1,58 +1,74 @@
-"""The calls of one GenerateMany stream: runs each, and collects their results for its writer.
+"""The calls of one GenerateMany stream: begins each, and collects the news of all for its writer.
 
-A call appends its new results, and one writer takes those of all calls at once. When the writer is
-blocked, calls wait, and their generations merge the deltas that arrive meanwhile.
+A call with news is noted, and the writer takes what each noted one has. While the writer is
+blocked, the calls' generations merge what arrives. A call holds its place until the writer has
+taken its end.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from google.rpc import status_pb2
+
+from router import wire
+from router.call import Call
 from router.errors import InvalidRequest
+from router.pacing import SHARED_CALL_US, Pace
+from router.statuses import status_of
 
-_MOST_PENDING = 1024  # results that calls append before they wait for the writer
-
-Send = Callable[[Any], Awaitable[None]]
-# Runs a call to its end, given its caller's first message and a sink for its messages. Returns the
-# serialized error status that ends it, or nothing.
-Play = Callable[[Any, Send], Awaitable[bytes]]
+MOST_RESULTS = 128  # that a message begins to add to
+_MOST_NEWS = 1024  # that wait for the writer before no more calls begin
+_LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is held as long
+_PACE = Pace(message_us=SHARED_CALL_US)
 
 
 class ManyCalls:
     """Owns the calls of a stream.
 
     Args:
-        play: Runs one call.
-        cancelled_status: Serialized status of a call that its caller cancels.
+        make_call: Makes a call, given what is to be told of its news.
+        cancelled: The status of a call that its caller cancels.
     """
 
-    def __init__(self, play: Play, *, cancelled_status: bytes) -> None:
-        self._play = play
-        self._cancelled_status = cancelled_status
-        self._tasks: dict[int, asyncio.Task[bytes]] = {}  # call id |-> its task
-        self._pending: list[tuple[int, Any]] = []  # (call id, message or status)
-        self._has_news = asyncio.Event()  # something is pending, or the calls are over
+    def __init__(
+        self, make_call: Callable[[Callable[[], None]], Call], *, cancelled: status_pb2.Status
+    ) -> None:
+        self._make_call = make_call
+        self._cancelled_status = cancelled.SerializeToString()
+        self._calls: dict[int, Call] = {}  # call id |-> call that is not over
+        self._noted: set[Call] = set()  # those of `_news`
+        self._news: deque[tuple[int, Call | None]] = deque()  # None: it was cancelled
+        self._has_news = asyncio.Event()  # there are some, or the calls are over
         self._is_taken = asyncio.Event()
         self._is_closed = False  # the caller starts no more
         self._error: Exception | None = None
 
-    def start(self, call_id: int, request: Any) -> None:
-        """Start a call.
+    def start(self, message: Any) -> None:
+        """Start the call that a GenerateManyRequest asks for.
 
         Raises:
             InvalidRequest: A call with this id still runs.
         """
-        if call_id in self._tasks:
+        call_id = message.call_id
+        if call_id in self._calls:
             raise InvalidRequest("call_id", f"{call_id}, which still runs", "one that does not")
-        task = asyncio.create_task(self._run(call_id, request), name=f"call-{call_id}")
-        # A callback: a task that is cancelled before its first step runs nothing, not even finally.
-        task.add_done_callback(lambda ended: self._end(call_id, ended))
-        self._tasks[call_id] = task
+        call = self._calls[call_id] = self._make_call(partial(self._note, call_id))
+        pace = _PACE
+        if message.interval_ms:
+            least_s = min(message.interval_ms / 1000, _LONGEST_INTERVAL_S)
+            pace = Pace(message_us=SHARED_CALL_US, least_s=least_s)
+        call.begin(message.start, message.timeout_ms / 1000 or None, pace)
 
     def cancel(self, call_id: int) -> None:
         """Cancel a call, if it still runs."""
-        if task := self._tasks.get(call_id):
-            task.cancel()
+        call = self._calls.pop(call_id, None)
+        if call:
+            call.cancel()
+            self._news.append((call_id, None))
+            self._has_news.set()
 
     def close(self, error: Exception | None = None) -> None:
         """Note that no more calls start; an error ends the stream at once."""
@@ -60,46 +76,64 @@ class ManyCalls:
         self._error = error
         self._has_news.set()
 
-    async def take(self) -> list[tuple[int, Any]]:
-        """Wait for results and return them, each call's in order; none: all calls are over.
+    async def take(self) -> Any:
+        """Wait for news, and return some as a GenerateManyResponse; None: all calls are over.
 
         Raises:
             Exception: The argument of `close`.
         """
-        while not self._pending and not (self._is_closed and not self._tasks) and not self._error:
-            self._has_news.clear()
-            await self._has_news.wait()
-        if self._error:
-            raise self._error
-        pending, self._pending = self._pending, []
-        self._is_taken.set()
-        return pending
+        response = wire.many_response()
+        results = response.results
+        while not results:
+            while not self._news and not self._error:
+                if self._is_closed and not self._calls:
+                    return None
+                self._has_news.clear()
+                await self._has_news.wait()
+            if self._error:
+                raise self._error
+            # A caller that reads late gets much at once, but no message may be too long.
+            while self._news and len(results) < MOST_RESULTS:
+                call_id, call = self._news.popleft()
+                if call is None:
+                    results.add(call_id=call_id, error_status=self._cancelled_status)
+                else:
+                    self._noted.discard(call)
+                    self._take(call_id, call, results)
+            self._is_taken.set()
+        return response
 
     async def wait_taken(self) -> None:
-        """Wait while much is pending. Starting a call waits as well: each ends with a result."""
-        while len(self._pending) >= _MOST_PENDING:
+        """Wait while there is much news. Starting a call waits as well: each ends with a result."""
+        while len(self._news) >= _MOST_NEWS:
             self._is_taken.clear()
             await self._is_taken.wait()
 
-    async def stop(self) -> None:
-        """Cancel running calls and wait for their end."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+    def stop(self) -> None:
+        """Cancel running calls."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.cancel()
 
-    async def _run(self, call_id: int, request: Any) -> bytes:
-        async def send(message: Any) -> None:
-            await self.wait_taken()
-            self._pending.append((call_id, message))
+    def _note(self, call_id: int) -> None:
+        call = self._calls.get(call_id)
+        if call is not None and call not in self._noted:
+            self._noted.add(call)
+            self._news.append((call_id, call))
             self._has_news.set()
 
-        return await self._play(request, send)
-
-    def _end(self, call_id: int, task: "asyncio.Task[bytes]") -> None:
-        del self._tasks[call_id]
-        status = self._cancelled_status if task.cancelled() else task.result()
-        if status:
-            self._pending.append((call_id, status))
-        self._has_news.set()
+    def _take(
+        self,
+        call_id: int,
+        call: Call,
+        results: Any,
+    ) -> None:
+        if self._calls.get(call_id) is not call:
+            return  # it was cancelled
+        call.take(lambda: results.add(call_id=call_id).response)
+        if call.is_over:
+            del self._calls[call_id]
+            call.close()
+            if call.error:
+                status = status_of(call.error).SerializeToString()
+                results.add(call_id=call_id, error_status=status)

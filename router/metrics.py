@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 
-from prometheus_client import Counter
-
 from observability.cluster_metrics import Cluster, ClusterCollector
 from observability.request_metrics import (
     SECONDS_IN_QUEUE,
-    ByLabels,
     GapsCollector,
     RequestMetrics,
 )
+from observability.tallies import Tallies
 from observability.token_gaps import TokenGaps
 
 
@@ -20,13 +18,11 @@ class RouterMetrics(RequestMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.token_gaps = TokenGaps()
-        self._outcomes = ByLabels(
-            Counter(
-                "pagewire_router_requests",
-                "Finished calls, by outcome: ok, or the name of a gRPC status.",
-                ("outcome",),
-                registry=self.registry,
-            )
+        self._outcomes = Tallies(
+            "pagewire_router_requests",
+            "Finished calls, by outcome: ok, or the name of a gRPC status.",
+            ("outcome",),
+            self.registry,
         )
         self._dispatch = self._histogram(
             "router_queue_time_seconds",
@@ -38,8 +34,15 @@ class RouterMetrics(RequestMetrics):
         """Note how long an admitted call waited until a decode worker got it."""
         self._dispatch.labels(model).observe(seconds)
 
-    def call_ended(self, outcome: str) -> None:
-        """Count a call that is over, however it ended."""
+    def call_begun(self) -> None:
+        """Count a call that runs, and waits for its first token."""
+        self._num_running += 1
+        self._num_waiting += 1
+
+    def call_ended(self, outcome: str, *, is_waiting: bool) -> None:
+        """Count a call that is over, however it ended; `is_waiting`: without a token."""
+        self._num_running -= 1
+        self._num_waiting -= is_waiting
         self._outcomes.labels(outcome).inc()
 
     def tell_cluster(self, ask: Callable[[], Cluster], model: Callable[[], str]) -> None:

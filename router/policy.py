@@ -52,7 +52,7 @@ class WorkerLoad:
     queue: DecodeQueue = field(default_factory=DecodeQueue)  # of a decode worker
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class RouteQuery:
     """The inputs of the decision besides the workers."""
 
@@ -63,7 +63,7 @@ class RouteQuery:
     affinity: bytes  # of the first page: cold prompts with the same beginning go to the same place
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class RouteDecision:
     """The decode worker, and the prefill candidates, best first."""
 
@@ -95,7 +95,11 @@ def route(
     costs = _Costs(query, overlaps, weights)
     prefill = sorted(prefill_workers, key=lambda each: costs.ranked(each, costs.compute_s(each)))
     best = prefill[0] if prefill else None
-    decode = min(decode_workers, key=lambda each: costs.ranked(each, costs.decode_s(each, best)))
+    decode = decode_workers[0]
+    if len(decode_workers) > 1:
+        decode = min(
+            decode_workers, key=lambda each: costs.ranked(each, costs.decode_s(each, best))
+        )
     computing = costs.computing(decode, best)
     return RouteDecision(
         decode_worker=decode.worker_id,
@@ -118,6 +122,8 @@ class _Costs:
         self._query = query
         self._overlaps = overlaps
         self._weights = weights
+        num_new_tokens = query.num_sequences * min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
+        self._mean_new_pages = num_new_tokens / query.page_size / 2
 
     def ranked(self, worker: WorkerLoad, seconds: float) -> tuple[float, bytes]:
         """Order equal workers differently for different prompts, so that cold prompts spread."""
@@ -168,12 +174,10 @@ class _Costs:
         return max(self._hold_s(decode), min(each.prefill_wait_s for each in computing))
 
     def _hold_s(self, worker: WorkerLoad) -> float:
-        query = self._query
         num_pages = self.num_lacking_pages(worker)
-        num_new_tokens = query.num_sequences * min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
         demand = Demand(
             num_pages=num_pages,
-            mean_pages=num_pages + num_new_tokens / query.page_size / 2,
-            num_sequences=query.num_sequences,
+            mean_pages=num_pages + self._mean_new_pages,
+            num_sequences=self._query.num_sequences,
         )
         return wait_to_hold_s(worker.queue, demand)

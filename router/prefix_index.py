@@ -99,10 +99,20 @@ class PrefixIndex:
         if entered:
             self._expiries.append((expires_at, bit, tuple(entered)))
 
+    @property
+    def expects_pages(self) -> bool:
+        """Whether some pages are expected, so that `match` may find more than workers hold."""
+        return bool(self._expected)
+
     def match(self, page_hashes: Sequence[bytes], now: float) -> Mapping[str, int]:
         """Return for each worker how many leading pages it holds, if any."""
         self._expire(now)
         overlaps: dict[str, int] = {}
+        if not self._expected:
+            mask = self._mask_of_all(page_hashes)
+            if mask is not None:
+                self._note(overlaps, mask, len(page_hashes))
+                return overlaps
         remaining = -1  # all bits
         depth = 0
         for page_hash in page_hashes:
@@ -161,6 +171,11 @@ class PrefixIndex:
             bit = ~used & (used + 1)  # the lowest that is free
             self._bits[worker_id] = bit
         return bit
+
+    def _mask_of_all(self, page_hashes: Sequence[bytes]) -> int | None:
+        """Return the workers that certainly hold each page, if these are the same for all."""
+        masks = set(map(self._masks.get, page_hashes))
+        return masks.pop() if len(masks) == 1 else None
 
     def _clear(self, page_hash: bytes, bit: int) -> None:
         mask = self._masks[page_hash] & ~bit

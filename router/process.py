@@ -32,6 +32,7 @@ from router.health import INFERENCE_SERVICE
 from router.member_feed import MemberFeed
 from router.membership import WorkerMember
 from router.metrics_server import MetricsServer
+from router.random_ids import random_ids
 from router.router import Router
 from router.tenants.file import digest_of, read_tenants
 from router.tenants.gate import is_operator
@@ -92,7 +93,7 @@ class RouterProcess:
             config=config,
             model_dir=settings.model_dir,
             connect_channel=partial(connect_worker, credentials, links),
-            random_id=lambda: secrets.token_hex(16),
+            random_id=random_ids(),
             describe_tls=lambda: (self._front.encryption(), links.door.encryption()),
             tenants=self._tenants,
         )

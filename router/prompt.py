@@ -107,6 +107,29 @@ class PromptEncoder:
         template = folder.chat_template
         self._names = names_in(template.source if template else "")
 
+    def encode_at_once(
+        self, prompt: Prompt, finish: Callable[[bytes], T], *, max_chars: int
+    ) -> tuple[str, T] | None:
+        """Do what `encode` does for a small prompt; None: it takes long, `encode` must do it.
+
+        Raises:
+            InvalidRequest: The prompt cannot become tokens.
+        """
+        if isinstance(prompt, PackedTokens):
+            check_packed_token_ids("prompt.token_ids", prompt.packed)
+            is_small = len(prompt.packed) <= LARGE_PACKED_BYTES
+            return ("", finish(prompt.packed)) if is_small else None
+        tokenizer = self._folder.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(prompt.field, "text", "token_ids: this router has no tokenizer")
+        if isinstance(prompt, Chat):
+            return None
+        check_text(prompt.field, prompt.text, max_chars)
+        if len(prompt.text) > LARGE_TEXT_CHARS:
+            return None
+        ids = tokenizer.encode(prompt.text, add_special_tokens=True)
+        return prompt.text, finish(pack_token_ids(ids))
+
     async def encode(
         self, prompt: Prompt, finish: Callable[[bytes], T], *, max_chars: int
     ) -> tuple[str, T]:
@@ -121,22 +144,17 @@ class PromptEncoder:
             InvalidRequest: The prompt cannot become tokens.
             Overloaded: Too many prompts wait to be rendered or tokenized.
         """
+        encoded = self.encode_at_once(prompt, finish, max_chars=max_chars)
+        if encoded is not None:
+            return encoded
         if isinstance(prompt, PackedTokens):
-            check_packed_token_ids("prompt.token_ids", prompt.packed)
-            if len(prompt.packed) <= LARGE_PACKED_BYTES:
-                return "", finish(prompt.packed)
             work = partial(finish, prompt.packed)
             return "", await self._off_loop.run(work, len(prompt.packed))
         tokenizer = self._folder.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest(prompt.field, "text", "token_ids: this router has no tokenizer")
-        if isinstance(prompt, Text):
-            check_text(prompt.field, prompt.text, max_chars)
-            text = prompt.text
-        else:
-            text = await self._render(prompt, max_chars)
+        assert tokenizer is not None, "a text was refused without one"
         # A template writes the special tokens itself.
         adds_special_tokens = isinstance(prompt, Text)
+        text = prompt.text if isinstance(prompt, Text) else await self._render(prompt, max_chars)
         if len(text) <= LARGE_TEXT_CHARS:
             ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
             return text, finish(pack_token_ids(ids))

@@ -104,7 +104,6 @@ class GenerationRequest:
     page_size: int
     arrived_at: float  # loop time
     deadline_at: float  # loop time
-    prompt_digest: bytes = b""  # SHA-256 of its token ids as they are packed, for resume tokens
     begins_in_reasoning: bool = False  # see GenerateResponse in protos/inference.proto
     tenant: TenantRules = field(default_factory=lambda: TenantRules(name=""))  # it is made for
     resumed_from: str = ""  # the request id at the router that was lost; empty: a new call

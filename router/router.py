@@ -96,7 +96,6 @@ class Router:
             folder=folder,
             encoder=PromptEncoder(folder=folder, renderer=self._renderer, off_loop=off_loop),
             registry=self.registry,
-            random_id=random_id,
             resume_tokens=ResumeTokens(
                 key=config.resume_key,
                 lifetime_s=config.request_timeout_s,

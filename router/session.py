@@ -8,12 +8,13 @@ breaks, the request continues over another session, as the next attempt.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from observability.logs import fields
-from pagewire.protos.call_tasks import is_own_cancellation, mark_seen
+from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.gathering import gather
 from router import wire
 from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 _FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE, _RESOURCE_EXHAUSTED = 9, 10, 14, 8
 _RETRYABLE = {_FAILED_PRECONDITION, _ABORTED, _UNAVAILABLE}
 
+# Takes the reason why an attempt is over; None: all output has come.
+AttemptOver = Callable[[AttemptFailed | RequestFailed | None], None]
+
 
 class Stream:
     """A request on its way: fed by a session, drained by the client's call.
@@ -36,78 +40,80 @@ class Stream:
         generation: The state that is fed and drained.
         pacer: Decides how long tokens gather after each message.
         pace: The cost of its messages, and the shortest time that its tokens gather.
+        on_ready: Called when there is something to take that is due, or the end; must not raise.
+
+    Attributes:
+        is_over: Nothing more will come: the last `take` returns what is left.
+        error: Why it ended, unless all was received.
     """
 
-    def __init__(self, generation: Generation, pacer: Pacer, pace: Pace) -> None:
+    def __init__(
+        self, generation: Generation, pacer: Pacer, pace: Pace, on_ready: Callable[[], None]
+    ) -> None:
         self.generation = generation
         self.has_logprobs = generation.request.sampling.logprobs is not None
         self.placement: Placement | None = None
         self.began_at = asyncio.get_running_loop().time()
+        self.is_over = False
+        self.error: RouterError | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self.driver: asyncio.Task[None] | None = None  # while something has to be waited for
         self._pacer = pacer
         self._pace = pace
+        self._on_ready = on_ready
         self._is_paced = False  # counted there
         self._due_at = 0.0  # loop time; what comes before it gathers
         self._is_gathering = False  # the pacer will end it
-        self._attempt_over: asyncio.Future[None] | None = None
-        self._ready = asyncio.Event()  # there is something to take that is due, or the end
-        self._is_over = False
-        self._error: RouterError | None = None
+        self._on_attempt_over: AttemptOver | None = None  # None: no attempt runs
 
     @property
     def _sending_us(self) -> int:
         return self._pace.message_us * len(self.generation.choices)  # each has messages of its own
 
-    async def next_outputs(self) -> list[Output]:
-        """Wait for new output and return it; nothing means that all was returned.
-
-        Raises:
-            RouterError: The request failed; raised after all earlier output was returned.
-        """
-        while not self._is_over:
-            # No deadline here: the task that drives the request has one and ends this wait.
-            await self._ready.wait()
-            self._ready.clear()
-            self._is_gathering = False
-            if outputs := self.generation.take_outputs():
-                now = asyncio.get_running_loop().time()
-                self._due_at = now + self._pacer.interval_s(self._pace)
-                return outputs
+    def take(self) -> list[Output]:
+        """Return the output that came since the last time; later output gathers for a while."""
+        self._is_gathering = False
         outputs = self.generation.take_outputs()
-        if not outputs and self._error:
-            raise self._error
+        if outputs and not self.is_over:
+            now = asyncio.get_running_loop().time()
+            self._due_at = now + self._pacer.interval_s(self._pace)
         return outputs
 
-    def begin_attempt(self) -> "asyncio.Future[None]":
-        self._attempt_over = asyncio.get_running_loop().create_future()
-        # If the client leaves at the same moment, the failure is never retrieved.
-        self._attempt_over.add_done_callback(mark_seen)
-        return self._attempt_over
+    def begin_attempt(self, on_over: AttemptOver) -> None:
+        """Take deltas from now on; `on_over` gets the reason why they end, None: all came."""
+        self._on_attempt_over = on_over
+
+    def end_attempt(self, error: AttemptFailed | RequestFailed | None) -> None:
+        """End the attempt, if one runs."""
+        on_over, self._on_attempt_over = self._on_attempt_over, None
+        if on_over is not None:
+            on_over(error)
 
     def on_delta(self, delta: Delta, now: float) -> None:
         """Take over a delta, unless it is stale; a gap before it ends the attempt."""
-        over = self._attempt_over
-        if over is None or over.done():
+        if self._on_attempt_over is None:
             return
-        num_unfinished = self.generation.num_unfinished
+        generation = self.generation
+        num_unfinished = generation.num_unfinished
         try:
-            is_fresh = self.generation.accept(delta, now)
+            is_fresh = generation.accept(delta, now)
         except DeltaGap as gap:
-            self.fail_attempt(AttemptFailed(str(gap)))
+            self.end_attempt(AttemptFailed(str(gap)))
             return
         if not is_fresh:
             return
         if self.placement:
             self.placement.prefilled(now)
-        if self.generation.is_finished:
-            over.set_result(None)
         if not self._is_paced:
             self._is_paced = True
             self._pacer.sending_us += self._sending_us
-        if now >= self._due_at or self.generation.num_unfinished < num_unfinished:
-            self._ready.set()
+        if generation.is_finished:
+            self.end_attempt(None)  # which ends the stream
+        elif now >= self._due_at or generation.num_unfinished < num_unfinished:
+            self._on_ready()
         elif not self._is_gathering:
             self._is_gathering = True
-            self._pacer.call_at(self._due_at, self._ready.set)
+            self._pacer.call_at(self._due_at, self._on_ready)
 
     def on_failure(self, failure: Failure) -> None:
         """End the attempt because the worker reports its end, unless that is stale."""
@@ -115,25 +121,21 @@ class Stream:
             return
         self.generation.failed_passes = failure.failed_passes
         if failure.code in _RETRYABLE:
-            self.fail_attempt(AttemptFailed(failure.message, is_refusal=True))
+            self.end_attempt(AttemptFailed(failure.message, is_refusal=True))
         elif failure.code == _RESOURCE_EXHAUSTED:
-            self.fail_attempt(AttemptFailed(failure.message, is_refusal=True, is_overload=True))
+            self.end_attempt(AttemptFailed(failure.message, is_refusal=True, is_overload=True))
         else:
-            self.fail_attempt(RequestFailed(failure.code, failure.message))
-
-    def fail_attempt(self, error: Exception) -> None:
-        if self._attempt_over and not self._attempt_over.done():
-            self._attempt_over.set_exception(error)
+            self.end_attempt(RequestFailed(failure.code, failure.message))
 
     def end(self, error: RouterError | None) -> None:
         """Let the client's call see the end; the first end counts."""
-        if not self._is_over:
-            self._is_over = True
+        if not self.is_over:
+            self.is_over = True
             if self._is_paced:
                 self._pacer.sending_us -= self._sending_us
             # A deadline may pass between the last token and this; the client has its result.
-            self._error = None if self.generation.is_finished else error
-            self._ready.set()
+            self.error = None if self.generation.is_finished else error
+            self._on_ready()
 
 
 class Session:
@@ -164,7 +166,7 @@ class Session:
         """End the attempts of all streams; each request continues elsewhere."""
         streams, self.streams = self.streams, {}
         for stream in streams.values():
-            stream.fail_attempt(AttemptFailed(reason))
+            stream.end_attempt(AttemptFailed(reason))
 
     async def run(self) -> str:
         """Exchange messages until the session breaks; return why it did."""

@@ -16,6 +16,7 @@ from router.request import AskedSampling, Sampling, SamplingDefaults, ServedMode
 from router.resumption import Resumption
 
 MAX_STOP_STRINGS = 16
+_PACKED = np.dtype("<u4")
 MAX_STOP_CHARS = 1024
 MAX_MESSAGES = 10_000
 MAX_REQUEST_FIELDS = 10 * MAX_MESSAGES  # with their messages; nine make one with a call of a tool
@@ -73,8 +74,8 @@ def check_tokens(field: str, packed: bytes, model: ServedModel) -> None:
 
 
 def _check_vocabulary(field: str, packed: bytes, model: ServedModel) -> None:
-    token_ids = np.frombuffer(packed, dtype="<u4")
-    if token_ids.max() >= model.vocab_size:
+    token_ids = np.frombuffer(packed, dtype=_PACKED)
+    if np.maximum.reduce(token_ids) >= model.vocab_size:  # max() is a detour through Python
         index = int(np.argmax(token_ids >= model.vocab_size))  # the first
         found, allowed = str(token_ids[index]), f"0 to {model.vocab_size - 1}"
         raise InvalidRequest(f"{field}[{index}]", found, allowed)

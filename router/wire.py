@@ -1,6 +1,7 @@
 """Converts between the router's values and protobuf, and makes the calls to workers."""
 
 from collections.abc import AsyncGenerator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -20,12 +21,12 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
 from router.errors import InvalidRequest
-from router.generation import Delta, Failure, Finish, Output, WorkerStats
+from router.generation import Delta, Failure, Finish, Generation, Output, WorkerStats
 from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
-from router.request import AskedSampling, GenerationRequest, ServedModel
+from router.request import AskedSampling, GenerationRequest, Sampling, ServedModel
 from router.resumption import ReceivedChoice, Resumption
 from router.tenants.tenant import Tenant
 from router.worker_report import WorkerHeartbeat, WorkerInfo
@@ -42,7 +43,7 @@ _TOOL_CALL_FORMATS = {
     ToolCallFormat.HERMES: inference_pb2.TOOL_CALL_FORMAT_HERMES,
     ToolCallFormat.MISTRAL: inference_pb2.TOOL_CALL_FORMAT_MISTRAL,
 }
-_OPTIONAL_SAMPLING = (
+_NUMBERS = (
     "temperature",
     "top_p",
     "top_k",
@@ -54,8 +55,10 @@ _OPTIONAL_SAMPLING = (
     "max_tokens",
     "min_tokens",
     "n",
-    "logprobs",
 )
+_read_numbers = attrgetter(*_NUMBERS)
+# Fields of a client's parameters that AskedSampling takes as they are.
+_PLAIN_SAMPLING = frozenset({*_NUMBERS, "logprobs", "ignore_eos", "skip_special_tokens"})
 _SHOWN_HASH_BYTES = 4  # of a hash: enough to tell ten prefixes apart
 _STATS = (
     "decode_cached_tokens",
@@ -208,30 +211,38 @@ def submit(
         failed_passes: As reported by the worker that had it last.
         traceparent: The traceparent of the attempt's span; empty: it is not traced.
     """
-    sampling = request.sampling
-    return worker_pb2.SessionRequest(
-        submit=worker_pb2.SubmitRequest(
-            request_id=request.request_id,
-            attempt=attempt,
-            prompt_token_ids=request.packed_token_ids,
-            sampling=common_pb2.SamplingParams(
-                **{name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING},
-                stop_token_ids=sampling.stop_token_ids,
-                ignore_eos=sampling.ignore_eos,
-                constraint=constraint_to_proto(sampling.constraint),
-            ),
-            choices=[
-                worker_pb2.ChoiceState(choice=choice, emitted_token_ids=pack_token_ids(emitted))
-                for choice, emitted in choices
-            ],
-            prefill_candidates=[_worker_ref(each) for each in prefill_candidates],
-            cache_salt=request.tenant.cache_salt,
-            cache_share=request.tenant.cache_share,
-            timeout_ms=max(1, min(int(timeout_s * 1000), 2**32 - 1)),
-            failed_passes=failed_passes,
-            traceparent=traceparent,
-        )
-    )
+    message = worker_pb2.SessionRequest()
+    submitted = message.submit
+    submitted.request_id = request.request_id
+    submitted.attempt = attempt
+    submitted.prompt_token_ids = request.packed_token_ids
+    _write_sampling(submitted.sampling, request.sampling)
+    for choice, emitted in choices:
+        state = submitted.choices.add(choice=choice)
+        if emitted:
+            state.emitted_token_ids = pack_token_ids(emitted)
+    for each in prefill_candidates:
+        submitted.prefill_candidates.append(_worker_ref(each))
+    submitted.cache_salt = request.tenant.cache_salt
+    submitted.cache_share = request.tenant.cache_share
+    submitted.timeout_ms = max(1, min(int(timeout_s * 1000), 2**32 - 1))
+    submitted.failed_passes = failed_passes
+    submitted.traceparent = traceparent
+    return message
+
+
+def _write_sampling(message: common_pb2.SamplingParams, sampling: Sampling) -> None:
+    """Write complete parameters."""
+    for name, value in zip(_NUMBERS, _read_numbers(sampling), strict=True):
+        setattr(message, name, value)
+    if sampling.logprobs is not None:
+        message.logprobs = sampling.logprobs
+    if sampling.stop_token_ids:
+        message.stop_token_ids.extend(sampling.stop_token_ids)
+    message.ignore_eos = sampling.ignore_eos
+    constraint = constraint_to_proto(sampling.constraint)
+    if constraint is not None:
+        message.constraint.CopyFrom(constraint)
 
 
 def cancel(request_id: str, choices: Sequence[int] = ()) -> worker_pb2.SessionRequest:
@@ -270,19 +281,17 @@ def asked_sampling(params: common_pb2.SamplingParams) -> AskedSampling:
     Raises:
         InvalidRequest: A constraint is empty.
     """
+    given = {field.name: value for field, value in params.ListFields()}  # one call for all
+    if given.keys() <= _PLAIN_SAMPLING:
+        return AskedSampling(**given)
     try:
         constraint = constraint_from_proto(params)
     except InvalidConstraint as error:
         raise InvalidRequest("sampling.constraint", error.found, error.allowed) from None
-    given = {field.name: value for field, value in params.ListFields()}  # one call for all
     return AskedSampling(
-        **{name: value for name, value in given.items() if name in _OPTIONAL_SAMPLING},
+        **{name: value for name, value in given.items() if name in _PLAIN_SAMPLING},
         stop=tuple(params.stop),
         stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        skip_special_tokens=(
-            params.skip_special_tokens if params.HasField("skip_special_tokens") else True
-        ),
         constraint=constraint,
     )
 
@@ -305,20 +314,45 @@ def resumption(request: inference_pb2.GenerateRequest) -> Resumption | None:
     )
 
 
-def response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:
-    """Convert a piece of a choice for the client."""
-    finish = output.finish
-    return inference_pb2.GenerateResponse(
-        request_id=request.request_id,
-        choice=output.choice,
-        text=output.text,
-        token_ids=pack_token_ids(output.token_ids),
-        first_index=output.first_index,
-        logprobs=output.logprobs,
-        finish_reason=_FINISH_NUMBERS[finish] if finish else common_pb2.FINISH_REASON_UNSPECIFIED,
-        stopped_by=output.stopped_by,
-        begins_in_reasoning=request.begins_in_reasoning,
-    )
+def many_response() -> inference_pb2.GenerateManyResponse:
+    """Make an empty message to add results to."""
+    return inference_pb2.GenerateManyResponse()
+
+
+def write_output(
+    message: inference_pb2.GenerateResponse, request: GenerationRequest, output: Output
+) -> None:
+    """Write a piece of a choice into an empty message for the client."""
+    message.request_id = request.request_id
+    message.first_index = output.first_index
+    message.token_ids = pack_token_ids(output.token_ids)
+    if output.choice:
+        message.choice = output.choice
+    if output.text:
+        message.text = output.text
+    if output.logprobs:
+        message.logprobs.extend(output.logprobs)
+    if output.finish:
+        message.finish_reason = _FINISH_NUMBERS[output.finish]
+        message.stopped_by = output.stopped_by
+    if request.begins_in_reasoning:
+        message.begins_in_reasoning = True
+
+
+def write_usage(message: inference_pb2.Usage, generation: Generation) -> None:
+    """Write the account of a generation that has finished into an empty message."""
+    timings = generation.timings()
+    message.prompt_tokens = generation.request.prompt_len
+    message.completion_tokens = generation.num_tokens
+    message.ttft_ms = timings.ttft_ms
+    message.total_ms = timings.total_ms
+    message.tpot_ms = timings.tpot_ms
+    message.decode_workers.extend(generation.decode_workers)
+    stats = generation.stats
+    for name in _STATS:
+        if value := getattr(stats, name):
+            setattr(message.stats, name, value)
+    message.stats.resumptions = generation.num_resumptions
 
 
 def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
@@ -338,20 +372,6 @@ def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
         for each in prompt.messages
     )
     return Chat(field, messages, prompt.tools_json)
-
-
-def call_result(
-    call_id: int, result: inference_pb2.GenerateResponse | bytes
-) -> inference_pb2.CallResult:
-    """Convert a part of a call of many, or its end with a serialized status."""
-    if isinstance(result, bytes):
-        return inference_pb2.CallResult(call_id=call_id, error_status=result)
-    return inference_pb2.CallResult(call_id=call_id, response=result)
-
-
-def request_stats(stats: WorkerStats) -> common_pb2.RequestStats:
-    """Convert the cost of a request."""
-    return common_pb2.RequestStats(**{name: getattr(stats, name) for name in _STATS})
 
 
 def model(
@@ -432,4 +452,6 @@ def _worker_ref(member: WorkerMember) -> common_pb2.WorkerRef:
 
 
 def _stats(stats: common_pb2.RequestStats) -> WorkerStats:
-    return WorkerStats(**{name: getattr(stats, name) for name in _STATS})
+    given = {field.name: value for field, value in stats.ListFields()}  # one call for all
+    given.setdefault("cached_tokens", 0)
+    return WorkerStats(**given)

@@ -1,5 +1,6 @@
 """Identity and model of a worker: values that both pools are constructed with."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,8 @@ class ModelInfo:
         """Raise ValueError, which names `field`, if a token id is outside the vocabulary."""
         if len(token_ids) == 0:
             return
-        largest = int(np.asarray(token_ids).max())  # of an array in a tenth of the time of max()
+        # To read the buffer is quicker than to convert, and reduce() than max().
+        ids = np.frombuffer(token_ids, np.uintc) if isinstance(token_ids, array) else token_ids
+        largest = int(np.maximum.reduce(ids))
         if largest >= self.vocab_size:
             raise ValueError(f"{field}: found {largest}; allowed: 0 to {self.vocab_size - 1}")

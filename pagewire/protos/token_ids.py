@@ -11,6 +11,8 @@ assert array(_TYPE).itemsize == TOKEN_BYTES, "a C compiler whose unsigned int ha
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Return four bytes per id; of what `token_array` returned it is a copy of memory."""
+    if sys.byteorder == "little" and isinstance(token_ids, array) and token_ids.typecode == _TYPE:
+        return token_ids.tobytes()
     ids = array(_TYPE, token_ids)
     if sys.byteorder == "big":
         ids.byteswap()

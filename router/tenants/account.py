@@ -32,7 +32,8 @@ class Account:
         """Count the tokens that are new among `num_tokens` in all."""
         if num_new := num_tokens - self._num_generated:
             self._num_generated = num_tokens
-            self._decide(keeps_request=True, keeps_prompt=True)
+            if self._request or self._prompt:
+                self._decide(keeps_request=True, keeps_prompt=True)
             self.tenant.use_generated(num_new, _now())
 
     def close(self, *, may_have_run: bool, is_refused: bool) -> None:
@@ -44,7 +45,8 @@ class Account:
             is_refused: Whether the cluster had no place for it. Then the request is given back,
                 too. A caller that cancels, or whose request is wrong, has used one.
         """
-        self._decide(keeps_request=may_have_run or not is_refused, keeps_prompt=may_have_run)
+        if self._request or self._prompt:
+            self._decide(keeps_request=may_have_run or not is_refused, keeps_prompt=may_have_run)
 
     def _decide(self, *, keeps_request: bool, keeps_prompt: bool) -> None:
         tenant, now = self.tenant, _now()

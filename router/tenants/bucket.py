@@ -6,7 +6,7 @@ from itertools import accumulate
 _ROUNDING = 1e-6  # units by which sums of floats may be off
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: to make one would take many times as long
 class Charge:
     """Units that were taken and may be given back."""
 
@@ -48,8 +48,10 @@ class Bucket:
 
     def wait_s(self, now: float) -> float:
         """Return how long it takes until a unit is there; 0: one is."""
+        if not self._rate_per_s:
+            return 0.0
         lacking = 1 - self.level(now)
-        if not self._rate_per_s or lacking <= _ROUNDING:
+        if lacking <= _ROUNDING:
             return 0.0
         return lacking / self._rate_per_s
 
@@ -62,14 +64,15 @@ class Bucket:
 
     def take(self, amount: float, now: float) -> None:
         """Take units for good, whether they are there or not."""
-        self._refill(now)
-        self._moved -= amount
+        if self._rate_per_s:
+            self._refill(now)
+            self._moved -= amount
 
     def charge(self, amount: float, now: float) -> Charge:
         """Take units, whether they are there or not, until `keep` or `give_back` decides."""
-        self._refill(now)
         charge = Charge(amount)
         if self._rate_per_s:
+            self._refill(now)
             self._undecided.append(charge)
             self._bounds.append(self._capacity - self._moved)
         return charge
@@ -83,9 +86,9 @@ class Bucket:
         self._decide(charge, 0.0, now)
 
     def _decide(self, charge: Charge, taken: float, now: float) -> None:
-        self._refill(now)
         if charge not in self._undecided:  # there was no limit, then or since
             return
+        self._refill(now)
         number = self._undecided.index(charge)
         before, after = self._bounds[: number + 1], self._bounds[number + 1 :]
         before = [bound - taken for bound in before]

@@ -149,7 +149,7 @@ class Turns(Generic[T]):
             weight: The tenant's weight.
             has_begun: Whether it began at another router: it comes before new ones of its tenant.
         """
-        if self._queue or self._is_taken or not self._has_room(request):
+        if not self.is_free(request):
             await self._wait(name, request, cost, weight, has_begun)
         self._is_taken = True
         try:
@@ -157,6 +157,10 @@ class Turns(Generic[T]):
         finally:
             self._is_taken = False
             self.go_on()
+
+    def is_free(self, request: T) -> bool:
+        """Return whether a request may proceed at once: as in its turn, counted without a wait."""
+        return not (self._queue or self._is_taken) and self._has_room(request)
 
     def expected_wait_s(self, name: str, *, cost: int, weight: float) -> float:
         """Return how long a new request would wait for its turn; 0: nobody waits, or unknown."""

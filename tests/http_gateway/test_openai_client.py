@@ -165,9 +165,9 @@ def test_all_sampling_parameters_are_passed_on(client, plain):
     with_worker = plain.backend.dispatcher
     submit = with_worker._attempt
 
-    async def watched(stream, *rest):
+    def watched(stream, *rest):
         seen.append(stream.generation.request.sampling)
-        await submit(stream, *rest)
+        submit(stream, *rest)
 
     with_worker._attempt = watched
     try:

@@ -10,12 +10,13 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos import common_pb2, inference_pb2, worker_pb2
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     RouterUnderTest,
     ScriptedWorker,
+    Session,
     honest,
     running_router,
     tokens,
@@ -83,6 +84,11 @@ class Caller:
         ]
 
 
+async def silent(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+    """Never answer."""
+    await asyncio.Event().wait()
+
+
 def grpc_code(status: status_pb2.Status) -> str:
     return next(each.name for each in grpc.StatusCode if each.value[0] == status.code)
 
@@ -109,6 +115,22 @@ def test_many_calls_share_messages_and_get_what_generate_gives() -> None:
                 assert caller.token_ids(call_id) == alone.token_ids() == tokens(0, 10)
                 assert caller.responses[call_id][-1].usage.completion_tokens == 10
             assert caller.num_messages < 40, "20 x 10 tokens travel together"
+
+    run_virtual(scenario())
+
+
+def test_calls_that_wait_for_nothing_are_no_tasks() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0", serve=silent)
+        async with running_router(worker) as tested, calling(tested) as caller:
+            await caller.start(0, asking())
+            await wait_until(lambda: len(worker.submits) == 1, timeout_s=1)
+            num_tasks = len(asyncio.all_tasks())
+            for call_id in range(1, 20):
+                await caller.start(call_id, asking())
+            await wait_until(lambda: len(worker.submits) == 20, timeout_s=1)
+
+            assert len(asyncio.all_tasks()) == num_tasks + 19, "one of the worker for each"
 
     run_virtual(scenario())
 
