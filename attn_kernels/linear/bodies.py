@@ -11,6 +11,7 @@ counterpart lie in one thread's registers, and only their product leaves the ker
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from attn_kernels.chain import wait_for_launch_before
 
@@ -55,7 +56,12 @@ def linear_kernel(
     # Grid: (cdiv(num_rows, BLOCK_M) * cdiv(num_out, BLOCK_N),), in bands of BAND row tiles; within
     # a band, row tiles change fastest.
     if IS_CHAINED:
-        wait_for_launch_before()
+        if IS_GATED:
+            # A product with few programs follows. Where they come while this one fills most of the
+            # device, they crowd on some multiprocessors.
+            cuda.gdc_wait()
+        else:
+            wait_for_launch_before()
     num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
     programs_per_band = BAND * tl.cdiv(num_out, BLOCK_N)
     my_first_tile = tl.program_id(0) // programs_per_band * BAND
