@@ -30,6 +30,7 @@ from observability.serving_process import settle_process
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.call_guard import CallGuard
+from protos.contract import CONTRACT_VERSION
 from worker.identity import ModelInfo, WorkerIdentity
 
 HOST = "127.0.0.1"
@@ -70,7 +71,12 @@ class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._ref = common_pb2.WorkerRef(worker_id="decode-0", incarnation=1, address="none")
+        self._ref = common_pb2.WorkerRef(
+            worker_id="decode-0",
+            incarnation=1,
+            address="none",
+            contract_version=CONTRACT_VERSION,
+        )
         self._running: dict[str, tuple[Request, Outbox]] = {}  # by request id
         self._changed = asyncio.Event()
         self._stepping = asyncio.create_task(self._step_for_ever())
@@ -97,7 +103,7 @@ class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
         await asyncio.Event().wait()
         yield
 
-    def open_session(self, router_id: str, incarnation: int) -> Outbox:
+    def open_session(self, router_id: str, incarnation: int, contract_version: int) -> Outbox:
         """Begin a session."""
         return Outbox(max_tokens=MAX_OUTBOX_TOKENS)
 

@@ -224,6 +224,7 @@ class ControllerActor:
         is_leaving: bool,
         node_id: str,
         resources: Mapping[str, float],
+        contract_version: int = 0,
     ) -> None:
         """Enter one start of a worker, and its place; idempotent."""
         member = WorkerMember(
@@ -232,12 +233,16 @@ class ControllerActor:
             address=address,
             pool=pool,
             is_draining=is_leaving,
+            contract_version=contract_version,
         )
         if self._membership.announce(member, _now()):
             log.info(
                 "worker_announced",
                 extra=fields(
-                    worker_id=worker_id, incarnation=f"{incarnation:016x}", address=address
+                    worker_id=worker_id,
+                    incarnation=f"{incarnation:016x}",
+                    address=address,
+                    contract_version=contract_version,
                 ),
             )
             self._publish()

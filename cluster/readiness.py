@@ -99,8 +99,8 @@ def wait_until_served(
 
 def _refuse_misfits(misfits: Mapping[str, str]) -> None:
     if misfits:
-        reasons = "; ".join(f"{name} serves {reason}" for name, reason in misfits.items())
-        raise StartError(f"all workers must serve the same model, but {reasons}")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in misfits.items())
+        raise StartError(f"workers that cannot serve beside the others: {reasons}")
 
 
 def _diagnosis(missing: list[str], timeout_s: float) -> str:

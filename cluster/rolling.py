@@ -58,7 +58,7 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
 def _restart_worker(controller: Any, name: str, grace_s: float, deadline: float) -> None:
     before = _start_of(name)
     ask(controller.restart.remote(name, grace_s))
-    _wait(name, deadline, lambda: _start_of(name) not in (None, before))
+    _wait(name, deadline, lambda: _serves_again(name, before))
 
 
 def _restart_front(controller: Any, name: str, grace_s: float, deadline: float) -> None:
@@ -97,6 +97,26 @@ def _start_of(name: str) -> int | None:
     except (ClusterError, ValueError):
         return None
     return ready.get(name)
+
+
+def _serves_again(name: str, before: int | None) -> bool:
+    """Return whether the router sees another start of a worker ready than before.
+
+    Raises:
+        StartError: The router cannot use it; waiting would not help.
+    """
+    if _start_of(name) not in (None, before):
+        return True
+    try:
+        misfits: dict[str, str] = ask(ray.get_actor(ROUTER_NAME).misfits.remote())
+    except (ClusterError, ValueError):
+        return False
+    if misfit := misfits.get(name):
+        raise StartError(
+            f"{name} has restarted and gets no requests of this router: {misfit}; the others are "
+            "unchanged"
+        )
+    return False
 
 
 def _pid(actor: Any) -> int | None:

@@ -116,7 +116,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
                 while any(each.applied < version for each in self._watches):
                     await self._applied.wait()
         except TimeoutError:
-            late = [each.router_id for each in self._watches if each.applied < version]
+            late = [each.router_id or "" for each in self._watches if each.applied < version]
             log.warning("routers_late", extra=fields(router_ids=", ".join(sorted(late))))
 
     async def WatchMembers(
@@ -143,6 +143,13 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
         self, requests: AsyncIterator[controller_pb2.WatchMembersRequest], watch: "_Watch"
     ) -> None:
         async for request in requests:
+            if watch.router_id is None:
+                log.info(
+                    "router_watches",
+                    extra=fields(
+                        router_id=request.router_id, contract_version=request.contract_version
+                    ),
+                )
             watch.router_id, watch.applied = request.router_id, request.applied_version
             self._note_applied()
 
@@ -155,14 +162,17 @@ class _Watch:
     """One watching router."""
 
     def __init__(self) -> None:
-        self.router_id = ""
+        self.router_id: str | None = None  # until its first message
         self.applied = 0  # version
 
 
 def _member(member: WorkerMember) -> controller_pb2.Member:
     return controller_pb2.Member(
         worker=common_pb2.WorkerRef(
-            worker_id=member.worker_id, incarnation=member.incarnation, address=member.address
+            worker_id=member.worker_id,
+            incarnation=member.incarnation,
+            address=member.address,
+            contract_version=member.contract_version,
         ),
         pool=_POOLS[member.pool],
         draining=member.is_draining,

@@ -27,6 +27,7 @@ from kv_transfer.users import Users
 from observability.logs import fields
 from observability.tracing import NoSpan
 from pagewire.protos.call_tasks import mark_seen
+from protos.contract import contract_difference
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
 from worker.identity import WorkerIdentity
@@ -243,6 +244,7 @@ class PrefillReceivers:
                 receiver_incarnation=self._context.identity.incarnation,
             ),
             client=PrefillClient(self._channel(sender)),
+            contract_version=self._context.identity.contract_version,
             connect=partial(self._connection, sender),
             drop=self._connections.drop,
             storage=self._context.storage,
@@ -261,9 +263,12 @@ class PrefillReceivers:
         """Return the connection to a prefill worker; the Connect call makes it if there is none.
 
         Raises:
-            PrefillFailed: The worker refused or could not be reached.
+            PrefillFailed: The worker refused, could not be reached or speaks another contract.
             TransferError: The connection was not made in time.
         """
+        own_version = self._context.identity.contract_version
+        if difference := contract_difference(sender.contract_version, own_version):
+            raise PrefillFailed(difference)
         connect_s = self._config.transfer_deadlines.connect_s
 
         async def connect(connection_id: str, transport: str, offer: bytes) -> None:

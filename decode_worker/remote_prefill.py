@@ -32,6 +32,7 @@ class RemotePrefill:
     """One attempt at one candidate. Call `run`, `stop` if that raised, then `close`; each once.
 
     Args:
+        contract_version: That of this worker.
         connect: Returns a connection to the candidate, or raises PrefillFailed or TransferError.
         drop: Takes a connection that the candidate does not know.
         on_commit: Called with n when the first n pages of the group are verified.
@@ -49,6 +50,7 @@ class RemotePrefill:
         *,
         ticket: Ticket,
         client: PrefillClient,
+        contract_version: int,
         connect: Callable[[], Awaitable[Incoming]],
         drop: Callable[[Connection], None],
         storage: PageStorage,
@@ -62,6 +64,7 @@ class RemotePrefill:
         self._traceparent = traceparent
         self._ticket = ticket
         self._client = client
+        self._contract_version = contract_version
         self._connect = connect
         self._drop = drop
         self._storage = storage
@@ -119,6 +122,7 @@ class RemotePrefill:
                     ticket=self._ticket,
                     connection_id=incoming.connection.connection_id,
                     first_page=self._group.pages.num_committed_pages,
+                    contract_version=self._contract_version,
                     traceparent=self._traceparent,
                 )
             await self.receiver.run()

@@ -32,8 +32,8 @@ HELLO_S = 5.0  # from the opening of a session to its first message
 class RequestSink(Protocol):
     """What sessions ask of the worker."""
 
-    def open_session(self, router_id: str, incarnation: int) -> Outbox:
-        """Raise StaleIncarnation or Draining, or return where the session's answers appear."""
+    def open_session(self, router_id: str, incarnation: int, contract_version: int) -> Outbox:
+        """Raise WorkerError, or return where the session's answers appear."""
         ...
 
     def submit(self, request: Request, outbox: Outbox) -> None:
@@ -71,7 +71,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         requests = aiter(request_iterator)
         try:
             hello = await _read_hello(requests)
-            outbox = self._sink.open_session(hello.router_id, hello.incarnation)
+            outbox = self._sink.open_session(
+                hello.router_id, hello.incarnation, hello.contract_version
+            )
         except WorkerError as error:
             await context.abort(STATUS_CODES[type(error)], str(error))
         reading = asyncio.get_running_loop().create_task(self._read(requests, outbox))

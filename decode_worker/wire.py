@@ -137,6 +137,7 @@ class PrefillCall:
         ticket: Ticket,
         connection_id: str,
         first_page: int,
+        contract_version: int,
         traceparent: str,
     ) -> None:
         """Send the first message: what to compute, and which pages are wanted."""
@@ -154,6 +155,7 @@ class PrefillCall:
             cache_share=request.cache_share,
             failed_passes=request.num_failed_passes,
             traceparent=traceparent,
+            contract_version=contract_version,
         )
         await self._write(worker_pb2.PrefillRequest(start=start))
 

@@ -216,8 +216,9 @@ class DecodeWorker:
 
     # What sessions ask for (see server.RequestSink).
 
-    def open_session(self, router_id: str, incarnation: int) -> Outbox:
+    def open_session(self, router_id: str, incarnation: int, contract_version: int) -> Outbox:
         """Begin a session; its answers appear in the outbox that is returned."""
+        self._context.check_contract(contract_version)
         self._context.check_incarnation(incarnation)
         self._context.check_open()
         outbox = Outbox(max_tokens=self._config.max_outbox_tokens)

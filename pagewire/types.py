@@ -200,6 +200,7 @@ class WorkerStatus:
     address: str
     pool: str  # "prefill" or "decode"
     state: str  # "connecting", "ready", "draining" or "dead"
+    misfit: str = ""  # why it can get no requests beside the others; empty: no such reason
     heartbeat_age_ms: int
     steps: int
     running: int  # sequences in the batch

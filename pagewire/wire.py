@@ -379,6 +379,7 @@ def _worker(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         address=status.worker.address,
         pool=common_pb2.Pool.Name(status.pool).removeprefix("POOL_").lower(),
         state=inference_pb2.WorkerState.Name(status.state).removeprefix("WORKER_STATE_").lower(),
+        misfit=status.misfit,
         heartbeat_age_ms=status.heartbeat_age_ms,
         steps=heartbeat.steps,
         running=heartbeat.running,

@@ -57,6 +57,7 @@ class PrefillSink(Protocol):
         transport: str,
         offer: bytes,
         layout: str,
+        contract_version: int,
     ) -> None:
         """Run this side's half of a connection's set-up, or raise WorkerError."""
         ...
@@ -89,6 +90,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
                 transport=request.transport,
                 offer=request.offer,
                 layout=request.layout,
+                contract_version=request.receiver.contract_version,
             )
         except WorkerError as error:
             await context.abort(STATUS_CODES[type(error)], str(error))

@@ -18,6 +18,7 @@ class PrefillStart:
     ticket: Ticket
     connection_id: str
     prompt: Prompt
+    contract_version: int  # of the receiver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
         ticket=ticket_from_proto(message.ticket),
         connection_id=message.connection_id,
         prompt=prompt,
+        contract_version=message.contract_version,
     )
 
 

@@ -152,8 +152,10 @@ class PrefillWorker:
         transport: str,
         offer: bytes,
         layout: str,
+        contract_version: int,
     ) -> None:
-        """Run this side's half of a connection's set-up, or raise PrefillError."""
+        """Run this side's half of a connection's set-up, or raise WorkerError."""
+        self._context.check_contract(contract_version)
         self._context.check_incarnation(sender_incarnation)
         if layout != self._context.layout.describe():
             raise IncompatibleLayout(
@@ -178,6 +180,7 @@ class PrefillWorker:
 
     async def open_attempt(self, start: PrefillStart, receiver: Party) -> Attempt:
         """Begin to compute a prompt for a receiver, or raise WorkerError."""
+        self._context.check_contract(start.contract_version)
         self._context.check_incarnation(start.ticket.sender_incarnation)
         if start.ticket.receiver_incarnation != receiver.incarnation:
             raise WrongReceiver(

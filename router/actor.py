@@ -48,7 +48,7 @@ class RouterActor:
         return self._process.cluster_token
 
     async def misfits(self) -> dict[str, str]:
-        """Return the workers whose model differs from the others', and how it differs."""
+        """Return the workers that can get no requests beside the others, and the reasons."""
         return self._process.router.registry.misfits()
 
     async def ready_workers(self) -> dict[str, int]:

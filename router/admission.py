@@ -307,5 +307,7 @@ class Admission:
         until = asyncio.get_running_loop().time() + self._config.worker_wait_s
         while self._registry.model is None:
             if not await self._registry.wait_changed(until):
-                raise NoWorker(f"no worker for {self._config.worker_wait_s:g} s")
+                raise NoWorker(
+                    f"no worker for {self._config.worker_wait_s:g} s{self._registry.told_misfits()}"
+                )
         return self._registry.model

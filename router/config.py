@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from options.option import check_options, option
+from protos.contract import CONTRACT_VERSION
 
 MAX_PROMPT_CHARS = 1_000_000
 CHARS_PER_TOKEN = 32  # of a text that could still fit into the context
@@ -15,6 +16,7 @@ class RouterConfig:
     """Limits, deadlines and policy weights. Times are seconds, lengths are as named."""
 
     router_id: str = "router-0"  # in logs and session greetings
+    contract_version: int = CONTRACT_VERSION  # workers of another one get no requests
     page_hash_key: bytes = field(default=b"", repr=False)  # of the page hashes, as the workers'
     resume_key: bytes = field(default=b"", repr=False)  # of resume tokens, as all routers'
     local_prefill_max_tokens: int = 64  # as the decode workers are configured

@@ -283,7 +283,10 @@ class Dispatcher:
         until = loop.time() + wait_s
         while not (ready := self._registry.ready("decode")):
             if not await self._registry.wait_changed(until):
-                raise NoWorker(f"no decode worker for {wait_s:g} s; {_progress(generation)}")
+                raise NoWorker(
+                    f"no decode worker for {wait_s:g} s{self._registry.told_misfits('decode')}; "
+                    f"{_progress(generation)}"
+                )
         return (refused and self._others(refused)) or ready
 
     def _place_at_once(self, generation: Generation) -> Placement | None:
@@ -440,7 +443,7 @@ class Dispatcher:
     def _session(self, worker: Worker) -> Session:
         session = self._sessions.get(worker)
         if session is None:
-            session = Session(worker, self._config.router_id)
+            session = Session(worker, self._config.router_id, self._config.contract_version)
             self._sessions[worker] = session
             session.task = asyncio.create_task(
                 self._run_session(session), name=f"session-{worker.member.worker_id}"

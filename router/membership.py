@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from protos.contract import CONTRACT_VERSION
+
 PoolName = Literal["prefill", "decode"]
 
 
@@ -14,5 +16,6 @@ class WorkerMember:
     incarnation: int  # random 64-bit number of this start
     address: str  # "host:port" for connect_channel
     pool: PoolName
+    contract_version: int = CONTRACT_VERSION  # see protos/contract.py
     # It finishes its requests and then leaves. The start stays the same, so not compared.
     is_draining: bool = field(default=False, compare=False)

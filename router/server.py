@@ -172,7 +172,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         front, cluster = self._describe_tls()
         return inference_pb2.GetClusterStatusResponse(
             workers=[
-                wire.worker_status(each.member, each.state, each.heartbeat, each.heartbeat_age_s)
+                wire.worker_status(
+                    each.member, each.state, each.misfit, each.heartbeat, each.heartbeat_age_s
+                )
                 for each in self._registry.known_workers()
             ],
             active_requests=self._admission.num_active,

@@ -141,13 +141,13 @@ class Stream:
 class Session:
     """The stream between this router and one incarnation of a decode worker."""
 
-    def __init__(self, worker: Worker, router_id: str) -> None:
+    def __init__(self, worker: Worker, router_id: str, contract_version: int) -> None:
         self.worker = worker
         self.streams: dict[str, Stream] = {}  # request_id |-> stream
         # Holds at most two messages per request, and one per choice.
         self._outbox: deque[Any] = deque()
         self._has_mail = asyncio.Event()
-        self._hello = wire.hello(router_id, worker.member.incarnation)
+        self._hello = wire.hello(router_id, worker.member.incarnation, contract_version)
         self.task: asyncio.Task[None] | None = None
 
     def add(self, stream: Stream, message: Any) -> None:

@@ -18,6 +18,7 @@ from pagewire.protos import (
     worker_pb2_grpc,
 )
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from protos.contract import CONTRACT_VERSION
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
 from router.errors import InvalidRequest
@@ -83,7 +84,9 @@ def watch_members(channel: grpc.aio.Channel) -> Any:
 
 def members_request(router_id: str, applied_version: int) -> controller_pb2.WatchMembersRequest:
     """Make the message that says which members a router uses; 0: none yet."""
-    return controller_pb2.WatchMembersRequest(router_id=router_id, applied_version=applied_version)
+    return controller_pb2.WatchMembersRequest(
+        router_id=router_id, applied_version=applied_version, contract_version=CONTRACT_VERSION
+    )
 
 
 def members(message: controller_pb2.WatchMembersResponse) -> list[WorkerMember]:
@@ -93,6 +96,7 @@ def members(message: controller_pb2.WatchMembersResponse) -> list[WorkerMember]:
             worker_id=each.worker.worker_id,
             incarnation=each.worker.incarnation,
             address=each.worker.address,
+            contract_version=each.worker.contract_version,
             pool=_POOLS[each.pool],
             is_draining=each.draining,
         )
@@ -108,6 +112,7 @@ async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
     return WorkerInfo(
         worker_id=info.worker.worker_id,
         incarnation=info.worker.incarnation,
+        contract_version=info.worker.contract_version,
         pool=_POOLS.get(info.pool),
         model=ServedModel(
             name=info.model.name,
@@ -184,9 +189,11 @@ async def meet(
     await stub.Meet(worker_pb2.MeetRequest(prefill_workers=members), timeout=timeout_s)
 
 
-def hello(router_id: str, incarnation: int) -> worker_pb2.SessionRequest:
+def hello(router_id: str, incarnation: int, contract_version: int) -> worker_pb2.SessionRequest:
     """Make the first message of a session."""
-    greeting = worker_pb2.SessionHello(router_id=router_id, incarnation=incarnation)
+    greeting = worker_pb2.SessionHello(
+        router_id=router_id, incarnation=incarnation, contract_version=contract_version
+    )
     return worker_pb2.SessionRequest(hello=greeting)
 
 
@@ -399,13 +406,14 @@ def model(
 
 
 def worker_status(
-    member: WorkerMember, state: str, beat: WorkerHeartbeat | None, age_s: float
+    member: WorkerMember, state: str, misfit: str, beat: WorkerHeartbeat | None, age_s: float
 ) -> inference_pb2.WorkerStatus:
     """Convert the registry's view of a worker; `state` is a name of WorkerState."""
     status = inference_pb2.WorkerStatus(
         worker=_worker_ref(member),
         pool=f"POOL_{member.pool.upper()}",
         state=f"WORKER_STATE_{state}",
+        misfit=misfit,
     )
     if beat:
         status.heartbeat.ParseFromString(beat.message)
@@ -447,7 +455,10 @@ def _worker_service(channel: grpc.aio.Channel) -> Any:
 
 def _worker_ref(member: WorkerMember) -> common_pb2.WorkerRef:
     return common_pb2.WorkerRef(
-        worker_id=member.worker_id, incarnation=member.incarnation, address=member.address
+        worker_id=member.worker_id,
+        incarnation=member.incarnation,
+        address=member.address,
+        contract_version=member.contract_version,
     )
 
 

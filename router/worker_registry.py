@@ -30,6 +30,7 @@ import grpc
 
 from observability.logs import fields
 from pagewire.protos.call_tasks import mark_seen
+from protos.contract import contract_difference
 from router import wire
 from router.config import RouterConfig
 from router.errors import WorkerGone
@@ -134,6 +135,7 @@ class KnownWorker:
 
     member: WorkerMember
     state: str
+    misfit: str  # see Worker
     heartbeat: WorkerHeartbeat | None
     heartbeat_age_s: float
 
@@ -222,6 +224,7 @@ class WorkerRegistry:
             KnownWorker(
                 member=worker.member,
                 state=worker.state,
+                misfit=worker.misfit,
                 heartbeat=worker.heartbeat,
                 heartbeat_age_s=now - worker.heartbeat_at,
             )
@@ -230,8 +233,14 @@ class WorkerRegistry:
         ]
 
     def misfits(self) -> dict[str, str]:
-        """Return the members whose model differs from the others', and the differences."""
+        """Return the members that can get no requests beside the others, and the reasons."""
         return {name: worker.misfit for name, worker in self._workers.items() if worker.misfit}
+
+    def told_misfits(self, pool: PoolName | None = None) -> str:
+        """Return why workers of a pool, or of any, are misfits, in brackets; empty: none is one."""
+        misfits = [w for w in self._workers.values() if w.misfit and pool in (None, w.member.pool)]
+        reasons = sorted({each.misfit for each in misfits})
+        return f" ({'; '.join(reasons)})" if reasons else ""
 
     async def stop(self) -> None:
         """Leave all workers."""
@@ -313,6 +322,7 @@ class WorkerRegistry:
             await asyncio.sleep(self._config.reconnect_delay_s)
 
     async def _connect_and_watch(self, worker: Worker) -> None:
+        self._check_contract(worker, worker.member.contract_version)
         info = await wire.get_info(worker.channel, self._config.connect_timeout_s)
         if info.incarnation != worker.member.incarnation:
             raise WorkerGone(
@@ -321,6 +331,7 @@ class WorkerRegistry:
             )
         if info.pool != worker.member.pool:
             raise WorkerGone(f"is in pool {info.pool}, was announced as {worker.member.pool}")
+        self._check_contract(worker, info.contract_version)
         self._adopt_model(worker, info.model)
         worker.receive_s_per_token = self._receive_s_per_token(info)
         worker.state = "CONNECTING"
@@ -334,6 +345,11 @@ class WorkerRegistry:
             call.cancel()
             events.cancel()
             await asyncio.wait([events], timeout=self._config.connect_timeout_s)
+
+    def _check_contract(self, worker: Worker, version: int) -> None:
+        if difference := contract_difference(version, self._config.contract_version):
+            worker.misfit = difference
+            raise WorkerGone(difference)
 
     def _adopt_model(self, worker: Worker, model: ServedModel) -> None:
         others = [w for w in self._workers.values() if w is not worker and w.model is not None]

@@ -165,6 +165,7 @@ class WorkerActor(ABC, Generic[Config]):
             is_leaving,
             own.get_node_id(),
             own.get_assigned_resources(),
+            identity.contract_version,
         )
         try:
             await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S)

@@ -9,8 +9,9 @@ from grammars.store import Grammars
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.transport import Transport
+from protos.contract import contract_difference
 from worker.background import BackgroundTasks
-from worker.errors import Draining, StaleIncarnation
+from worker.errors import Draining, OtherContract, StaleIncarnation
 from worker.executor import EngineExecutor
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.wake import Wake
@@ -97,6 +98,11 @@ class WorkerContext:
             raise StaleIncarnation(
                 f"the call is for incarnation {incarnation}, this is {self.identity.incarnation}"
             )
+
+    def check_contract(self, version: int) -> None:
+        """Raise OtherContract if a caller speaks another version of the contract."""
+        if difference := contract_difference(version, self.identity.contract_version):
+            raise OtherContract(difference)
 
     def check_open(self) -> None:
         """Raise Draining if the worker takes nothing new."""

@@ -7,7 +7,8 @@ WorkerError              reported to the caller
 ├── PassFailed           a pass that computed for it failed; another worker may succeed
 ├── EngineFailed         passes for it failed repeatedly, or drew no token
 ├── InternalError        a bug of the worker ended it; the log says which
-└── StaleIncarnation     the caller means another incarnation of this worker
+├── StaleIncarnation     the caller means another incarnation of this worker
+└── OtherContract        the caller speaks another version of the contract
 
 HostUnfit                a worker cannot run on the host where it was placed
 EngineLost               the engine no longer computes: the worker must end
@@ -50,6 +51,10 @@ class InternalError(WorkerError):
 
 class StaleIncarnation(WorkerError):
     """The caller means another incarnation of this worker."""
+
+
+class OtherContract(WorkerError):
+    """The caller speaks another version of the contract."""
 
 
 class HostUnfit(Exception):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from credentials.party import Party, Role
+from protos.contract import CONTRACT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +18,7 @@ class WorkerIdentity:
     worker_id: str  # stable name, "prefill-0"; survives restarts
     incarnation: int  # random 64-bit number, new at each start of the process
     address: str  # gRPC address, "host:port"
+    contract_version: int = CONTRACT_VERSION
 
     def as_party(self, role: Role) -> Party:
         """Return the party that it is as caller and as callee."""

@@ -15,6 +15,7 @@ from worker.errors import (
     Draining,
     EngineFailed,
     InternalError,
+    OtherContract,
     Overloaded,
     PassFailed,
     StaleIncarnation,
@@ -35,6 +36,7 @@ STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
     EngineFailed: grpc.StatusCode.INTERNAL,
     InternalError: grpc.StatusCode.INTERNAL,
     StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
+    OtherContract: grpc.StatusCode.FAILED_PRECONDITION,
 }
 POOLS = {"prefill": common_pb2.POOL_PREFILL, "decode": common_pb2.POOL_DECODE}
 

@@ -99,6 +99,7 @@ def worker_to_proto(identity: WorkerIdentity) -> common_pb2.WorkerRef:
         worker_id=identity.worker_id,
         incarnation=identity.incarnation,
         address=identity.address,
+        contract_version=identity.contract_version,
     )
 
 
@@ -108,6 +109,7 @@ def worker_from_proto(message: common_pb2.WorkerRef) -> WorkerIdentity:
         worker_id=message.worker_id,
         incarnation=message.incarnation,
         address=message.address,
+        contract_version=message.contract_version,
     )
 
 

@@ -191,7 +191,8 @@ export class Cluster {
     setText(row.state, worker.state);
     row.bar.hidden = !isLiving;
     if (!isLiving) {
-      const silence = `It gets no requests. It was last heard from ${seconds(worker.heartbeat_age_ms)} ago.`;
+      const silence = worker.misfit ? `It gets no requests: ${worker.misfit}.`
+        : `It gets no requests. It was last heard from ${seconds(worker.heartbeat_age_ms)} ago.`;
       setText(row.numbers, worker.state === "dead" ? silence : "Its first heartbeat is awaited.");
       setText(row.load, "");
       setText(row.faults, "");

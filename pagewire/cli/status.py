@@ -52,6 +52,9 @@ def status_table(
         parts.append(_connections(status.front_tls, status.cluster_tls))
     if status.tenants:
         parts.append(_tenants_table(status.tenants))
+    for each in status.workers:
+        if each.misfit:
+            parts.append(Text(f"{each.worker_id} gets no requests: {each.misfit}", "red"))
     if status.is_stopping:
         parts.append(Text(STOPPING, "yellow"))
     return Group(*parts)
@@ -177,4 +180,6 @@ _OF_TENANTS: dict[str, JustifyMethod] = {
 }
 # Known without a heartbeat: columns, and fields of WorkerStatus.
 _IDENTITY = {"worker", "state", "address", "incarnation"}
-_IDENTITY_FIELDS = {"worker_id", "incarnation", "address", "pool", "state", "heartbeat_age_ms"}
+_IDENTITY_FIELDS = {
+    *("worker_id", "incarnation", "address", "pool", "state", "misfit", "heartbeat_age_ms")
+}

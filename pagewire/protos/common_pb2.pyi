@@ -110,14 +110,16 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerRef(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address")
+    __slots__ = ("worker_id", "incarnation", "address", "contract_version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    contract_version: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
     __slots__ = ("decode_cached_tokens", "prefill_cached_tokens", "prefill_computed_tokens", "decode_computed_tokens", "pages_moved", "bytes_moved", "preemptions", "prefill_retries", "resumptions", "cached_tokens", "queue_ms")

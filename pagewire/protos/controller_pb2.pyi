@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WatchMembersRequest(_message.Message):
-    __slots__ = ("router_id", "applied_version")
+    __slots__ = ("router_id", "applied_version", "contract_version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     APPLIED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     applied_version: int
-    def __init__(self, router_id: _Optional[str] = ..., applied_version: _Optional[int] = ...) -> None: ...
+    contract_version: int
+    def __init__(self, router_id: _Optional[str] = ..., applied_version: _Optional[int] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class WatchMembersResponse(_message.Message):
     __slots__ = ("version", "members")

@@ -319,18 +319,20 @@ class HotPrefix(_message.Message):
     def __init__(self, id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., hits: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "pool", "state", "heartbeat", "heartbeat_age_ms")
+    __slots__ = ("worker", "pool", "state", "heartbeat", "heartbeat_age_ms", "misfit")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    MISFIT_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     pool: _common_pb2.Pool
     state: WorkerState
     heartbeat: Heartbeat
     heartbeat_age_ms: int
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., heartbeat_age_ms: _Optional[int] = ...) -> None: ...
+    misfit: str
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., heartbeat_age_ms: _Optional[int] = ..., misfit: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("worker", "pool", "steps", "running", "waiting", "queued_tokens", "pages", "totals", "draining")

@@ -87,12 +87,14 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., more: _Optional[_Iterable[_Union[SessionRequest, _Mapping]]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("router_id", "incarnation")
+    __slots__ = ("router_id", "incarnation", "contract_version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     incarnation: int
-    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    contract_version: int
+    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "choices", "prefill_candidates", "cache_salt", "timeout_ms", "failed_passes", "traceparent", "cache_share")
@@ -217,7 +219,7 @@ class PrefillResponse(_message.Message):
     def __init__(self, transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ..., failure: _Optional[_Union[PrefillFailure, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "ticket", "connection_id", "token_ids", "prompt_len", "first_page", "sampling", "choices", "cache_salt", "failed_passes", "traceparent", "cache_share")
+    __slots__ = ("request_id", "ticket", "connection_id", "token_ids", "prompt_len", "first_page", "sampling", "choices", "cache_salt", "failed_passes", "traceparent", "cache_share", "contract_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     CONNECTION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +232,7 @@ class PrefillStart(_message.Message):
     FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     ticket: TransferTicket
     connection_id: str
@@ -242,7 +245,8 @@ class PrefillStart(_message.Message):
     failed_passes: int
     traceparent: str
     cache_share: float
-    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., connection_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., first_page: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_share: _Optional[float] = ...) -> None: ...
+    contract_version: int
+    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., connection_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., first_page: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_share: _Optional[float] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class PrefillResult(_message.Message):
     __slots__ = ("token_ids", "logprobs", "cached_tokens", "computed_tokens")

@@ -126,8 +126,10 @@ def test_wide_table_shows_everything_in_full():
 @pytest.mark.parametrize("state", ["dead", "connecting"])
 def test_numbers_of_a_worker_that_does_not_live_are_unknown(state):
     gone = worker(state=state, running=5, steps=7, cached_tokens=3, heartbeat_age_ms=4000)
+    gone = replace(gone, misfit="another model")
 
-    *_, row, _ = rows(gone, columns=WIDE_COLUMNS, is_wide=True)
+    *_, row, _, misfit = rows(gone, columns=WIDE_COLUMNS, is_wide=True)
+    assert misfit == "decode-0 gets no requests: another model"
     [values] = json.loads(status_json(status(gone)))["workers"]
 
     assert row.split() == ["decode-0", state, "h:1", "00000000000000ff", *"-----------"]
@@ -138,6 +140,7 @@ def test_numbers_of_a_worker_that_does_not_live_are_unknown(state):
         "address": "h:1",
         "pool": "decode",
         "state": state,
+        "misfit": "another model",
         "heartbeat_age_ms": 4000,
     }
 

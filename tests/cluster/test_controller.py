@@ -73,7 +73,7 @@ class World:
         pool = worker_id.partition("-")[0]
         where = "n1", needs_of(self.deployment, worker_id)
         await self.controller.announce_worker(
-            worker_id, incarnation, "h:1", pool, is_leaving, *where
+            worker_id, incarnation, "h:1", pool, is_leaving, *where, 7
         )
 
     def _place(self, deployment, worker_id, where):
@@ -110,6 +110,7 @@ class RouterThatHears:
 
     def publish(self, members):
         draining = [each.worker_id for each in members if each.is_draining]
+        assert {each.contract_version for each in members} <= {7}
         told = ("router-0", [each.worker_id for each in members], draining)
         if told != self.latest:
             self.latest = told

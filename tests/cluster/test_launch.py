@@ -318,7 +318,7 @@ def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed,
 def test_workers_with_different_models_fail_the_start_with_the_difference():
     _refuse_misfits({})
     reason = "a model other than that of decode-0: page_size is 16, not 64"
-    with pytest.raises(StartError, match=f"the same model, but decode-1 serves {reason}"):
+    with pytest.raises(StartError, match=f"cannot serve beside the others: decode-1: {reason}"):
         _refuse_misfits({"decode-1": reason})
 
 

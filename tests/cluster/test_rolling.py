@@ -28,7 +28,11 @@ class Cluster:
         self.facts = SimpleNamespace(remote=lambda: FACTS)
         self.restart = SimpleNamespace(remote=lambda name, grace_s: self.starts.pop(name))
         self.on_look = lambda: None
-        router = SimpleNamespace(ready_workers=SimpleNamespace(remote=lambda: dict(self.starts)))
+        self.misfits = {}
+        router = SimpleNamespace(
+            ready_workers=SimpleNamespace(remote=lambda: dict(self.starts)),
+            misfits=SimpleNamespace(remote=lambda: dict(self.misfits)),
+        )
         monkeypatch.setattr(ray, "get_actor", lambda name: router)
         monkeypatch.setattr(ray.util, "list_named_actors", self._list)
         monkeypatch.setattr(module, "ask", lambda answer, timeout_s=0: answer)
@@ -66,6 +70,16 @@ def test_a_worker_that_leaves_by_another_command_is_not_waited_for(monkeypatch, 
     cluster.on_look = leave
 
     with pytest.raises(StartError, match="decode-0 has left the cluster meanwhile"):
+        restart_cluster(cluster, ["decode-0"], 7.0, lambda line: None)
+    assert cluster.looks == 10
+
+
+def test_a_worker_that_the_router_cannot_use_is_not_waited_for(monkeypatch):
+    cluster = Cluster(monkeypatch)
+    difference = "contract version: found 2; allowed: 1"
+    cluster.on_look = lambda: cluster.misfits.update({"decode-0": difference})
+
+    with pytest.raises(StartError, match=f"decode-0 .* no requests of this router: {difference}; "):
         restart_cluster(cluster, ["decode-0"], 7.0, lambda line: None)
     assert cluster.looks == 10
 

@@ -1,8 +1,10 @@
 """Routers hear of the members over gRPC, whatever happens to the controller; strangers do not."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import ClusterSecret
+from observability.logs import ATTRIBUTE
 from pagewire.protos import controller_pb2, controller_pb2_grpc
+from protos.contract import CONTRACT_VERSION
 from router import member_feed, process
 from router.errors import ControllerGone
 from router.member_feed import MemberFeed
@@ -77,6 +81,7 @@ class Listener:
     async def take(self, members: Any) -> None:
         if self.is_slow:
             await asyncio.sleep(0.3)
+        self.versions = [m.contract_version for m in members]
         self.told.append([(m.worker_id, m.incarnation, m.is_draining) for m in members])
         self.news.set()
 
@@ -246,6 +251,25 @@ def test_a_controller_that_falls_silent_is_left(monkeypatch: pytest.MonkeyPatch)
             await listener.stop()
 
     asyncio.run(main())
+
+
+def test_contract_versions_are_told_both_ways_and_nobody_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def main() -> None:
+        async with serving() as (server, address):
+            server.publish([replace(member("decode-0"), contract_version=7)])
+            listener = Listener("router-0", address)
+            await listener.wait_told(("decode-0", 1, False))
+            assert listener.versions == [7]
+            await server.wait_applied(WAIT_S)
+            await listener.stop()
+
+    asyncio.run(main())
+    [watches] = [vars(each)[ATTRIBUTE] for each in caplog.records if each.msg == "router_watches"]
+    assert watches == {"router_id": "router-0", "contract_version": CONTRACT_VERSION}
 
 
 def test_nobody_is_told_without_a_routers_key() -> None:

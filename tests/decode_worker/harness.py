@@ -17,6 +17,7 @@ from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
+from protos.contract import CONTRACT_VERSION
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
@@ -97,12 +98,18 @@ class WorkerCluster:
         return self
 
     async def session(
-        self, incarnation: int | None = None, *, reads: bool = True
+        self,
+        incarnation: int | None = None,
+        *,
+        contract_version: int = CONTRACT_VERSION,
+        reads: bool = True,
     ) -> "ScriptedRouter":
         stub = worker_pb2_grpc.DecodeServiceStub(self.router_channel(self.decode))
         router = ScriptedRouter(stub.Session(), self, reads=reads)
         hello = worker_pb2.SessionHello(
-            router_id="router-0", incarnation=incarnation or self.decode.identity.incarnation
+            router_id="router-0",
+            incarnation=incarnation or self.decode.identity.incarnation,
+            contract_version=contract_version,
         )
         await router.call.write(worker_pb2.SessionRequest(hello=hello))
         return router

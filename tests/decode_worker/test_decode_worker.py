@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from prefill_worker.attempt import Attempt
 from prefill_worker.request import FinishedPrompt, Progress
+from protos.contract import CONTRACT_VERSION
 from tests.decode_worker.harness import (
     LENGTH,
     MAX_CONTEXT_TOKENS,
@@ -976,6 +978,33 @@ def test_a_session_for_another_incarnation_is_refused() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="incarnation 12345") as refusal:
             await stale.reading
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("version", [0, CONTRACT_VERSION + 1])
+def test_a_router_and_a_prefill_worker_of_another_contract_version_are_refused(
+    version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    difference = f"contract version: found {version}; allowed: {CONTRACT_VERSION}"
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        other = await cluster.session(contract_version=version)
+        with pytest.raises(grpc.aio.AioRpcError, match=difference) as refusal:
+            await other.reading
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+        [prefill] = cluster.candidates()
+        prefill = replace(prefill, contract_version=version)
+        await meet(cluster, prefill)
+        stream = await router.submit(prompt_of(30), candidates=[prefill])
+        await router.finish(stream)
+        assert stream.stats.prefill_retries == 1
+        assert stream.stats.decode_computed_tokens == 30
+        assert cluster.decode.num_connections == 0
+        assert cluster.prefills[0].engine.num_computed_tokens == 0
+        assert difference in str([vars(each) for each in caplog.records])
 
     run(scenario)
 

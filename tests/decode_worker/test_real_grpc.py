@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.contract import CONTRACT_VERSION
 from tests.decode_worker.harness import MODEL, PAGE_SIZE, ScriptedRouter, prompt_of
 from tests.support.cluster_keys import credentials_of, proven
 from tests.support.fake_workers import FakeWorkers
@@ -28,7 +29,9 @@ async def real_session() -> AsyncIterator[tuple[FakeWorkers, ScriptedRouter, grp
     call = worker_pb2_grpc.DecodeServiceStub(channel).Session()
     router = ScriptedRouter(call, cluster)  # type: ignore[arg-type]
     hello = worker_pb2.SessionHello(
-        router_id="router-0", incarnation=cluster.identities["decode"].incarnation
+        router_id="router-0",
+        incarnation=cluster.identities["decode"].incarnation,
+        contract_version=CONTRACT_VERSION,
     )
     await call.write(worker_pb2.SessionRequest(hello=hello))
     try:

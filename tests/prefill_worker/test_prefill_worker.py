@@ -14,6 +14,7 @@ from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids
 from prefill_worker.config import PrefillConfig
+from protos.contract import CONTRACT_VERSION
 from tests.decode_worker.harness import PAGE_SIZE, WorkerCluster, prompt_of
 from tests.support.cluster_keys import credentials_of, proven
 from tests.support.loopback import LoopbackNetwork
@@ -77,6 +78,7 @@ def start_of(cluster: WorkerCluster, prompt: tuple[int, ...], **changes: Any) ->
         "prompt_len": len(prompt),
         "sampling": sampling_to_proto(SamplingParams(max_tokens=8)),
         "choices": [0],
+        "contract_version": CONTRACT_VERSION,
         **changes,
     }
     return worker_pb2.PrefillRequest(start=worker_pb2.PrefillStart(**fields))
@@ -114,6 +116,26 @@ def test_a_connection_that_cannot_work_is_refused(
         with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
             await stub.Connect(connect_request(cluster, **changes))
         assert caught.value.code().name == code
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("version", [0, CONTRACT_VERSION + 1])
+def test_a_decode_worker_of_another_contract_version_is_refused(version: int) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        difference = f"contract version: found {version}; allowed: {CONTRACT_VERSION}"
+        receiver = worker_to_proto(replace(cluster.decode.identity, contract_version=version))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Connect(connect_request(cluster, receiver=receiver))
+        assert (caught.value.code().name, caught.value.details()) == (
+            "FAILED_PRECONDITION",
+            difference,
+        )
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        await call.write(start_of(cluster, (1, 2, 3), contract_version=version))
+        refused = await refusal(call)
+        assert (refused.code().name, refused.details()) == ("FAILED_PRECONDITION", difference)
 
     run(scenario)
 

@@ -19,6 +19,7 @@ from pagewire.protos import (
 )
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.routers import token_metadata
+from protos.contract import CONTRACT_VERSION
 from router.config import RouterConfig
 from router.membership import PoolName, WorkerMember
 from router.off_loop import RunBlocking
@@ -121,6 +122,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     token_s: float = 0.01
     serve: Serve = honest
     fingerprint: str = "f"
+    contract_version: int = CONTRACT_VERSION
     max_context_tokens: int = 512
     max_choices: int = 64
     heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
@@ -145,12 +147,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             incarnation=self.incarnation,
             address=self.address,
             pool=self.pool,
+            contract_version=self.contract_version,
         )
 
     @property
     def ref(self) -> common_pb2.WorkerRef:
         return common_pb2.WorkerRef(
-            worker_id=self.worker_id, incarnation=self.incarnation, address=self.address
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            address=self.address,
+            contract_version=self.contract_version,
         )
 
     async def GetInfo(  # noqa: N802
@@ -202,6 +208,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
         self, requests: AsyncIterator[worker_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         hello = await anext(requests)
+        assert hello.hello.contract_version == self.contract_version
         if hello.hello.incarnation != self.incarnation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stale incarnation")
         session = Session(self)
@@ -289,16 +296,20 @@ class RouterUnderTest:
     async def add(self, *workers: ScriptedWorker) -> None:
         """Start workers, instead of older incarnations, and wait until they take requests."""
         for worker in workers:
-            server = self.network.server(worker.address)
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-            worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
-            await server.start()
+            await self.serve(worker)
             self.workers[worker.worker_id] = worker
         await self.announce()
         await wait_until(
             lambda: all(self.state(worker.worker_id) == "READY" for worker in workers),
             timeout_s=10,
         )
+
+    async def serve(self, worker: ScriptedWorker) -> None:
+        """Start a worker without telling the router."""
+        server = self.network.server(worker.address)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+        worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+        await server.start()
 
     async def announce(self) -> None:
         await self.router.set_workers([worker.member for worker in self.workers.values()])

@@ -3,6 +3,7 @@ after the end, R4 load counters return to zero (checked by running_router), R5 o
 R6 bounded retries, R7 dead workers leave the index."""
 
 import asyncio
+import logging
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,11 @@ import grpc
 import pytest
 
 from kv_cache.page_hash import page_hashes
+from observability.logs import ATTRIBUTE
 from pagewire.protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.gathering import gather
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from protos.contract import CONTRACT_VERSION
 from tests.router.scripted_worker import (
     EOS,
     LENGTH,
@@ -758,6 +761,52 @@ def test_a_worker_with_another_model_is_not_used_and_the_difference_is_named() -
             assert tested.router.registry.misfits() == {"decode-1": reason}
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("version", [0, CONTRACT_VERSION + 1])
+@pytest.mark.parametrize("source", ["worker", "controller"])
+def test_a_worker_of_another_contract_version_gets_no_request_and_the_error_says_why(
+    source: str, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    difference = f"contract version: found {version}; allowed: {CONTRACT_VERSION}"
+
+    async def main() -> None:
+        async with running_router(worker_wait_s=2.0) as tested:
+            other = ScriptedWorker("decode-0")
+            member = other.member
+            if source == "worker":
+                other.contract_version = version
+            else:
+                member = replace(member, contract_version=version)
+            await tested.serve(other)
+            await tested.router.set_workers([member])
+            refused = await tested.generate()
+            assert refused.error is not None
+            assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
+            assert refused.error.details() == f"no worker for 2 s ({difference})"
+            [status] = tested.router.cluster_status().workers
+            assert (status.state, status.misfit) == ("dead", difference)
+
+            # Another start of the right version serves; when it has gone, too, this is told again.
+            right = ScriptedWorker("decode-1")
+            await tested.serve(right)
+            await tested.router.set_workers([member, right.member])
+            assert (await tested.generate()).error is None
+            tested.network.kill(right.address)
+            refused = await tested.generate()
+            assert refused.error is not None
+            assert f"no decode worker for 2 s ({difference}); 0" in (refused.error.details() or "")
+            assert other.submits == []
+            assert other.subscriptions == []
+
+    run_virtual(main())
+    reasons = [
+        vars(each)[ATTRIBUTE]["reason"]
+        for each in caplog.records
+        if each.msg == "worker_unreachable" and vars(each)[ATTRIBUTE]["worker_id"] == "decode-0"
+    ]
+    assert reasons == [difference], "once, not at each attempt"
 
 
 def test_workers_may_differ_in_capacity_and_the_smallest_limits_requests() -> None:

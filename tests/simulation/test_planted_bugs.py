@@ -407,7 +407,9 @@ def stale_incarnation_is_served(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         decode_worker.worker.DecodeWorker,
         "open_session",
-        lambda self, router_id, incarnation: right(self, router_id, Anything(incarnation)),
+        lambda self, router_id, incarnation, version: right(
+            self, router_id, Anything(incarnation), version
+        ),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.wire import usage_from
+from protos.contract import CONTRACT_VERSION
 from tests.support.fake_cluster import MODEL, FakeCluster
 from tests.support.history import RequestHistory, check_history
 from tests.support.loopback import FaultKind, LoopbackFault, planned
@@ -546,7 +547,7 @@ def test_a_message_for_another_incarnation_is_refused() -> None:
         new = await cluster.start_worker("decode-0")
         stub = worker_pb2_grpc.DecodeServiceStub(cluster.router_channel("decode-0"))
         session = stub.Session(timeout=5.0)
-        hello = worker_pb2.SessionHello(router_id="router-0", incarnation=old)
+        hello = worker_pb2.SessionHello(incarnation=old, contract_version=CONTRACT_VERSION)
         await session.write(worker_pb2.SessionRequest(hello=hello))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await session.read()
@@ -572,7 +573,12 @@ def test_a_message_for_another_incarnation_is_refused() -> None:
             sender_incarnation=prefill.incarnation + 1,
             receiver_incarnation=new.identity.incarnation,
         )
-        start = worker_pb2.PrefillStart(ticket=ticket, token_ids=b"\1\0\0\0", choices=[0])
+        start = worker_pb2.PrefillStart(
+            ticket=ticket,
+            token_ids=b"\1\0\0\0",
+            choices=[0],
+            contract_version=CONTRACT_VERSION,
+        )
         await call.write(worker_pb2.PrefillRequest(start=start))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()

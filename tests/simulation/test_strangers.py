@@ -11,6 +11,7 @@ import credentials.channel
 import credentials.cluster
 from credentials.cluster import ClusterCredentials
 from pagewire.protos import worker_pb2, worker_pb2_grpc
+from protos.contract import CONTRACT_VERSION
 from tests.simulation.test_scenarios import assert_right, request, tokens
 from tests.support.fake_cluster import FakeCluster
 from tests.support.history import RequestHistory
@@ -82,7 +83,9 @@ def test_a_prefill_worker_that_the_cluster_did_not_start_is_refused_whoever_name
         await stranger.pose_as(liar)
         decode = cluster.workers["decode-0"]
         call = worker_pb2_grpc.DecodeServiceStub(cluster.router_channel("decode-0")).Session()
-        hello = worker_pb2.SessionHello(incarnation=decode.identity.incarnation)
+        hello = worker_pb2.SessionHello(
+            incarnation=decode.identity.incarnation, contract_version=CONTRACT_VERSION
+        )
         await call.write(worker_pb2.SessionRequest(hello=hello))
         for message in stranger.submits():
             await call.write(message)

@@ -25,6 +25,7 @@ from pagewire.protos import common_pb2, worker_pb2
 from pagewire.protos.token_ids import pack_token_ids
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
+from protos.contract import CONTRACT_VERSION
 from tests.support.cluster_keys import role_of
 from tests.support.fake_cluster import DEADLINES, MODEL, FakeCluster, model_info
 from tests.support.fake_engine import FakeEngine, FakeModel
@@ -182,7 +183,11 @@ class Stranger:
         return [kinds[name]()]
 
     def _session(self, worker: WorkerIdentity) -> list[worker_pb2.SessionRequest]:
-        hello = worker_pb2.SessionHello(router_id="router-0", incarnation=worker.incarnation)
+        hello = worker_pb2.SessionHello(
+            router_id="router-0",
+            incarnation=worker.incarnation,
+            contract_version=CONTRACT_VERSION,
+        )
         return [worker_pb2.SessionRequest(hello=hello), *self.submits()]
 
     def submits(self) -> list[worker_pb2.SessionRequest]:
@@ -228,5 +233,6 @@ class Stranger:
             token_ids=pack_token_ids(self._prompts[0]),
             prompt_len=len(self._prompts[0]),
             choices=[0],
+            contract_version=CONTRACT_VERSION,
         )
         return worker_pb2.PrefillRequest(start=start)

@@ -10,6 +10,7 @@ import pytest
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids
+from protos.contract import CONTRACT_VERSION
 from tests.cluster.in_process import start_worker
 from tests.support.checkpoints import write_checkpoint
 from tests.support.cluster_keys import credentials_of, proven
@@ -30,7 +31,11 @@ def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_a
         async with grpc.aio.insecure_channel(member.address) as plain:
             channel = proven(plain, member, router)
             session = worker_pb2_grpc.DecodeServiceStub(channel).Session()
-            hello = worker_pb2.SessionHello(router_id="r", incarnation=member.incarnation)
+            hello = worker_pb2.SessionHello(
+                router_id="r",
+                incarnation=member.incarnation,
+                contract_version=CONTRACT_VERSION,
+            )
             await session.write(worker_pb2.SessionRequest(hello=hello))
             submit = worker_pb2.SubmitRequest(
                 request_id="a",
