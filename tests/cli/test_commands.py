@@ -41,7 +41,7 @@ FLAGS = {
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --pool --prefill --ray-address",
     "move": "--config --grace-s --help --ray-address --to",
-    "drain": "--config --grace-s --help --ray-address",
+    "drain": "--config --grace-s --help --here --ray-address",
     "restart": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",
     "gateway": """--config --front-tls-certificate-file --front-tls-client-authority-file
