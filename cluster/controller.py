@@ -223,9 +223,11 @@ class ControllerActor:
         await asyncio.to_thread(close_host, node_id)
         names = workers_on(node_id)
         staying = names - self._membership.leaving
-        serving = staying & self._heard_of()
+        is_young = _now() < self._started_at + HEARD_S  # so it has not heard of all yet
+        serving = staying if is_young else staying & self._heard_of()
         for worker_id in serving:
-            self._membership.restart(worker_id)
+            if worker_id in self._membership:
+                self._membership.restart(worker_id)
         await self._push_all()
         for worker_id in sorted(staying):
             log.info("worker_evacuated", extra=fields(worker_id=worker_id, grace_s=grace_s))

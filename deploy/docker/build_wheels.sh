@@ -20,7 +20,7 @@ END
 tar -C "$root" --exclude=__pycache__ --exclude=build --exclude=results --exclude='*.egg-info' -cf - \
     pyproject.toml README.md LICENSE server $packages | tar -C "$tree" -xf -
 
-rm -rf "$wheels"
 mkdir -p "$wheels"
+rm -f "$wheels"/pagewire*.whl
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$wheels" "$tree" "$tree/server"
 cp "$root/constraints.txt" "$wheels"

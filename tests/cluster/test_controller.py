@@ -283,6 +283,16 @@ def test_workers_of_a_host_that_goes_end_there_also_the_last_of_a_role_and_may_c
     asyncio.run(main())
 
 
+def test_a_controller_that_has_just_come_back_kills_no_worker_of_a_host_that_goes(world):
+    async def main():
+        await world.controller.__init__(world.deployment)
+        world.on_host["n1"] = ["decode-0"]
+        await world.controller.evacuate("n1", 5.0)
+        assert world.told[-1] == ("restart", "decode-0", 5.0)
+
+    asyncio.run(main())
+
+
 def test_two_callers_cannot_both_let_the_last_worker_of_a_pool_go(world):
     async def main():
         await world.start()

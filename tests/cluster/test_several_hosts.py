@@ -127,8 +127,6 @@ def on_head(cluster, *arguments):
 
 
 def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds):
-    going = cluster.worker_hosts[0]
-
     def work():
         before = {each["incarnation"] for each in cluster.workers()}
         told = [
@@ -136,41 +134,62 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds
             on_head(cluster, "scale", "--decode", "2"),
             on_head(cluster, "restart", "prefill-0", "decode-0", "router-0"),
         ]
-        there = {
-            each["worker_id"]
-            for each in cluster.workers()
-            if each["address"].rpartition(":")[0] == going.address
-        }
-        address = ("--ray-address", f"{cluster.head.address}:{RAY_PORT}")
-        told.append(cluster.command(going, "drain", "--here", *address))
-        return before, told, there
+        return before, told
 
-    _, records, (before, told, there) = under_load(cluster, clients, seeds, work)
+    _, records, (before, told) = under_load(cluster, clients, seeds, work)
 
     assert [each.error for each in records if each.error] == []
     assert sum(each.usage.pages_moved for each in records) > 0
     assert sum(each.usage.decode_computed_tokens for each in records) == 0
     assert told[0].splitlines()[-1] == "decode-1 has left"
     assert told[1].splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
-    names = ", ".join(sorted(there))
-    assert told[3].splitlines() == [
-        f"{names} take no new requests and leave; running requests have 10 s there",
-        "this host has no worker, and gets none",
-    ]
     last = told[2].splitlines()[-1]
     assert re.fullmatch(r"router-0 serves again after \d+ s, 3 of 3", last), last
-    # Only now there is room for the workers of the host that goes. Not in the thread of the work: a
-    # host ends with the thread that has made it.
-    going.power_off()
-    going.power_on()
-    cluster.start_ray(going)
     cluster.until_whole()
     after = {
         each["worker_id"]: each["incarnation"]
         for each in cluster.workers()
         if each["state"] == "ready"
     }
-    assert {name for name, start in after.items() if start in before} == {"prefill-1"} - there
+    assert {name for name, start in after.items() if start in before} == {"prefill-1"}
+
+
+@pytest.mark.thorough
+def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster, clients, seeds):
+    going = cluster.worker_hosts[0]
+
+    def work():
+        there = {
+            each["worker_id"]
+            for each in cluster.workers()
+            if each["address"].rpartition(":")[0] == going.address and each["state"] == "ready"
+        }
+        address = ("--ray-address", f"{cluster.head.address}:{RAY_PORT}")
+        return there, cluster.command(going, "drain", "--here", *address)
+
+    before = {each["worker_id"]: each["incarnation"] for each in cluster.workers()}
+    specs, records, (there, told) = under_load(cluster, clients, seeds, work)
+    # Only now there is room for its workers. Not in the thread of the work: a host ends with the
+    # thread that has made it.
+    going.power_off()
+    going.power_on()
+    cluster.start_ray(going)
+    cluster.until_whole()
+
+    assert told.splitlines() == [
+        f"{', '.join(sorted(there))} take no new requests and leave; running requests have 10 s "
+        "there",
+        "this host has no worker, and gets none",
+    ]
+    assert [each.error for each in records if each.error] == []
+    assert sum(each.usage.pages_moved for each in records) > 0
+    assert_tokens(cluster, specs, records)
+    after = {
+        each["worker_id"]: each["incarnation"]
+        for each in cluster.workers()
+        if each["state"] == "ready"
+    }
+    assert {name for name, start in after.items() if before.get(name) != start} == there
 
 
 @pytest.mark.thorough
