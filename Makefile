@@ -93,7 +93,7 @@ $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP_INSTALL) torch -e . -e "./server$(if $(EXTRA),[$(EXTRA)])"
+	$(PIP_INSTALL) torch -e . -e "./server[$(or $(EXTRA),engine)]"
 	touch $@
 
 $(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt $(VENV)/ready | $(VENV)/trained-model # one pip at a time

@@ -13,9 +13,10 @@ from cli.configured_command import ConfiguredCommand
 from cli.find_router import found_router
 from cluster.errors import ClusterError, ConfigError, Interrupted
 from pagewire.cli.client_commands import JsonFlag, add_client_commands
-from pagewire.cli.commands import EXIT_CODES, make_app, print_versions, run
+from pagewire.cli.commands import EXIT_CODES, INSTALL_SERVER, make_app, print_versions, run
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 
+ENGINE = ("ray", "safetensors", "torch", "triton")  # what the extra `engine` brings
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -112,6 +113,11 @@ def main() -> None:
     except Interrupted as interruption:
         sys.stderr.write(f"{interruption}\n")
         sys.exit(interruption.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in ENGINE:
+            raise
+        sys.stderr.write(f"error: this needs {error.name}: {INSTALL_SERVER}\n")
+        sys.exit(2)
     except ClusterError as error:
         sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -46,6 +46,18 @@ NamesArgument = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Argument(help="Names of workers, router-0 or http-gateway-0.", metavar="NAME"),
 ]
+DrainedArgument = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Argument(help="Name of a worker, as in `pagewire status`.", metavar="WORKER"),
+]
+HereFlag = Annotated[
+    bool,
+    typer.Option(
+        "--here",
+        help="All workers of this host: they start elsewhere when there is room. Ray starts "
+        "nothing more here until its node is started again.",
+    ),
+]
 WorkerArgument = Annotated[str, typer.Argument(help="Name of a worker, as in `pagewire status`.")]
 
 ToFlag = Annotated[
@@ -127,12 +139,21 @@ def scale(
         scale_cluster(controller, wanted, grace_s, say)
 
 
-def drain(config: ClusterConfig, worker: str, grace_s: float | None) -> None:
-    """Let a worker finish its requests and leave; no request fails."""
-    with _running(config) as controller:
-        from cluster.scale_out import drain_worker
+def drain(config: ClusterConfig, worker: str | None, here: bool, grace_s: float | None) -> None:
+    """Let a worker finish its requests and leave; no request fails.
 
-        drain_worker(controller, worker, grace_s, say)
+    With --here, all workers of this host, which is about to go: they start again elsewhere.
+    """
+    if here is (worker is not None):
+        found = f"{worker!r} and --here" if here else "neither"
+        raise ConfigError(f"WORKER: found {found}; allowed: the name of a worker, or --here")
+    with _running(config) as controller:
+        from cluster.scale_out import drain_host, drain_worker
+
+        if worker is None:
+            drain_host(controller, grace_s, say)
+        else:
+            drain_worker(controller, worker, grace_s, say)
 
 
 def move(config: ClusterConfig, worker: str, to: str, grace_s: float | None) -> None:
@@ -188,7 +209,14 @@ _POOL = flag_parameter("pool", PoolFlag, None)
 for _command, _parameters in (
     (down, [_GRACE]),
     (scale, [_PREFILL, _DECODE, _POOL, _GRACE]),
-    (drain, [flag_parameter("worker", WorkerArgument), _GRACE]),
+    (
+        drain,
+        [
+            flag_parameter("worker", DrainedArgument, None),
+            flag_parameter("here", HereFlag, False),
+            _GRACE,
+        ],
+    ),
     (move, [flag_parameter("worker", WorkerArgument), flag_parameter("to", ToFlag), _GRACE]),
     (restart, [flag_parameter("names", NamesArgument, None), _GRACE]),
 ):

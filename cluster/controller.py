@@ -20,16 +20,18 @@ import ray
 
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
-from cluster.errors import StartError, Stopping
+from cluster.errors import ConfigError, StartError, Stopping
 from cluster.membership import HEARD_S, Membership
 from cluster.placement import (
     GATEWAY_NAME,
     ROUTER_NAME,
+    close_host,
     hosts_now,
     needs_of,
     place_gateway,
     place_router,
     place_worker,
+    workers_on,
 )
 from cluster.places import Place, check_move, check_room, choose_places
 from cluster.scaling import (
@@ -194,6 +196,48 @@ class ControllerActor:
             ) from None
         log.info("worker_restarted", extra=fields(worker_id=worker_id, grace_s=grace_s))
         actor.restart.remote(grace_s)
+
+    async def evacuate(self, node_id: str, grace_s: float) -> frozenset[str]:
+        """Have the workers of a host that goes end there, and start elsewhere when there is room.
+
+        Ray starts nothing more on the host. Nobody is asked for a replacement, as for a drain: the
+        host goes in any case.
+
+        Args:
+            node_id: The host, as Ray names it.
+            grace_s: Seconds for running requests.
+
+        Returns:
+            The names of the workers.
+
+        Raises:
+            ClusterError: Nothing has changed.
+        """
+        self._check_open()
+        home = self._deployment.home_resource
+        if any(each["NodeID"] == node_id and home in each["Resources"] for each in hosts_now()[0]):
+            raise ConfigError(
+                "--here: found the host of the cluster's controller, which cannot go while the "
+                "cluster runs; allowed: a host of workers alone; nothing has changed"
+            )
+        await asyncio.to_thread(close_host, node_id)
+        names = workers_on(node_id)
+        staying = names - self._membership.leaving
+        is_young = _now() < self._started_at + HEARD_S  # so it has not heard of all yet
+        serving = staying if is_young else staying & self._heard_of()
+        for worker_id in serving:
+            if worker_id in self._membership:
+                self._membership.restart(worker_id)
+        await self._push_all()
+        for worker_id in sorted(staying):
+            log.info("worker_evacuated", extra=fields(worker_id=worker_id, grace_s=grace_s))
+            with suppress(ValueError):  # it has just ended
+                actor = ray.get_actor(worker_id)
+                if worker_id in serving:
+                    actor.restart.remote(grace_s)
+                else:  # it loads, or does not answer, and serves no request
+                    ray.kill(actor, no_restart=False)
+        return names
 
     async def close(self) -> None:
         """Accept no further change: the cluster stops."""

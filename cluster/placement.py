@@ -9,7 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node  # Ray has no public name for it
+from ray._private import state as ray_state  # Ray has no public name for these
+from ray._private.state import available_resources_per_node
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated import autoscaler_pb2
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.certificates import own_client
@@ -21,7 +24,7 @@ from cluster.errors import StartError
 from cluster.places import Amounts, Node, Place
 from cluster.pool_config import pool_of
 from cluster.router_settings import router_settings
-from cluster.scaling import role_of
+from cluster.scaling import is_worker, role_of
 from decode_worker.actor import DecodeActor
 from decode_worker.config import DecodeConfig
 from http_gateway.actor import GatewayActor
@@ -37,6 +40,7 @@ CONTROLLER_NAME = "pagewire-controller"
 ROUTER_NAME = "router-0"
 GATEWAY_NAME = "http-gateway-0"
 HEAD_RESOURCE = "node:__internal_head__"  # as Ray names it
+CLOSE_S = 10.0  # for Ray to answer
 LEAST_SHARE = 0.0001  # of a resource that there is one of
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 
@@ -65,6 +69,30 @@ def hosts_now() -> tuple[list[Node], Mapping[str, Amounts]]:
     """Return the hosts of the attached Ray, and the free resources of each, by node."""
     nodes: list[Node] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes, available_resources_per_node()  # type: ignore[no-untyped-call]
+
+
+def workers_on(node_id: str) -> frozenset[str]:
+    """Return the names of the workers that have a process on a host, also while they load."""
+    return frozenset(
+        each["Name"]
+        for each in ray_state.actors().values()
+        if each["Address"]["NodeID"] == node_id
+        and each["State"] != "DEAD"
+        and is_worker(each["Name"])
+    )
+
+
+def close_host(node_id: str) -> None:
+    """Have Ray start nothing more on a host, until its node there is started again.
+
+    Raises:
+        StartError: Ray refuses.
+    """
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined] # as others
+    is_accepted, why = client.drain_node(node_id, reason, "its host goes", 0, timeout=CLOSE_S)
+    if not is_accepted:
+        raise StartError(f"Ray does not close the host {node_id}: {why}; nothing has changed")
 
 
 def needs_of(deployment: Deployment, worker_id: str) -> Amounts:

@@ -12,7 +12,7 @@ from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.errors import ClusterError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
-from cluster.placement import ROUTER_NAME
+from cluster.placement import ROUTER_NAME, workers_on
 from cluster.readiness import wait_ready, wait_until_served
 from cluster.scaling import ScalePlan, find_pool, told_workers
 
@@ -57,7 +57,7 @@ def scale_cluster(
                     for actor in actors.values():
                         ray.kill(actor, no_restart=True)
                     raise
-        _wait_gone(plan.drains, grace_s)
+        _wait_gone(_listed(plan.drains), grace_s)
     facts = ask(controller.facts.remote())
     say(f"the cluster has {told_workers(facts.workers.staying)}")
 
@@ -75,8 +75,29 @@ def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Sa
     with told_at_interrupt(_goes_on(ScalePlan(starts=(), drains=(worker_id,)))):
         ask(controller.drain.remote(worker_id, grace_s))
         say(_draining([worker_id], grace_s))
-        _wait_gone([worker_id], grace_s)
+        _wait_gone(_listed([worker_id]), grace_s)
     say(f"{worker_id} has left")
+
+
+def drain_host(controller: Any, grace_s: float | None, say: Say) -> None:
+    """Let all workers of this process's host go; return when none is left there.
+
+    They start elsewhere as soon as there is room; this host gets none any more.
+
+    Raises:
+        ClusterError: The problem and the remedy.
+        Interrupted: By Ctrl-C; the workers still go.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    with told_at_interrupt(NOTHING_CHANGED):
+        facts: ClusterFacts = ask(controller.facts.remote())
+    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
+    with told_at_interrupt(f"what has begun continues; {SHOWN}"):
+        names = ask(controller.evacuate.remote(node_id, grace_s))
+        if names:
+            say(_draining(sorted(names), grace_s))
+        _wait_gone(lambda: names & workers_on(node_id), grace_s)
+    say("this host has no worker, and gets none")
 
 
 def move_worker(
@@ -103,7 +124,7 @@ def move_worker(
         name, actor = ask(controller.move.remote(worker_id, key, grace_s))
     with told_at_interrupt(f"{worker_id} is still leaving, and {name} then starts; {SHOWN}"):
         say(_draining([worker_id], grace_s))
-        _wait_gone([worker_id], grace_s)
+        _wait_gone(_listed([worker_id]), grace_s)
         say(f"starting {name} in its place")
         try:
             _wait_served({name: actor}, facts.config, say)
@@ -143,9 +164,14 @@ def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> Non
     wait_until_served(router_address(), own_client(config), router, actors, deadline, lambda: None)
 
 
-def _wait_gone(names: Collection[str], grace_s: float) -> None:
+def _listed(names: Collection[str]) -> Callable[[], Collection[str]]:
+    """Return what tells which of these workers Ray still has."""
+    return lambda: set(names).intersection(ray.util.list_named_actors())
+
+
+def _wait_gone(remaining: Callable[[], Collection[str]], grace_s: float) -> None:
     deadline = time.monotonic() + grace_s + LEAVE_MARGIN_S
-    while left := set(names).intersection(ray.util.list_named_actors()):
+    while left := remaining():
         if time.monotonic() >= deadline:
             raise StartError(
                 f"{', '.join(sorted(left))} did not leave within {grace_s + LEAVE_MARGIN_S:.0f} s; "

@@ -41,7 +41,7 @@ FLAGS = {
     "down": "--config --grace-s --help --ray-address",
     "scale": "--config --decode --grace-s --help --pool --prefill --ray-address",
     "move": "--config --grace-s --help --ray-address --to",
-    "drain": "--config --grace-s --help --ray-address",
+    "drain": "--config --grace-s --help --here --ray-address",
     "restart": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",
     "gateway": """--config --front-tls-certificate-file --front-tls-client-authority-file
@@ -303,3 +303,11 @@ def test_demo_uses_the_gpus_there_are(monkeypatch):
     assert workers(4) == ("cuda", 1)
     assert workers(8) == ("cuda", 1)
     assert workers(8, device="cpu") == ("cpu", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [([], "neither"), (["decode-1", "--here"], "'decode-1' and --here")]
+)
+def test_a_drain_is_of_one_worker_or_of_this_host(words, found):
+    with pytest.raises(ConfigError, match=f"WORKER: found {found}; allowed: the name of a worker"):
+        get_command(commands.app)(["drain", *words], standalone_mode=False)

@@ -45,6 +45,11 @@ class World:
         monkeypatch.setattr(
             ray, "kill", lambda actor, no_restart: self.told.append(("kill", actor.name))
         )
+        self.on_host = {}  # node |-> names of workers there, as Ray knows them
+        monkeypatch.setattr(
+            module, "workers_on", lambda node: frozenset(self.on_host.get(node, ()))
+        )
+        monkeypatch.setattr(module, "close_host", lambda node: self.told.append(("close", node)))
         monkeypatch.setattr(module, "hosts_now", lambda: (NODES, self.available))
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
@@ -239,6 +244,54 @@ def test_the_only_worker_of_a_role_may_restart(world):
 
 def worker_names(without=""):
     return [each for each in sorted(worker_ids(2, 2)) if each != without]
+
+
+def test_workers_of_a_host_that_goes_end_there_also_the_last_of_a_role_and_may_come_back(
+    world, monkeypatch
+):
+    """What loads serves nothing and ends at once; what leaves already leaves; others stay."""
+
+    async def main():
+        await world.start()
+        world.names += ["decode-2", "decode-3"]  # never heard of
+        await world.controller.drain("decode-1", 7.0)
+        world.told.clear()
+        world.on_host["n1"] = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+        names = await world.controller.evacuate("n1", 5.0)
+
+        assert sorted(names) == world.on_host["n1"][2:] + world.on_host["n1"][:2]
+        assert world.told == [
+            ("close", "n1"),
+            ("router-0", worker_names(), worker_names()),
+            ("applied",),
+            ("restart", "decode-0", 5.0),
+            ("kill", "decode-2"),
+            ("restart", "prefill-0", 5.0),
+            ("restart", "prefill-1", 5.0),
+        ]
+        await world.announce("decode-0", incarnation=2)
+        draining = [each for each in worker_names() if each != "decode-0"]
+        assert world.told[-1] == ("router-0", worker_names(), draining)
+        world.told.clear()
+        monkeypatch.setitem(NODES[1], "Resources", {"node:h": 1.0})
+        with pytest.raises(ConfigError, match="found the host of the cluster's controller"):
+            await world.controller.evacuate("n2", 5.0)
+        await world.controller.close()
+        with pytest.raises(Stopping):
+            await world.controller.evacuate("n1", 5.0)
+        assert world.told == []
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_has_just_come_back_kills_no_worker_of_a_host_that_goes(world):
+    async def main():
+        await world.controller.__init__(world.deployment)
+        world.on_host["n1"] = ["decode-0"]
+        await world.controller.evacuate("n1", 5.0)
+        assert world.told[-1] == ("restart", "decode-0", 5.0)
+
+    asyncio.run(main())
 
 
 def test_two_callers_cannot_both_let_the_last_worker_of_a_pool_go(world):

@@ -8,7 +8,7 @@ import ray
 from cluster import scale_out as module
 from cluster.config_file import load_config
 from cluster.errors import Interrupted, StartError
-from cluster.scale_out import drain_worker, move_worker, scale_cluster
+from cluster.scale_out import drain_host, drain_worker, move_worker, scale_cluster
 from cluster.scaling import ScalePlan
 
 FACTS = SimpleNamespace(config=load_config(None, {"model": "/models/tiny"}))
@@ -83,6 +83,35 @@ def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypat
         drain_worker(cluster, "decode-1", 7.0, said.append)
 
     assert said == [LEAVES]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_host_is_drained_when_the_processes_of_its_workers_are_gone(monkeypatch, in_time):
+    """Those that were there at first: Ray may have none of their names yet elsewhere."""
+    cluster = Cluster(monkeypatch, interrupted_at=None)
+    asked = []
+    cluster.evacuate = SimpleNamespace(
+        remote=lambda *words: asked.append(words) or frozenset({"prefill-0", "decode-1"})
+    )
+    looks = [{"prefill-0", "decode-1"}, {"decode-1"}, {"decode-5"} if in_time else {"decode-1"}]
+    monkeypatch.setattr(
+        module, "workers_on", lambda node: looks.pop(0) if len(looks) > 1 else looks[0]
+    )
+    context = SimpleNamespace(get_node_id=lambda: "n1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(module, "LOOK_PERIOD_S", 0.0)
+    monkeypatch.setattr(module, "LEAVE_MARGIN_S", 60.0 if in_time else -6.9)
+    said = []
+
+    if in_time:
+        drain_host(cluster, 7.0, said.append)
+    else:
+        with pytest.raises(StartError, match="decode-1 did not leave within 0 s"):
+            drain_host(cluster, 7.0, said.append)
+
+    told = "decode-1, prefill-0 take no new requests and leave; running requests have 7 s there"
+    end = ["this host has no worker, and gets none"] if in_time else []
+    assert (asked, said) == ([("n1", 7.0)], [told, *end])
 
 
 @pytest.mark.parametrize(

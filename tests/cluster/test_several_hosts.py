@@ -155,6 +155,44 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds
 
 
 @pytest.mark.thorough
+def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster, clients, seeds):
+    going = cluster.worker_hosts[0]
+
+    def work():
+        there = {
+            each["worker_id"]
+            for each in cluster.workers()
+            if each["address"].rpartition(":")[0] == going.address and each["state"] == "ready"
+        }
+        address = ("--ray-address", f"{cluster.head.address}:{RAY_PORT}")
+        return there, cluster.command(going, "drain", "--here", *address)
+
+    before = {each["worker_id"]: each["incarnation"] for each in cluster.workers()}
+    specs, records, (there, told) = under_load(cluster, clients, seeds, work)
+    # Only now there is room for its workers. Not in the thread of the work: a host ends with the
+    # thread that has made it.
+    going.power_off()
+    going.power_on()
+    cluster.start_ray(going)
+    cluster.until_whole()
+
+    assert told.splitlines() == [
+        f"{', '.join(sorted(there))} take no new requests and leave; running requests have 10 s "
+        "there",
+        "this host has no worker, and gets none",
+    ]
+    assert [each.error for each in records if each.error] == []
+    assert sum(each.usage.pages_moved for each in records) > 0
+    assert_tokens(cluster, specs, records)
+    after = {
+        each["worker_id"]: each["incarnation"]
+        for each in cluster.workers()
+        if each["state"] == "ready"
+    }
+    assert {name for name, start in after.items() if before.get(name) != start} == there
+
+
+@pytest.mark.thorough
 def test_a_worker_moves_to_the_other_pool_and_back_under_load_without_a_failed_request(
     cluster, clients, seeds
 ):

@@ -22,6 +22,7 @@ from cluster.deployment import Deployment
 from cluster.errors import ConfigError
 from cluster.launch import END_TIMEOUT_S, STOP_MARGIN_S
 from cluster.placement import _resources
+from cluster.scale_out import LEAVE_MARGIN_S
 from credentials.secret import ClusterSecret
 from deploy.docker.healthcheck import SERVICE
 from deploy.docker.healthcheck import arguments as health_arguments
@@ -31,6 +32,7 @@ CRDS = Path(__file__).with_name("crds")
 KUBERNETES = ("1.30", "1.37")  # oldest and newest that the manifests are checked against
 NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
 GPU = "nvidia.com/gpu"
+RDMA, NETWORKS = "rdma/hca_shared_devices_a", "k8s.v1.cni.cncf.io/networks"
 API_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 POOLS = ("prefill", "decode")
 GCS_PORT = 6379
@@ -320,9 +322,13 @@ def names(overlay: Overlay, _: Path) -> Iterator[str]:
 
 
 def pagewire_commands(overlay: Overlay) -> list[list[str]]:
-    """Return all commands of pagewire in the manifests, as words after the program's name."""
+    """Return all commands of the pods of Ray, as words after pagewire."""
     up = overlay.container("up")
-    text = f"{up['command'][-1]}\n{up['lifecycle']['preStop']['exec']['command'][-1]}"
+    hooks = [up, *(each.spec["containers"][0] for each in overlay.groups)]
+    scripts = [each.get("lifecycle", {}).get("preStop") for each in hooks]
+    text = "\n".join(
+        [up["command"][-1], *(each["exec"]["command"][-1] for each in scripts if each)]
+    )
     return [each.split() for each in re.findall(r"\bpagewire ([^;&|\n]+)", text)]
 
 
@@ -330,8 +336,11 @@ def commands_exist(overlay: Overlay, folder: Path) -> Iterator[str]:
     group = get_command(commands.app)
     parent = group.make_context("pagewire", ["version"])
     found = pagewire_commands(overlay)
-    if [words[0] for words in found] != ["up", "down"]:
-        yield f"the cluster must be started and ended, not {found}"
+    if [words[0] for words in found] != ["up", "down", *["drain"] * len(overlay.groups)]:
+        yield f"the cluster must be started and ended, and pods of workers drained, not {found}"
+    for name, *words in found:
+        if name == "drain" and "--here" not in words:
+            yield f"a pod's workers must be drained, not {words}"
     for name, *words in found:
         try:
             group.get_command(parent, name).make_context(name, words, parent=parent)
@@ -430,6 +439,28 @@ def autoscaling(overlay: Overlay, _: Path) -> Iterator[str]:
             yield f"{each.where}: its bounds leave the autoscaler nothing to do"
 
 
+def rdma(overlay: Overlay, _: Path) -> Iterator[str]:
+    """Either all pods of workers have an adapter that NCCL uses, or none has."""
+    names = {"NCCL_IB_DISABLE", "NCCL_IB_HCA"}
+    environment = {each["name"]: each.get("value") for each in overlay.container("up")["env"]}
+    resources = {each.where: each.spec["containers"][0]["resources"] for each in overlay.groups}
+    if not names & environment.keys() and all(RDMA not in r["limits"] for r in resources.values()):
+        return
+    for name in sorted(names - environment.keys()):
+        yield f"up gives workers no {name}"
+    if environment.get("NCCL_IB_DISABLE") != "0":
+        yield f"NCCL_IB_DISABLE is {environment.get('NCCL_IB_DISABLE')!r}"
+    for each in overlay.groups:
+        asked, given = (
+            {name: n for name, n in resources[each.where][kind].items() if name.startswith("rdma/")}
+            for kind in ("requests", "limits")
+        )
+        if not asked == given == {RDMA: "1"}:
+            yield f"{each.where}: asks for {asked} and is given {given}, not one {RDMA}"
+        if NETWORKS not in each.group["template"]["metadata"].get("annotations", {}):
+            yield f"{each.where}: no overlay can name its network"
+
+
 def _asked_for(config: ClusterConfig, pool: str) -> dict[str, Any]:
     """Return what a worker of a pool asks Ray for."""
     deployment = Deployment(
@@ -521,13 +552,22 @@ def stopping(overlay: Overlay, folder: Path) -> Iterator[str]:
     hook = overlay.container("up")["lifecycle"]["preStop"]["exec"]["command"][-1]
     waits = sum(map(float, re.findall(r"sleep (\d+)", hook)))
     # The router and then the workers are given the grace, and then all are killed.
-    needed = waits + 2 * (config.stop_grace_s + STOP_MARGIN_S) + END_TIMEOUT_S + STOP_SPARE_S
+    stops_s = waits + 2 * (config.stop_grace_s + STOP_MARGIN_S) + END_TIMEOUT_S + STOP_SPARE_S
     for pod in overlay.ray_pods:
         given = pod.spec["terminationGracePeriodSeconds"]
+        needed = stops_s if pod.where == "head" else max(stops_s, _drain_s(pod, config))
         if given < needed:
             yield f"{pod.where}: is killed after {given} s; to stop takes up to {needed:.0f} s"
         if "preStop" not in pod.spec["containers"][0].get("lifecycle", {}):
             yield f"{pod.where}: Ray does not wait for what runs there"
+
+
+def _drain_s(pod: Pod, config: ClusterConfig) -> float:
+    """Return how long a pod of workers that goes by itself may take to drain."""
+    hook = pod.spec["containers"][0].get("lifecycle", {}).get("preStop")
+    first = hook["exec"]["command"][-1].partition("pagewire drain")[0] if hook else ""
+    waits = sum(map(float, re.findall(r"sleep (\d+)", first)))
+    return waits + STOP_SPARE_S + config.stop_grace_s + LEAVE_MARGIN_S
 
 
 def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
@@ -550,6 +590,8 @@ def routers(overlay: Overlay, folder: Path) -> Iterator[str]:
         except Exception as error:  # of click, whatever it is
             yield f"{program} {name}: {error}"
             continue
+        if one["image"].rpartition("/")[2].partition(":")[0] != "pagewire-router":
+            yield f"{pod.where}: {one['image']} brings torch and Ray"
         host, _, port = given["controller"].partition(":")
         service = overlay.of("Service").get(host, {"spec": {"selector": {}, "ports": []}})["spec"]
         if overlay.head not in overlay.selected(service["selector"]) or not service["selector"]:
@@ -808,6 +850,7 @@ CHECKS = (
     versions,
     pools,
     autoscaling,
+    rdma,
     security,
     limits,
     probes,

@@ -70,24 +70,25 @@ DIFFERENCES = {
 }
 
 
-AUTOSCALED = """\
+EXTENDED = """\
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources:
   - ../production
 components:
   - ../../components/autoscaling
+  - ../../components/rdma
 """
 
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory):
-    """Overlays by name, and the base; `autoscaled` is production with the component."""
+    """Overlays by name, and the base; `extended` is production with the other components."""
     folders = {name: KUBERNETES / "overlays" / name for name in OVERLAYS}
     copied = shutil.copytree(KUBERNETES, tmp_path_factory.mktemp("kubernetes") / "copy")
-    folders["autoscaled"] = copied / "overlays" / "autoscaled"
-    folders["autoscaled"].mkdir()
-    (folders["autoscaled"] / "kustomization.yaml").write_text(AUTOSCALED)
+    folders["extended"] = copied / "overlays" / "extended"
+    folders["extended"].mkdir()
+    (folders["extended"] / "kustomization.yaml").write_text(EXTENDED)
     return {
         name: checks.load(kustomize(folder))
         for name, folder in {**folders, "base": KUBERNETES / "base"}.items()
@@ -96,10 +97,13 @@ def rendered(tmp_path_factory):
 
 def test_all_overlays_are_checked():
     assert {each.name for each in (KUBERNETES / "overlays").iterdir()} == set(OVERLAYS)
+    production = (KUBERNETES / "overlays" / "production" / "kustomization.yaml").read_text()
+    used = set(re.findall(r"components/(\w+)", production + EXTENDED))
+    assert {each.name for each in (KUBERNETES / "components").iterdir()} == used
 
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", [*OVERLAYS, "autoscaled"])
+@pytest.mark.parametrize("name", [*OVERLAYS, "extended"])
 def test_an_overlay_has_no_fault(rendered, name, check, tmp_path):
     assert list(check(rendered[name], tmp_path)) == []
 
@@ -140,6 +144,17 @@ def command(old, new):
             up(overlay)["lifecycle"]["preStop"]["exec"]["command"],
         ):
             words[-1] = words[-1].replace(old, new)
+
+    return plant
+
+
+def hook(old, new):
+    """Return what changes the hook of the first pod of workers."""
+
+    def plant(overlay):
+        words = worker(overlay)["lifecycle"]["preStop"]["exec"]["command"]
+        assert old in words[-1]
+        words[-1] = words[-1].replace(old, new)
 
     return plant
 
@@ -209,6 +224,18 @@ FAULTS = [
         put(lambda overlay: head(overlay)["volumeMounts"][0], "api-server", "name"),
         "ray-head: has the token of the API server",
     ),
+    (
+        "rdma",
+        take(worker, "resources", "requests", checks.RDMA),
+        "prefill: asks for {} and is given",
+    ),
+    ("rdma", take(up, "env", -1), "up gives workers no NCCL_IB_HCA"),
+    ("rdma", put(up, "1", "env", -2, "value"), "NCCL_IB_DISABLE is '1'"),
+    (
+        "rdma",
+        put(lambda overlay: group(overlay)["template"]["metadata"], {}, "annotations"),
+        "prefill: no overlay can name its network",
+    ),
     ("schemas", put(group, "2", "replicas"), "replicas: '2' is not of type 'integer'"),
     ("schemas", put(head, [], "livenesProbe"), "'livenesProbe' was unexpected"),
     ("schemas", put(lambda o: o.of("Service")["pagewire-grpc"], 1, "spek"), "'spek' was unex"),
@@ -261,6 +288,9 @@ FAULTS = [
     ("commands_exist", command("--config", "--confg"), "pagewire up: "),
     ("commands_exist", command("--ray-address", "--address"), "pagewire down: "),
     ("commands_exist", command("pagewire down", "pagewire stop"), "started and ended"),
+    ("commands_exist", hook("pagewire drain", "sleep 9"), "and pods of workers drained, not"),
+    ("commands_exist", hook("--here", "prefill-0"), "a pod's workers must be drained, not ['pref"),
+    ("commands_exist", hook("--here", "--hier"), "pagewire drain: "),
     ("commands_exist", configured("stop_grace_s", "stop_grase_s"), "unknown option stop_grase_s"),
     (
         "commands_exist",
@@ -314,6 +344,7 @@ FAULTS = [
     ),
     ("probes", put(up, 3, "startupProbe", "failureThreshold"), "before start_timeout_s"),
     ("stopping", configured("stop_grace_s: 30", "stop_grace_s: 60"), "head: is killed after 120 s"),
+    ("stopping", hook("sleep 10", "sleep 60"), "prefill: is killed after 120 s; to stop takes up"),
     ("stopping", take(worker, "lifecycle"), "prefill: Ray does not wait"),
     ("tls", configured("log_format: json", "insecure: true"), "or the configuration must say"),
     ("tls", take(worker, "volumeMounts", 3), "ray-worker: finds certificates in {}, needs"),
@@ -357,6 +388,7 @@ FAULTS = [
     ),
     ("disruptions", drop("PodDisruptionBudget", "pagewire-head"), "the head has no"),
     ("routers", put(router, "--kees=/keys", "command", 4), "pagewire router: "),
+    ("routers", put(router, "r.example/pagewire:1", "image"), "pagewire:1 brings torch and Ray"),
     ("routers", put(router, "--controller=head:50052", "command", 3), "no Service head leads"),
     ("routers", configured("controller_port: 50052", "controller_port: 50053"), "is at 50053, not"),
     (
@@ -410,7 +442,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("check", "plant", "told"), FAULTS, ids=[f"{c}-{t}" for c, _, t in FAULTS])
 def test_a_planted_fault_is_found(rendered, check, plant, told, tmp_path):
-    name = "autoscaled" if check == "autoscaling" else "production"
+    name = "extended" if check in ("autoscaling", "rdma") else "production"
     overlay = checks.Overlay(copy.deepcopy(rendered[name].objects))
     plant(overlay)
 
@@ -479,11 +511,14 @@ def test_another_difference_is_found(rendered):
     ],
 )
 def test_ray_waits_for_what_ends_running_requests(rendered, pod, title, waits):
-    """Of processes that are named as Ray and the image name them, with another prefix."""
+    """Of processes that are named as Ray and the image name them, with another prefix.
+
+    Workers are drained first; this is what follows if nobody takes that order.
+    """
     here = f"t{uuid.uuid4().hex}"
     (found,) = [each for each in rendered["production"].pods if each.where == pod]
     *shell, script = found.spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    script = script.replace("ray::", f"{here}::").replace("pagewire", here)
+    script = script.splitlines()[-1].replace("ray::", f"{here}::").replace("pagewire", here)
     script = script.replace("sleep 1", "exit 9")  # instead of the next look
     name = title.replace("ray::", f"{here}::").replace("pagewire", here)
     sleep = "import sys; print(flush=True); sys.stdin.read()"

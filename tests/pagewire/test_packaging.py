@@ -30,9 +30,10 @@ def test_client_and_server_go_together():
 
     assert SERVER["project"]["version"] == version
     assert f"pagewire=={version}" in SERVER["project"]["dependencies"]
-    assert extras["server"] == [f"pagewire-server=={version}"]
+    assert extras["router"] == [f"pagewire-server=={version}"]
+    assert extras["server"] == [f"pagewire-server[engine]=={version}"]
     for name in ("cuda", "cuda12"):
-        assert name in SERVER["project"]["optional-dependencies"]
+        assert "pagewire-server[engine]" in SERVER["project"]["optional-dependencies"][name]
         assert extras[name] == [f"pagewire-server[{name}]=={version}"]
 
 
@@ -50,7 +51,7 @@ def test_client_and_server_want_the_same_versions_of_what_both_import():
 @pytest.mark.parametrize(
     ("extra", "target"),
     [
-        ("", "-c constraints.txt torch -e . -e ./server\n"),
+        ("", "-c constraints.txt torch -e . -e ./server[engine]\n"),
         ("cuda12", "torch -e . -e ./server[cuda12]\n"),
     ],
 )

@@ -7,26 +7,35 @@ needed, and what is imported without being named is missing.
 import compileall
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+from cluster.demo_model import write_demo_model
+from credentials.key_file import write_router_keys
+from credentials.secret import ClusterSecret
 from pagewire.protos import common_pb2
 from tests.pagewire.scripted_service import response, serving_in_thread, usage
-from tests.support.distributions import CLIENT, PACKAGES, ROOT, SERVER
+from tests.support.distributions import CLIENT, ROOT, SERVER
 from tests.support.wall_clock import assert_within
 
 pytestmark = pytest.mark.xdist_group("wheels")  # all use what is built once
 
 HEAVY = {"torch", "ray", "triton", "numpy", "transformers", "tokenizers", "nvidia-nccl-cu13"}
+ENGINE = {"ray", "safetensors", "torch", "triton"}
+EXTRAS = SERVER["project"]["optional-dependencies"]
+ROUTERS = ROOT / "deploy" / "kubernetes" / "components" / "routers"
 
 PROGRAM = """
 import sys
@@ -62,6 +71,17 @@ print(took_s, *sorted({each.partition(".")[0] for each in sys.modules}))
 """
 
 
+@contextmanager
+def killed_after(timeout_s: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """End a process that has not ended in time."""
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class Environment:
     """A virtual environment; its programs see neither this tree nor this environment."""
 
@@ -79,11 +99,16 @@ class Environment:
         subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=60)
 
     def link(self, distribution: metadata.Distribution) -> None:
-        for file in distribution.files or ():
-            if ".." not in file.parts and "__pycache__" not in file.parts:
-                place = self.site / file
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.symlink_to(Path(str(distribution.locate_file(file))).resolve())
+        base = Path(str(distribution.locate_file(""))).resolve()
+        files = [
+            each
+            for each in distribution.files or ()
+            if ".." not in each.parts and "__pycache__" not in each.parts
+        ]
+        for folder in {each.parent for each in files}:
+            (self.site / folder).mkdir(parents=True, exist_ok=True)
+        for each in map(str, files):  # thousands: paths as objects would take seconds
+            os.symlink(f"{base}/{each}", f"{self.site}/{each}")
 
     def run(self, *words: object) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
@@ -95,6 +120,22 @@ class Environment:
             text=True,
             timeout=60,
         )
+
+    def run_until(self, wanted: str, *words: object) -> str:
+        """Run a program until a line matches, then end it; return what it wrote."""
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        command = list(map(str, words))
+        with subprocess.Popen(command, cwd=self.folder, env=environment, **pipes) as process:
+            lines = []
+            with killed_after(60, process):
+                for line in process.stdout:
+                    lines.append(line)
+                    if re.search(wanted, line):
+                        break
+                process.terminate()
+                lines += process.stdout
+        return "".join(lines)
 
 
 def needed_by(distribution: metadata.Distribution) -> dict[str, metadata.Distribution]:
@@ -114,17 +155,13 @@ def needed_by(distribution: metadata.Distribution) -> dict[str, metadata.Distrib
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """Build both wheels from a copy: setuptools takes what an earlier build has left in a tree."""
-    folder = tmp_path_factory.mktemp("wheels")
-    tree = folder / "tree"
-    for name in {each.partition(".")[0] for each in PACKAGES} | {"server"}:
-        left_out = shutil.ignore_patterns("__pycache__", "build", "results")
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=left_out)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
-    build += ["--no-build-isolation", "--wheel-dir", str(folder), str(tree), str(tree / "server")]
-    subprocess.run(build, check=True, timeout=100)
+    """Build both wheels as the images get them."""
+    folder = tmp_path_factory.mktemp("wheels") / "built"
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: pip reads it as a `no`
+    environment = os.environ | offline | {"PYTHON": sys.executable}
+    build = [ROOT / "deploy" / "docker" / "build_wheels.sh", folder]
+    subprocess.run(build, env=environment, check=True, timeout=100)
+    assert (folder / "constraints.txt").exists()
     return {each.name.partition("-")[0]: each for each in folder.glob("*.whl")}
 
 
@@ -138,6 +175,20 @@ def client(wheels, tmp_path_factory):
         environment.link(each)
     for name in ("google", "grpc", "pagewire"):  # as pip does
         compileall.compile_dir(environment.site / name, quiet=1)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def light(wheels, tmp_path_factory):
+    """An environment as `pip install pagewire[router]` makes it, and the image of routers."""
+    environment = Environment(tmp_path_factory.mktemp("light"))
+    for each in wheels.values():
+        environment.install(each)
+    [installed] = metadata.distributions(name="pagewire-server", path=[str(environment.site)])
+    needed = needed_by(installed)
+    del needed["pagewire"]
+    for each in needed.values():
+        environment.link(each)
     return environment
 
 
@@ -248,6 +299,48 @@ def test_with_the_server_the_command_offers_all(both):
     commands = re.findall(r"^  (\w+) ", shown, re.MULTILINE)
     assert {"generate", "chat", "status", "serve", "up", "doctor"} <= set(commands)
     assert (refused.returncode, "model: found '/nowhere'" in refused.stderr) == (2, True)
+
+
+def test_what_a_router_depends_on_brings_no_engine(light):
+    [installed] = metadata.distributions(name="pagewire-server", path=[str(light.site)])
+
+    assert needed_by(installed).keys().isdisjoint(ENGINE)
+    assert {Requirement(each).name for each in EXTRAS["engine"]} == ENGINE
+    assert not any((light.site / each).exists() for each in ENGINE)
+
+
+def test_without_the_engine_routers_and_gateways_start_and_the_rest_says_what_is_missing(light):
+    """The command lines of the manifests, in the environment of their image."""
+    (light.folder / "model").mkdir()
+    write_demo_model(light.folder / "model")
+    write_router_keys(light.folder / "keys", ClusterSecret.generate().router_keys("routers"))
+    pagewire = light.folder / "bin" / "pagewire"
+    (light.folder / "cluster.yaml").write_text("model: model\ninsecure: true\nport: 0\n")
+    deployment = yaml.safe_load((ROUTERS / "deployment.yaml").read_text(encoding="utf-8"))
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    name, *words = container["command"]
+    here = {"--config": "cluster.yaml", "--keys": "keys", "--controller": "127.0.0.1:1"}
+    here["--router-metrics-port"] = "0"
+    flags = [each.partition("=")[0] for each in words[1:]]
+    router = [words[0], *(f"{each}={here[each]}" for each in flags)]
+    gateway = ["gateway", "--router=127.0.0.1:1", "--port=0", "--insecure"]
+
+    helped = light.run(pagewire, "router", "--help")
+    refused = light.run(pagewire, "router", "--controller=h:1", "--keys=/nowhere", "--model=model")
+    started = [
+        light.run_until("ready: |waiting for", pagewire, *each) for each in (router, gateway)
+    ]
+    serve = light.run(pagewire, "serve", "--model", "model", "--insecure")
+
+    assert (name, helped.returncode) == ("pagewire", 0)
+    assert "--controller" in helped.stdout
+    assert (refused.returncode, "--keys: /nowhere cannot be read" in refused.stderr) == (2, True)
+    assert "for the cluster at 127.0.0.1:1" in started[0]
+    assert "no connection to 127.0.0.1:1" in started[1], "that of its router alone is missing"
+    assert (serve.returncode, serve.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: this needs (ray|torch): pip install 'pagewire\[server\]'\n", serve.stderr
+    )
 
 
 def test_client_and_server_share_a_process(both):
