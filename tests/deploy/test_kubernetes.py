@@ -261,7 +261,11 @@ FAULTS = [
     ("commands_exist", command("--config", "--confg"), "pagewire up: "),
     ("commands_exist", command("--ray-address", "--address"), "pagewire down: "),
     ("commands_exist", command("pagewire down", "pagewire stop"), "started and ended"),
-    ("commands_exist", configured("stop_grace_s", "stop_grase_s"), "unknown option stop_grase_s"),
+    (
+        "commands_exist",
+        configured("stop_grace_s", "stop_grase_s"),
+        "stop_grase_s: found an unknown option",
+    ),
     (
         "commands_exist",
         put(group, "1", "rayStartParams", "nod-port"),
