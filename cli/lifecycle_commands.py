@@ -1,5 +1,6 @@
 """Commands for a cluster that outlives them: pagewire up, down, scale, move and others."""
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,9 +39,17 @@ PoolFlag = Annotated[
         help="Number of workers to have in a pool of the section pools; once for each pool.",
     ),
 ]
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("it is not finite")  # the command says what is allowed
+    return value
+
+
 GraceFlag = Annotated[
     Optional[float],  # noqa: UP045
-    typer.Option("--grace-s", min=0.0, help=GRACE_HELP),
+    typer.Option("--grace-s", min=0.0, callback=_finite, help=GRACE_HELP),
 ]
 NamesArgument = Annotated[
     Optional[list[str]],  # noqa: UP045
@@ -132,7 +141,10 @@ def scale(
             )
         wanted[name] = int(number)
     if not wanted:
-        raise ConfigError("nothing to do; give --prefill, --decode or --pool")
+        raise ConfigError(
+            "--prefill, --decode, --pool: found none of them; allowed: at least one, with the "
+            "number of workers to have"
+        )
     with _running(config) as controller:
         from cluster.scale_out import scale_cluster
 

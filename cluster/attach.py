@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -171,6 +172,6 @@ def ask_starting(call: Any, say: Callable[[str], None], check: Callable[[], None
 
 
 def last_line(error: Exception) -> str:
-    """Return the last line of Ray's error, which is the reason."""
+    """Return the last line of Ray's error, which is the reason, without the path of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return re.sub(r"^(\w+\.)+\w+: ", "", lines[-1]) if lines else type(error).__name__

@@ -124,8 +124,9 @@ class ClusterConfig:
     port_range: str = option(
         "",
         "Range of the free ports of workers and controller, FIRST-LAST, as in 20000-20099; empty: "
-        "any. A host needs one for each worker, one more for each without a GPU, and one for the "
-        "controller. NCCL uses other ports.",
+        "any. A host needs one for each worker, one more for each decode worker that receives "
+        "pages, and one for the controller unless controller_port is set. Router, HTTP gateway and "
+        "metrics have port, http_port and router.metrics_port; NCCL uses other ports.",
         accepts=is_port_range,
         accepted="two ports of 1024 to 65535, as in 20000-20099",
     )
@@ -272,6 +273,15 @@ class ClusterConfig:
                     OptionName("workers_per_gpu"),
                     self.workers_per_gpu,
                     OptionName("ray_address"),
+                )
+            )
+        if self.device == "cpu" and self.workers_per_gpu > 1:
+            problems.append(
+                WrongOption(
+                    "{}: found {!r}; allowed: 1 with {} cpu, where no worker has a GPU",
+                    OptionName("workers_per_gpu"),
+                    self.workers_per_gpu,
+                    OptionName("device"),
                 )
             )
         if self.pool_resources and not self.ray_address:

@@ -196,12 +196,16 @@ def _unknown(name: str, value: object) -> str:
         )
     section, _, rest = name.partition(".")
     if _nearest(section, [POOLS], NEAR) and find_option(f"{POOLS}.{rest}"):
-        return f"unknown option {name}; did you mean {POOLS}.{rest}?"
+        return _told_unknown(name, f"{POOLS}.{rest}")
     near = _nearest(_leaf(name), {_leaf(path) for path in options}, NEAR)
     # Of options of several sections by one name that of the likeliest section.
     near = _nearest(name, [path for path in options if _leaf(path) in near], 0)
-    hint = f"did you mean {near[0]}?" if near else "see docs/configuration.md for all options"
-    return f"unknown option {name}; {hint}"
+    return _told_unknown(name, *near)
+
+
+def _told_unknown(name: str, *meant: str) -> str:
+    hint = f"; did you mean {meant[0]}?" if meant else ""
+    return f"{name}: found an unknown option; allowed: those of docs/configuration.md{hint}"
 
 
 def _leaf(path: str) -> str:

@@ -11,11 +11,13 @@ from cluster.capacity import (
 )
 from cluster.certificates import check_certificates
 from cluster.config import LOOPBACK, ClusterConfig
+from cluster.config_options import config_options
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_kernels, check_model_files, check_model_folder
 from cluster.own_address import check_interfaces, with_own_host
+from cluster.port_need import check_port_range
 from observability.tracing import TracingConfig, TracingUnavailable, check_tracing
 from router.errors import TenantsFileError
 from router.tenants.file import read_tenants
@@ -38,7 +40,8 @@ def check_start(
     """
     model = config.model
     if model is None:
-        raise ConfigError("model is not set; give a checkpoint folder with --model")
+        allowed = config_options()["model"].allowed()
+        raise ConfigError(f"model: found none; allowed: {allowed}, as in --model PATH")
     check_interfaces(config)
     config = with_own_host(config)
     anywhere: tuple[Callable[[], object], ...] = (
@@ -66,9 +69,12 @@ def check_start(
     )
     check_model_folder(model)
     device = choose_device(config, 0 if config.device == "cpu" else count_gpus())
+    check_port_range(config, device, config.num_workers("prefill"), config.num_workers("decode"))
     if device == "cuda":
         check_kernels(model)
     else:
+        if config.workers_per_gpu > 1:
+            say(f"note: workers_per_gpu is {config.workers_per_gpu}, and no worker has a GPU")
         _check_memory(config, say)
     return device
 

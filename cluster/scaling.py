@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.pool_config import MOST_WORKERS, NAME, ROLES, pool_key, pool_of
+from cluster.port_need import check_port_range
 from router.membership import PoolName
 
 WORKER = re.compile(rf"({'|'.join(ROLES)})(-{NAME.pattern})?-\d+")
@@ -136,6 +137,9 @@ def plan_scale(
     for role in ROLES:
         if gone := [each for each in drains if role_of(each) == role]:
             _check_remaining(workers, role, gone)
+    if starts and not config.ray_address:
+        roles = Counter(map(role_of, [*workers.staying, *starts]))
+        check_port_range(config, device, roles["prefill"], roles["decode"])
     return ScalePlan(starts=tuple(starts), drains=tuple(drains))
 
 

@@ -47,6 +47,6 @@ class OpenInClear(Exception):
     def __init__(self, option: str, host: str) -> None:
         self.option = option
         super().__init__(
-            f"{option} is not set, and a server would listen in clear on {host}, where other hosts "
-            "can connect; set it with its key, or allow this with insecure"
+            f"{option}: found none; allowed: a certificate, with its key, because other hosts can "
+            f"connect to {host}; or none with insecure, which lets servers listen there in clear"
         )

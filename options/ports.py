@@ -24,6 +24,12 @@ def is_port_range(value: object) -> bool:
     return found is not None and LOWEST <= int(found[1]) <= int(found[2]) <= 65535
 
 
+def num_ports(port_range: str) -> int:
+    """Return how many ports a range has that is not empty."""
+    first, last = map(int, port_range.split("-"))
+    return last - first + 1
+
+
 def listen_within(port_range: str, host: str, listen: Callable[[int], T]) -> T:
     """Return the result of `listen` for the first free port of a range.
 
@@ -39,18 +45,21 @@ def listen_within(port_range: str, host: str, listen: Callable[[int], T]) -> T:
     """
     if not port_range:
         return listen(0)
-    first, last = map(int, port_range.split("-"))
-    num_ports = last - first + 1
-    begin = random.randrange(num_ports)  # noqa: S311 - not a secret
-    for index in range(num_ports):
-        port = first + (begin + index) % num_ports
+    first = int(port_range.partition("-")[0])
+    count = num_ports(port_range)
+    begin = random.randrange(count)  # noqa: S311 - not a secret
+    for index in range(count):
+        port = first + (begin + index) % count
         if _is_taken(host, port):  # gRPC would write an error to the log
             continue
         try:
             return listen(port)
         except (OSError, RuntimeError):  # another process was faster
             continue
-    raise NoPortFree(f"port_range is {port_range!r}, and all of its ports are taken on {host}")
+    raise NoPortFree(
+        f"port_range: found {port_range!r}, of which all ports are taken on {host}; allowed: a "
+        "range with a free one"
+    )
 
 
 def _is_taken(host: str, port: int) -> bool:

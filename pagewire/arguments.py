@@ -363,3 +363,4 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "skip_special_tokens": check_flag,
     "constraint": _constraint,
 }
+SAMPLING = frozenset(_OPTIONS)  # the names of all sampling options

@@ -3,8 +3,10 @@
 import socket
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -14,7 +16,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from protos.addresses import join_address
 from router.errors import PortTaken
 
-MAX_SCRAPES = 8  # at a time; further connections are closed
+MAX_SCRAPES = 8  # at a time
+CEDE_S = 0.5  # for a connection that must give up its place
 DEADLINE_S = 10.0  # for a whole request, from its connection to the last byte of the answer
 POLL_S = 0.1  # how often the server checks whether it must stop
 
@@ -57,6 +60,7 @@ class MetricsServer:
             plain = ("content-type", "text/plain")
             try:
                 if is_operator(request.get("HTTP_AUTHORIZATION", "")):
+                    request[_PLACE].is_proven = True
                     told: Iterable[bytes] = tell(request, start_response)
                     return told
             except TimeoutError:
@@ -78,6 +82,65 @@ class MetricsServer:
         self._server.server_close()
 
 
+_PLACE = "pagewire.place"  # of a request's environment
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """One connection among those that are served."""
+
+    connection: socket.socket
+    address: str  # of the client
+    is_proven: bool = False  # the client may read the metrics
+
+
+class Places:
+    """Gives places to connections, so that silent ones keep nobody from reading metrics.
+
+    If all are taken, one is cut off: first of those that have proven nothing, of the address that
+    has the most, the oldest. One that is being answered gives way to other addresses only.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = threading.Semaphore(MAX_SCRAPES)
+        self._taken: list[_Place] = []  # the oldest first
+
+    def take(self, connection: socket.socket, address: str) -> _Place | None:
+        """Return a place, after CEDE_S at the latest; None: there is none."""
+        if not self._free.acquire(blocking=False):
+            with self._lock:
+                victim = self._victim(address)
+            if victim is None:
+                return None
+            _cut_off(victim.connection)
+            if not self._free.acquire(timeout=CEDE_S):
+                return None
+        place = _Place(connection, address)
+        with self._lock:
+            self._taken.append(place)
+        return place
+
+    def give_back(self, place: _Place) -> None:
+        with self._lock:
+            self._taken.remove(place)
+        self._free.release()
+
+    def _victim(self, address: str) -> _Place | None:
+        num_of = Counter(each.address for each in self._taken)
+        may = [
+            each
+            for each in self._taken
+            if not each.is_proven or num_of[each.address] > num_of[address] + 1
+        ]
+        return min(may, key=lambda each: (each.is_proven, -num_of[each.address]), default=None)
+
+    def of(self, connection: Any) -> _Place:
+        """Return the place of a connection that has one."""
+        with self._lock:
+            return next(each for each in self._taken if each.connection is connection)
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
@@ -86,7 +149,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._tls = tls
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
-        self._places = threading.Semaphore(MAX_SCRAPES)
+        self.places = Places()
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type] # of IPv6 there is more
 
     def server_bind(self) -> None:
@@ -103,16 +166,18 @@ class _Server(ThreadingMixIn, WSGIServer):
         return request, client_address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
+        place = self.places.take(request, client_address[0])
+        if place is None:
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:  # there is no thread that would
-            self._places.release()
+            self.places.give_back(place)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        place = self.places.of(request)
         deadline = threading.Timer(DEADLINE_S, _cut_off, [request])
         deadline.daemon = True
         deadline.start()
@@ -120,7 +185,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             deadline.cancel()
-            self._places.release()
+            self.places.give_back(place)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing: a client that leaves, or sends nonsense, is not an error of the router."""
@@ -132,5 +197,10 @@ def _cut_off(connection: socket.socket) -> None:
 
 
 class _Handler(WSGIRequestHandler):
+    server: _Server
+
+    def get_environ(self) -> dict[str, Any]:
+        return {**super().get_environ(), _PLACE: self.server.places.of(self.connection)}
+
     def log_message(self, *_: Any) -> None:
         """Log nothing: scrapes come all the time."""

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from pagewire import AuthenticationError, InvalidRequestError, PagewireError
-from pagewire.arguments import TOKEN_VARIABLE, check_sampling, check_timeout_s
+from pagewire.arguments import SAMPLING, TOKEN_VARIABLE, check_sampling, check_timeout_s
 
 
 class StrictCommand(TyperCommand):
@@ -36,7 +36,7 @@ class StrictCommand(TyperCommand):
             raise
 
     def explain(self, name: str, found: str) -> str:
-        """Return what was found and what is allowed for a value that is not a number.
+        """Return what was found and what is allowed for a value of a wrong type or range.
 
         Args:
             name: The name of the parameter: `temperature`.
@@ -45,11 +45,11 @@ class StrictCommand(TyperCommand):
         try:
             if name == "timeout_s":
                 check_timeout_s(name, found)
-            else:
+            elif name in SAMPLING:
                 check_sampling({name: found})
         except InvalidRequestError as error:
             return error.violations[0].description
-        return f"found {found!r}"
+        return f"found {found!r}; allowed: a number"  # a text is never wrong by itself
 
     def invoke(self, ctx: Any) -> Any:
         """Run as usual; the error of a refused request names flags."""

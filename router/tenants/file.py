@@ -66,12 +66,12 @@ def read_tenants(path: Path) -> TenantsFile:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never end
-            raise TenantsFileError(f"{path}: cannot be read: it is not a file")
+            raise _unreadable(path, "it is not a file")
         with path.open("rb") as file:
             found = os.fstat(file.fileno())  # first: a change while it is read is another version
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise TenantsFileError(f"{path}: cannot be read: {error.strerror}") from error
+        raise _unreadable(path, error.strerror) from error
     if len(content) > MAX_BYTES:
         raise TenantsFileError(f"{path}: has more than {MAX_BYTES} bytes, the most allowed")
     try:
@@ -94,6 +94,13 @@ def read_tenants(path: Path) -> TenantsFile:
     is_public = mode & (stat.S_IROTH | stat.S_IWOTH)
     told = f"{path} has mode {mode:04o}: other users of this host may read or change it; use 0640"
     return TenantsFile(rules=rules, version=_version(found), warning=told if is_public else "")
+
+
+def _unreadable(path: Path, reason: str | None) -> TenantsFileError:
+    return TenantsFileError(
+        f"router.tenants_file: found {str(path)!r}, which cannot be read: {reason}; allowed: a "
+        "file of tenants"
+    )
 
 
 def version_of(path: Path) -> tuple[int, ...]:

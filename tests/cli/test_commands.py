@@ -18,6 +18,7 @@ from cluster.errors import ConfigError
 from decode_worker.config import DecodeConfig
 from tests.support.command_line import run_main
 
+GRACE = "a finite number, 0 or more"
 SERVE_FLAGS = """
     --config --controller-port --cpu-pages-mib --cpu-threads --decode --deterministic --device
     --dtype --gpu-memory-fraction --help --host --http-port --insecure --log-format --log-level
@@ -175,7 +176,11 @@ def test_help_shows_all_flags_whole_in_80_columns_by_section():
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
-        (["serve"], 2, "model is not set"),
+        (
+            ["serve"],
+            2,
+            "error: model: found none; allowed: the path of a checkpoint folder or GGUF",
+        ),
         (
             ["serve", "--model", "/nowhere"],
             2,
@@ -210,6 +215,11 @@ def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words)
         (["serve", "--prefil", "3"], 2, "--prefill"),
         (["doctor", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
         (["demo", "--transfer-post-s", "x"], 2, "found 'x'; allowed: a finite"),
+        (["down", "--grace-s", "-1"], 2, f"'--grace-s': found '-1'; allowed: {GRACE}\n"),
+        (["drain", "x", "--grace-s", "abc"], 2, f"'--grace-s': found 'abc'; allowed: {GRACE}\n"),
+        (["scale", "--grace-s", "inf"], 2, f"'--grace-s': found 'inf'; allowed: {GRACE}\n"),
+        (["scale"], 2, "error: --prefill, --decode, --pool: found none of them; allowed: at least"),
+        (["top", "--interval", "x"], 2, "'--interval': found 'x'; allowed: a number\n"),
         (["generate", "x", "--top-k", "y"], 2, "found 'y' (str); allowed: an integer"),
         (["chat", "--top-p", "y"], 2, "found 'y' (str); allowed: a number, above 0"),
         (["chat", "--timeout-s", "y"], 2, "found 'y' (str); allowed: seconds, above"),

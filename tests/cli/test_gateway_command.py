@@ -189,7 +189,7 @@ def test_it_connects_and_serves_over_tls(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--host", "0.0.0.0"], "error: front_tls.certificate_file is not set, and a server would"),
+        (["--host", "0.0.0.0"], "error: front_tls.certificate_file: found none; allowed: a certi"),
         (["--front-tls-key-file", "k"], "error: front_tls.certificate_file: found none; allowed"),
         (["--router-key-file", "k"], "error: --router-certificate-file: found none; allowed: a f"),
         (["--router-authority-file", "/nowhere"], "--router-authority-file: /nowhere cannot be re"),

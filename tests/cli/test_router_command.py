@@ -365,7 +365,7 @@ def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None
     good = {"--controller": "localhost:1", "--keys": keys_path, "--model": model_dir, "--port": 0}
     for name, value, words in (
         ("--controller", "nowhere", "error: --controller: found 'nowhere'; allowed: host:port"),
-        ("--router-tenants-file", tmp_path / "none", "none: cannot be read: No such file"),
+        ("--router-tenants-file", tmp_path / "none", "none', which cannot be read: No such"),
         ("--keys", tmp_path / "none", "none cannot be read: No such file"),
         ("--keys", secret, "contains no keys of a router; `pagewire router-keys` writes them"),
         ("--model", folder, "tokenizer.json is missing"),

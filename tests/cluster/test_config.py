@@ -76,7 +76,8 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
         ),
         (
             "pools: {small: {role: decode, worker: 1}}",
-            "unknown option pools.small.worker; did you mean pools.small.workers?",
+            "pools.small.worker: found an unknown option; allowed: those of docs/configuration.md; "
+            "did you mean pools.small.workers?",
         ),
         (
             "pools: {Small-1: {role: decode}}",
@@ -94,7 +95,8 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
         ("pools: {my pool: {workers: 1}}", "pools.my pool: found the pool name 'my pool'"),
         (
             "pool: {small: {role: decode}}",
-            "unknown option pool.small.role; did you mean pools.small.role?",
+            "pool.small.role: found an unknown option; allowed: those of docs/configuration.md; "
+            "did you mean pools.small.role?",
         ),
         (
             "pools: {decode: {workers: 2}}",
@@ -167,11 +169,14 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prefil: 2", ["unknown option prefil", "did you mean prefill?"]),
+        ("prefil: 2", ["prefil: found an unknown option", "did you mean prefill?"]),
         ("router: {max_resumption: 2}", ["router.max_resumption", "router.max_resumptions?"]),
-        ("max_resumptions: 2", ["unknown option max_resumptions", "router.max_resumptions?"]),
-        ("router: {router_id: x}", ["unknown option router.router_id"]),
-        ("zebra: 2", ["unknown option zebra", "docs/configuration.md"]),
+        (
+            "max_resumptions: 2",
+            ["max_resumptions: found an unknown option", "router.max_resumptions?"],
+        ),
+        ("router: {router_id: x}", ["router.router_id: found an unknown option"]),
+        ("zebra: 2", ["zebra: found an unknown option", "docs/configuration.md"]),
         (
             "router: 3",
             ["router: found 3; allowed: a mapping of the options of this section, such as"],
@@ -279,7 +284,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             "ray_address: auto\nmodel_paths:\n  a: /x\n  a: /y",
             ["model_paths.a is given twice, in lines 3 and 4; give it once"],
         ),
-        ("model_path: {a: /x}", ["unknown option model_path.a"]),
+        ("model_path: {a: /x}", ["model_path.a: found an unknown option"]),
         (
             "network_interface: eth0,eth1",
             ["network_interface: found 'eth0,eth1'; allowed: the name"],
@@ -288,6 +293,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         (
             "ray_address: auto\nworkers_per_gpu: 2",
             ["workers_per_gpu: found 2", "allowed: 1 with ray_address"],
+        ),
+        (
+            "device: cpu\nworkers_per_gpu: 2",
+            ["workers_per_gpu: found 2; allowed: 1 with device cpu"],
         ),
         (
             "pool_resources: true\ndevice: cpu",
@@ -306,14 +315,23 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ),
         ("router: {dead_after_s: 1, dead_after_s: 2}", [": router.dead_after_s is given twice"]),
         ("router: {dead_after_s: 1}\nrouter.dead_after_s: 2", ["given twice, in lines 1 and 2;"]),
-        ("true: 1", ["unknown option true; see docs"]),
-        ("router: {true: 3}", ["unknown option router.true; see docs"]),
-        ("router: {on: 3}", ["unknown option router.on; see docs"]),
-        ("router: {null: 1}", ["unknown option router.null; see docs"]),
-        ("0x7: 1", ["unknown option 0x7; see docs"]),
-        ("router: &r {max_resumptions: 1, <<: {no: 2}}", ["unknown option router.no; see docs"]),
-        ("router: {max_request: 3}", ["unknown option router.max_request; see docs"]),
-        ("prefill_worker: {st: 3}", ["unknown option prefill_worker.st; see docs"]),
+        ("true: 1", ["true: found an unknown option; allowed: those of docs"]),
+        ("router: {true: 3}", ["router.true: found an unknown option; allowed: those of docs"]),
+        ("router: {on: 3}", ["router.on: found an unknown option; allowed: those of docs"]),
+        ("router: {null: 1}", ["router.null: found an unknown option; allowed: those of docs"]),
+        ("0x7: 1", ["0x7: found an unknown option; allowed: those of docs"]),
+        (
+            "router: &r {max_resumptions: 1, <<: {no: 2}}",
+            ["router.no: found an unknown option; allowed: those of docs"],
+        ),
+        (
+            "router: {max_request: 3}",
+            ["router.max_request: found an unknown option; allowed: those of docs"],
+        ),
+        (
+            "prefill_worker: {st: 3}",
+            ["prefill_worker.st: found an unknown option; allowed: those of docs"],
+        ),
         ("ports: 1", ["did you mean port?"]),
         ("loglevel: info", ["did you mean log_level?"]),
         ("prefill: {heartbeat: 1}", ["did you mean prefill_worker.heartbeat_s?"]),
@@ -375,9 +393,9 @@ def test_all_errors_are_told_at_once(tmp_path):
         "--transfer-ack-s: found -1.0",
     ]
     assert named[2:] == [
-        f"{path}, line 1: unknown option prefil",
+        f"{path}, line 1: prefil: found an unknown option",
         f"{path}, line 2: port: found -1",
-        f"{path}, line 3: unknown option zebra",
+        f"{path}, line 3: zebra: found an unknown option",
         f"{path}, line 4: router.dead_after_s: found 0",
         f"{path}, line 5: router.max_index_pages: found 'many'",
         f"{path}, line 6: router.max_resumptions: found -1",
@@ -414,7 +432,7 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
     assert [line.split("; ")[0] for line in str(caught.value).splitlines()] == [
         "--decode: found 0",
         f"{path}: prefill is given twice, in lines 1 and 2",
-        f"{path}, line 3: unknown option zebra",
+        f"{path}, line 3: zebra: found an unknown option",
         f"{path}: router.dead_after_s is given twice, in lines 4 and 4",
         f"{path}, line 4: router.dead_after_s: found 0",
         f"{path}: transfer.ack_s is given twice, in lines 5 and 6",

@@ -231,7 +231,7 @@ def test_nothing_is_placed_before_all_hosts_have_been_looked_at(monkeypatch):
 
 def test_the_addresses_of_the_interface_are_those_that_must_not_be_in_clear(monkeypatch):
     have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "lo": ["127.0.0.1"]})
-    in_clear = r"tls.certificate_file is not set, .* would listen in clear on 10.0.0.2"
+    in_clear = r"tls.certificate_file: found none; .* connect to 10.0.0.2"
 
     for options in ({"ray_address": "auto", "addresses": ["10.0.0.2"]}, {}):
         with pytest.raises(ConfigError, match=in_clear):

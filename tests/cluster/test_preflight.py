@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
 
@@ -22,6 +22,7 @@ from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import HostMemory
 from cluster.own_address import check_interfaces
 from cluster.pool_config import PoolConfig
+from cluster.port_need import check_port_range
 from cluster.preflight import check_start
 from tests.support.interfaces import have_interfaces
 
@@ -275,7 +276,7 @@ def test_the_router_may_not_listen_in_clear_on_an_interface_either(monkeypatch):
     have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "lo": ["127.0.0.1"]})
     monkeypatch.setattr(preflight, "check_port_free", lambda *_, **__: None)  # it has no eth0
 
-    with pytest.raises(ConfigError, match=r"front_tls.certificate_file is not .* on 10.0.0.2,"):
+    with pytest.raises(ConfigError, match=r"^front_tls.certificate_file: .* to 10.0.0.2;"):
         check_on_a_host_with(monkeypatch, memory, network_interface="eth0")
     assert check_on_a_host_with(monkeypatch, memory, network_interface="lo") == ("cpu", [])
 
@@ -310,10 +311,41 @@ def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_starte
             file,
             r"tenants.yaml, line 1: acme.token_hashes\[0\]: found 1 characters; allowed: sha256",
         ),
-        (tmp_path / "none", r"none: cannot be read: No such file"),
+        (tmp_path / "none", r"^router.tenants_file: found '.*none', .* read: No such file"),
     ):
         with pytest.raises(ConfigError, match=told):
             check_on_a_host_with(monkeypatch, memory, **{"router.tenants_file": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "which has 4 ports; allowed: 7 or more, because 2 prefill and 2 decode workers with"),
+        ({"controller_port": 1}, "allowed: 6 or more"),
+        ({"prefill": 0, "decode": 4}, "allowed: 5 or more"),
+        ({"prefill": 0, "decode": 3}, ""),
+        ({"prefill": 1, "decode": 1}, ""),
+    ],
+)
+def test_a_range_of_fewer_ports_than_the_processes_need_is_refused(monkeypatch, options, words):
+    monkeypatch.setattr(preflight, "check_port_free", lambda *_, **__: None)
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    options = {"port_range": "20000-20003", "prefill": 2, "decode": 2} | options
+    with raises_or_not(words and f"port_range: found '20000-20003'.*{words}"):
+        check_on_a_host_with(monkeypatch, memory, **options)
+
+
+def test_on_several_hosts_only_what_fits_on_no_choice_of_them_is_refused():
+    config = load_config(None, {"port_range": "20000-20001", "ray_address": "auto"})
+
+    check_port_range(config, "cpu", 1, 2, num_hosts=3)
+    with pytest.raises(ConfigError, match=r"allowed: 3 or more, .* need 7 on 3 hosts"):
+        check_port_range(config, "cpu", 2, 2, num_hosts=3)
+    check_port_range(replace(config, page_transport="nccl"), "cuda", 2, 2, num_hosts=3)
+
+
+def raises_or_not(words):
+    return pytest.raises(ConfigError, match=words) if words else nullcontext()
 
 
 def test_the_tenants_file_is_found_from_any_folder(monkeypatch, tmp_path):

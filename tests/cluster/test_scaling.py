@@ -131,6 +131,14 @@ def test_pools_are_named_as_in_the_configuration():
         find_pool(SMALL, "smal", "--pool")
 
 
+def test_workers_without_ports_are_not_added():
+    narrow = load_config(None, {"port_range": "20000-20006"})  # enough for those that run
+
+    with pytest.raises(ConfigError, match=r"which has 7 ports; allowed: 8 or more, because 3 pre"):
+        plan_scale(TWO_AND_TWO, narrow, "cpu", {"prefill": 3})
+    plan_scale(TWO_AND_TWO, narrow, "cpu", {"prefill": 1})
+
+
 def test_workers_that_share_gpus_are_not_added():
     shared = load_config(None, {"model": "/models/tiny", "workers_per_gpu": 2})
 

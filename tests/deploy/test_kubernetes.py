@@ -291,7 +291,11 @@ FAULTS = [
     ("commands_exist", hook("pagewire drain", "sleep 9"), "and pods of workers drained, not"),
     ("commands_exist", hook("--here", "prefill-0"), "a pod's workers must be drained, not ['pref"),
     ("commands_exist", hook("--here", "--hier"), "pagewire drain: "),
-    ("commands_exist", configured("stop_grace_s", "stop_grase_s"), "unknown option stop_grase_s"),
+    (
+        "commands_exist",
+        configured("stop_grace_s", "stop_grase_s"),
+        "stop_grase_s: found an unknown option",
+    ),
     (
         "commands_exist",
         put(group, "1", "rayStartParams", "nod-port"),

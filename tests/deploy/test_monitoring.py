@@ -22,7 +22,7 @@ METRICS = all_metrics()
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None,
-    reason="promtool, of Debian's package prometheus, is not installed",
+    reason="promtool is not installed; `apt-get install prometheus` of Debian has it",
 )
 
 

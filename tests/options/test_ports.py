@@ -47,7 +47,7 @@ def test_all_ports_of_a_range_are_used_once_and_then_it_is_named_as_full():
         ports = sorted(server.getsockname()[1] for server in servers)
         assert ports == list(range(first, first + 4))
 
-        with pytest.raises(NoPortFree, match=re.escape(f"port_range is '{text}'")):
+        with pytest.raises(NoPortFree, match=re.escape(f"port_range: found '{text}', of")):
             listen_within(text, HOST, listening)
 
 

@@ -3,10 +3,13 @@
 import asyncio
 import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from observability.token_gaps import BOUNDS_S, TokenGaps
 from router import metrics_server
 from router.config import RouterConfig
 from router.errors import PortTaken
-from router.metrics_server import MAX_SCRAPES, MetricsServer
+from router.metrics_server import MAX_SCRAPES, MetricsServer, Places
 from router.tenants.file import digest_of
 from router.tenants.gate import is_operator
 from router.tenants.registry import Tenants
@@ -182,19 +185,47 @@ def test_a_port_that_is_taken_is_named() -> None:
     )
 
 
-def test_strangers_who_say_nothing_take_few_places_and_give_them_back() -> None:
-    with serving(CollectorRegistry()) as server:
+@pytest.mark.parametrize("home", ["127.0.0.1", "127.0.0.2"])
+def test_strangers_who_say_nothing_keep_nobody_from_reading_metrics(home: str) -> None:
+    with serving(CollectorRegistry()) as server, ExitStack() as stack:
         host, _, port = server.address.rpartition(":")
-        silent = [socket.create_connection((host, int(port))) for _ in range(MAX_SCRAPES + 1)]
-        assert silent[-1].recv(1) == b"", "one more than there are places"
-        for each in silent:
-            each.close()
-        answer = None
-        while answer is None:  # their threads see the end of the connections at once
-            with suppress(urllib.error.URLError, ConnectionError):
-                answer = read(server.address)
+        silent = [
+            stack.enter_context(
+                socket.create_connection((host, int(port)), source_address=(home, 0))
+            )
+            for _ in range(50)
+        ]
+        began = time.monotonic()
 
-    assert answer == ""
+        assert read(server.address) == ""
+
+        assert time.monotonic() - began < 1.0
+        assert silent[-MAX_SCRAPES - 1].recv(1) == b"", "more than there are places"
+        silent[-1].settimeout(0)
+        with pytest.raises(BlockingIOError):  # of those that stay
+            silent[-1].recv(1)
+
+
+@pytest.mark.parametrize(("others", "has_place"), [("10.0.0.1", False), ("10.0.0.2", True)])
+def test_who_is_answered_gives_way_to_other_addresses_only(others: str, has_place: bool) -> None:
+    places = Places()
+    ours = [socket.socketpair() for _ in range(MAX_SCRAPES)]
+    for connection, _ in ours:
+        place = places.take(connection, "10.0.0.1")
+        assert place is not None
+        place.is_proven = True
+
+    def give_way() -> None:
+        assert ours[0][0].recv(1) == b""  # the oldest was cut off
+        places.give_back(places.of(ours[0][0]))
+
+    with ThreadPoolExecutor(1) as pool, socket.socket() as newcomer:
+        leaving = pool.submit(give_way) if has_place else None
+        assert (places.take(newcomer, others) is not None) == has_place
+        if leaving:
+            leaving.result()
+    for connection in chain.from_iterable(ours):
+        connection.close()
 
 
 @pytest.mark.parametrize("has_tls", [False, True])

@@ -164,7 +164,9 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, kind: str) -> None:
         path.write_bytes(b"\xff\xfe")
 
     with pytest.raises(
-        TenantsFileError, match=r"cannot be read: No such file|it is not a file|is not UTF-8"
+        TenantsFileError,
+        match=r"^router.tenants_file: found '.*tenants.yaml', .*: (No such file|it is not a file)"
+        r"|is not UTF-8",
     ):
         read_tenants(path)
 

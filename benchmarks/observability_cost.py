@@ -1,0 +1,201 @@
+"""Measures what metrics and traces cost a worker in a step and a router in a token.
+
+    python -m benchmarks.observability_cost --out benchmarks/results/observability-cost-cpu.json
+
+Each case runs the calls that exist only for metrics or traces, as a process makes them. It is
+charged with the CPU time of all threads, for traces up to the bytes that would be sent. What a plan
+counts of shared prefixes, once for many steps, is left out. Shares refer to figures of the same
+result folder: a step of decode in the engine alone, and the router's CPU for a token of 256
+streams.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measured_host import commit, hardware, versions
+from llm_engine.kv_reads import NO_READS, flat_reads
+from observability.token_gaps import TokenGaps
+from observability.tracing import begin_part, begin_trace, stop_tracing, trace_to
+from pagewire.protos import inference_pb2
+from router.metrics import RouterMetrics
+from worker.load import WorkerTotals
+
+RESULTS = Path(__file__).parent / "results"
+CONTEXT = 1024  # tokens of each stream
+ANSWER_TOKENS = 128  # over which the cost of a call is spread
+TOKEN_BYTES = 2 * 8 * 128 * 2 * 32  # K and V of Llama-3-8B
+
+
+def worker_step(num_streams: int) -> Callable[[], None]:
+    """Return what a decode worker counts in a step of so many streams."""
+    kv_lens = np.full(num_streams, CONTEXT, dtype=np.int32)
+    totals = WorkerTotals()
+    reads = NO_READS
+
+    def step() -> None:
+        nonlocal reads
+        taken = NO_READS + flat_reads(int(kv_lens.sum()), TOKEN_BYTES)
+        time.monotonic(), time.monotonic()  # launch and end, from which the step's time is told
+        reads += taken
+        for _ in range(num_streams):
+            totals.generated_tokens += 1
+
+    return step
+
+
+def router_token() -> Callable[[], None]:
+    """Return what a router counts for a token after the first."""
+    gaps = TokenGaps()
+    return lambda: gaps.add(0.0044, 1)
+
+
+def router_call() -> Callable[[], None]:
+    """Return what a router counts for a call besides its tokens."""
+    metrics = RouterMetrics()
+    usage = inference_pb2.Usage(prompt_tokens=CONTEXT, completion_tokens=ANSWER_TOKENS, tpot_ms=4.4)
+
+    def call() -> None:
+        metrics.call_begun()
+        metrics.dispatched("model", 0.001)
+        metrics.waiting(-1)
+        metrics.first_token("model", 0.02)
+        metrics.choice_finished("model", "length")
+        metrics.call_finished("model", usage, CONTEXT)
+        metrics.answered("model", 0.6)
+        metrics.call_ended("ok", is_waiting=False)
+
+    return call
+
+
+def router_spans() -> None:
+    """Make the spans of a call at a router."""
+    span = begin_trace("generate", "", request_id="0" * 16)
+    span.event("admitted")
+    attempt = span.child("attempt", attempt=1, decode_worker="decode-0")
+    span.event("first_token")
+    attempt.end()
+    span.end("", outcome="ok", prompt_tokens=CONTEXT, completion_tokens=ANSWER_TOKENS, ttft_ms=20.0)
+
+
+def worker_spans() -> None:
+    """Make the spans of a call at a decode worker."""
+    span = begin_part("decode", f"00-{'1' * 32}-{'1' * 16}-01", request_id="0" * 16)
+    span.event("begun")
+    receive = span.child("receive", prefill_worker="prefill-0")
+    receive.event("first_token")
+    receive.end("", moved_pages=16, moved_bytes=2**27)
+    span.end("", queue_ms=1, tokens=CONTEXT, cached_tokens=0, moved_pages=16, preemptions=0)
+
+
+def us(work: Callable[[], object], *, number: int, repeats: int) -> float:
+    """Return the median CPU time of a call, in microseconds, of all threads."""
+    for _ in range(number // 10):
+        work()
+    times = []
+    for _ in range(repeats):
+        began = time.process_time_ns()
+        for _ in range(number):
+            work()
+        times.append((time.process_time_ns() - began) / number / 1000)
+    return round(statistics.median(times), 3)
+
+
+def traced_us(work: Callable[[], object], *, number: int, repeats: int) -> float:
+    """Return the same for spans that are exported, up to their bytes."""
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    from opentelemetry.sdk.trace.export import (
+        BatchSpanProcessor,
+        SpanExporter,
+        SpanExportResult,
+    )
+
+    class Encoder(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            encode_spans(spans).SerializeToString()
+            return SpanExportResult.SUCCESS
+
+    processor = BatchSpanProcessor(Encoder(), max_queue_size=8 * number)
+    trace_to(processor, sample_ratio=1.0, service="benchmark", instance="0")
+
+    def batch() -> None:
+        for _ in range(number):
+            work()
+        processor.force_flush()
+
+    try:
+        return round(us(batch, number=1, repeats=repeats) / number, 3)
+    finally:
+        stop_tracing()
+
+
+def measure(number: int, repeats: int) -> list[dict[str, Any]]:
+    """Return a row for each case."""
+    steps = {row["case"]: row["ms"] for row in _cases("engine-step-llama-3-8b-h200.json")}
+    relay = max(
+        (row for row in _cases("relay-cpu.json") if row["streams"] == 256),
+        key=lambda row: row["offered_tokens_per_s"],
+    )
+    token_us = relay["us_per_token"]["router"]
+    size = {"number": number, "repeats": repeats}
+    rows = []
+
+    def add(case: str, cost_us: float, whole_us: float, of: str) -> None:
+        share = round(100 * cost_us / whole_us, 2)
+        rows.append({"case": case, "us": cost_us, "percent": share, "of": of})
+
+    for streams in (1, 64, 256):
+        step_ms = steps[f"decode/{streams}@{CONTEXT}"]
+        of = f"a step of {streams} streams, {step_ms} ms"
+        add(f"metrics/step/{streams}", us(worker_step(streams), **size), 1000 * step_ms, of)
+    of = f"a token of 256 streams, {token_us} us"
+    add("metrics/token", us(router_token(), **size), token_us, of)
+    answer_us, of = ANSWER_TOKENS * token_us, f"{ANSWER_TOKENS} such tokens"
+    add("metrics/call", us(router_call(), **size), answer_us, of)
+    add("traces/off/router/call", us(router_spans, **size), answer_us, of)
+    add("traces/on/router/call", traced_us(router_spans, **size), answer_us, of)
+    step_ms = steps[f"decode/1@{CONTEXT}"]
+    of = f"{ANSWER_TOKENS} steps of 1 stream"
+    cost_us = traced_us(worker_spans, **size)
+    add("traces/on/worker/call", cost_us, 1000 * ANSWER_TOKENS * step_ms, of)
+    return rows
+
+
+def _cases(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / name).read_text())["cases"]
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--number", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    rows = measure(options.number, options.repeats)
+    for row in rows:
+        cost = f"{row['us']:>9} us {row['percent']:>6} %"
+        sys.stdout.write(f"{row['case']:<24} {cost} of {row['of']}\n")
+    if options.out:
+        head = {
+            "command": f"python -m benchmarks.observability_cost --out {options.out}",
+            "hardware": f"{platform.machine()}, {hardware()['cores']} cores",
+            "versions": versions(),
+            "commit": commit(),
+            "number": options.number,
+            "repeats": options.repeats,
+        }
+        options.out.write_text(json.dumps(head | {"cases": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Metrics cost little beside what they tell of; traces are exported."""
+
+from benchmarks.observability_cost import measure
+
+
+def test_metrics_cost_at_most_a_fiftieth_of_a_step() -> None:
+    percent = {row["case"]: row["percent"] for row in measure(number=100, repeats=5)}
+
+    assert max(percent[f"metrics/step/{streams}"] for streams in (1, 64, 256)) < 2.0
+    assert percent["traces/on/worker/call"] < 2.0
+    assert percent["traces/off/router/call"] < percent["traces/on/router/call"]
