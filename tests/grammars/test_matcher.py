@@ -171,6 +171,10 @@ HOSTILE = {
         "oneOf",
     ),
     "unsatisfiable": (json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum"),
+    "wide-pattern": (
+        json_schema({"type": "string", "pattern": "(x.{40}){20}", "minLength": 500}),
+        "compiled: it is too complex; ",
+    ),
     "false": (json_schema(False), "false"),
     "array": (json_schema([]), "a list"),
     "extension": (json_schema({"x-guidance": {"lenient": True}}), "x-guidance"),
