@@ -92,20 +92,34 @@ def chat_request(
     return _sized("prompt", request)
 
 
-def tokenize_request(text: str, model: str) -> inference_pb2.TokenizeRequest:
+def tokenize_request(
+    text: str, model: str, *, add_special_tokens: bool = True
+) -> inference_pb2.TokenizeRequest:
     """Build the request to tokenize a text; raises like `generate_request`."""
     request = inference_pb2.TokenizeRequest(
-        model=check_text("model", model), text=check_prompt_text("input.text", text)
+        model=check_text("model", model),
+        text=check_prompt_text("input.text", text),
+        add_special_tokens=add_special_tokens,
     )
     return _sized("input", request)
 
 
 def tokenize_chat_request(
-    messages: Messages, tools: Tools | None, model: str
+    messages: Messages,
+    tools: Tools | None,
+    model: str,
+    *,
+    add_special_tokens: bool = False,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> inference_pb2.TokenizeRequest:
     """Build the request to tokenize a chat; raises like `generate_request`."""
     request = inference_pb2.TokenizeRequest(
-        model=check_text("model", model), chat=_chat("input.chat", messages, tools)
+        model=check_text("model", model),
+        chat=_chat("input.chat", messages, tools),
+        add_special_tokens=add_special_tokens,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
     )
     return _sized("input", request)
 

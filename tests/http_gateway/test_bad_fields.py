@@ -303,6 +303,9 @@ HARMLESS = {
     "GenerateManyRequest.more": "test_calls_of_a_stream_that_contradict_each_other_end_it",
     "GenerateManyRequest.timeout_ms": "0 is that of the router, and the router's own limit holds",
     "GenerateManyRequest.interval_ms": "more than 10,000 counts as 10,000",
+    "TokenizeRequest.add_special_tokens": "both values are right",
+    "TokenizeRequest.add_generation_prompt": "tests/router/test_server.py",
+    "TokenizeRequest.continue_final_message": "tests/router/test_server.py",
     "DetokenizeRequest.skip_special_tokens": "both values are right",
     "DetokenizeRequest.with_pieces": "both values are right",
 }
