@@ -4,15 +4,18 @@
 # source: pagewire/protos/inference.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "pagewire/protos/inference.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'pagewire/protos/inference.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,97 +25,83 @@ _sym_db = _symbol_database.Default()
 from pagewire.protos import common_pb2 as pagewire_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1fpagewire/protos/inference.proto\x12\x0bpagewire.v1\x1a\x1cpagewire/protos/common.proto"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t"\x96\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.pagewire.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t"L\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t"\xe5\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.pagewire.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\'\n\x06resume\x18\x06 \x01(\x0b\x32\x17.pagewire.v1.Resumption\x12\x13\n\x0btraceparent\x18\x07 \x01(\tB\x08\n\x06prompt"I\n\nResumption\x12\r\n\x05token\x18\x01 \x01(\x0c\x12,\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x1b.pagewire.v1.ReceivedChoice"Y\n\x0eReceivedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x12\n\ntext_chars\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08"\xb6\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\r\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.pagewire.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12\x12\n\nstopped_by\x18\x08 \x01(\t\x12!\n\x05usage\x18\t \x01(\x0b\x32\x12.pagewire.v1.Usage\x12\x1b\n\x13\x62\x65gins_in_reasoning\x18\n \x01(\x08\x12\x14\n\x0cresume_token\x18\x0b \x01(\x0c"\xac\x01\n\x13GenerateManyRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12+\n\x05start\x18\x02 \x01(\x0b\x32\x1c.pagewire.v1.GenerateRequest\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\x12\x13\n\x0binterval_ms\x18\x04 \x01(\r\x12.\n\x04more\x18\x0f \x03(\x0b\x32 .pagewire.v1.GenerateManyRequest"@\n\x14GenerateManyResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.pagewire.v1.CallResult"r\n\nCallResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x31\n\x08response\x18\x02 \x01(\x0b\x32\x1d.pagewire.v1.GenerateResponseH\x00\x12\x16\n\x0c\x65rror_status\x18\x03 \x01(\x0cH\x00\x42\x08\n\x06result"\xaf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12(\n\x05stats\x18\x03 \x01(\x0b\x32\x19.pagewire.v1.RequestStats\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x06 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x07 \x03(\t"\xf8\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.pagewire.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_prompt"3\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04text\x18\x02 \x01(\t"g\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x13\n\x0bwith_pieces\x18\x04 \x01(\x08"2\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06pieces\x18\x02 \x03(\t"\x13\n\x11ListModelsRequest"H\n\x12ListModelsResponse\x12"\n\x06models\x18\x01 \x03(\x0b\x32\x12.pagewire.v1.Model\x12\x0e\n\x06tenant\x18\x02 \x01(\t"\x8d\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x13\n\x0bmax_choices\x18\x06 \x01(\r\x12\x35\n\x10tool_call_format\x18\x07 \x01(\x0e\x32\x1b.pagewire.v1.ToolCallFormat\x12\x15\n\rhas_reasoning\x18\x08 \x01(\x08\x12\x19\n\x11max_request_bytes\x18\t \x01(\x04\x12\x1a\n\x12max_request_fields\x18\n \x01(\r"\x19\n\x17GetClusterStatusRequest"\x86\x03\n\x18GetClusterStatusResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.pagewire.v1.WorkerStatus\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x03 \x01(\x04\x12\x18\n\x10resumed_requests\x18\x04 \x01(\x04\x12\x13\n\x0bindex_pages\x18\x05 \x01(\x04\x12\x13\n\x0bis_stopping\x18\x06 \x01(\x08\x12,\n\x0chot_prefixes\x18\x07 \x03(\x0b\x32\x16.pagewire.v1.HotPrefix\x12*\n\tfront_tls\x18\x08 \x01(\x0b\x32\x17.pagewire.v1.Encryption\x12,\n\x0b\x63luster_tls\x18\t \x01(\x0b\x32\x17.pagewire.v1.Encryption\x12*\n\x07tenants\x18\n \x03(\x0b\x32\x19.pagewire.v1.TenantStatus\x12\x12\n\nis_partial\x18\x0b \x01(\x08"5\n\nEncryption\x12\x11\n\tencrypted\x18\x01 \x01(\x08\x12\x14\n\x0c\x65xpires_at_s\x18\x02 \x01(\x03"\x92\x01\n\x0cTenantStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x18\n\x10refused_requests\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04"F\n\tHotPrefix\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0c\n\x04hits\x18\x03 \x01(\x04\x12\x0f\n\x07workers\x18\x04 \x03(\t"\xc5\x01\n\x0cWorkerStatus\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.WorkerRef\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.pagewire.v1.Pool\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.pagewire.v1.WorkerState\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x16.pagewire.v1.Heartbeat\x12\x18\n\x10heartbeat_age_ms\x18\x05 \x01(\r"\x81\x02\n\tHeartbeat\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.WorkerRef\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.pagewire.v1.Pool\x12\r\n\x05steps\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\r\x12&\n\x05pages\x18\x07 \x01(\x0b\x32\x17.pagewire.v1.PageCounts\x12)\n\x06totals\x18\x08 \x01(\x0b\x32\x19.pagewire.v1.WorkerTotals\x12\x10\n\x08\x64raining\x18\t \x01(\x08"}\n\nPageCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0c\n\x04live\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0e\n\x06leased\x18\x05 \x01(\r\x12\x10\n\x08incoming\x18\x06 \x01(\r\x12\x12\n\nquarantine\x18\x07 \x01(\r"\xad\x03\n\x0cWorkerTotals\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bpages_moved\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x19\n\x11transfer_failures\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x18\n\x10looked_up_tokens\x18\x08 \x01(\x04\x12\x14\n\x0cneeded_bytes\x18\t \x01(\x04\x12\x13\n\x0bsteps_ahead\x18\n \x01(\x04\x12\x1e\n\x16\x61ttention_needed_bytes\x18\x0b \x01(\x04\x12\x1c\n\x14\x61ttention_read_bytes\x18\x0c \x01(\x04\x12\x16\n\x0esharing_groups\x18\r \x01(\x04\x12\x14\n\x0csharing_rows\x18\x0e \x01(\x04\x12\x12\n\ntransfer_s\x18\x0f \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x10 \x01(\x01\x12\x18\n\x10over_quota_pages\x18\x11 \x01(\x04*\x8f\x01\n\x0eToolCallFormat\x12 \n\x1cTOOL_CALL_FORMAT_UNSPECIFIED\x10\x00\x12 \n\x1cTOOL_CALL_FORMAT_LLAMA3_JSON\x10\x01\x12\x1b\n\x17TOOL_CALL_FORMAT_HERMES\x10\x02\x12\x1c\n\x18TOOL_CALL_FORMAT_MISTRAL\x10\x03*\x92\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_DEAD\x10\x04\x32\xa8\x04\n\x10InferenceService\x12P\n\x08Generate\x12\x1c.pagewire.v1.GenerateRequest\x1a\x1d.pagewire.v1.GenerateResponse"\x05\x8a\xb5\x18\x01\x01\x30\x01\x12^\n\x0cGenerateMany\x12 .pagewire.v1.GenerateManyRequest\x1a!.pagewire.v1.GenerateManyResponse"\x05\x8a\xb5\x18\x01\x01(\x01\x30\x01\x12N\n\x08Tokenize\x12\x1c.pagewire.v1.TokenizeRequest\x1a\x1d.pagewire.v1.TokenizeResponse"\x05\x8a\xb5\x18\x01\x01\x12T\n\nDetokenize\x12\x1e.pagewire.v1.DetokenizeRequest\x1a\x1f.pagewire.v1.DetokenizeResponse"\x05\x8a\xb5\x18\x01\x01\x12T\n\nListModels\x12\x1e.pagewire.v1.ListModelsRequest\x1a\x1f.pagewire.v1.ListModelsResponse"\x05\x8a\xb5\x18\x01\x01\x12\x66\n\x10GetClusterStatus\x12$.pagewire.v1.GetClusterStatusRequest\x1a%.pagewire.v1.GetClusterStatusResponse"\x05\x8a\xb5\x18\x01\x01\x62\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpagewire/protos/inference.proto\x12\x0bpagewire.v1\x1a\x1cpagewire/protos/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x96\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.pagewire.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\"L\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\"\xe5\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.pagewire.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\'\n\x06resume\x18\x06 \x01(\x0b\x32\x17.pagewire.v1.Resumption\x12\x13\n\x0btraceparent\x18\x07 \x01(\tB\x08\n\x06prompt\"I\n\nResumption\x12\r\n\x05token\x18\x01 \x01(\x0c\x12,\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x1b.pagewire.v1.ReceivedChoice\"Y\n\x0eReceivedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x12\n\ntext_chars\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"\xb6\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\r\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.pagewire.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12\x12\n\nstopped_by\x18\x08 \x01(\t\x12!\n\x05usage\x18\t \x01(\x0b\x32\x12.pagewire.v1.Usage\x12\x1b\n\x13\x62\x65gins_in_reasoning\x18\n \x01(\x08\x12\x14\n\x0cresume_token\x18\x0b \x01(\x0c\"\xac\x01\n\x13GenerateManyRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12+\n\x05start\x18\x02 \x01(\x0b\x32\x1c.pagewire.v1.GenerateRequest\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\x12\x13\n\x0binterval_ms\x18\x04 \x01(\r\x12.\n\x04more\x18\x0f \x03(\x0b\x32 .pagewire.v1.GenerateManyRequest\"@\n\x14GenerateManyResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.pagewire.v1.CallResult\"r\n\nCallResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x31\n\x08response\x18\x02 \x01(\x0b\x32\x1d.pagewire.v1.GenerateResponseH\x00\x12\x16\n\x0c\x65rror_status\x18\x03 \x01(\x0cH\x00\x42\x08\n\x06result\"\xaf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12(\n\x05stats\x18\x03 \x01(\x0b\x32\x19.pagewire.v1.RequestStats\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x06 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x07 \x03(\t\"\xf8\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.pagewire.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_prompt\"3\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04text\x18\x02 \x01(\t\"g\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x13\n\x0bwith_pieces\x18\x04 \x01(\x08\"2\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06pieces\x18\x02 \x03(\t\"\x13\n\x11ListModelsRequest\"H\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.pagewire.v1.Model\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x8d\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x13\n\x0bmax_choices\x18\x06 \x01(\r\x12\x35\n\x10tool_call_format\x18\x07 \x01(\x0e\x32\x1b.pagewire.v1.ToolCallFormat\x12\x15\n\rhas_reasoning\x18\x08 \x01(\x08\x12\x19\n\x11max_request_bytes\x18\t \x01(\x04\x12\x1a\n\x12max_request_fields\x18\n \x01(\r\"\x19\n\x17GetClusterStatusRequest\"\x86\x03\n\x18GetClusterStatusResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.pagewire.v1.WorkerStatus\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x03 \x01(\x04\x12\x18\n\x10resumed_requests\x18\x04 \x01(\x04\x12\x13\n\x0bindex_pages\x18\x05 \x01(\x04\x12\x13\n\x0bis_stopping\x18\x06 \x01(\x08\x12,\n\x0chot_prefixes\x18\x07 \x03(\x0b\x32\x16.pagewire.v1.HotPrefix\x12*\n\tfront_tls\x18\x08 \x01(\x0b\x32\x17.pagewire.v1.Encryption\x12,\n\x0b\x63luster_tls\x18\t \x01(\x0b\x32\x17.pagewire.v1.Encryption\x12*\n\x07tenants\x18\n \x03(\x0b\x32\x19.pagewire.v1.TenantStatus\x12\x12\n\nis_partial\x18\x0b \x01(\x08\"5\n\nEncryption\x12\x11\n\tencrypted\x18\x01 \x01(\x08\x12\x14\n\x0c\x65xpires_at_s\x18\x02 \x01(\x03\"\x92\x01\n\x0cTenantStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x61\x63tive_requests\x18\x02 \x01(\r\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x18\n\x10refused_requests\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\"F\n\tHotPrefix\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0c\n\x04hits\x18\x03 \x01(\x04\x12\x0f\n\x07workers\x18\x04 \x03(\t\"\xc5\x01\n\x0cWorkerStatus\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.WorkerRef\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.pagewire.v1.Pool\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.pagewire.v1.WorkerState\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x16.pagewire.v1.Heartbeat\x12\x18\n\x10heartbeat_age_ms\x18\x05 \x01(\r\"\x81\x02\n\tHeartbeat\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.WorkerRef\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.pagewire.v1.Pool\x12\r\n\x05steps\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\r\x12&\n\x05pages\x18\x07 \x01(\x0b\x32\x17.pagewire.v1.PageCounts\x12)\n\x06totals\x18\x08 \x01(\x0b\x32\x19.pagewire.v1.WorkerTotals\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"}\n\nPageCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0c\n\x04live\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0e\n\x06leased\x18\x05 \x01(\r\x12\x10\n\x08incoming\x18\x06 \x01(\r\x12\x12\n\nquarantine\x18\x07 \x01(\r\"\xad\x03\n\x0cWorkerTotals\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bpages_moved\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x19\n\x11transfer_failures\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x18\n\x10looked_up_tokens\x18\x08 \x01(\x04\x12\x14\n\x0cneeded_bytes\x18\t \x01(\x04\x12\x13\n\x0bsteps_ahead\x18\n \x01(\x04\x12\x1e\n\x16\x61ttention_needed_bytes\x18\x0b \x01(\x04\x12\x1c\n\x14\x61ttention_read_bytes\x18\x0c \x01(\x04\x12\x16\n\x0esharing_groups\x18\r \x01(\x04\x12\x14\n\x0csharing_rows\x18\x0e \x01(\x04\x12\x12\n\ntransfer_s\x18\x0f \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x10 \x01(\x01\x12\x18\n\x10over_quota_pages\x18\x11 \x01(\x04*\x8f\x01\n\x0eToolCallFormat\x12 \n\x1cTOOL_CALL_FORMAT_UNSPECIFIED\x10\x00\x12 \n\x1cTOOL_CALL_FORMAT_LLAMA3_JSON\x10\x01\x12\x1b\n\x17TOOL_CALL_FORMAT_HERMES\x10\x02\x12\x1c\n\x18TOOL_CALL_FORMAT_MISTRAL\x10\x03*\x92\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_DEAD\x10\x04\x32\xa8\x04\n\x10InferenceService\x12P\n\x08Generate\x12\x1c.pagewire.v1.GenerateRequest\x1a\x1d.pagewire.v1.GenerateResponse\"\x05\x8a\xb5\x18\x01\x01\x30\x01\x12^\n\x0cGenerateMany\x12 .pagewire.v1.GenerateManyRequest\x1a!.pagewire.v1.GenerateManyResponse\"\x05\x8a\xb5\x18\x01\x01(\x01\x30\x01\x12N\n\x08Tokenize\x12\x1c.pagewire.v1.TokenizeRequest\x1a\x1d.pagewire.v1.TokenizeResponse\"\x05\x8a\xb5\x18\x01\x01\x12T\n\nDetokenize\x12\x1e.pagewire.v1.DetokenizeRequest\x1a\x1f.pagewire.v1.DetokenizeResponse\"\x05\x8a\xb5\x18\x01\x01\x12T\n\nListModels\x12\x1e.pagewire.v1.ListModelsRequest\x1a\x1f.pagewire.v1.ListModelsResponse\"\x05\x8a\xb5\x18\x01\x01\x12\x66\n\x10GetClusterStatus\x12$.pagewire.v1.GetClusterStatusRequest\x1a%.pagewire.v1.GetClusterStatusResponse\"\x05\x8a\xb5\x18\x01\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "pagewire.protos.inference_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_INFERENCESERVICE"].methods_by_name["Generate"]._loaded_options = None
-    _globals["_INFERENCESERVICE"].methods_by_name[
-        "Generate"
-    ]._serialized_options = b"\212\265\030\001\001"
-    _globals["_INFERENCESERVICE"].methods_by_name["GenerateMany"]._loaded_options = None
-    _globals["_INFERENCESERVICE"].methods_by_name[
-        "GenerateMany"
-    ]._serialized_options = b"\212\265\030\001\001"
-    _globals["_INFERENCESERVICE"].methods_by_name["Tokenize"]._loaded_options = None
-    _globals["_INFERENCESERVICE"].methods_by_name[
-        "Tokenize"
-    ]._serialized_options = b"\212\265\030\001\001"
-    _globals["_INFERENCESERVICE"].methods_by_name["Detokenize"]._loaded_options = None
-    _globals["_INFERENCESERVICE"].methods_by_name[
-        "Detokenize"
-    ]._serialized_options = b"\212\265\030\001\001"
-    _globals["_INFERENCESERVICE"].methods_by_name["ListModels"]._loaded_options = None
-    _globals["_INFERENCESERVICE"].methods_by_name[
-        "ListModels"
-    ]._serialized_options = b"\212\265\030\001\001"
-    _globals["_INFERENCESERVICE"].methods_by_name["GetClusterStatus"]._loaded_options = None
-    _globals["_INFERENCESERVICE"].methods_by_name[
-        "GetClusterStatus"
-    ]._serialized_options = b"\212\265\030\001\001"
-    _globals["_TOOLCALLFORMAT"]._serialized_start = 4156
-    _globals["_TOOLCALLFORMAT"]._serialized_end = 4299
-    _globals["_WORKERSTATE"]._serialized_start = 4302
-    _globals["_WORKERSTATE"]._serialized_end = 4448
-    _globals["_TOOLCALL"]._serialized_start = 78
-    _globals["_TOOLCALL"]._serialized_end = 133
-    _globals["_CHATMESSAGE"]._serialized_start = 136
-    _globals["_CHATMESSAGE"]._serialized_end = 286
-    _globals["_CHATPROMPT"]._serialized_start = 288
-    _globals["_CHATPROMPT"]._serialized_end = 364
-    _globals["_GENERATEREQUEST"]._serialized_start = 367
-    _globals["_GENERATEREQUEST"]._serialized_end = 596
-    _globals["_RESUMPTION"]._serialized_start = 598
-    _globals["_RESUMPTION"]._serialized_end = 671
-    _globals["_RECEIVEDCHOICE"]._serialized_start = 673
-    _globals["_RECEIVEDCHOICE"]._serialized_end = 762
-    _globals["_GENERATERESPONSE"]._serialized_start = 765
-    _globals["_GENERATERESPONSE"]._serialized_end = 1075
-    _globals["_GENERATEMANYREQUEST"]._serialized_start = 1078
-    _globals["_GENERATEMANYREQUEST"]._serialized_end = 1250
-    _globals["_GENERATEMANYRESPONSE"]._serialized_start = 1252
-    _globals["_GENERATEMANYRESPONSE"]._serialized_end = 1316
-    _globals["_CALLRESULT"]._serialized_start = 1318
-    _globals["_CALLRESULT"]._serialized_end = 1432
-    _globals["_USAGE"]._serialized_start = 1435
-    _globals["_USAGE"]._serialized_end = 1610
-    _globals["_TOKENIZEREQUEST"]._serialized_start = 1613
-    _globals["_TOKENIZEREQUEST"]._serialized_end = 1861
-    _globals["_TOKENIZERESPONSE"]._serialized_start = 1863
-    _globals["_TOKENIZERESPONSE"]._serialized_end = 1914
-    _globals["_DETOKENIZEREQUEST"]._serialized_start = 1916
-    _globals["_DETOKENIZEREQUEST"]._serialized_end = 2019
-    _globals["_DETOKENIZERESPONSE"]._serialized_start = 2021
-    _globals["_DETOKENIZERESPONSE"]._serialized_end = 2071
-    _globals["_LISTMODELSREQUEST"]._serialized_start = 2073
-    _globals["_LISTMODELSREQUEST"]._serialized_end = 2092
-    _globals["_LISTMODELSRESPONSE"]._serialized_start = 2094
-    _globals["_LISTMODELSRESPONSE"]._serialized_end = 2166
-    _globals["_MODEL"]._serialized_start = 2169
-    _globals["_MODEL"]._serialized_end = 2438
-    _globals["_GETCLUSTERSTATUSREQUEST"]._serialized_start = 2440
-    _globals["_GETCLUSTERSTATUSREQUEST"]._serialized_end = 2465
-    _globals["_GETCLUSTERSTATUSRESPONSE"]._serialized_start = 2468
-    _globals["_GETCLUSTERSTATUSRESPONSE"]._serialized_end = 2858
-    _globals["_ENCRYPTION"]._serialized_start = 2860
-    _globals["_ENCRYPTION"]._serialized_end = 2913
-    _globals["_TENANTSTATUS"]._serialized_start = 2916
-    _globals["_TENANTSTATUS"]._serialized_end = 3062
-    _globals["_HOTPREFIX"]._serialized_start = 3064
-    _globals["_HOTPREFIX"]._serialized_end = 3134
-    _globals["_WORKERSTATUS"]._serialized_start = 3137
-    _globals["_WORKERSTATUS"]._serialized_end = 3334
-    _globals["_HEARTBEAT"]._serialized_start = 3337
-    _globals["_HEARTBEAT"]._serialized_end = 3594
-    _globals["_PAGECOUNTS"]._serialized_start = 3596
-    _globals["_PAGECOUNTS"]._serialized_end = 3721
-    _globals["_WORKERTOTALS"]._serialized_start = 3724
-    _globals["_WORKERTOTALS"]._serialized_end = 4153
-    _globals["_INFERENCESERVICE"]._serialized_start = 4451
-    _globals["_INFERENCESERVICE"]._serialized_end = 5003
+  DESCRIPTOR._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Generate']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Generate']._serialized_options = b'\212\265\030\001\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['GenerateMany']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['GenerateMany']._serialized_options = b'\212\265\030\001\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['Tokenize']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Tokenize']._serialized_options = b'\212\265\030\001\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['Detokenize']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Detokenize']._serialized_options = b'\212\265\030\001\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['ListModels']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['ListModels']._serialized_options = b'\212\265\030\001\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['GetClusterStatus']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['GetClusterStatus']._serialized_options = b'\212\265\030\001\001'
+  _globals['_TOOLCALLFORMAT']._serialized_start=4156
+  _globals['_TOOLCALLFORMAT']._serialized_end=4299
+  _globals['_WORKERSTATE']._serialized_start=4302
+  _globals['_WORKERSTATE']._serialized_end=4448
+  _globals['_TOOLCALL']._serialized_start=78
+  _globals['_TOOLCALL']._serialized_end=133
+  _globals['_CHATMESSAGE']._serialized_start=136
+  _globals['_CHATMESSAGE']._serialized_end=286
+  _globals['_CHATPROMPT']._serialized_start=288
+  _globals['_CHATPROMPT']._serialized_end=364
+  _globals['_GENERATEREQUEST']._serialized_start=367
+  _globals['_GENERATEREQUEST']._serialized_end=596
+  _globals['_RESUMPTION']._serialized_start=598
+  _globals['_RESUMPTION']._serialized_end=671
+  _globals['_RECEIVEDCHOICE']._serialized_start=673
+  _globals['_RECEIVEDCHOICE']._serialized_end=762
+  _globals['_GENERATERESPONSE']._serialized_start=765
+  _globals['_GENERATERESPONSE']._serialized_end=1075
+  _globals['_GENERATEMANYREQUEST']._serialized_start=1078
+  _globals['_GENERATEMANYREQUEST']._serialized_end=1250
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=1252
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=1316
+  _globals['_CALLRESULT']._serialized_start=1318
+  _globals['_CALLRESULT']._serialized_end=1432
+  _globals['_USAGE']._serialized_start=1435
+  _globals['_USAGE']._serialized_end=1610
+  _globals['_TOKENIZEREQUEST']._serialized_start=1613
+  _globals['_TOKENIZEREQUEST']._serialized_end=1861
+  _globals['_TOKENIZERESPONSE']._serialized_start=1863
+  _globals['_TOKENIZERESPONSE']._serialized_end=1914
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1916
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2019
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2021
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2071
+  _globals['_LISTMODELSREQUEST']._serialized_start=2073
+  _globals['_LISTMODELSREQUEST']._serialized_end=2092
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2094
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2166
+  _globals['_MODEL']._serialized_start=2169
+  _globals['_MODEL']._serialized_end=2438
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=2440
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=2465
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=2468
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=2858
+  _globals['_ENCRYPTION']._serialized_start=2860
+  _globals['_ENCRYPTION']._serialized_end=2913
+  _globals['_TENANTSTATUS']._serialized_start=2916
+  _globals['_TENANTSTATUS']._serialized_end=3062
+  _globals['_HOTPREFIX']._serialized_start=3064
+  _globals['_HOTPREFIX']._serialized_end=3134
+  _globals['_WORKERSTATUS']._serialized_start=3137
+  _globals['_WORKERSTATUS']._serialized_end=3334
+  _globals['_HEARTBEAT']._serialized_start=3337
+  _globals['_HEARTBEAT']._serialized_end=3594
+  _globals['_PAGECOUNTS']._serialized_start=3596
+  _globals['_PAGECOUNTS']._serialized_end=3721
+  _globals['_WORKERTOTALS']._serialized_start=3724
+  _globals['_WORKERTOTALS']._serialized_end=4153
+  _globals['_INFERENCESERVICE']._serialized_start=4451
+  _globals['_INFERENCESERVICE']._serialized_end=5003
 # @@protoc_insertion_point(module_scope)

@@ -1062,6 +1062,8 @@ HTTP_ONLY = [
             {NOT_HERE: values},
         )
         for name, values in (
+            ("add_generation_prompt", ["0", '"no"']),
+            ("continue_final_message", ["1", "[]"]),
             ("chat_template", ['"{{ x }}"', '"{% for i in range(10**9) %}{% endfor %}"']),
             ("chat_template_kwargs", ['{"a": 1}']),
         )
