@@ -17,6 +17,7 @@ from grammars.store import Grammars
 from kv_transfer.driver import RunBlocking
 from worker.background import BackgroundTasks
 from worker.errors import InternalError, WorkerError
+from worker.sampling_check import constraint_refusal
 from worker.wake import Wake
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,8 @@ class TokenMasks:
         choice = text.choice
         choice.matcher = text.matcher
         if not choice.is_ended and text.error is not None:
-            error = InvalidRequest(f"sampling.constraint: {text.error}")
-            self._on_failure(choice.request, error)
+            refusal = constraint_refusal(text.constraint, text.error)
+            self._on_failure(choice.request, InvalidRequest(refusal))
         elif not choice.is_ended and len(text.output) < len(choice.output):
             return False
         self._busy.discard(choice)

@@ -6,6 +6,7 @@ from typing import Any
 from grammars.errors import InvalidConstraint
 
 MAX_DEPTH = 64  # of values within values
+MAX_DIGITS = 4300  # of an integer: as many as Python reads
 # Between the parts of a JSON text. Without a limit, a model may write blanks forever.
 WHITESPACE = r"[ \t\n\r]{0,40}"
 _EXTENSIONS = ("x-guidance",)  # keys of a schema that would change the library's rules
@@ -22,7 +23,7 @@ def read_json(text: str, allowed: str) -> Any:
         InvalidConstraint: It is not JSON, or nested too deeply.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_int=_integer)
     except RecursionError:
         raise InvalidConstraint("values nested too deeply", f"{MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -54,6 +55,12 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
     return f"%json {json.dumps(schema)}"
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"an integer has more than {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _no_constant(name: str) -> Any:

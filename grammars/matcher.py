@@ -37,6 +37,8 @@ MAX_REASON_CHARS = 500
 _ECHO = re.compile(r"^\s*\d+ \| |^\s*\^\s*$|<non-verbose")  # lines that repeat the grammar
 _FORE_WORDS = re.compile(r"failed to compile JSON schema: |regex parse error: .* error: ")
 _WHOLE_REGEX = re.compile(r'invalid regex ".*" \(in regex\): ')
+# The library's words; an expression of its own, or a number, follows.
+_TOO_COMPLEX = re.compile("Unable to determine if regex is empty|fuel exhausted")
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")  # line and column
 _WORDS = {
     ConstraintKind.JSON_SCHEMA: "a schema",
@@ -96,7 +98,7 @@ class Grammar:
         try:
             self.begin().allowed()
         except GrammarTooComplex as error:
-            found = f"{what} with which no answer can begin: {error}"
+            found = f"{what} with which no answer can begin: {error.reason}"
             raise InvalidConstraint(found, "what some text can follow, and simpler") from None
 
     def begin(self) -> "Matcher":
@@ -126,8 +128,10 @@ class Matcher:
         for token_id in token_ids:
             if not self._state.consume_token(token_id):
                 reason = _reason(self._state)
-                kind = NotInGrammar if "doesn't satisfy" in reason else GrammarTooComplex
-                raise kind(f"token {self.num_tokens} of the answer: {reason}")
+                if "doesn't satisfy" not in reason:
+                    raise GrammarTooComplex(reason)
+                found = f"one that token {self.num_tokens} of the answer does not follow"
+                raise NotInGrammar(found, "one that it follows")
             self.num_tokens += 1
 
     def allowed(self) -> TokenBits:
@@ -140,10 +144,10 @@ class Matcher:
         bits = np.zeros_like(self._drawable)
         self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._state.is_error():
-            raise GrammarTooComplex(f"after token {self.num_tokens}: {_reason(self._state)}")
+            raise GrammarTooComplex(_reason(self._state))
         bits &= self._drawable
         if not bits.any():
-            raise GrammarTooComplex(f"after token {self.num_tokens}: no token can follow")
+            raise GrammarTooComplex("no token can follow")
         return bits
 
 
@@ -187,6 +191,8 @@ def _reason(state: llguidance.LLMatcher, constraint: Constraint | None = None) -
     """
     if "NoExtension" in state.get_error():
         return "no token can follow"
+    if _TOO_COMPLEX.search(state.get_error()):
+        return "it is too complex"
     lines = [
         each
         for each in state.get_error().partition("<backtrace>")[0].splitlines()

@@ -12,6 +12,7 @@ from http_gateway.errors import ClientLeft, HttpError
 
 # Parsing a value delays all streams, by less than a tenth of a microsecond.
 MAX_VALUES = 1_000_000
+MAX_DIGITS = 4300  # of an integer: as many as Python reads
 MIB = 2**20
 _SEPARATORS = (b",", b"[", b"{")
 
@@ -45,17 +46,24 @@ async def read_json(
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object by RFC 8259, without repeated keys; raises HttpError otherwise."""
+    if not body.strip():
+        raise _no_json("it is empty")
     if sum(map(body.count, _SEPARATORS)) > MAX_VALUES:
         raise _no_json(f"it has more than {MAX_VALUES} values")
     try:
         value = json.loads(
-            body.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant
+            body.decode(),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
         )
     except UnicodeDecodeError as error:
         raise _no_json(f"byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise _no_json("it is nested too deeply") from None
-    except ValueError as error:  # among them JSONDecodeError
+    except json.JSONDecodeError as error:
+        raise _no_json(f"{error.msg} in line {error.lineno}, column {error.colno}") from None
+    except ValueError as error:
         raise _no_json(str(error)) from None
     if not isinstance(value, dict):
         raise _no_json("it must be an object")
@@ -96,6 +104,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {name[:60]!r} is given twice in an object")
     return values
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"an integer has more than {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> NoReturn:

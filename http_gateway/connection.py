@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # requests that wait while another one is answered
+_HTTP_2 = "Pause on PRI"  # the parser's words for the first bytes of HTTP/2
+TOO_MANY_WAIT = "too_many_pipelined_requests"
 LINGER_S = 1.0  # for a client that still sends what nobody reads
 # Notice within a minute that a peer has vanished: seconds of silence, between probes,
 # and number of probes.
@@ -165,7 +167,8 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop_with(HttpError(400, f"more than {MAX_PIPELINED} requests wait here"))
+            message = f"more than {MAX_PIPELINED} requests wait here"
+            self._stop_with(HttpError(400, message, code=TOO_MANY_WAIT))
         if self.parser.should_upgrade():
             self._framing = [
                 b"%b: %b" % each
@@ -219,6 +222,9 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, refusal: HttpError) -> None:
         """Answer a malformed request and close; only close while another is answered."""
         self._is_deaf = True
+        if refusal.code == TOO_MANY_WAIT and self.pipeline:
+            self.pipeline[0][0].keep_alive = False  # the last one: those before are answered, too
+            return
         self.pipeline.clear()
         if self._is_answering:
             assert self._answering
@@ -293,7 +299,8 @@ class _GentleTransport:
 
 
 def _invalid(error: httptools.HttpParserError) -> HttpError:
-    return HttpError(400, f"this is not an HTTP/1.1 request: {error}", code="invalid_http")
+    found = "it begins as HTTP/2" if _HTTP_2 in str(error) else str(error)
+    return HttpError(400, f"this is not an HTTP/1.1 request: {found}", code="invalid_http")
 
 
 def _large_head(max_bytes: int) -> HttpError:

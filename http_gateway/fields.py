@@ -104,10 +104,10 @@ class Fields:
         """Refuse remaining fields, which would otherwise be ignored silently."""
         if self._left:
             name = next(iter(self._left))
+            found = "an unknown parameter" + did_you_mean(name, self._known, self.name(""))
             allowed = ", ".join(sorted(self._known))
-            allowed += did_you_mean(name, self._known, self.name(""))
             field = self.name(name)[:MAX_NAME_CHARS]
-            raise refused(field, "an unknown parameter", allowed, code="unknown_parameter")
+            raise refused(field, found, allowed, code="unknown_parameter")
 
     def refused(self, field: str, found: str, allowed: str) -> HttpError:
         """Make the error for a wrong value of a field."""

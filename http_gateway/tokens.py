@@ -9,13 +9,9 @@ from http_gateway.wire import RouterLink
 from pagewire.wire import tokenize_chat_request, tokenize_request
 
 # Not supported by generations either
-_OF_TEXT = {"add_special_tokens": Unsupported("a prompt has them", off=(True,))}
 _OF_CHAT = {
-    "add_generation_prompt": Unsupported("the assistant answers next", off=(True,)),
-    "add_special_tokens": Unsupported("the chat template writes them", off=(False,)),
     "chat_template": Unsupported("the model's own is used"),
     "chat_template_kwargs": Unsupported("the chat template takes none", off=({},)),
-    "continue_final_message": Unsupported("the assistant answers next", off=(False,)),
 }
 
 
@@ -34,16 +30,26 @@ class Tokens:
         with_pieces = fields.flag("return_token_strs")
         is_chat = fields.has("messages")
         if not is_chat:
-            fields.refuse_unsupported(_OF_TEXT)
             prompt = fields.take("prompt")
+            adds_special = fields.flag("add_special_tokens", True)
             fields.refuse_others()
-            request = tokenize_request(prompt, name)
+            request = tokenize_request(prompt, name, add_special_tokens=adds_special)
         else:
             fields.refuse_unsupported(_OF_CHAT)
             messages = take_messages(fields)
             tools = take_tools(fields, model).shown
+            continues = fields.flag("continue_final_message")
+            begins = fields.flag("add_generation_prompt", not continues)
+            adds_special = fields.flag("add_special_tokens", False)
             fields.refuse_others()
-            request = tokenize_chat_request(messages, tools, name)
+            request = tokenize_chat_request(
+                messages,
+                tools,
+                name,
+                add_special_tokens=adds_special,
+                add_generation_prompt=begins,
+                continue_final_message=continues,
+            )
         token_ids = await self._link.tokenize(exchange.authorization, request)
         pieces = None
         if with_pieces:

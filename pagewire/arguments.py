@@ -163,8 +163,8 @@ def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
     for name, value in options.items():
         check = _OPTIONS.get(name)
         if check is None:
-            allowed = ", ".join(_OPTIONS) + did_you_mean(name, _OPTIONS)
-            wrong.append(refused(f"sampling.{name}", "an unknown option", allowed))
+            found = "an unknown option" + did_you_mean(name, _OPTIONS)
+            wrong.append(refused(f"sampling.{name}", found, ", ".join(_OPTIONS)))
         elif value is not None:
             try:
                 checked[name] = check(f"sampling.{name}", value)
@@ -301,7 +301,7 @@ def check_items(field: str, value: object, allowed: str) -> list[Any]:
 
 
 def did_you_mean(name: object, names: Collection[str], prefix: str = "") -> str:
-    """Return the end of an error about an unknown name; empty: no known one is near.
+    """Return what to say after an unknown name was found; empty: no known one is near.
 
     Args:
         name: As the caller wrote it.
@@ -313,7 +313,7 @@ def did_you_mean(name: object, names: Collection[str], prefix: str = "") -> str:
     if not isinstance(name, str) or len(name) > MAX_SHOWN_CHARS:  # a long one would take long
         return ""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=NEAR)
-    return f"; did you mean {prefix + near[0]!r}?" if near else ""
+    return f" (did you mean {prefix + near[0]!r}?)" if near else ""
 
 
 def shown(value: object) -> str:

@@ -21,7 +21,7 @@ from pagewire.hedging import Cancellable, HedgedCall
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import OnRouterLost, Reader, ResumableCall
-from pagewire.routers import ChannelFactory, Connector, Routers, no_better
+from pagewire.routers import BEGIN_S, ChannelFactory, Connector, Routers, no_better
 from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
@@ -49,8 +49,8 @@ class AsyncClient:
     a sequence of these. The client uses one until it is lost. A stream that loses its router
     continues at the next one, or at the same one when it is back, without a lost, repeated or
     changed token. It looks for a router for `resume_s` seconds (0: not at all). A call that has
-    received nothing yet is repeated, for a second at most; calls other than generations once per
-    address.
+    received nothing yet is repeated with growing pauses, for a second at most, if its router is
+    lost or is UNAVAILABLE, as without a ready worker; a refusal for another reason is final.
 
     With `hedge_after_s` above 0, a generation that has received nothing for so many seconds also
     goes to the next router, or once more to the only address. The router that answers first goes
@@ -100,6 +100,7 @@ class AsyncClient:
                 channel_factory or connect,
                 no_better if channel_factory else connect.explain,
                 given_token(token),
+                patience_s=min(BEGIN_S, check_resume_s(resume_s)),
             )
 
         self._routers = routers()

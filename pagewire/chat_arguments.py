@@ -73,9 +73,9 @@ def _message(field: str, value: object) -> Message:
 def _check_keys(field: str, value: Mapping[Any, Any]) -> None:
     # An unknown key would otherwise be ignored silently.
     if unknown := [each for each in value if each not in _KEYS]:
-        found = f"the unknown key {shown(unknown[0])}"
         near = did_you_mean(unknown[0], _KEYS)
-        raise refused(field, found, f"the keys {', '.join(_KEYS)}{near}")
+        found = f"the unknown key {shown(unknown[0])}{near}"
+        raise refused(field, found, f"the keys {', '.join(_KEYS)}")
 
 
 def _tool_call(field: str, value: object) -> ToolCall:
@@ -101,6 +101,6 @@ def _mapping(field: str, value: object, keys: set[str]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise refused(field, shown_with_type(value), allowed)
     if unknown := [each for each in value if each not in keys]:
-        allowed += did_you_mean(unknown[0], keys)
-        raise refused(field, f"the unknown key {shown(unknown[0])}", allowed)
+        near = did_you_mean(unknown[0], keys)
+        raise refused(field, f"the unknown key {shown(unknown[0])}{near}", allowed)
     return dict(value)

@@ -1,7 +1,8 @@
 """A Generate call that outlives its router: the next one gets everything received so far.
 
-Before the first message nothing was delivered, and a lost call is repeated, for a second at most,
-so that a client that reaches no router learns it soon. Afterwards another router, or the same one
+Before the first message nothing was delivered, and a call that is lost, or that a router cannot
+serve yet, is repeated, for a second at most, so that a caller learns soon that it is not served.
+Afterwards another router, or the same one
 when it is back, continues from what was received. The client's limit bounds the search for it.
 """
 
@@ -24,11 +25,9 @@ from pagewire.errors import (
 )
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
-from pagewire.routers import Routers
+from pagewire.routers import BEGIN_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, Routers
 from pagewire.wire import CallFailure, FailureWithin, timed_out
 
-BEGIN_S = 1.0  # for a call that has not begun
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each pause doubles
 MAX_LOSSES = 16  # of routers, during one call
 
 OnRouterLost = Callable[[str, float], None]
@@ -188,7 +187,8 @@ class ResumableCall:
         error = failure.error
         # The remaining routers may have no room yet for the lost one's calls.
         is_crowd = self._lost is not None and isinstance(error, OverloadedError)
-        if not failure.is_router_lost and not is_crowd:
+        is_early = failure.is_unready and not self._received
+        if not failure.is_router_lost and not is_crowd and not is_early:
             self._end(self._told(error))
             return
         now = self._loop.time()
@@ -199,15 +199,16 @@ class ResumableCall:
         patience_s = self._resume_s if self._received else min(BEGIN_S, self._resume_s)
         can_go_on = bool(self._token) or not self._received
         ends_at = min(self._lost_at + patience_s, self._deadline)
-        pause_s = self._pause_s
-        if isinstance(error, OverloadedError):
-            pause_s = max(pause_s, error.retry_after_s or 0.0)
+        pause_s = max(self._pause_s, failure.retry_after_s)
         if not can_go_on or self._num_losses > MAX_LOSSES or now + pause_s >= ends_at:
             self._end(self._lost)
             return
         if is_new and self._received and self._on_router_lost:
             self._on_router_lost(self._address, ends_at - now)
-        self._routers.leave(self._address)
+        if failure.is_unready:
+            self._routers.pass_over(self._address)
+        else:
+            self._routers.leave(self._address)
         self._loop.call_later(pause_s, self._start_again)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 

@@ -4,21 +4,23 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import grpc
 
 from pagewire.calls import ENVELOPE_BYTES, CallStream, Metadata, Receiver, RunningCall, SingleCall
-from pagewire.errors import ClosedError, ConnectionFailedError, PagewireError
+from pagewire.errors import ClosedError, ConnectionFailedError, PagewireError, TlsError
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES, MESSAGE_OPTIONS
 from pagewire.protos.tls_channel import TlsChannel
 from pagewire.tls import Tls, why_no_connection
-from pagewire.wire import CallFailure, error_from, is_router_lost
+from pagewire.wire import CallFailure, failure_from
 
+BEGIN_S = 1.0  # for a call that has not begun
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each pause doubles
 MOST_IDLE_STREAMS = 64  # of idle callers, at each router
 
 CHANNEL_OPTIONS = (
@@ -114,6 +116,7 @@ class Routers:
         channel_factory: Opens a channel to one of them.
         explain: Finds a better error, given that of a call that reached no router, and the address.
         token: Identifies the tenant of a client's calls; empty: none.
+        patience_s: How long `call` tries again; 0: each address once.
     """
 
     def __init__(
@@ -122,12 +125,15 @@ class Routers:
         channel_factory: ChannelFactory,
         explain: Explain,
         token: str = "",
+        *,
+        patience_s: float = 0.0,
     ) -> None:
         self.addresses = addresses
         self.explain = explain
         self.metadata = token_metadata(token)  # of a client's calls
         self.is_closed = False
         self._channel_factory = channel_factory
+        self._patience_s = patience_s
         self._current = 0
         self._connections: dict[str, _Connection] = {}  # by address
         self._streams: set[CallStream] = set()  # including those with only older calls
@@ -146,31 +152,52 @@ class Routers:
         return connection is not None and any(each.is_open for each in connection.streams.values())
 
     async def call(self, method: str, request: object, timeout_s: float, metadata: Metadata) -> Any:
-        """Make a call that changes nothing, at the next router if one is lost.
+        """Make a call that changes nothing, at the next router if one is lost or cannot serve yet.
 
         Raises:
             PagewireError: The call has failed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        error: PagewireError | None = None
+        ends_at = min(loop.time() + self._patience_s, deadline)
+        pause_s = FIRST_PAUSE_S
+        while True:
+            failure = await self._call_each(method, request, timeout_s, deadline, metadata)
+            if not isinstance(failure, CallFailure):
+                return failure
+            pause_s = max(pause_s, failure.retry_after_s)
+            # Retrying does not fix TLS.
+            if isinstance(failure.error, TlsError) or loop.time() + pause_s >= ends_at:
+                raise failure.error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _call_each(
+        self, method: str, request: object, timeout_s: float, deadline: float, metadata: Metadata
+    ) -> Any:
+        """Return the answer of the first router that serves, or the failure of the last one."""
+        loop = asyncio.get_running_loop()
+        last: CallFailure | None = None
         for _ in self.addresses:
             address, stub = self.address, self._connection().stub
             try:
                 remaining_s = deadline - loop.time()
                 return await getattr(stub, method)(request, timeout=remaining_s, metadata=metadata)
             except grpc.aio.AioRpcError as failure:
-                error = error_from(failure, address, timeout_s)
-                if not is_router_lost(failure):
-                    raise error from failure
-                error = await self.explain(error, address)
-                self.leave(address)
+                last = failure_from(failure, address, timeout_s)
+                if last.is_unready:
+                    self.pass_over(address)
+                elif last.is_router_lost:
+                    last = replace(last, error=await self.explain(last.error, address))
+                    self.leave(address)
+                else:
+                    raise last.error from failure
             except asyncio.CancelledError:
                 if self.is_closed and not is_own_cancellation():
                     raise closed() from None
                 raise
-        assert error is not None, "there is an address"
-        raise error
+        assert last is not None, "there is an address"
+        return last
 
     def start(
         self,
@@ -202,13 +229,17 @@ class Routers:
         """Use the router after this one; calls that have begun stay where they are."""
         self._current = (self.addresses.index(address) + 1) % len(self.addresses)
 
+    def pass_over(self, address: str) -> None:
+        """Use the next router for further calls, unless another one than this is in use already."""
+        if address == self.address:
+            self._current = (self._current + 1) % len(self.addresses)
+
     def leave(self, address: str) -> None:
         """Use the next router, unless another one than this is in use already.
 
         If there is no other one, reconnect to this address: another router may now be behind it.
         """
-        if address == self.address:
-            self._current = (self._current + 1) % len(self.addresses)
+        self.pass_over(address)
         if connection := self._connections.get(address):
             for stream in connection.streams.values():
                 stream.retire()

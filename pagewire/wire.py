@@ -41,6 +41,8 @@ from pagewire.types import (
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _NO_GRPC = "Failed parsing HTTP/2"  # gRPC's words for HTTP/1.1, SSH and others
+# gRPC's words for a connection that could not be made, or broke
+_UNREACHED = ("failed to connect", "DNS resolution failed", "Socket closed", "Stream removed")
 _STOPS = "ROUTER_STOPS"  # reason of a router's UNAVAILABLE
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # gRPC's words
 
@@ -90,20 +92,34 @@ def chat_request(
     return _sized("prompt", request)
 
 
-def tokenize_request(text: str, model: str) -> inference_pb2.TokenizeRequest:
+def tokenize_request(
+    text: str, model: str, *, add_special_tokens: bool = True
+) -> inference_pb2.TokenizeRequest:
     """Build the request to tokenize a text; raises like `generate_request`."""
     request = inference_pb2.TokenizeRequest(
-        model=check_text("model", model), text=check_prompt_text("input.text", text)
+        model=check_text("model", model),
+        text=check_prompt_text("input.text", text),
+        add_special_tokens=add_special_tokens,
     )
     return _sized("input", request)
 
 
 def tokenize_chat_request(
-    messages: Messages, tools: Tools | None, model: str
+    messages: Messages,
+    tools: Tools | None,
+    model: str,
+    *,
+    add_special_tokens: bool = False,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> inference_pb2.TokenizeRequest:
     """Build the request to tokenize a chat; raises like `generate_request`."""
     request = inference_pb2.TokenizeRequest(
-        model=check_text("model", model), chat=_chat("input.chat", messages, tools)
+        model=check_text("model", model),
+        chat=_chat("input.chat", messages, tools),
+        add_special_tokens=add_special_tokens,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
     )
     return _sized("input", request)
 
@@ -200,6 +216,8 @@ class CallFailure:
 
     error: errors.PagewireError
     is_router_lost: bool = False  # another router may succeed
+    is_unready: bool = False  # the router answers, but cannot serve yet: it may soon
+    retry_after_s: float = 0.0  # the router's advice
 
 
 # Makes a failure, given the limit of the call in seconds, which the message may name.
@@ -216,7 +234,13 @@ def is_router_lost(failure: grpc.aio.AioRpcError) -> bool:
 
 def failure_from(failure: grpc.aio.AioRpcError, address: str, timeout_s: float) -> CallFailure:
     """Convert the end of a gRPC call."""
-    return CallFailure(error_from(failure, address, timeout_s), is_router_lost(failure))
+    details = _details(failure)
+    return CallFailure(
+        error_from(failure, address, timeout_s),
+        is_router_lost(failure),
+        _is_unready(failure.code(), details),
+        _retry_after_s(details) or 0.0,
+    )
 
 
 def failure_from_status(serialized: bytes, address: str, timeout_s: float) -> CallFailure:
@@ -231,7 +255,12 @@ def failure_from_status(serialized: bytes, address: str, timeout_s: float) -> Ca
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CallFailure(timed_out(address, timeout_s, message))
     is_lost = code is grpc.StatusCode.UNAVAILABLE and _is_stopping(status)
-    return CallFailure(_error_told(code, message, status), is_lost)
+    return CallFailure(
+        _error_told(code, message, status),
+        is_lost,
+        _is_unready(code, status),
+        _retry_after_s(status) or 0.0,
+    )
 
 
 def stream_ended(address: str, _timeout_s: float) -> CallFailure:
@@ -263,7 +292,9 @@ def error_from(
             # A router has all methods; a server without one is a worker or not Pagewire.
             is_other = code is grpc.StatusCode.UNIMPLEMENTED or _NO_GRPC in message
             other = f"something answers at {address}, but it is not a Pagewire router"
-            told = other if is_other else f"no connection to {address}"
+            is_unreached = message.startswith(_UNREACHED)
+            failed = f"no connection to {address}" if is_unreached else f"{address} is unavailable"
+            told = other if is_other else failed
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 message += " An older router than this client may also lack the method."
             return errors.ConnectionFailedError(f"{told}: {message}", code=code.name)
@@ -426,6 +457,11 @@ def _details(failure: grpc.aio.AioRpcError) -> status_pb2.Status:
 def _is_stopping(status: status_pb2.Status) -> bool:
     reason = error_details_pb2.ErrorInfo()
     return any(each.Unpack(reason) and reason.reason == _STOPS for each in status.details)
+
+
+def _is_unready(code: grpc.StatusCode, details: status_pb2.Status) -> bool:
+    """Tell a router's own UNAVAILABLE, such as that of one without workers."""
+    return code is grpc.StatusCode.UNAVAILABLE and bool(details.code) and not _is_stopping(details)
 
 
 def _violations(details: status_pb2.Status) -> tuple[errors.FieldViolation, ...]:

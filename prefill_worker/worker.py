@@ -37,6 +37,7 @@ from worker.errors import InternalError, WorkerError
 from worker.executor import EngineExecutor
 from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
+from worker.sampling_check import constraint_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,7 @@ class PrefillWorker:
         try:
             prompt.allowed = await self._run_blocking(allowed)
         except GrammarError as error:
-            raise InvalidPrompt(f"sampling.constraint: {error}") from None
+            raise InvalidPrompt(constraint_refusal(constraint, error)) from None
 
     def _fail(self, attempt: Attempt, error: WorkerError) -> None:
         attempt.fail(PrefillFailure(code=status_number(error), message=str(error)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from grammars.errors import InvalidConstraint, NoVocabulary
+from grammars.errors import GrammarError
 from kv_cache.page_hash import packed_page_hashes
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.shares import may_take
@@ -282,12 +282,8 @@ class Admission:
         field = f"sampling.constraint.{constraint.kind.value}"
         try:
             await self._constraints.check(constraint, model)
-        except InvalidConstraint as error:
+        except GrammarError as error:
             raise InvalidRequest(field, error.found, error.allowed) from None
-        except NoVocabulary as error:
-            raise InvalidRequest(
-                field, "a constraint", f"none: the model's tokenizer cannot serve it: {error}"
-            ) from None
 
     async def _resume(self, generation: Generation, resumption: Resumption) -> None:
         num_bytes = sum(len(each.packed_token_ids) for each in resumption.choices)

@@ -14,6 +14,7 @@ of the event loop, and their requests leave for the worker in one message.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -34,7 +35,7 @@ from router.errors import (
 from router.generation import Generation, Output
 from router.metrics import RouterMetrics
 from router.pacing import Pace
-from router.prompt import PackedTokens, Prompt, Text
+from router.prompt import Chat, PackedTokens, Prompt, Text
 from router.session import Stream
 from router.statuses import code_of
 from router.tenants.account import Account
@@ -281,6 +282,31 @@ class Call:
         self._span.end("" if outcome == "ok" else outcome, **ends)
         line = {"request_id": self._request_id, **ends, **self._span.log_fields}
         logger.info("request_done" if generation else "request_refused", extra=fields(**line))
+
+
+def read_tokenize_prompt(request: Any) -> Prompt:
+    """Read the input of a TokenizeRequest, with what it says of special tokens and the chat's end.
+
+    Raises:
+        InvalidRequest: As of `read_prompt`, or fields contradict each other.
+    """
+    prompt = read_prompt(request, "input")
+    continues = request.continue_final_message
+    begins = request.add_generation_prompt
+    if isinstance(prompt, Chat):
+        if continues and begins:
+            allowed = "False, or unset, with continue_final_message"
+            raise InvalidRequest("add_generation_prompt", "True", allowed)
+        if not request.HasField("add_generation_prompt"):
+            begins = not continues
+        prompt = replace(prompt, adds_generation_prompt=begins, continues_final=continues)
+    elif continues or begins:
+        field = "continue_final_message" if continues else "add_generation_prompt"
+        raise InvalidRequest(field, "True", "False, or unset, without a chat")
+    assert not isinstance(prompt, PackedTokens), "the message has no field of this kind"
+    if request.HasField("add_special_tokens"):
+        prompt = replace(prompt, adds_special_tokens=request.add_special_tokens)
+    return prompt
 
 
 def read_prompt(request: Any, field: str) -> Prompt:

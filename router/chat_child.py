@@ -52,7 +52,11 @@ def _compile(template: ChatTemplate) -> Answer:
 
 
 def _render(template: ChatTemplate, chat: dict[str, Any]) -> Answer:
-    text = template.render(chat["messages"], chat["tools_json"])
+    text = template.render(
+        chat["messages"],
+        chat["tools_json"],
+        add_generation_prompt=chat["add_generation_prompt"],
+    )
     try:
         text.encode()
     except UnicodeEncodeError as error:

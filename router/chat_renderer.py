@@ -32,7 +32,9 @@ class ChatRenderer(Protocol):
         """Get ready; raise ChatTemplateError if the template cannot be used."""
         ...
 
-    async def render(self, messages: Messages, tools_json: str = "") -> str:
+    async def render(
+        self, messages: Messages, tools_json: str = "", *, add_generation_prompt: bool = True
+    ) -> str:
         """Render a chat, as ChatTemplate does; also raises Overloaded."""
         ...
 
@@ -92,9 +94,15 @@ class ChildRenderer:
         except ChatTemplateError as error:
             logger.warning("chat_template_failed", extra=fields(error=str(error)))
 
-    async def render(self, messages: Messages, tools_json: str = "") -> str:
+    async def render(
+        self, messages: Messages, tools_json: str = "", *, add_generation_prompt: bool = True
+    ) -> str:
         try:
-            chat = {"messages": list(messages), "tools_json": tools_json}
+            chat = {
+                "messages": list(messages),
+                "tools_json": tools_json,
+                "add_generation_prompt": add_generation_prompt,
+            }
             answer = await self._pool.ask(chat)
         except ChildLimit as limit:
             raise TemplateLimit(str(limit)) from None

@@ -76,8 +76,10 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools_json: str = "",
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt text for a chat, up to where the assistant's answer begins.
+        """Return the prompt text for a chat, by default up to where the assistant's answer begins.
 
         Args:
             messages: As transformers passes them to a template: role, content, and a message's
@@ -85,6 +87,7 @@ class ChatTemplate:
                 arguments are text. The template sees their object, or the text if it is not JSON.
             tools_json: Functions that the model may call, in the format of OpenAI's API: a JSON
                 array of objects; empty: none.
+            add_generation_prompt: Whether the assistant's answer begins at the end.
 
         Raises:
             WrongTools: tools_json is not such an array.
@@ -100,7 +103,7 @@ class ChatTemplate:
                 messages=[_as_template_sees(message) for message in messages],
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             ):
                 num_chars += len(piece)

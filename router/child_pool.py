@@ -25,7 +25,7 @@ from typing import Any, TypeGuard, TypeVar
 from observability.logs import fields
 from pagewire.protos.call_tasks import mark_seen
 from router.child_side import LENGTH_BYTES
-from router.errors import ChildLimit, Overloaded
+from router.errors import ChildCrash, ChildLimit, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class _Child:
         except TimeoutError:
             raise ChildLimit(f"took longer than {wall_s:g} s") from None
         except (EOFError, ConnectionError):
-            raise ChildLimit(await self._cause_of_death()) from None
+            raise await self._cause_of_death() from None
         except (ValueError, RecursionError):
             raise ChildLimit("wrote no valid answer") from None
         if not _is_answer(answer):
@@ -259,11 +259,12 @@ class _Child:
         self._writer.close()
         await self._wait()
 
-    async def _cause_of_death(self) -> str:
+    async def _cause_of_death(self) -> ChildLimit:
         code = await self._wait()
         if code == -signal.SIGPROF:
-            return f"took more than {self._limits.cpu_s:g} s of processor time"
-        return f"ended its process, with code {code}"
+            return ChildLimit(f"took more than {self._limits.cpu_s:g} s of processor time")
+        logger.info("child_crashed", extra=fields(code=code))
+        return ChildCrash("crashed its process")
 
     async def _wait(self) -> int | None:
         try:

@@ -13,7 +13,7 @@ from grammars.constraint import Constraint
 from grammars.errors import InvalidConstraint, NoVocabulary
 from pagewire.protos.call_tasks import mark_seen
 from router.child_pool import Answer, ChildLimits, ChildPool
-from router.errors import ChildLimit
+from router.errors import ChildCrash, ChildLimit
 from router.request import ServedModel
 
 MAX_ANSWER_BYTES = 1 << 16
@@ -89,6 +89,8 @@ class ChildChecker:
         }
         try:
             answer = await pool.ask(question)
+        except ChildCrash:
+            raise InvalidConstraint("one that is too large to check", "a simpler one") from None
         except ChildLimit as limit:
             raise InvalidConstraint(f"one that, compiled, {limit}", "a simpler one") from None
         if "found" in answer:

@@ -28,6 +28,11 @@ ControllerGone           the controller cannot be reached, for now
 `server.py` maps these to gRPC status codes.
 """
 
+import re
+
+_INVALID_ARGUMENT = 3  # a google.rpc.Code
+_REFUSAL = re.compile(r"([\w.]+): (found .*; allowed: .*)", re.ASCII | re.DOTALL)
+
 
 class RouterError(Exception):
     """Base of errors that end a request without a result."""
@@ -79,11 +84,19 @@ class RouterStops(RouterError):
 
 
 class RequestFailed(RouterError):
-    """A worker ended the request; another would do the same."""
+    """A worker ended the request; another would do the same.
+
+    Args:
+        code: A google.rpc.Code number.
+        message: The worker's; for a wrong field in the form of InvalidRequest's.
+    """
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
-        self.code = code  # a google.rpc.Code number
+        self.code = code
+        told = _REFUSAL.fullmatch(message) if code == _INVALID_ARGUMENT else None
+        # As of InvalidRequest
+        self.violations: tuple[tuple[str, str], ...] = ((told[1], told[2]),) if told else ()
 
 
 class RequestLost(RouterError):
@@ -116,6 +129,10 @@ class ChatTemplateError(Exception):
 
 class ChildLimit(Exception):
     """Work in a child process took more time or memory than it may, or ended the process."""
+
+
+class ChildCrash(ChildLimit):
+    """Work in a child process crashed it, as texts nested too deeply do."""
 
 
 class TemplateLimit(ChatTemplateError):

@@ -30,7 +30,7 @@ def _make_work(settings: Any) -> tuple[Callable[[], Answer], Work]:
     try:
         tokens = read_vocabulary(Path(settings["folder"]), settings["vocab_size"])
     except NoVocabulary as error:
-        answer = {"error": str(error)}
+        answer = {"error": error.reason}
         return lambda: answer, lambda _: answer
     vocabulary = Vocabulary(tokens, settings["end_token_ids"])
 

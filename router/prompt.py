@@ -25,10 +25,11 @@ LARGE_PIECES_BYTES = 160  # ... and each separately
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Plain text; the model's special tokens are added."""
+    """Plain text; usually the model's special tokens are added."""
 
     field: str  # its name in the request, for errors
     text: str
+    adds_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,14 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages for the model's template, which writes the special tokens itself."""
+    """Messages for the model's template, which usually writes the special tokens itself."""
 
     field: str
     messages: tuple[ChatMessage, ...]
     tools_json: str = ""  # functions that the model may call; empty: none
+    adds_special_tokens: bool = False
+    adds_generation_prompt: bool = True  # the assistant's answer begins
+    continues_final: bool = False  # the text of the last message goes on
 
 
 Prompt = Text | PackedTokens | Chat
@@ -127,7 +131,7 @@ class PromptEncoder:
         check_text(prompt.field, prompt.text, max_chars)
         if len(prompt.text) > LARGE_TEXT_CHARS:
             return None
-        ids = tokenizer.encode(prompt.text, add_special_tokens=True)
+        ids = tokenizer.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
         return prompt.text, finish(pack_token_ids(ids))
 
     async def encode(
@@ -152,8 +156,7 @@ class PromptEncoder:
             return "", await self._off_loop.run(work, len(prompt.packed))
         tokenizer = self._folder.tokenizer
         assert tokenizer is not None, "a text was refused without one"
-        # A template writes the special tokens itself.
-        adds_special_tokens = isinstance(prompt, Text)
+        adds_special_tokens = prompt.adds_special_tokens
         text = prompt.text if isinstance(prompt, Text) else await self._render(prompt, max_chars)
         if len(text) <= LARGE_TEXT_CHARS:
             ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
@@ -200,7 +203,9 @@ class PromptEncoder:
             for each in prompt.messages
         ]
         try:
-            return await self._renderer.render(messages, prompt.tools_json)
+            text = await self._renderer.render(
+                messages, prompt.tools_json, add_generation_prompt=prompt.adds_generation_prompt
+            )
         except WrongTools as wrong:
             raise InvalidRequest(
                 f"{prompt.field}.tools_json", str(wrong), "a JSON array of objects"
@@ -213,6 +218,18 @@ class PromptEncoder:
             raise InvalidRequest(
                 field, f"messages for which the model's template {error}", "other messages"
             ) from error
+        return _within_final(text, prompt) if prompt.continues_final else text
+
+
+def _within_final(text: str, prompt: Chat) -> str:
+    """Cut a rendering after the text of its last message, as transformers does."""
+    content = prompt.messages[-1].content
+    shown = content if content in text else content.strip()  # many templates strip it
+    at = text.rfind(shown) if shown else -1
+    if at < 0:
+        field = f"{prompt.field}.messages[{len(prompt.messages) - 1}].content"
+        raise InvalidRequest(field, "a text that the template changes", "one to continue")
+    return text[: at + len(shown)]
 
 
 def _check_chat(prompt: Chat, names: frozenset[str], max_chars: int) -> None:

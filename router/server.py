@@ -16,7 +16,7 @@ from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
 from router import wire
 from router.admission import Admission
-from router.call import Call, Reception, read_prompt
+from router.call import Call, Reception, read_tokenize_prompt
 from router.delivery import Delivery
 from router.dispatch import Dispatcher
 from router.errors import InvalidRequest, Overloaded, RequestFailed, RouterError
@@ -118,7 +118,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         async with _answering(context), self._served():
-            prompt = read_prompt(request, "input")
+            prompt = read_tokenize_prompt(request)
             text, packed = await self._admission.tokenize(request.model, prompt)
         return inference_pb2.TokenizeResponse(token_ids=packed, text=text)
 

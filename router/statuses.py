@@ -49,7 +49,7 @@ def status_of(error: RouterError) -> status_pb2.Status:
     status = status_pb2.Status(code=code_of(error).value[0], message=str(error))
     reason = error_details_pb2.ErrorInfo(reason=_reason(error), domain=_ERROR_DOMAIN)
     status.details.add().Pack(reason)
-    if isinstance(error, InvalidRequest):
+    if isinstance(error, InvalidRequest | RequestFailed) and error.violations:
         bad_request = error_details_pb2.BadRequest()
         for field, description in error.violations:
             bad_request.field_violations.add(field=field, description=description)

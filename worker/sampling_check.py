@@ -4,9 +4,17 @@ Routers validate what clients send and fill in defaults. This check keeps a valu
 cannot take from getting there all the same: a failed pass costs all requests of its batch.
 """
 
+from grammars.constraint import Constraint
+from grammars.errors import GrammarError
 from llm_engine.sampling import SamplingParams
 from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
 from worker.identity import ModelInfo
+
+
+def constraint_refusal(constraint: Constraint, error: GrammarError) -> str:
+    """Return the message for a constraint that cannot be followed, alike in both pools."""
+    field = f"sampling.constraint.{constraint.kind.value}"
+    return f"{field}: found {error.found}; allowed: {error.allowed}"
 
 
 def check_sampling(params: SamplingParams, model: ModelInfo) -> None:

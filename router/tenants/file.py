@@ -161,7 +161,7 @@ class _Reader:
             if key not in options:
                 names = [_HASHES, *options]
                 near = did_you_mean(key, names, f"{name}.")
-                self._refuse(path, f"{path}: unknown; allowed:", ", ".join(names) + near)
+                self._refuse(path, f"{path}: unknown{near}; allowed:", ", ".join(names))
             elif not options[key].allows(value):
                 found = f"{path}: found {self._shown(path, value)}; allowed:"
                 self._refuse(path, found, options[key].allowed())

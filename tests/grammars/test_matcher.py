@@ -5,6 +5,7 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from grammars.matcher import Grammar, Matcher, Vocabulary
 from grammars.vocabulary import ModelTokens
 from tests.support.grammar_cases import (
     CONSTRAINTS,
+    GRAMMARS,
     JSON_OBJECT,
     choice,
     follows,
@@ -39,12 +41,23 @@ def start(constraint: Constraint) -> Matcher:
     return Grammar(constraint, VOCABULARY).begin()
 
 
+TEMPERATURE = 1.5
+
+
+def hot_draw(matcher: Matcher, logits: Any) -> int:
+    """Draw at the temperature from random logits, of the tokens that the matcher allows."""
+    mask = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")[: len(PADDED)]
+    held = np.where(mask, logits.normal(0, 3, len(PADDED)) / TEMPERATURE, -np.inf)
+    return int((held + logits.gumbel(size=len(PADDED))).argmax())
+
+
 def random_text(constraint: Constraint, rng: random.Random, max_tokens: int = 400) -> str | None:
-    """Draw tokens that are allowed, each with the same probability; None: cut off."""
+    """Draw tokens of a random model; None: cut off."""
     matcher = start(constraint)
+    logits = np.random.default_rng(rng.randrange(2**32))
     drawn: list[int] = []
     while len(drawn) < max_tokens:
-        token_id = rng.choice(sorted(allowed(matcher)))
+        token_id = hot_draw(matcher, logits)
         if token_id in (END, OTHER_END):
             return b"".join(TOKENS[each] for each in drawn).decode()
         assert TOKENS[token_id], "a token without text was allowed"
@@ -99,6 +112,18 @@ def _check_random_texts(constraint: Constraint, seed: int) -> None:
     rng = random.Random(seed)
     texts = [random_text(constraint, rng) for _ in range(4)]
     assert all(text is None or follows(text, constraint) for text in texts)
+
+
+@pytest.mark.parametrize("rules", sorted(GRAMMARS))
+def test_random_texts_follow_grammars_as_their_judges_see_it(rules: str) -> None:
+    rng = random.Random(rules)
+    texts = [random_text(grammar(rules), rng, max_tokens=60) for _ in range(40)]
+    ended = {text for text in texts if text is not None}
+
+    assert len(ended) > 3
+    for text in ended:
+        assert GRAMMARS[rules](text)
+        assert not GRAMMARS[rules](text + ")"), "the judge accepts everything"
 
 
 def test_most_random_texts_come_to_an_end() -> None:
@@ -171,6 +196,10 @@ HOSTILE = {
         "oneOf",
     ),
     "unsatisfiable": (json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum"),
+    "wide-pattern": (
+        json_schema({"type": "string", "pattern": "(x.{40}){20}", "minLength": 500}),
+        "compiled: it is too complex; ",
+    ),
     "false": (json_schema(False), "false"),
     "array": (json_schema([]), "a list"),
     "extension": (json_schema({"x-guidance": {"lenient": True}}), "x-guidance"),

@@ -1048,7 +1048,7 @@ HTTP_ONLY = [
         )
     ],
     only_http("return_token_strs", (TOKENIZE,), "true or false", {TYPE: SWITCH}),
-    *unsupported((TOKENIZE,), add_special_tokens=["false", "0"]),
+    only_http("add_special_tokens", (TOKENIZE,), "true or false", {TYPE: SWITCH}),
     *[
         inside(
             [
@@ -1062,11 +1062,10 @@ HTTP_ONLY = [
             {NOT_HERE: values},
         )
         for name, values in (
-            ("add_generation_prompt", ["false", "5"]),
-            ("add_special_tokens", ["true"]),
+            ("add_generation_prompt", ["0", '"no"']),
+            ("continue_final_message", ["1", "[]"]),
             ("chat_template", ['"{{ x }}"', '"{% for i in range(10**9) %}{% endfor %}"']),
             ("chat_template_kwargs", ['{"a": 1}']),
-            ("continue_final_message", ["true"]),
         )
     ],
     *unsupported((CHAT, TEXT), logit_bias=['{"1": 5}', "5", "[]"]),

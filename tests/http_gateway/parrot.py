@@ -21,7 +21,8 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
-    "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}[assistant]"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 SPECIAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
 MARKS = {  # what the template of a format shows the model

@@ -217,6 +217,36 @@ def test_a_bad_value_is_refused_alike_by_both_front_ends(
     assert_within(max(seconds), on_this_host(AT_ONCE_S))
 
 
+def test_a_constraint_that_only_a_worker_finds_too_large_is_refused_alike(
+    served: Gateway, channel: grpc.Channel
+) -> None:
+    regex = "(([a-z]{1,300} ?){1,300}[0-9]?){100,300}"  # no draw ends it early
+    sampling = {"constraint": {"regex": regex}, "max_tokens": 200, "temperature": 0}
+    message = inference_pb2.GenerateRequest(text="go on and on", sampling=sampling)
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(message, timeout=30))
+    status = rpc_status.from_call(refused.value)
+    assert status
+    told = refusal(status, 0.0)
+
+    assert told.code == code_pb2.INVALID_ARGUMENT
+    assert told.fields == ("sampling.constraint.regex",)
+    found = "found one with which an answer cannot go on: "
+    assert told.message.startswith(f"{told.fields[0]}: {found}")
+    assert told.message.endswith("; allowed: a simpler one")
+    for name in ("guided_regex", "structured_outputs.regex"):
+        fields: dict[str, Any] = {"guided_regex": regex}
+        if name != "guided_regex":
+            fields = {"structured_outputs": {"regex": regex}}
+        body = json.dumps({"prompt": "go on and on", "max_tokens": 200, "temperature": 0, **fields})
+        answer = exchange(served.host_and_port, request(TEXT, body), timeout_s=30)
+        assert answer.status == 400
+        assert answer.error["param"] == name
+        assert answer.error["message"] == told.message.replace(told.fields[0], name)
+
+
 def judge_grpc(field: Field, value: Value, answer: Refusal | None) -> Iterator[str]:
     if answer is None:
         yield "it is accepted"
@@ -273,6 +303,9 @@ HARMLESS = {
     "GenerateManyRequest.more": "test_calls_of_a_stream_that_contradict_each_other_end_it",
     "GenerateManyRequest.timeout_ms": "0 is that of the router, and the router's own limit holds",
     "GenerateManyRequest.interval_ms": "more than 10,000 counts as 10,000",
+    "TokenizeRequest.add_special_tokens": "both values are right",
+    "TokenizeRequest.add_generation_prompt": "tests/router/test_server.py",
+    "TokenizeRequest.continue_final_message": "tests/router/test_server.py",
     "DetokenizeRequest.skip_special_tokens": "both values are right",
     "DetokenizeRequest.with_pieces": "both values are right",
 }

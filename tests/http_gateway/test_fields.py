@@ -20,9 +20,9 @@ def refusal(name: str, path: str = "") -> HttpError:
 @pytest.mark.parametrize(
     ("name", "path", "meant"),
     [
-        ("temprature", "", "; did you mean 'temperature'?"),
-        ("Model", "", "; did you mean 'model'?"),
-        ("modell", "tools[0].", "; did you mean 'tools[0].model'?"),
+        ("temprature", "", " (did you mean 'temperature'?)"),
+        ("Model", "", " (did you mean 'model'?)"),
+        ("modell", "tools[0].", " (did you mean 'tools[0].model'?)"),
         ("zebra", "", ""),
         ("logit_bia", "", ""),
     ],
@@ -31,7 +31,7 @@ def test_a_slip_is_answered_with_the_name_that_was_meant(name: str, path: str, m
     error = refusal(name, path.removesuffix("."))
 
     allowed = "model, n, temperature"
-    assert error.message == f"{path}{name}: found an unknown parameter; allowed: {allowed}{meant}"
+    assert error.message == f"{path}{name}: found an unknown parameter{meant}; allowed: {allowed}"
     assert error.code == "unknown_parameter"
 
 

@@ -1,5 +1,7 @@
 """OpenAI's own client against a gateway before a real router, with and without streaming."""
 
+import asyncio
+
 import openai
 import pytest
 
@@ -55,11 +57,20 @@ def test_a_chat_is_answered_as_a_whole(client):
     assert answer._request_id in answer.id
 
 
-def test_a_chat_is_streamed_with_its_usage_at_the_end(client):
+async def streamed_by_the_async_client(client, **options):
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key="x", max_retries=0) as other:
+        stream = await other.chat.completions.create(**options, stream=True)
+        return [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_chat_is_streamed_with_its_usage_at_the_end(client, is_async):
     whole = client.chat.completions.create(**ask())
-    chunks = list(
-        client.chat.completions.create(**ask(), stream=True, stream_options={"include_usage": True})
-    )
+    options = ask(stream_options={"include_usage": True})
+    if is_async:
+        chunks = asyncio.run(streamed_by_the_async_client(client, **options))
+    else:
+        chunks = list(client.chat.completions.create(**options, stream=True))
 
     texts, reasons, usage = collected(chunks)
     assert texts == {0: SAID}
@@ -382,6 +393,26 @@ def test_tokenize_and_detokenize_are_inverse(client):
     chat = post("tokenize", messages=[{"role": "user", "content": "the fox"}])
     assert chat["token_strs"] is None
     assert post("detokenize", tokens=chat["tokens"])["prompt"] == "[user]the fox[assistant]"
+
+
+def test_tokenize_ends_a_prompt_as_asked(client):
+    def text_of(**body):
+        tokens = client.post("/../tokenize", body=body, cast_to=object)["tokens"]
+        return client.post("/../detokenize", body={"tokens": tokens}, cast_to=object)["prompt"]
+
+    chat = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "runs"}]
+    whole = "[user]the fox[assistant]runs"
+    assert text_of(prompt="the fox", add_special_tokens=False) == "the fox"
+    assert text_of(messages=chat, add_special_tokens=True) == f"<|begin|>{whole}[assistant]"
+    assert text_of(messages=chat, add_generation_prompt=False) == whole
+    for options in ({}, {"add_generation_prompt": False}):
+        assert text_of(messages=chat, continue_final_message=True, **options) == whole
+    with pytest.raises(openai.BadRequestError) as refused:
+        text_of(messages=chat, continue_final_message=True, add_generation_prompt=True)
+    assert refused.value.param == "add_generation_prompt"
+    with pytest.raises(openai.BadRequestError) as refused:
+        text_of(prompt="x", continue_final_message=True)
+    assert refused.value.param == "continue_final_message"
 
 
 # Errors

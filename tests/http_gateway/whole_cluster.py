@@ -76,7 +76,7 @@ async def whole_cluster(folder: Path) -> AsyncIterator[tuple[str, WholeCluster]]
     """Serve a folder with tokenizer and template; yields the router's address, and all of it."""
     tokenizer = Tokenizer((folder / "tokenizer.json").read_text())
     model = FakeModel(name="tiny", vocab_size=400, eos_token_ids=(tokenizer.token_id("<|end|>"),))
-    workers = FakeWorkers(model, page_size=PAGE_SIZE, make_engine=PacedEngine)
+    workers = FakeWorkers(model, page_size=PAGE_SIZE, make_engine=PacedEngine, text_folder=folder)
     for worker_id in POOLS:
         await workers.start(worker_id)
     credentials = credentials_of("router", "router-0")

@@ -220,7 +220,7 @@ def test_the_sync_client_refuses_the_same():
 def test_unknown_options_are_refused_with_the_known_ones():
     with pytest.raises(InvalidRequestError, match=r"sampling\.temprature: .*allowed: temperature"):
         check_sampling({"temprature": 1.0})
-    with pytest.raises(InvalidRequestError, match=r"constraint; did you mean 'temperature'\?$"):
+    with pytest.raises(InvalidRequestError, match=r"option \(did you mean 'temperature'\?\); "):
         check_sampling({"temprature": 1.0})
 
 

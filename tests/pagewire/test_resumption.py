@@ -1,6 +1,7 @@
 """What a client does by itself when it loses a router: over real connections, to scripted ones."""
 
 import asyncio
+import threading
 import time
 
 import grpc
@@ -153,6 +154,61 @@ def test_what_a_router_without_tokens_has_begun_ends_with_its_loss():
 def test_resumption_can_be_switched_off():
     with pytest.raises(pagewire.UnavailableError, match="the router stopped"):
         generate([begins(dies=stops), goes_on], resume_s=0)
+
+
+NO_WORKER = error_details_pb2.ErrorInfo(reason="NO_WORKER", domain="pagewire")
+
+
+def unready(times, details, seen):
+    """A router that has no worker at first, as often as said."""
+
+    async def script(request, context):
+        seen.append(time.monotonic())
+        if len(seen) <= times:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "no decode worker", *details)
+        yield response("a", [1], finish_reason=LENGTH, usage=usage())
+
+    return script
+
+
+def test_a_call_that_a_router_cannot_serve_yet_is_made_again_after_growing_pauses():
+    seen = []
+    with (
+        serving_in_thread(unready(2, (NO_WORKER,), seen)) as (address, _),
+        Client(address) as client,
+    ):
+        assert client.generate("p").text == "a"
+    assert len(seen) == 3
+    assert seen[1] - seen[0] >= 0.09
+    assert seen[2] - seen[1] >= 0.19
+
+
+@pytest.mark.parametrize(("advice", "calls"), [((), range(3, 5)), ((retry_after(2),), [1])])
+def test_no_call_is_made_again_beyond_a_second_or_before_the_router_says(advice, calls):
+    seen = []
+    with (
+        serving_in_thread(unready(99, (NO_WORKER, *advice), seen)) as (address, _),
+        Client(address) as client,
+        pytest.raises(pagewire.UnavailableError, match=r"^no decode worker$"),
+    ):
+        client.generate("p")
+    assert len(seen) in calls
+
+
+@pytest.mark.parametrize(("away_s", "succeeds"), [(0.25, True), (5.0, False)])
+def test_a_call_other_than_a_generation_is_made_again_for_a_second_as_well(away_s, succeeds):
+    with serving_in_thread(goes_on) as (address, service), Client(address) as client:
+        service.is_away = True
+        back = threading.Timer(away_s, setattr, (service, "is_away", False))
+        back.start()
+        started = time.monotonic()
+        if succeeds:
+            assert len(client.status().workers) == 1
+        else:
+            with pytest.raises(pagewire.UnavailableError, match=r"^away$"):
+                client.status()
+            assert 0.5 < time.monotonic() - started < 1.5
+        back.cancel()
 
 
 def test_other_ends_than_the_loss_of_a_router_are_told_at_once():

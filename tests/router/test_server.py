@@ -48,7 +48,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eos_token": "<|end|>",
         "chat_template": "{{ bos_token }}{% for m in messages %}"
         "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-        "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]",
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -376,6 +377,24 @@ def test_tokenize_equals_what_generate_uses(model_dir: Path, tokenizer: Tokenize
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await tested.stub.Tokenize(inference_pb2.TokenizeRequest())
             assert caught.value.details() == "input: found nothing; allowed: one of text, chat"
+
+            for options, text in (
+                ({"add_generation_prompt": False}, "<|begin|>[user]the fox"),
+                ({"continue_final_message": True}, "<|begin|>[user]the fox"),
+            ):
+                request = inference_pb2.TokenizeRequest(chat=chat, **options)
+                assert (await tested.stub.Tokenize(request)).text == text
+            for request, field in (
+                ({"text": "x", "continue_final_message": True}, "continue_final_message"),
+                ({"text": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+                (
+                    {"chat": chat, "add_generation_prompt": True, "continue_final_message": True},
+                    "add_generation_prompt",
+                ),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await tested.stub.Tokenize(inference_pb2.TokenizeRequest(**request))
+                assert caught.value.details().startswith(f"{field}: found True; allowed: False")
 
     run_virtual(main())
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ class FakeWorkers:
         model: That they serve.
         page_size: The size of its pages.
         make_engine: Makes the engine of each.
+        text_folder: The folder of the model's tokenizer, for constraints.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class FakeWorkers:
         *,
         page_size: int,
         make_engine: Callable[..., FakeEngine] = FakeEngine,
+        text_folder: Path | None = None,
     ) -> None:
         self.model = model
         self.page_size = page_size
         self.make_engine = make_engine
+        self.text_folder = text_folder
         self.servers: list[grpc.aio.Server] = []
         self.workers: dict[str, Any] = {}
         self.engines: dict[str, FakeEngine] = {}
@@ -65,6 +69,7 @@ class FakeWorkers:
             vocab_size=self.model.vocab_size,
             max_context_tokens=512,
             eos_token_ids=self.model.eos_token_ids,
+            text_folder=self.text_folder,
         )
         worker: WorkerHost
         if role_of(worker_id) == "prefill":

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -34,11 +35,60 @@ def grammar(rules: str) -> Constraint:
     return Constraint(kind=ConstraintKind.GRAMMAR, text=rules)
 
 
+def _is_nested(text: str) -> bool:
+    """Tell whether parentheses and brackets match; between them stand letters."""
+    opened: list[str] = []
+    for each in text:
+        if each in "([":
+            opened.append({"(": ")", "[": "]"}[each])
+        elif each in ")]":
+            if not opened or opened.pop() != each:
+                return False
+        elif each not in "ab":
+            return False
+    return bool(text) and not opened
+
+
+def _is_sum(text: str) -> bool:
+    """Tell whether a text is a sum of products of digits and bracketed sums, by descent."""
+
+    def factor(at: int) -> int:
+        if text[at : at + 1] == "(":
+            end = sums(at + 1)
+            return end + 1 if end > 0 and text[end : end + 1] == ")" else -1
+        return at + 1 if text[at : at + 1] in ("0", "1", "2") else -1
+
+    def chain(part: Callable[[int], int], sign: str, at: int) -> int:
+        end = part(at)
+        while end > 0 and text[end : end + 1] == sign:
+            end = part(end + 1)
+        return end
+
+    def sums(at: int) -> int:
+        return chain(lambda each: chain(factor, "*", each), "+", at)
+
+    return sums(0) == len(text)
+
+
+def _mirrors(text: str) -> bool:
+    """Tell whether a text is a palindrome of a and b around a bar."""
+    left, bar, right = text.partition("|")
+    return bar == "|" and set(left) <= {"a", "b"} and right == left[::-1]
+
+
+# Rules |-> an independent judge of whole texts
+GRAMMARS: dict[str, Callable[[str], bool]] = {
+    'root ::= part+\npart ::= [ab] | "(" part* ")" | "[" part* "]"': _is_nested,
+    'start: part+\npart: /[ab]/ | "(" part* ")" | "[" part* "]"': _is_nested,
+    'root ::= term ("+" term)*\nterm ::= factor ("*" factor)*\n'
+    'factor ::= [0-2] | "(" root ")"': _is_sum,
+    'start: "a" start "a" | "b" start "b" | "|"': _mirrors,
+}
 JSON_OBJECT = Constraint(kind=ConstraintKind.JSON_OBJECT)
 
 
 def follows(text: str, constraint: Constraint) -> bool:
-    """Tell whether a whole text follows a constraint; a grammar's is not known here."""
+    """Tell whether a whole text follows a constraint; of grammars, those of GRAMMARS."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return isinstance(json.loads(text), dict)
@@ -51,6 +101,8 @@ def follows(text: str, constraint: Constraint) -> bool:
         case ConstraintKind.CHOICE:
             return text in constraint.choices
         case ConstraintKind.GRAMMAR:
+            return GRAMMARS[constraint.text](text)
+        case _:
             raise NotImplementedError
 
 
@@ -142,4 +194,5 @@ CONSTRAINTS = st.one_of(
     SCHEMAS.map(json_schema),
     EXPRESSIONS.map(regex),
     st.lists(PRINTABLE, min_size=1, max_size=5).map(lambda texts: choice(*texts)),
+    st.sampled_from(sorted(GRAMMARS)).map(grammar),
 )

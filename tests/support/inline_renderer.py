@@ -15,8 +15,16 @@ class InlineRenderer:
     async def start(self) -> None:
         self._template.compile()
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], tools_json: str = "") -> str:
-        return self._template.render(messages, tools_json)
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools_json: str = "",
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        return self._template.render(
+            messages, tools_json, add_generation_prompt=add_generation_prompt
+        )
 
     async def close(self) -> None:
         pass

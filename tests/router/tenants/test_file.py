@@ -93,7 +93,10 @@ BAD = [
         f"acme:\n  token_hashes: [{A}]\n  quota: 5",
         ["line 3: acme.quota: unknown; allowed: token_hashes, requests_per_s, burst, tokens_"],
     ),
-    (f"acme: {{token_hashes: [{A}], brst: 5}}", ["; did you mean 'acme.burst'?"]),
+    (
+        f"acme: {{token_hashes: [{A}], brst: 5}}",
+        ["unknown (did you mean 'acme.burst'?); allowed: "],
+    ),
     (
         f"acme:\n  token_hashes: [{A}]\n  requests_per_s: -1",
         ["line 3: acme.requests_per_s: found -1; allowed: a finite number, 0 to 1000000"],
