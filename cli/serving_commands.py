@@ -99,10 +99,13 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             check_model_folder(Path(given["model"]))  # faster than importing torch
         with interrupts_end_at_once():  # it may import torch
             num_gpus = count_gpus()
+    from cluster.demo_model import TRAINED_SAMPLING
+
     # All of a GPU's memory would be millions of a small model's pages.
     sizes = {"num_pages": 4096} if num_gpus else serve_defaults({**given, "device": "cpu"})
     return {
         **sizes,
+        **({} if given.get("model") else TRAINED_SAMPLING),
         "device": "cuda" if num_gpus else "cpu",
         "prefill": 2,
         "decode": 2,

@@ -126,6 +126,9 @@ export class Cluster {
     const response = await call("v1/models", { timeoutMs: TIMEOUT_MS, isQuiet: true });
     const [model] = (await response.json()).data;
     setText(byId("model"), `${model.id}, ${counted(model.max_model_len, "token")} of context`);
+    for (const [name, value] of Object.entries(model.sampling_defaults ?? {})) {
+      byId("settings").querySelector(`[name=${name}]`).placeholder = value;
+    }
     this.#hasModel = true;
   }
 

@@ -294,6 +294,7 @@ def test_demo_uses_the_gpus_there_are(monkeypatch):
         monkeypatch.setattr(serving_commands, "count_gpus", lambda: num_gpus)
         defaults = serving_commands.demo_defaults(given)
         assert (defaults["prefill"], defaults["decode"]) == (2, 2)
+        assert ("router.default_temperature" in defaults) == ("model" not in given)
         return defaults["device"], defaults["workers_per_gpu"]
 
     assert workers(0) == ("cpu", 1)
