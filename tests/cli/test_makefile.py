@@ -60,7 +60,7 @@ def test_ctrl_c_ends_a_served_cluster_without_a_word_of_make(target, tmp_path):
 
 
 @needs_make
-def test_the_models_own_sampling_comes_with_the_demos_model_alone():
+def test_the_demos_model_alone_gets_its_sampling():
     def told(*arguments):
         command = ["make", "--dry-run", "serve", "PY=python3", *arguments]
         return subprocess.check_output(command, cwd=ROOT, env=environment(), text=True)
