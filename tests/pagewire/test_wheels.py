@@ -220,7 +220,8 @@ def test_without_the_server_its_commands_say_how_to_get_it(client):
 
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: `pagewire serve` needs the server: pip install 'pagewire[server]'\n"
+        "error: `pagewire serve` needs the server: `pip install . ./server` in Pagewire's "
+        "repository\n"
     )
     assert versions.stdout.startswith("pagewire 0.1.0\ngrpcio ")
 
