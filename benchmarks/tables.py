@@ -9,7 +9,8 @@ benchmarks/results/:
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
@@ -39,10 +40,10 @@ def vllm_tokens_per_s(case: str, row: Row) -> float:
     return float(tokens / VLLM[case] * 1000)
 
 
-def headline() -> str:
-    """Tokens per second of the cases that both have measured."""
+def headline(cases: Collection[str] = ()) -> str:
+    """Tokens per second of the cases that both have measured, or of some of them."""
     rows = serving_rows()
-    shown = {
+    titles = {
         "decode/1@1024": "1 stream, 1,024 tokens of context",
         "decode/64@1024": "64 streams, 1,024 tokens each",
         "decode/256@1024": "256 streams, 1,024 tokens each",
@@ -55,7 +56,8 @@ def headline() -> str:
         ("Tokens per second", "Pagewire", "vLLM 0.24.0", "ratio"),
         (
             (title, f"{row['tokens_per_s']:,.0f}", f"{theirs:,.0f}", _ratio(row, theirs))
-            for case, title in shown.items()
+            for case, title in titles.items()
+            if not cases or case in cases
             for row in [rows[case]]
             for theirs in [vllm_tokens_per_s(case, row)]
         ),
@@ -235,6 +237,7 @@ def runs() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
+    "summary": partial(headline, ("decode/64@1024", "shared/256,8192,128", "mixed/512")),
     "serving": serving,
     "engine-step": engine_step,
     "pools": pools,

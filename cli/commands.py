@@ -60,9 +60,9 @@ def doctor(
     port: Annotated[int | None, typer.Option("--port", help="Port for the router.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check this host: torch, CUDA, NCCL, Triton, Ray, memory, model.
+    """Check whether this host can run Pagewire.
 
-    Also check Python, the port, and whether several NCCL wheels are installed.
+    Checks Python, torch, CUDA, NCCL and its wheels, Triton, Ray, memory, the port and the model.
     """
     given = {"model": model, "host": host, "port": port}
     overrides = {name: value for name, value in given.items() if value is not None}

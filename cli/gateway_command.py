@@ -68,9 +68,9 @@ def gateway(
     router_key_file: str,
     router_server_name: str,
 ) -> None:
-    """Serve OpenAI's HTTP API in front of running routers, until Ctrl-C or SIGTERM.
+    """Serve OpenAI's HTTP API in front of running routers.
 
-    `pagewire serve` starts its own gateway; see --http-port there.
+    Ctrl-C or SIGTERM ends it. `pagewire serve` starts its own gateway; see --http-port there.
     """
     try:
         for each in router:
@@ -125,7 +125,8 @@ async def _serve(
 
     async def tell_ready() -> None:
         await server.wait_for_router(lambda reason: say(f"waiting for {routers}: {reason}"))
-        say(f"ready: HTTP on {http_scheme(config)}://{address}/v1 for {routers}")
+        url = f"{http_scheme(config)}://{address}"
+        say(f"ready: HTTP on {url}/v1, chat page at {url}/, for {routers}")
 
     telling = asyncio.create_task(tell_ready(), name="tell-ready")
     await asyncio.to_thread(signals.stopped.wait)

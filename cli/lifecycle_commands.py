@@ -76,9 +76,10 @@ ToFlag = Annotated[
 
 
 def up(config: ClusterConfig) -> None:
-    """Start a cluster that outlives this command, and wait until it serves.
+    """Start a cluster that outlives this command.
 
-    If it already runs with this configuration, say so. `pagewire down` ends it.
+    Waits until it serves. If it already runs with this configuration, says so. `pagewire down` ends
+    it.
     """
     prepare_ray(is_local=not config.ray_address)
     configure_logging(config.log_level, config.log_format)
@@ -92,7 +93,10 @@ def up(config: ClusterConfig) -> None:
 
 
 def down(config: ClusterConfig, grace_s: float | None) -> None:
-    """End the cluster that `pagewire up` started. If none runs, that is not an error."""
+    """End the cluster that `pagewire up` started.
+
+    If none runs, that is not an error.
+    """
     end = "stopped"
     try:
         with _running(config) as controller:
@@ -126,7 +130,10 @@ def scale(
     pool: list[str] | None,
     grace_s: float | None,
 ) -> None:
-    """Add or remove workers: those that leave first finish their requests."""
+    """Add or remove workers while the cluster serves.
+
+    Workers that leave finish their requests first.
+    """
     wanted: dict[str, int] = {
         role: number
         for role, number in (("prefill", prefill), ("decode", decode))
@@ -152,7 +159,7 @@ def scale(
 
 
 def drain(config: ClusterConfig, worker: str | None, here: bool, grace_s: float | None) -> None:
-    """Let a worker finish its requests and leave; no request fails.
+    """Let a worker finish its requests and leave.
 
     With --here, all workers of this host, which is about to go: they start again elsewhere.
     """
@@ -169,9 +176,10 @@ def drain(config: ClusterConfig, worker: str | None, here: bool, grace_s: float 
 
 
 def move(config: ClusterConfig, worker: str, to: str, grace_s: float | None) -> None:
-    """Let a worker finish its requests and leave; a worker of another pool takes its place.
+    """Move a worker's GPU or host to another pool.
 
-    The new one gets the same GPU or host. No request fails.
+    The worker finishes its requests and leaves; one of the other pool takes its place. No request
+    fails.
     """
     with _running(config) as controller:
         from cluster.scale_out import move_worker
@@ -180,11 +188,11 @@ def move(config: ClusterConfig, worker: str, to: str, grace_s: float | None) -> 
 
 
 def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | None) -> None:
-    """Restart workers, router and HTTP gateway one after another; without NAME, all of them.
+    """Restart workers, router and gateway one by one.
 
-    Each starts with the current code and model files. Requests on a worker have --grace-s to end
-    there, then continue elsewhere. Streams of the router continue at another one, or at the same
-    one when it is back.
+    Without NAME, all of them. Each starts with the current code and model files. Requests on a
+    worker have --grace-s to end there, then continue elsewhere. Streams of the router continue at
+    another one, or at the same one when it is back.
     """
     with _running(config) as controller:
         from cluster.rolling import restart_cluster

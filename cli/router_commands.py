@@ -54,10 +54,10 @@ FileArgument = Annotated[Path, typer.Argument(help="File to write; only its owne
 
 
 def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool) -> None:
-    """Run one more router of a running cluster, until Ctrl-C or SIGTERM.
+    """Run one more router of a running cluster.
 
-    It needs neither Ray nor torch, only the model's tokenizer and the cluster's options in
-    --config. A client that loses a router continues at another one.
+    Ctrl-C or SIGTERM ends it. It needs neither Ray nor torch, only the model's tokenizer and the
+    cluster's options in --config. A client that loses a router continues at another one.
     """
     if config.model is None:
         raise ConfigError("model is not set; give the folder with the tokenizer by --model")
@@ -115,9 +115,10 @@ async def _serve(
 
 
 def router_keys(config: ClusterConfig, file: Path) -> None:
-    """Write the keys by which `pagewire router` proves that it belongs to a cluster.
+    """Write the keys that `pagewire router` needs.
 
-    They come from the running cluster, or from the --secret-file of its start.
+    By them a router proves that it belongs to a cluster. They come from the running cluster, or
+    from the --secret-file of its start.
     """
     try:
         if config.secret_file:

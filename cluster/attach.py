@@ -90,7 +90,7 @@ def find_controller() -> Any:
 
 
 def _none_of_up() -> str:
-    """Return that no cluster of `pagewire up` runs, and what runs instead."""
+    """Return the error text for a host on which `pagewire up` runs no cluster."""
     told = "no cluster that `pagewire up` started runs on this host"
     if served := " and ".join(each.address for each in served_clusters()):
         told += (

@@ -20,7 +20,7 @@ def check_model_files(model: Path) -> ModelFiles:
     if not model.exists():
         raise ConfigError(
             f"model: found {str(model)!r}; allowed: an existing folder with a checkpoint, or a "
-            "GGUF file"
+            "GGUF file; models are not downloaded from a hub"
         )
     try:
         return open_model(model)

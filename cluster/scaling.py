@@ -218,11 +218,10 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
 
 def _check_known(workers: ClusterWorkers, argument: str, worker_id: str) -> None:
     """Refuse an argument that names an unknown or leaving worker."""
-    if worker_id in workers.leaving:
-        raise ConfigError(f"{argument} is {worker_id!r}, which is to leave; nothing has changed")
-    if worker_id not in workers.staying:
-        names = ", ".join(workers.names)
-        raise ConfigError(f"{argument}: found {worker_id!r}; allowed: {names}")
+    if worker_id in workers.leaving or worker_id not in workers.staying:
+        names = ", ".join(each for each in workers.names if each not in workers.leaving)
+        leaves = ", which is leaving" if worker_id in workers.leaving else ""
+        raise ConfigError(f"{argument}: found {worker_id!r}{leaves}; allowed: {names}")
 
 
 def _check_remaining(

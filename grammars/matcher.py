@@ -48,6 +48,20 @@ _WORDS = {
     ConstraintKind.GRAMMAR: "a grammar",
     ConstraintKind.TOOL_CALLS: "functions",
 }
+_SCHEMA = (
+    "JSON Schema (Draft 2020-12), with oneOf and patternProperties only where disjoint, and "
+    "$ref only within the schema"
+)
+_ALLOWED = {
+    ConstraintKind.JSON_SCHEMA: _SCHEMA,
+    ConstraintKind.JSON_OBJECT: "any object",
+    ConstraintKind.REGEX: "the syntax common to Rust and Python, without look-around and back "
+    "references, and with ^ and $ only at the ends",
+    ConstraintKind.CHOICE: "different texts",
+    ConstraintKind.GRAMMAR: "EBNF of llama.cpp (root ::= ...) or Lark (start: ...), without "
+    "references to tokens",
+    ConstraintKind.TOOL_CALLS: f"functions whose parameters are an object in {_SCHEMA}",
+}
 
 
 class Vocabulary:
@@ -94,7 +108,7 @@ class Grammar:
             found = f"{what} that cannot be compiled: {_reason(self._start, constraint)}"
             if is_calls:
                 found = _blamed(constraint, vocabulary) or found
-            raise InvalidConstraint(found, "what docs/structured_output.md lists")
+            raise InvalidConstraint(found, _ALLOWED[constraint.kind])
         try:
             self.begin().allowed()
         except GrammarTooComplex as error:

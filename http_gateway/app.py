@@ -88,7 +88,8 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         refusal = HttpError(405, f"{shown}: allowed: {headers['Allow']}", code="method_not_allowed")
     else:
-        message = f"{shown}: there is no such endpoint; see docs/http.md for all"
+        paths = sorted({each.path.replace(":path", "") for each in request.app.routes})
+        message = f"{shown}: there is no such endpoint; allowed: {', '.join(paths)}"
         refusal = HttpError(error.status_code, message, code="not_found")
     request.scope["record"].outcome = refusal.code
     return Response(refusal.body, error.status_code, headers=headers, media_type="application/json")

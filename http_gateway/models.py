@@ -1,6 +1,7 @@
 """GET /v1/models and /v1/models/{model}."""
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from http_gateway.errors import HttpError
@@ -38,4 +39,5 @@ class Models:
             "root": model.name,
             "parent": None,
             "max_model_len": model.max_context_tokens,
+            "sampling_defaults": model.sampling_defaults and asdict(model.sampling_defaults),
         }

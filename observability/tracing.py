@@ -180,7 +180,7 @@ def check_tracing(config: TracingConfig) -> None:
     if config.endpoint and not all(map(_is_installed, _MODULES)):
         raise TracingUnavailable(
             f"tracing.endpoint is {config.endpoint!r}, and OpenTelemetry is not installed: "
-            "pip install 'pagewire-server[traces]'"
+            "pip install . './server[traces]' in Pagewire's repository"
         )
 
 

@@ -287,7 +287,7 @@ class Routers:
 
 
 async def no_better(error: PagewireError, _: str) -> PagewireError:
-    """Explain nothing: the channels are the caller's own."""
+    """Return the error unchanged: the caller made the channels, so nothing more is known."""
     return error
 
 

@@ -160,6 +160,17 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingDefaults:
+    """The values of the sampling parameters that a request does not set."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0: off
+    min_p: float
+    repetition_penalty: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """A served model."""
 
@@ -173,6 +184,7 @@ class Model:
     has_reasoning: bool  # the chat template knows <think>
     max_request_bytes: int  # the router reads no longer message
     max_request_fields: int  # nor one of more than 64 KiB with more fields
+    sampling_defaults: SamplingDefaults | None = None  # None: from a server without them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ from pagewire.types import (
     Message,
     Model,
     PageCounts,
+    SamplingDefaults,
     SamplingOptions,
     TenantStatus,
     TokenLogprob,
@@ -165,6 +166,20 @@ def model_from(model: inference_pb2.Model) -> Model:
         has_reasoning=model.has_reasoning,
         max_request_bytes=model.max_request_bytes,
         max_request_fields=model.max_request_fields,
+        sampling_defaults=_sampling_defaults(model),
+    )
+
+
+def _sampling_defaults(model: inference_pb2.Model) -> SamplingDefaults | None:
+    if not model.HasField("sampling_defaults"):
+        return None
+    defaults = model.sampling_defaults
+    return SamplingDefaults(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
     )
 
 

@@ -34,3 +34,17 @@ RANGES = {
     "presence_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
     "frequency_penalty": Range(lambda value: -2 <= value <= 2, "-2 to 2"),
 }
+# What an operator or a model's authors may set as the default of a request that sets nothing.
+DEFAULT_RANGES = {
+    **{name: RANGES[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
+    "top_k": Range(
+        lambda value: isinstance(value, int) and -1 <= value < 2**32, "an integer, -1 or 0 for off"
+    ),
+}
+
+
+def is_default(name: str, value: object) -> bool:
+    """Return whether a value of any type may be the default of a parameter."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return DEFAULT_RANGES[name].holds(value)

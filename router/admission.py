@@ -91,6 +91,7 @@ class Admission:
         self.has_reasoning = has_reasoning(template)
         self.max_request_bytes = config.max_request_bytes
         self.max_request_fields = MAX_REQUEST_FIELDS
+        self.sampling_defaults = folder.defaults.replaced(config.sampling_defaults)
 
     def take_place(self, tenant: Tenant) -> None:
         """Take a place among the active requests, until `leave_place`.
@@ -237,7 +238,7 @@ class Admission:
     ) -> Sampling:
         return complete_sampling(
             asking.asked,
-            defaults=self._folder.defaults,
+            defaults=self.sampling_defaults,
             model=model,
             prompt_len=len(checked.packed) // TOKEN_BYTES,
             has_tokenizer=self._folder.tokenizer is not None,

@@ -1,14 +1,29 @@
 """Configuration of a router; the composition root fills it from the cluster's configuration."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from options.option import check_options, option
 from protos.contract import CONTRACT_VERSION
+from protos.sampling_limits import DEFAULT_RANGES, is_default
+from router.request import SamplingDefaults
 
 MAX_PROMPT_CHARS = 1_000_000
 CHARS_PER_TOKEN = 32  # of a text that could still fit into the context
 BYTES_PER_CHAR = 4  # the most in UTF-8
 BESIDE_PROMPT_BYTES = 8 * 2**20  # token ids of a context of 2**20, messages, stop strings
+
+
+def _sampling_default(name: str) -> Any:
+    return option(
+        None,
+        f"Value of {name} in requests that set none. Empty: what the model's files recommend, else "
+        f"{getattr(SamplingDefaults(), name):g}.",
+        accepts=partial(is_default, name),
+        accepted=DEFAULT_RANGES[name].allowed,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +97,13 @@ class RouterConfig:
         30.0, "A client that reads nothing for this long is cancelled.", at_least=0
     )
 
+    # Sampling, of requests that do not set it; see router/request.py
+    default_temperature: float | None = _sampling_default("temperature")
+    default_top_p: float | None = _sampling_default("top_p")
+    default_top_k: int | None = _sampling_default("top_k")
+    default_min_p: float | None = _sampling_default("min_p")
+    default_repetition_penalty: float | None = _sampling_default("repetition_penalty")
+
     # Workers
     dead_after_s: float = option(
         15.0,
@@ -146,6 +168,12 @@ class RouterConfig:
     def prompt_chars_limit(self, context_tokens: int) -> int:
         """Return the most characters of a prompt for a context of this many tokens."""
         return self.max_prompt_chars or min(MAX_PROMPT_CHARS, CHARS_PER_TOKEN * context_tokens)
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The defaults of sampling that replace the model's, by the parameter's name."""
+        given = {name: getattr(self, f"default_{name}") for name in DEFAULT_RANGES}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def max_request_bytes(self) -> int:

@@ -9,21 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protos.sampling_limits import RANGES, Range
+from protos.sampling_limits import DEFAULT_RANGES, is_default
 from router.added_tokens import TokenFiles, WrongToken
 from router.chat_template import ChatTemplate
 from router.errors import ChatTemplateError, ModelFolderError
 from router.request import SamplingDefaults
 from router.tokenizer import Tokenizer
-
-# Settings of generation_config.json that are defaults of requests; llm_engine/generation_config.py
-# lists all settings.
-_DEFAULTS = {
-    **{name: RANGES[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
-    "top_k": Range(
-        lambda value: isinstance(value, int) and -1 <= value < 2**32, "an integer, -1 or 0 for off"
-    ),
-}
 
 _REFUSED_SETTINGS = (
     "auto_map",
@@ -141,14 +132,12 @@ def _read_defaults(folder: Path) -> SamplingDefaults:
     if not path.exists():  # as in transformers
         path = folder / "config.json"
     config = _read_json(path)
-    asked = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
+    # llm_engine/generation_config.py lists all settings.
+    asked = {name: config[name] for name in DEFAULT_RANGES if config.get(name) is not None}
     if config.get("do_sample") is False:
         asked["temperature"] = 0.0  # the model's authors mean greedy
     for name, value in asked.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not _DEFAULTS[name].holds(value):
-            allowed = _DEFAULTS[name].allowed
+        if not is_default(name, value):
+            allowed = DEFAULT_RANGES[name].allowed
             raise ModelFolderError(f"{name} in {path} is {value!r}; allowed: {allowed}")
-    if "top_k" in asked:
-        asked["top_k"] = max(0, asked["top_k"])
-    return SamplingDefaults(**asked)
+    return SamplingDefaults().replaced(asked)

@@ -1,6 +1,8 @@
 """A request in its two forms: as the client sent it, and complete."""
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from grammars.constraint import Constraint
 from pagewire.protos.token_ids import TOKEN_BYTES
@@ -60,13 +62,21 @@ class AskedSampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingDefaults:
-    """Defaults of unset parameters that the model's generation_config does not set."""
+    """Values of parameters that a request does not set.
+
+    From the router's options, then from the model's generation_config, then these.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    def replaced(self, values: Mapping[str, Any]) -> "SamplingDefaults":
+        """Return these with other values, which are checked already; a top_k of -1 is off, too."""
+        made = replace(self, **values)
+        return replace(made, top_k=max(0, made.top_k))
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long

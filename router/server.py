@@ -149,6 +149,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             has_reasoning=self._admission.has_reasoning,
             max_request_bytes=self._admission.max_request_bytes,
             max_request_fields=self._admission.max_request_fields,
+            sampling_defaults=self._admission.sampling_defaults,
         )
         return inference_pb2.ListModelsResponse(models=[model], tenant=tenant.name)
 

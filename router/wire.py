@@ -1,6 +1,7 @@
 """Converts between the router's values and protobuf, and makes the calls to workers."""
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +28,13 @@ from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
 from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
-from router.request import AskedSampling, GenerationRequest, Sampling, ServedModel
+from router.request import (
+    AskedSampling,
+    GenerationRequest,
+    Sampling,
+    SamplingDefaults,
+    ServedModel,
+)
 from router.resumption import ReceivedChoice, Resumption
 from router.tenants.tenant import Tenant
 from router.worker_report import WorkerHeartbeat, WorkerInfo
@@ -389,6 +396,7 @@ def model(
     has_reasoning: bool,
     max_request_bytes: int,
     max_request_fields: int,
+    sampling_defaults: SamplingDefaults,
 ) -> inference_pb2.Model:
     """Convert the served model."""
     return inference_pb2.Model(
@@ -402,6 +410,7 @@ def model(
         has_reasoning=has_reasoning,
         max_request_bytes=max_request_bytes,
         max_request_fields=max_request_fields,
+        sampling_defaults=inference_pb2.SamplingDefaults(**asdict(sampling_defaults)),
     )
 
 

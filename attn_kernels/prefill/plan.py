@@ -142,9 +142,9 @@ def needs_of(batch: PrefillBatch, page_size: int) -> PrefillNeeds:
 
 
 def idle_item(items: NDArray[np.int32]) -> tuple[int, int, int, int, int]:
-    """Return what a program does that has nothing to do.
+    """Return the item of a program that has nothing to do.
 
-    No row attends to the first key of a request that an item names: its page may be read.
+    It reads the first key of a request that another item names, and no row attends to that key.
     """
     return int(items[0, 0]), 0, 0, 1, 0
 

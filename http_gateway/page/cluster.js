@@ -11,12 +11,12 @@ const TIMEOUT_MS = 5000;
 const HISTORY = 60; // points of a line
 const MINUTE_S = 60;
 const USES = {
-  live: "read by a sequence",
-  cached: "kept for whoever begins alike",
-  leased: "held until the receiver has them",
+  live: "in use by a sequence",
+  cached: "kept for prompts with the same prefix",
+  leased: "held until the receiver has copied them",
   incoming: "being received",
   quarantine: "a failed transfer may still write them",
-  free: "hold nothing",
+  free: "empty",
 };
 
 export class Cluster {
@@ -126,6 +126,9 @@ export class Cluster {
     const response = await call("v1/models", { timeoutMs: TIMEOUT_MS, isQuiet: true });
     const [model] = (await response.json()).data;
     setText(byId("model"), `${model.id}, ${counted(model.max_model_len, "token")} of context`);
+    for (const [name, value] of Object.entries(model.sampling_defaults ?? {})) {
+      byId("settings").querySelector(`[name=${name}]`).placeholder = value;
+    }
     this.#hasModel = true;
   }
 
@@ -134,16 +137,16 @@ export class Cluster {
       const field = `${id}_tokens`;
       const known = this.#rateOf(living, field);
       showFigure(id, known === null ? "…" : rate(known), "tokens/s");
-      setText(byId(`${id}-more`), `${count(sumOf(living, (each) => each[field]))} in all`);
+      setText(byId(`${id}-more`), `${count(sumOf(living, (each) => each[field]))} in total`);
     }
     const found = this.#hits(pools.decode);
-    showFigure("found", found ? percent(found.share) : "–", found ? "of prompts" : "");
+    showFigure("found", found ? percent(found.share) : "–", found ? "of tokens" : "");
     const prefill = this.#hits(pools.prefill);
     setText(
       byId("found-more"),
       found
         ? `decode, ${found.when}` + (prefill ? `; prefill ${percent(prefill.share)}` : "")
-        : "no prompt has come yet",
+        : "no prompts yet",
     );
     byId("found-part").style.width = percent(found?.share ?? 0);
     const snapshot = this.#snapshot;
@@ -151,7 +154,8 @@ export class Cluster {
     showFigure("running", count(active), active === 1 ? "request" : "requests");
     const running = sumOf(pools.decode, (each) => each.running);
     const waiting = sumOf(pools.decode, (each) => each.waiting);
-    setText(byId("running-more"), `${count(running)} running, ${count(waiting)} waiting`);
+    const isIdle = !active && !running && !waiting; // then one zero says it
+    setText(byId("running-more"), isIdle ? "" : `${count(running)} running, ${count(waiting)} waiting`);
     const told = [`${count(snapshot.finished_requests)} answered`];
     if (snapshot.resumed_requests) told.push(`${count(snapshot.resumed_requests)} resumed`);
     told.push(`${counted(snapshot.index_pages, "page")} in the index`);
@@ -170,12 +174,12 @@ export class Cluster {
     const hasBoth = pools.prefill.length > 0 && pools.decode.length > 0;
     svg.classList.toggle("hidden", !hasBoth);
     const moved = bytes(sumOf(pools.decode, (each) => each.bytes_moved));
-    let note = `${moved} in all.`;
+    let note = `${moved} in total.`;
     if (!hasBoth) {
       const missing = pools.decode.length ? "prefill" : "decode";
       note = `No ${missing} worker is alive, so nothing moves: pagewire scale --${missing} 1 adds one.`;
     } else if (!perSecond.bytes) {
-      note += " Nothing moves now: a prompt that decode workers have not seen makes pages flow.";
+      note += " Nothing is moving: pages flow when a prompt is new to the decode workers.";
     }
     setText(byId("flow-note"), note);
     const from = counted(pools.prefill.length, "prefill worker");
@@ -191,9 +195,9 @@ export class Cluster {
     setText(row.state, worker.state);
     row.bar.hidden = !isLiving;
     if (!isLiving) {
-      const silence = worker.misfit ? `It gets no requests: ${worker.misfit}.`
-        : `It gets no requests. It was last heard from ${seconds(worker.heartbeat_age_ms)} ago.`;
-      setText(row.numbers, worker.state === "dead" ? silence : "Its first heartbeat is awaited.");
+      const silence = worker.misfit ? `Gets no requests: ${worker.misfit}.`
+        : `Gets no requests. Last heartbeat ${seconds(worker.heartbeat_age_ms)} ago.`;
+      setText(row.numbers, worker.state === "dead" ? silence : "Waiting for its first heartbeat.");
       setText(row.load, "");
       setText(row.faults, "");
       return;
@@ -215,7 +219,7 @@ export class Cluster {
       hits ? `${percent(hits.share)} hits` : "",
       `${rate(tokens)} ${isPrefill ? "prompt tokens" : "tokens"}/s`,
       `${bytes(moved)}/s ${isPrefill ? "sent" : "received"}`,
-      needed ? `${percent(read / needed)} of needed KV read` : "",
+      needed ? `KV reads ${percent(read / needed)} of unshared` : "",
       worker.queued_tokens ? `${counted(worker.queued_tokens, "token")} queued` : "",
     ];
     setText(row.numbers, numbers.filter(Boolean).join(" · "));
@@ -235,7 +239,7 @@ export class Cluster {
         setText(row.length, counted(prefix.num_tokens, "token"));
         setText(row.hits, count(prefix.num_hits));
         row.part.style.width = percent(prefix.num_hits / most);
-        setText(row.workers, prefix.workers.join(", ") || "nobody now");
+        setText(row.workers, prefix.workers.join(", ") || "no worker");
       },
     });
     byId("prefixes").hidden = !prefixes.length;

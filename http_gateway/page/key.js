@@ -30,7 +30,7 @@ function open(why) {
     event.preventDefault();
     const key = input.value.trim();
     if (!PRINTABLE.test(key)) {
-      const why = key ? "A key has no spaces and no special characters." : "There is no key yet.";
+      const why = key ? "A key has no spaces and no special characters." : "Enter a key.";
       setText(byId("key-wrong"), why);
       input.focus();
       return;

@@ -234,9 +234,9 @@ def chat(
     seed: SeedFlag = None,
     timeout_s: TimeoutFlag = 600.0,
 ) -> None:
-    """Chat on the terminal; an empty line, Ctrl-D or Ctrl-C ends it.
+    """Chat with the model on the terminal.
 
-    From a pipe, each non-empty line is a question.
+    An empty line, Ctrl-D or Ctrl-C ends the chat. From a pipe, each non-empty line is a question.
     """
     options = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
@@ -274,9 +274,10 @@ def status(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show workers, pages, hit rates and totals, live with rates until Ctrl-C.
+    """Show workers, pages, hit rates and totals.
 
-    If the router stops answering, keep asking. If the output is not a terminal, print one table.
+    On a terminal, show them live with rates until Ctrl-C, also while the router does not answer.
+    Otherwise print one table.
     """
     with interrupts_end_at_once():
         from rich.console import Console, Group, RenderableType
@@ -327,9 +328,10 @@ def top(
         bool, typer.Option("--once", help="Print the rates of one interval and exit.")
     ] = False,
 ) -> None:
-    """Watch rates and loads on the whole terminal, until q or Ctrl-C.
+    """Watch rates and loads on the whole terminal.
 
-    It requests only the cluster's status. If the output is not a terminal, it acts as with --once.
+    q or Ctrl-C ends it. It requests only the cluster's status. If the output is not a terminal, it
+    acts as with --once.
     """
     if not 0.1 <= interval_s <= 3600:  # also catches NaN
         raise refused("interval_s", f"{interval_s:g}", "0.1 to 3600 seconds")

@@ -13,17 +13,21 @@ from pagewire.cli.client_commands import add_client_commands, named_router
 from pagewire.cli.standard_output import OutputLost, guard_standard_output
 
 SUMMARY = "Disaggregated LLM serving: a prefix is computed once, moved once, read once."
-EXIT_CODES = (
-    "Exit codes: 0 success; for serve: stopped after becoming ready; 1 failure, explained on "
-    "standard error unless the reader of the output left; 2 wrong command line, configuration or "
-    "request, refused here or by the router; 129, 130, 143 ended early by SIGHUP, SIGINT or "
-    "SIGTERM."
-)
+# After \b, lines stay lines.
+EXIT_CODES = """\b
+Exit codes:
+  0    success; of serve: stopped after it was ready
+  1    failure, explained on standard error
+  2    wrong command line, configuration or request
+  129  ended early by SIGHUP
+  130  ended early by SIGINT, as Ctrl-C sends
+  143  ended early by SIGTERM
+"""
 SERVER_COMMANDS = (
     *("demo", "doctor", "down", "drain", "gateway", "move", "restart", "router", "router-keys"),
     *("scale", "serve", "tokens", "up"),
 )
-INSTALL_SERVER = "pip install 'pagewire[server]'"
+INSTALL_SERVER = "`pip install . './server[engine]'` in Pagewire's repository"
 
 
 class ClientCommands(TyperGroup):
@@ -113,7 +117,7 @@ def _version_of(name: str) -> str:
 
 app = make_app(
     ClientCommands,
-    epilog=f"{', '.join(SERVER_COMMANDS)} need the server: {INSTALL_SERVER}. {EXIT_CODES}",
+    epilog=f"{', '.join(SERVER_COMMANDS)} need the server: {INSTALL_SERVER}.\n\n{EXIT_CODES}",
 )
 add_client_commands(app, named_router)
 app.command()(version)

@@ -105,7 +105,7 @@ def rates_line(rates: Rates) -> str:
     if rates.hit_rate is not None:
         parts.append(f"hit rate {rates.hit_rate:.0%}")
     if rates.read_share is not None:
-        parts.append(f"{rates.read_share:.0%} of needed KV read")
+        parts.append(f"KV reads {rates.read_share:.0%} of unshared")
     return f"last {rates.seconds:.0f} s: " + " · ".join(parts)
 
 

@@ -115,7 +115,7 @@ def _cluster_lines(status: ClusterStatus, rates: Rates | None) -> list[str]:
         f"{_rate(rates and rates.computed_tokens_per_s)}/s of prompts computed",
         f"prefixes: {_share(rates and rates.hit_rate)} of prompts found, "
         f"{_bytes(rates and rates.bytes_moved_per_s)}/s moved, "
-        f"{_share(rates and rates.read_share)} of needed KV read",
+        f"KV reads {_share(rates and rates.read_share)} of unshared",
     ]
     if status.is_stopping:
         lines.append(STOPPING)

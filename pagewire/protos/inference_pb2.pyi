@@ -235,7 +235,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_context_tokens", "vocab_size", "page_size", "has_chat_template", "max_choices", "tool_call_format", "has_reasoning", "max_request_bytes", "max_request_fields")
+    __slots__ = ("name", "max_context_tokens", "vocab_size", "page_size", "has_chat_template", "max_choices", "tool_call_format", "has_reasoning", "max_request_bytes", "max_request_fields", "sampling_defaults")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,7 @@ class Model(_message.Message):
     HAS_REASONING_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_context_tokens: int
     vocab_size: int
@@ -256,7 +257,22 @@ class Model(_message.Message):
     has_reasoning: bool
     max_request_bytes: int
     max_request_fields: int
-    def __init__(self, name: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., max_choices: _Optional[int] = ..., tool_call_format: _Optional[_Union[ToolCallFormat, str]] = ..., has_reasoning: _Optional[bool] = ..., max_request_bytes: _Optional[int] = ..., max_request_fields: _Optional[int] = ...) -> None: ...
+    sampling_defaults: SamplingDefaults
+    def __init__(self, name: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., max_choices: _Optional[int] = ..., tool_call_format: _Optional[_Union[ToolCallFormat, str]] = ..., has_reasoning: _Optional[bool] = ..., max_request_bytes: _Optional[int] = ..., max_request_fields: _Optional[int] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ...) -> None: ...
+
+class SamplingDefaults(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class GetClusterStatusRequest(_message.Message):
     __slots__ = ()

@@ -60,7 +60,9 @@ FLAGS = {
         --front-tls-client-authority-file --front-tls-key-file --help --host --insecure --keys
         --log-format --log-level --model --network-interface --port
         --router-coalesce-ms --router-connect-timeout-s
-        --router-dead-after-s --router-decode-load-s --router-forget-dead-after-s
+        --router-dead-after-s --router-decode-load-s --router-default-min-p
+        --router-default-repetition-penalty --router-default-temperature --router-default-top-k
+        --router-default-top-p --router-forget-dead-after-s
         --router-max-active-requests --router-max-backlog-s --router-max-connections
         --router-max-expected-wait-s --router-max-index-pages --router-max-prefill-candidates
         --router-max-prompt-chars --router-max-resumptions --router-metrics-port
@@ -254,7 +256,9 @@ def test_version_is_an_option_too():
 def test_help_tells_the_exit_codes():
     shown = CliRunner().invoke(commands.app, ["--help"]).output
 
-    assert commands.EXIT_CODES in " ".join(shown.split())
+    for line in commands.EXIT_CODES.splitlines()[1:]:
+        assert f"\n  {line}\n" in shown, "a line of its own"
+    assert "..." not in shown.replace("[ARGS]...", ""), "no summary is cut off"
 
 
 def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
@@ -304,6 +308,7 @@ def test_demo_uses_the_gpus_there_are(monkeypatch):
         monkeypatch.setattr(serving_commands, "count_gpus", lambda: num_gpus)
         defaults = serving_commands.demo_defaults(given)
         assert (defaults["prefill"], defaults["decode"]) == (2, 2)
+        assert ("router.default_temperature" in defaults) == ("model" not in given)
         return defaults["device"], defaults["workers_per_gpu"]
 
     assert workers(0) == ("cpu", 1)

@@ -30,7 +30,9 @@ def start(*arguments):
     command = [sys.executable, "-m", "cli", "gateway", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stdout.readline()
-    found = re.fullmatch(r"ready: HTTP on (https?://\S+)/v1 for the router at (\S+)\n", line)
+    found = re.fullmatch(
+        r"ready: HTTP on (https?://\S+)/v1, chat page at \1/, for the router at (\S+)\n", line
+    )
     assert found, line + process.communicate(timeout=10)[1]
     return process, found[1]
 
@@ -83,7 +85,10 @@ def test_it_is_ready_only_once_a_router_answers():
 
     assert waiting == f"waiting for the router at {router}: away\n"
     assert answers == {"/health": 200, "/ready": 503, "/metrics": 503}
-    assert ready == f"ready: HTTP on http://{host}:{port}/v1 for the router at {router}\n"
+    assert ready == (
+        f"ready: HTTP on http://{host}:{port}/v1, chat page at http://{host}:{port}/, "
+        f"for the router at {router}\n"
+    )
     assert after == 200
     assert "router_lost" not in errors, "there was nothing to lose"
 

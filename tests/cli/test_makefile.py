@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config_options import config_options
+from cluster.demo_model import TRAINED_SAMPLING
+
 ROOT = Path(__file__).parents[2]
 # What the interpreter does that `make PY=...` is given: as a cluster that a signal ends. That takes
 # a while: GNU make reports an error if a process ends before make has seen the same signal.
@@ -54,6 +57,19 @@ def test_ctrl_c_ends_a_served_cluster_without_a_word_of_make(target, tmp_path):
 
     assert process.communicate(timeout=30)[0] == ""
     assert ready == f"ready -m cli {target} --model m\n"
+
+
+@needs_make
+def test_the_demos_model_alone_gets_its_sampling():
+    def told(*arguments):
+        command = ["make", "--dry-run", "serve", "PY=python3", *arguments]
+        return subprocess.check_output(command, cwd=ROOT, env=environment(), text=True)
+
+    flags = " ".join(
+        f"{config_options()[path].flag} {value}" for path, value in TRAINED_SAMPLING.items()
+    )
+    assert f"{flags} --port 1" in told("ARGS=--port 1"), "what ARGS says comes last, and holds"
+    assert "router-default" not in told("MODEL=m")
 
 
 @needs_make

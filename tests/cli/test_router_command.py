@@ -128,7 +128,9 @@ def gateway(*routers: str) -> Iterator[str]:
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             line = process.stdout.readline()
-            match = re.fullmatch(r"ready: HTTP on http://(\S+)/v1 for the routers at .*\n", line)
+            match = re.fullmatch(
+                r"ready: HTTP on http://(\S+)/v1, .* for the routers at .*\n", line
+            )
             assert match, line
             yield match[1]
         finally:

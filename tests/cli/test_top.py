@@ -50,7 +50,7 @@ def test_top_shows_the_cluster_and_a_line_for_each_worker():
 
     assert requests == "requests: 9.0/s finished, 2 active, 1 resumed"
     assert tokens == "tokens:   99M/s generated, 123M/s of prompts computed"
-    assert prefixes == "prefixes: 89% of prompts found, 1.0 GiB/s moved, 25% of needed KV read"
+    assert prefixes == "prefixes: 89% of prompts found, 1.0 GiB/s moved, KV reads 25% of unshared"
     assert empty == ""
     assert header.split() == HEADERS
     assert [row.split() for row in rows] == [

@@ -174,7 +174,7 @@ def test_routers_hear_of_a_restart_before_the_worker_does_and_the_new_start_is_n
     ("name", "found"),
     [
         ("decode-7", "allowed: prefill-0, prefill-1, decode-1"),
-        ("decode-0", "which is to leave"),
+        ("decode-0", "which is leaving"),
         ("prefill-1", "which has not been heard from lately"),
     ],
 )

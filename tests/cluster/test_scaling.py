@@ -200,7 +200,7 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "decode-1",
             "prefill",
             workers("prefill-0", "decode-0", leaving=["decode-1"]),
-            "WORKER is 'decode-1', which is to leave; nothing has changed",
+            "WORKER: found 'decode-1', which is leaving; allowed: prefill-0, decode-0",
         ),
         (
             "decode-1",

@@ -73,7 +73,10 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
             fitting = direct.generate([5] * 500, max_tokens=12, ignore_eos=True)
             with pytest.raises(pagewire.InvalidRequestError, match="512"):
                 direct.generate([5] * 600)
-        http = re.search(r"HTTP on (http://127\.0\.0\.1:\d+/v1)\n", lines[-1])[1]
+        http = re.search(
+            r"HTTP on (http://127\.0\.0\.1:\d+/v1), chat page at http://127\.0\.0\.1:\d+/\n",
+            lines[-1],
+        )[1]
         with urllib.request.urlopen(f"{http}/models", timeout=30) as listed:
             [shown] = json.load(listed)["data"]
         question = json.dumps({"prompt": [5] * 200, "max_tokens": 7, "ignore_eos": True}).encode()

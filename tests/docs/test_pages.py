@@ -11,7 +11,7 @@ import yaml
 from benchmarks import tables
 from cluster.config_options import config_options
 from docs.site import decision_index, draw
-from tests.docs.pages import ROOT, markdown_files, typed_commands
+from tests.docs.pages import ROOT, markdown_files, page_digest, typed_commands
 from tests.support.typed_commands import check_command
 
 DOCS = ROOT / "docs"
@@ -33,6 +33,14 @@ def test_named_paths_exist(path: Path) -> None:
     missing = {each for each in named if each.split("/")[0] in TOPS and not (ROOT / each).exists()}
 
     assert {each for each in missing if not each.startswith("build/")} == set()
+
+
+def test_the_picture_shows_the_page_as_it_is() -> None:
+    made_of = (DOCS / "images" / "page.sha256").read_text().strip()
+
+    assert made_of == page_digest(), (
+        "the page has changed: make test-page PAGE_IMAGE=docs/images/page.png ARGS='-k picture'"
+    )
 
 
 def test_the_tree_lists_every_package() -> None:

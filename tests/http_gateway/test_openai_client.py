@@ -377,6 +377,8 @@ def test_models_are_listed_and_shown(client):
     assert model == client.models.retrieve("tiny")
     assert (model.id, model.object, model.owned_by) == ("tiny", "model", "pagewire")
     assert model.max_model_len == 4096
+    assert model.sampling_defaults["temperature"] == 1.0
+    assert model.sampling_defaults["top_k"] == 0
     with pytest.raises(openai.NotFoundError, match="allowed: 'tiny'"):
         client.models.retrieve("org/other")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from credentials.door import front_door
+from tests.docs.pages import page_digest
 from tests.http_gateway.lively_cluster import LivelyCluster
 from tests.http_gateway.parrot import parrot, write_folder
 from tests.http_gateway.serving import gateway, real_router, scripted
@@ -175,13 +176,16 @@ def test_a_second_visit_transfers_no_file_again(served, visit):
 
 def test_it_makes_a_picture_for_the_documentation(serve, visit, tmp_path):
     served = serve(LivelyCluster(wave=0.4, answers=ANSWERS), name="example-8b-instruct")
-    page = visit(served, viewport={"width": 1360, "height": 1300})
+    page = visit(served, viewport={"width": 1360, "height": 1330})
     for question in ANSWERS:
         ask(page, question)
     path = tmp_path / "page.png"
     if wanted := os.environ.get("PAGE_IMAGE"):
         path = Path(wanted)
         page.wait_for_timeout(60_000)  # for whole lines of the last minute
+        path.with_suffix(".sha256").write_text(f"{page_digest()}\n")
+    last = page.locator("#prefixes-note").bounding_box()
+    assert last["y"] + last["height"] <= 1330, "nothing is cut off"
     page.screenshot(path=path)
 
     assert path.stat().st_size > 10_000
@@ -549,7 +553,7 @@ def test_the_cluster_is_shown_with_rates_and_units(served, visit):
     assert "1,332 of 1,536 pages · 78% hits" in rows[2]
     assert "2 failed transfers" in rows[2]
     assert "dead" in rows[5]
-    assert "It was last heard from 12 s ago" in rows[5]
+    assert "Last heartbeat 12 s ago" in rows[5]
     bar = page.locator(".worker .uses").nth(2).get_attribute("aria-label")
     assert bar == "1,536 pages: 728 live, 560 cached, 42 incoming, 2 quarantine, 204 free"
     assert "secret-host" not in page.content()
@@ -557,7 +561,7 @@ def test_the_cluster_is_shown_with_rates_and_units(served, visit):
     assert [" ".join(each.split()) for each in prefixes] == [
         "9f24c1d0 2,048 tokens 812 decode-0, decode-1, decode-2, prefill-0",
         "03be77a9 512 tokens 240 decode-0, prefill-1",
-        "c4118e5f 96 tokens 31 nobody now",
+        "c4118e5f 96 tokens 31 no worker",
     ]
     assert not page.locator("#no-prefixes").is_visible()
 
@@ -617,7 +621,7 @@ def test_what_is_not_there_says_what_to_do(serve, visit):
     page = visit(served)
     page.get_by_text("No worker has joined").wait_for()
     served.backend.cluster = one_worker
-    page.get_by_text("No prompt has begun like an earlier one").wait_for()
+    page.get_by_text("No two prompts have shared a prefix").wait_for()
     served.backend.cluster = lively.status
     lively.hides = {"prefill-0", "prefill-1"}
     page.get_by_text("pagewire scale --prefill 1").wait_for()
@@ -625,7 +629,7 @@ def test_what_is_not_there_says_what_to_do(serve, visit):
 
     frozen = LivelyCluster().status()
     served.backend.cluster = lambda: frozen
-    page.get_by_text("Nothing moves now").wait_for()
+    page.get_by_text("Nothing is moving").wait_for()
 
 
 # How it looks

@@ -137,7 +137,7 @@ def test_missing_packages_are_named_with_what_installs_them(monkeypatch):
     monkeypatch.setattr(tracing, "_MODULES", ("no_such_package.sdk",))
 
     check_tracing(TracingConfig())
-    with pytest.raises(TracingUnavailable, match=r"pip install 'pagewire-server\[traces\]'"):
+    with pytest.raises(TracingUnavailable, match=r"pip install \. './server\[traces\]'"):
         check_tracing(TracingConfig(endpoint="http://c/v1/traces"))
 
 

@@ -57,7 +57,7 @@ def test_a_command_of_the_server_says_in_one_line_how_to_get_it(command):
 
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: `pagewire {command}` needs the server: pip install 'pagewire[server]'\n"
+        f"error: `pagewire {command}` needs the server: {commands.INSTALL_SERVER}\n"
     )
 
 
@@ -69,10 +69,13 @@ def test_a_slip_is_not_taken_for_the_server():
 
 
 def test_the_help_tells_of_the_server_and_of_exit_codes():
-    shown = " ".join(CliRunner().invoke(commands.app, ["--help"]).output.split())
+    output = CliRunner().invoke(commands.app, ["--help"]).output
 
-    assert "serve, tokens, up need the server: pip install 'pagewire[server]'." in shown
-    assert commands.EXIT_CODES in shown
+    shown = " ".join(output.split())
+    assert f"serve, tokens, up need the server: {commands.INSTALL_SERVER}." in shown
+    for line in commands.EXIT_CODES.splitlines()[1:]:
+        assert f"\n  {line}\n" in output, "a line of its own"
+    assert "..." not in output.replace("[ARGS]...", ""), "no summary is cut off"
 
 
 def test_a_router_that_is_not_there_is_told_in_two_lines():

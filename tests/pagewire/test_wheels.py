@@ -271,7 +271,8 @@ def test_without_the_server_its_commands_say_how_to_get_it(client):
 
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: `pagewire serve` needs the server: pip install 'pagewire[server]'\n"
+        "error: `pagewire serve` needs the server: `pip install . './server[engine]'` in "
+        "Pagewire's repository\n"
     )
     assert versions.stdout.startswith("pagewire 0.1.0\ngrpcio ")
 
@@ -339,7 +340,9 @@ def test_without_the_engine_routers_and_gateways_start_and_the_rest_says_what_is
     assert "no connection to 127.0.0.1:1" in started[1], "that of its router alone is missing"
     assert (serve.returncode, serve.stdout) == (2, "")
     assert re.fullmatch(
-        r"error: this needs (ray|torch): pip install 'pagewire\[server\]'\n", serve.stderr
+        r"error: this needs (ray|torch): `pip install . './server\[engine\]'` in Pagewire's "
+        r"repository\n",
+        serve.stderr,
     )
 
 

@@ -3,9 +3,11 @@ after the end, R4 load counters return to zero (checked by running_router), R5 o
 R6 bounded retries, R7 dead workers leave the index."""
 
 import asyncio
+import json
 import logging
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,10 +15,14 @@ import pytest
 
 from kv_cache.page_hash import page_hashes
 from observability.logs import ATTRIBUTE
-from pagewire.protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from options.option import WrongOptions, told_value
+from pagewire import SamplingDefaults
+from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.gathering import gather
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.wire import model_from
 from protos.contract import CONTRACT_VERSION
+from router.config import RouterConfig
 from tests.router.scripted_worker import (
     EOS,
     LENGTH,
@@ -31,6 +37,7 @@ from tests.router.scripted_worker import (
     token_at,
     tokens,
 )
+from tests.router.tokenizers_for_tests import byte_level
 from tests.support.virtual_time import run_virtual, seeded, wait_until
 
 Submit = worker_pb2.SubmitRequest
@@ -64,6 +71,45 @@ def test_tokens_usage_and_timings_of_an_undisturbed_request() -> None:
             assert usage.total_ms == pytest.approx(500, abs=5)
 
     run_virtual(main())
+
+
+def test_what_a_request_leaves_unset_comes_from_the_options_then_from_the_model(
+    tmp_path: Path,
+) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.8, "min_p": 0.1}
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    options = {"default_temperature": 0.25, "default_top_k": -1}
+
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker, model_dir=tmp_path, **options) as tested:
+            for asked in ({}, {"temperature": 1.0, "top_k": 5}):
+                request = inference_pb2.GenerateRequest(token_ids=pack_token_ids([5, 6]))
+                request.sampling.MergeFrom(common_pb2.SamplingParams(**asked))
+                await tested.generate(request=request)
+
+            unset, given = [each.sampling for each in tested.workers["decode-0"].submits]
+            assert (unset.temperature, unset.top_k) == (0.25, 0)
+            assert (given.temperature, given.top_k) == (1.0, 5), "a request's own value wins"
+            assert unset.top_p == given.top_p == pytest.approx(0.8)
+            [model] = (await tested.stub.ListModels(inference_pb2.ListModelsRequest())).models
+            assert model_from(model).sampling_defaults == SamplingDefaults(
+                temperature=0.25, top_p=0.8, top_k=0, min_p=0.1, repetition_penalty=1.0
+            )
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -0.1), ("temperature", True), ("top_p", 0.0), ("top_k", 1.5), ("min_p", "1")],
+)
+def test_a_default_that_no_request_may_have_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(
+        WrongOptions, match=f"^default_{name}: found {told_value(value)}; allowed: "
+    ):
+        RouterConfig(**{f"default_{name}": value})
 
 
 def test_the_worker_gets_a_complete_request() -> None:
