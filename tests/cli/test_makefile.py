@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.serving_commands import TRAINED_SAMPLING
 from cluster.config_options import config_options
-from cluster.demo_model import TRAINED_SAMPLING
 
 ROOT = Path(__file__).parents[2]
 # What the interpreter does that `make PY=...` is given: as a cluster that a signal ends. That takes

@@ -536,7 +536,7 @@ def test_a_section_without_options_is_told_from_an_empty_one(tmp_path, name):
 def test_bounds_of_every_number_are_known():
     numbers = [each for each in config_options().values() if each.value_type in (int, float)]
 
-    words = r", \d+ (or more|to \d+)| above 0|, greater than|, 64 or 128$"
+    words = r"\d+ (or more|to \d+)|above 0|, greater than|, 64 or 128$|, -1 or 0 for off$"
     assert [each.path for each in numbers if not re.search(words, each.allowed())] == []
 
 

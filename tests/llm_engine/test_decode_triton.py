@@ -204,7 +204,7 @@ def test_a_gpu_shares_where_its_instructions_are_known_to_give_the_bits(
         def element_size(self) -> int:
             return 2
 
-    monkeypatch.setattr("attn_kernels.tiles._major_capability", lambda device: major)
+    monkeypatch.setattr("attn_kernels.tiles.major_capability", lambda device: major)
 
     assert reads_prefixes_once(CudaPages(), None) is expected  # type: ignore[arg-type]
 

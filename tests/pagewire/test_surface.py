@@ -8,7 +8,7 @@ from pagewire import errors
 
 EXPORTED = """
     Client Stream AsyncClient AsyncStream Tls
-    SamplingOptions Constraint Message ToolCall forced_calls
+    SamplingDefaults SamplingOptions Constraint Message ToolCall forced_calls
     Completion Choice Delta TokenLogprob Usage Tokens
     Model ClusterStatus WorkerStatus PageCounts HotPrefix Encryption TenantStatus
     PagewireError RequestError InvalidRequestError FieldViolation NotFoundError

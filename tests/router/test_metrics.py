@@ -199,7 +199,7 @@ def test_strangers_who_say_nothing_keep_nobody_from_reading_metrics(home: str) -
 
         assert read(server.address) == ""
 
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 3.0, "without giving way it takes ten"
         assert silent[-MAX_SCRAPES - 1].recv(1) == b"", "more than there are places"
         silent[-1].settimeout(0)
         with pytest.raises(BlockingIOError):  # of those that stay
