@@ -38,8 +38,9 @@ CPU_STEP_TOKENS = 256
 
 RAY_PERIOD_S = 1.0  # between two checks that Ray's own processes run
 
-# Of the demo's trained model: greedy. Its file recommends nothing; with the model card's temperature
-# of 0.2 and top_p of 0.9, 13 of 20 answers to a simple question were nonsense (docs/experiments.md).
+# Of the demo's trained model: greedy. Its file recommends nothing; with the model card's
+# temperature of 0.2 and top_p of 0.9, 13 of 20 answers to a simple question were nonsense
+# (docs/experiments.md).
 TRAINED_SAMPLING = {"router.default_temperature": 0.0}
 
 
