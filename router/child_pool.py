@@ -167,8 +167,8 @@ class ChildPool:
         return child
 
     async def _end(self, child: "_Child") -> None:
-        self._children.discard(child)
         await child.end()
+        self._children.discard(child)  # only now: if this is cancelled, `close` waits for its end
 
     def _hold(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)
