@@ -77,6 +77,7 @@ async def measure_all(model_dir: Path) -> dict[str, dict[str, Any]]:
     ) as client:
         cluster: Any = SimpleNamespace(
             address=client.address,
+            addresses=[client.address],
             model=(await client.list_models())[0],
             spec=SimpleNamespace(is_disaggregated=True, options={}),
         )
