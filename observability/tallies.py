@@ -1,4 +1,4 @@
-"""Counters and histograms for Prometheus that one thread adds to, without locks.
+"""Counters and histograms for Prometheus that one thread adds to, without locks; any may read.
 
 The series of prometheus_client take a lock for each addition, and its histograms search their
 bounds one by one. The dozen additions of a call cost a router more than its choice of a worker.
@@ -60,7 +60,8 @@ class _ByLabels(Collector, Generic[SeriesT]):
     ) -> None:
         self._told = (name, meaning)
         self._label_names = labels
-        self._series: dict[tuple[str, ...], SeriesT] = {}  # by the values of the labels
+        # By the values of the labels. To read it, copy it: series are added meanwhile.
+        self._series: dict[tuple[str, ...], SeriesT] = {}
         registry.register(self)
 
     def labels(self, *values: str) -> SeriesT:
@@ -80,7 +81,7 @@ class Tallies(_ByLabels[Tally]):
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yield the metric."""
         family = CounterMetricFamily(*self._told, labels=self._label_names)
-        for values, tally in self._series.items():
+        for values, tally in list(self._series.items()):
             family.add_metric(values, tally.value)
         yield family
 
@@ -106,7 +107,7 @@ class Spreads(_ByLabels[Spread]):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yield the metric."""
         family = HistogramMetricFamily(*self._told, labels=self._label_names)
-        for values, spread in self._series.items():
+        for values, spread in list(self._series.items()):
             family.add_metric(values, spread.buckets(), spread.sum)
         yield family
 

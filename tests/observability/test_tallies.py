@@ -1,6 +1,7 @@
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from observability.tallies import Spreads, Tallies
+from observability.tallies import Spread, Spreads, Tallies, Tally
 
 BOUNDS = (0.001, 0.25, 1, 10_000, 1_000_000)
 
@@ -21,6 +22,25 @@ def test_a_scrape_reads_what_prometheus_client_would_have_counted() -> None:
             metric.labels("m").observe(seconds)
 
     assert without_times(ours) == without_times(theirs)
+
+
+def test_a_series_that_is_added_while_others_are_read_ends_no_scrape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = CollectorRegistry()
+    tallies = Tallies("pagewire_calls", "Calls.", ("model",), registry)
+    spreads = Spreads("pagewire_seconds", "Times.", ("model",), registry, bounds=BOUNDS)
+    tallies.labels("m").inc()
+    spreads.labels("m").observe(1)
+
+    def add_another(self: object) -> float:
+        tallies.labels("n"), spreads.labels("n")  # as another thread may
+        return 1.0
+
+    monkeypatch.setattr(Tally, "value", property(add_another, lambda *_: None), raising=False)
+    monkeypatch.setattr(Spread, "buckets", lambda self: [("+Inf", add_another(self))])
+
+    assert 'pagewire_calls_total{model="m"} 1.0' in without_times(registry)
 
 
 def without_times(registry: CollectorRegistry) -> list[str]:
