@@ -1,9 +1,11 @@
 """Launches that are scheduled before the launch before them has ended.
 
-A chained launch is scheduled once each program of the launch before it has ended or has called
-`wait_for_launch_before`. It calls that itself, before it reads or writes anything, and so waits
-until the other launch has ended and its results are visible. What is gained is the time in which a
-launch is set up. At most two launches of a chain run at once, and all earlier ones have ended.
+A chained launch is scheduled once each program of the launch before it has ended or has let
+dependents come. It waits itself, before it reads or writes anything, until that launch has ended
+and its results are visible, and lets its own dependents come only then, if before its end at all.
+What is gained is the time in which a launch is set up. At most two launches of a chain run at once,
+and all earlier ones have ended. Attention over shared prefixes and the decode kernel behind it have
+an arrangement of their own (OVERLAPS).
 
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -29,10 +31,10 @@ def may_chain(tensor: Tensor) -> bool:
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def wait_for_launch_before() -> None:
-    """Wait, then let the next launch be scheduled.
+    """Wait for the launch before, then let the next one be scheduled.
 
-    Every program of a kernel calls this if IS_CHAINED. If all ended without it, the next launch
-    could run beside the one before.
+    Every program of a chained kernel waits, by this or by `gdc_wait` alone. If all ended without,
+    the next launch could run beside the one before.
     """
     cuda.gdc_wait()
     cuda.gdc_launch_dependents()

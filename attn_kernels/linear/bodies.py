@@ -14,8 +14,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from attn_kernels.chain import wait_for_launch_before
+from attn_kernels.linear import plan
 
-GATE_GROUP = tl.constexpr(8)  # rows of gates, before as many of what they gate
+GATE_GROUP = tl.constexpr(plan.GATE_GROUP)
 
 
 @triton.jit

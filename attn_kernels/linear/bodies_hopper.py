@@ -24,10 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_kernels.linear import plan
 from attn_kernels.warpgroups import GROUP_ROWS, narrow
 
-STORE_COLUMNS = gl.constexpr(64)  # outputs of a box: 128 bytes
-GATE_GROUP = gl.constexpr(8)  # as in bodies.py
+STORE_COLUMNS = gl.constexpr(plan.STORE_COLUMNS)
+GATE_GROUP = gl.constexpr(plan.GATE_GROUP)
 
 
 @gluon.jit

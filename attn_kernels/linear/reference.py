@@ -3,6 +3,8 @@
 from torch import Tensor
 from torch.nn.functional import silu
 
+from attn_kernels.linear.plan import GATE_GROUP
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, rounded once."""
@@ -17,5 +19,5 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def gated(product: Tensor) -> Tensor:
     """Gate a product, [num_rows, 2 * num_out], with each step rounded to its dtype."""
-    gate, up = product.view(len(product), -1, 2, 8).unbind(2)
+    gate, up = product.view(len(product), -1, 2, GATE_GROUP).unbind(2)
     return (silu(gate.float()).to(gate.dtype).float() * up.float()).to(gate.dtype).flatten(1)
