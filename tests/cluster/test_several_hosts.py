@@ -92,13 +92,13 @@ def test_a_host_of_workers_that_loses_its_power_costs_no_token_and_comes_back(
 @pytest.mark.skipif(bool(why_no_clocks()), reason=why_no_clocks() or "they can jump")
 @pytest.mark.parametrize("name", ["clock/workers", "clock/head"])
 def test_a_wall_clock_that_jumps_costs_no_token_and_no_worker(cluster, clients, seeds, name):
-    before = {each["worker_id"]: each["incarnation"] for each in cluster.workers()}
+    before = incarnations(cluster)
 
     row = run_once(FAULTS[name], cluster, clients, seeds)
 
     assert (row["errors"], row["wrong_tokens"]) == ([], 0)
     assert row["pages_moved"] > 0
-    assert {each["worker_id"]: each["incarnation"] for each in cluster.workers()} == before
+    assert incarnations(cluster) == before
 
 
 def assert_tokens(cluster, specs, records):
@@ -106,6 +106,15 @@ def assert_tokens(cluster, specs, records):
     for spec, record in zip(specs, records, strict=True):
         prompt = token_ids(spec.prompt, cluster.vocab_size)
         assert list(record.token_ids) == oracle.tokens(prompt, spec.max_tokens), record.error
+
+
+def incarnations(cluster):
+    """Return the incarnation of each worker that serves; the status remembers dead ones too."""
+    return {
+        each["worker_id"]: each["incarnation"]
+        for each in cluster.workers()
+        if each["state"] == "ready"
+    }
 
 
 def under_load(cluster, clients, seeds, work):
@@ -139,7 +148,7 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
         return [re.sub(r" after \d+ s", "", each) for each in told]
 
     def work():
-        before = {each["incarnation"] for each in cluster.workers()}
+        before = set(incarnations(cluster).values())
         with ThreadPoolExecutor() as pool:  # commands of two operators
             drains = [pool.submit(run, f"drain {name}") for name in ("prefill-1", "decode-1")]
             told = [each.result() for each in drains]
@@ -169,7 +178,7 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
         ["router-0 serves again, 1 of 1"],
     ]
     cluster.until_whole()
-    assert not before & {each["incarnation"] for each in cluster.workers()}
+    assert not before & set(incarnations(cluster).values())
 
 
 @pytest.mark.thorough
@@ -185,7 +194,7 @@ def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster
         address = ("--ray-address", f"{cluster.head.address}:{RAY_PORT}")
         return there, cluster.command(going, "drain", "--here", *address)
 
-    before = {each["worker_id"]: each["incarnation"] for each in cluster.workers()}
+    before = incarnations(cluster)
     specs, records, (there, told) = under_load(cluster, clients, seeds, work)
     # Only now there is room for its workers. Not in the thread of the work: a host ends with the
     # thread that has made it.
@@ -202,11 +211,7 @@ def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster
     assert [each.error for each in records if each.error] == []
     assert sum(each.usage.pages_moved for each in records) > 0
     assert_tokens(cluster, specs, records)
-    after = {
-        each["worker_id"]: each["incarnation"]
-        for each in cluster.workers()
-        if each["state"] == "ready"
-    }
+    after = incarnations(cluster)
     assert {name for name, start in after.items() if before.get(name) != start} == there
 
 
