@@ -15,7 +15,7 @@ Legend: R rows of the seats, T tokens of prompts, D hidden.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ from llm_engine.decode_triton import MIN_DECODE_ROWS, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
 from llm_engine.prompt_graphs import NUM_TOKENS_BESIDE, GraphedPrompts, SentPrompts
-from llm_engine.recordings import CudaGraphRecorder, Recorder, Recordings
+from llm_engine.recordings import Recordings
 from llm_engine.transformer import Decoder
 
 # Rows of a recording. With prompt tokens there are fewer sizes: each comes with several of those.
@@ -80,13 +80,11 @@ class GraphedDecode:
         attention: TritonAttention,
         batch: DeviceBatch,
         sampler: TokenSampler,
-        make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._batch = batch
         self._sampler = sampler
-        self._make_recorder = make_recorder
         self._recordings: Recordings[Kind, DrawnRows] | None = None
         # ids, positions, pages and slots of a step that has prompt tokens
         num_inputs = NUM_ROWS_BESIDE[-1] + NUM_TOKENS_BESIDE[-1]
@@ -201,7 +199,7 @@ class GraphedDecode:
             return work()
         buffers = (launches.buffers, self._batch.seats.marks)
         if self._recordings is None or not self._recordings.hold_for(buffers):
-            self._recordings = Recordings(buffers, self._make_recorder())
+            self._recordings = Recordings(buffers)
         kind = Kind(
             num_rows=num_rows,
             num_prompt_tokens=prompts.size if prompts else 0,

@@ -4,7 +4,7 @@ State that a step passes to the next, its tokens and pages, stays on the device 
 The host waits only for the event after the oldest unread step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.forward_batch import HostBatch, build_host_batch, send_batch
 from llm_engine.model_config import ModelConfig
 from llm_engine.prompt_graphs import GraphedPrompts, SentPrompts
-from llm_engine.recordings import CudaGraphRecorder, Recorder
 from llm_engine.sampler_triton import ReadTokens, TritonSampler, read_later
 from llm_engine.sampling import SequenceSlice
 from llm_engine.slice_pass import drawn_after, draws_of, logits_of_draws
@@ -147,26 +146,18 @@ def make_device_runner(
     *,
     num_seats: int,
     records_prompts: bool = True,
-    make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
 ) -> DeviceRunner:
     """Make the runner of a decoder whose attention uses Triton kernels.
 
     Args:
         num_seats: Most sequences that decode at once; 0: slices only.
         records_prompts: Whether to record passes of few prompt tokens, too.
-        make_recorder: For decode steps and for passes of prompt tokens.
     """
     assert isinstance(attention, TritonAttention), "recorded steps need its plans"
     page_size = storage.layout.page_size
     prompts = None
     if records_prompts:
-        prompts = GraphedPrompts(
-            decoder,
-            attention,
-            page_size=page_size,
-            device=storage.device,
-            make_recorder=make_recorder,
-        )
+        prompts = GraphedPrompts(decoder, attention, page_size=page_size, device=storage.device)
     if num_seats == 0:
         return DeviceRunner(storage, decoder, None, None, prompts)
     max_tokens = min(config.max_context_tokens, storage.num_pages * page_size)
@@ -181,5 +172,5 @@ def make_device_runner(
     )
     sampler = TokenSampler(vocab_size=config.vocab_size, max_rows=max_rows, device=storage.device)
     batch = DeviceBatch(seats, config.vocab_size)
-    decode = GraphedDecode(decoder, attention, batch, sampler, make_recorder)
+    decode = GraphedDecode(decoder, attention, batch, sampler)
     return DeviceRunner(storage, decoder, batch, decode, prompts)

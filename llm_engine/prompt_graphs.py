@@ -14,7 +14,7 @@ Legend: T tokens, padded or not, D hidden.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from attn_kernels.tiles import PlanBuffer
 from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.forward_batch import ForwardBatch, HostBatch, build_host_batch
-from llm_engine.recordings import CudaGraphRecorder, Recorder, Recordings
+from llm_engine.recordings import Recordings
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 
@@ -63,7 +63,6 @@ class GraphedPrompts:
         attention: The attention of the decoder.
         page_size: The page size of the pool.
         device: The device of the pool.
-        make_recorder: Called once.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class GraphedPrompts:
         *,
         page_size: int,
         device: torch.device,
-        make_recorder: Callable[[], Recorder] = CudaGraphRecorder,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -91,7 +89,7 @@ class GraphedPrompts:
         self._tokens = tokens.view(NUM_TOKEN_FIELDS, max_tokens)
         self._borders = sent[self._first_border : self._first_border + MAX_SLICES + 1]
         self._pages = sent[self._first_page :]
-        self._recordings: Recordings[int, Tensor] = Recordings((), make_recorder())
+        self._recordings: Recordings[int, Tensor] = Recordings(())
 
     def warm_up(self, max_tokens: int) -> None:
         """Record passes of all sizes, up to a sequence length; overwrites page 0."""

@@ -6,7 +6,7 @@ fixed addresses.
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,16 +18,8 @@ Result = TypeVar("Result")
 Kind = TypeVar("Kind", bound=Hashable)
 
 
-class Recorder(Protocol):
-    """Makes recordings."""
-
-    def __call__(self, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Return a function that replays the launches of `work`, whose kernels have run before."""
-        ...
-
-
 class CudaGraphRecorder:
-    """Records a function's launches on the current device.
+    """Records a function's launches on the current device; its kernels have run before.
 
     Recordings of one recorder share their working memory: they run one after another, and a result
     is valid until the next recording runs.
@@ -63,12 +55,11 @@ class Recordings(Generic[Kind, Result]):
 
     Args:
         buffers: Objects whose addresses recordings contain, besides those that never change.
-        record: Makes a recording.
     """
 
-    def __init__(self, buffers: Sequence[object], record: Recorder) -> None:
+    def __init__(self, buffers: Sequence[object]) -> None:
         self._buffers = buffers
-        self._record = record
+        self._record = CudaGraphRecorder()
         self._repeats: dict[Kind, Callable[[], Result] | None] = {}  # None: launched once
 
     def hold_for(self, buffers: Sequence[object]) -> bool:

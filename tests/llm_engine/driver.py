@@ -12,6 +12,7 @@ from torch import Tensor
 from grammars.bits import TokenBits
 from grammars.matcher import Grammar
 from kv_cache.layout import num_pages_for
+from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
 from llm_engine.engine_api import EngineLike
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
@@ -33,6 +34,13 @@ class DrivenSequence:
     num_computed: int = 0
     grammar: Grammar | None = None  # what its text is held to
     end_token_ids: tuple[int, ...] = ()  # that end such a text
+    resumed: list[int] = field(default_factory=list)  # tokens of an earlier call
+
+    def restart(self, num_computed: int = 0) -> None:
+        """Forget what was computed and drawn, but for what the pages hold before, if anything."""
+        self.tokens = list(self.resumed)
+        self.drawn = []
+        self.num_computed = num_computed
 
     @property
     def is_ended(self) -> bool:
@@ -237,6 +245,24 @@ def small_engine(
     )
 
 
+def recording(engine: Engine, *, num_seats: int, records_prompts: bool = True) -> Engine:
+    """Return an engine over the same pages that records passes and runs ahead of the host."""
+    runner = make_device_runner(
+        engine.config,
+        engine.storage,
+        engine.decoder,
+        engine.decoder._attention,
+        num_seats=num_seats,
+        records_prompts=records_prompts,
+    )
+    return Engine(engine.config, engine.storage, engine.decoder, runner)
+
+
+def runner_of(engine: Engine) -> DeviceRunner:
+    assert isinstance(engine._runner, DeviceRunner)
+    return engine._runner
+
+
 # Of each sequence: what was drawn, and the K and V of its computed positions.
 Results = list[tuple[list[SampledToken], Tensor]]
 
@@ -247,6 +273,7 @@ def results_of(
     *,
     chunk_size: int = 10**6,
     shared_pages: Sequence[int] = (),
+    grows: bool = False,
 ) -> Results:
     """Run sequences from their prompts on, over pages full of NaN.
 
@@ -258,11 +285,9 @@ def results_of(
     generator = torch.Generator().manual_seed(0)
     pages[list(shared_pages)] = torch.randn(found, generator=generator).to(pages.dtype)
     for each in sequences:
-        each.tokens.clear()
-        each.drawn.clear()
-        each.num_computed = len(shared_pages) * engine.layout.page_size
-    run(engine, sequences, chunk_size=chunk_size)
-    return [(list(each.drawn), computed_kv(engine, each)) for each in sequences]
+        each.restart(len(shared_pages) * engine.layout.page_size)
+    run(engine, sequences, chunk_size=chunk_size, grows=grows)
+    return [(each.drawn, computed_kv(engine, each)) for each in sequences]
 
 
 def assert_equal(found: Results, expected: Results) -> None:

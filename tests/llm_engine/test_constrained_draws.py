@@ -15,14 +15,13 @@ from grammars.bits import TokenBits, token_ids
 from grammars.constraint import Constraint
 from grammars.matcher import Grammar, Vocabulary
 from grammars.vocabulary import ModelTokens
-from llm_engine import operations_triton, recordings  # noqa: F401  # else it stays interpreted
-from llm_engine.device_runner import make_device_runner
+from llm_engine import operations_triton  # noqa: F401  # else it stays interpreted
 from llm_engine.engine import Engine
 from llm_engine.load_engine import load_engine
 from llm_engine.sampler import sample
 from llm_engine.sampler_triton import TritonSampler
 from llm_engine.sampling import Draw, SamplingParams
-from tests.llm_engine.driver import DrivenSequence, run
+from tests.llm_engine.driver import DrivenSequence, recording, run
 from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.support.checkpoints import reference_logits, write_checkpoint
 from tests.support.grammar_cases import (
@@ -240,16 +239,7 @@ def make_engines(folder: Path, device: str) -> tuple[Engine, Engine]:
         folder, page_size=PAGE_SIZE, num_pages=64, device=device, dtype="bfloat16",
         attention="triton", num_seats=0,
     )  # fmt: skip
-    runner = make_device_runner(
-        plain.config,
-        plain.storage,
-        plain.decoder,
-        plain.decoder._attention,
-        num_seats=8,
-        records_prompts=False,
-        make_recorder=recordings.CudaGraphRecorder,
-    )
-    return plain, Engine(plain.config, plain.storage, plain.decoder, runner)
+    return plain, recording(plain, num_seats=8, records_prompts=False)
 
 
 def answers(engine: Engine, sequences: list[DrivenSequence]) -> list[list[int]]:

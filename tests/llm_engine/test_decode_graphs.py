@@ -17,19 +17,17 @@ from llm_engine import (
     decode_graphs,
     device_runner,
     operations_triton,  # noqa: F401  # else it stays interpreted
-    recordings,
 )
 from llm_engine.decode_graphs import DrawnRows, GraphedDecode
-from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
     assert_equal,
-    computed_kv,
+    recording,
     results_of,
-    run,
+    runner_of,
     small_engine,
 )
 from tests.llm_engine.launch_recorder import LaunchRecorder
@@ -46,23 +44,11 @@ def engine(
 
 
 def ahead(engine: Engine, *, num_seats: int = 8) -> Engine:
-    """Return an engine over the same pages that records steps and runs ahead of the host."""
-    plain = engine.decoder
-    runner = make_device_runner(
-        engine.config,
-        engine.storage,
-        plain,
-        plain._attention,
-        num_seats=num_seats,
-        records_prompts=False,
-        make_recorder=recordings.CudaGraphRecorder,
-    )
-    return Engine(engine.config, engine.storage, plain, runner)
+    return recording(engine, num_seats=num_seats, records_prompts=False)
 
 
 def decode_of(engine: Engine) -> GraphedDecode:
-    assert isinstance(engine._runner, DeviceRunner)
-    decode = engine._runner._decode
+    decode = runner_of(engine)._decode
     assert decode is not None
     return decode
 
@@ -151,8 +137,7 @@ def test_steps_are_read_in_the_order_of_their_launches_and_no_third_one_is_taken
     one, other = sequence([1, 2], [0], 2), sequence([3] * 5, [1], 2)
     expected = [results_of(engine, [each])[0][0][0] for each in (one, other)]
     for each in (one, other):
-        each.num_computed = 0
-        each.tokens.clear()
+        each.restart()
 
     running.launch(EngineStep(slices=(one.next_slice(9),)))
     running.launch(EngineStep(slices=(other.next_slice(9),)))
@@ -166,16 +151,11 @@ def test_pages_that_a_sequence_gets_while_it_runs_are_those_that_it_writes(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
     long = sequence([1] * 14, [7, 3, 5], 24)
-    (expected,) = results_of(engine, [long])
-    running = ahead(engine)
-    engine.storage.pages.fill_(torch.nan)
-    long.tokens.clear()
-    long.drawn.clear()
-    long.num_computed = 0
+    expected = results_of(engine, [long])
 
-    run(running, [long], grows=True)
+    found = results_of(ahead(engine), [long], grows=True)
 
-    assert_equal([(long.drawn, computed_kv(engine, long))], [expected])
+    assert_equal(found, expected)
 
 
 def test_buffers_that_grow_are_recorded_anew(

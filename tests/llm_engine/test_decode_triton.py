@@ -18,10 +18,8 @@ from llm_engine.attention_triton import TritonAttention
 from llm_engine.decode_graphs import NUM_ROWS
 from llm_engine.decode_triton import TritonDecode, few_rows, reads_prefixes_once
 from llm_engine.forward_batch import build_forward_batch
-from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
-from tests.llm_engine.driver import DrivenSequence, computed_kv, run
-from tests.support.checkpoints import write_checkpoint
+from tests.llm_engine.driver import DrivenSequence, computed_kv, run, small_engine
 from tests.support.triton_interpreter import interpreted
 
 PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 16, 40, 2
@@ -274,10 +272,6 @@ def test_few_rows_are_all_for_which_cascade_chooses_narrow_tiles(group: int) -> 
 def test_sequences_that_share_pages_draw_the_tokens_they_draw_alone(
     tmp_path: Path, shared_items: list[int]
 ) -> None:
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    write_checkpoint(
-        tmp_path, "llama", num_hidden_layers=1, hidden_size=32, dtype=torch.bfloat16, **heads
-    )
     prefix = [(7 * index) % 199 for index in range(256)]
     params = SamplingParams(max_tokens=3, seed=3)
 
@@ -285,14 +279,7 @@ def test_sequences_that_share_pages_draw_the_tokens_they_draw_alone(
         return DrivenSequence(prompt=[*prefix, last], page_ids=page_ids, params=params)
 
     with interpreted():
-        engine = load_engine(
-            tmp_path,
-            page_size=16,
-            num_pages=40,
-            device="cpu",
-            dtype="bfloat16",
-            attention="triton",
-        )
+        engine = small_engine(tmp_path, num_pages=40)
         expected = []
         for last in (5, 9):
             alone = sequence(last, [*range(17)])

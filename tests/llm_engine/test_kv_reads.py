@@ -15,8 +15,8 @@ from llm_engine.forward_batch import build_forward_batch
 from llm_engine.kv_reads import KVReads
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
+from tests.llm_engine.driver import recording, small_engine
 from tests.llm_engine.launch_recorder import LaunchRecorder
-from tests.llm_engine.test_decode_graphs import ahead
 from tests.llm_engine.test_decode_triton import (
     HEAD_DIM,
     NUM_KV_HEADS,
@@ -123,20 +123,7 @@ def test_an_engine_that_runs_ahead_tells_the_bytes_of_each_step(
     monkeypatch: pytest.MonkeyPatch,
     num_prefix_tokens: int,
 ) -> None:
-    write_checkpoint(
-        tmp_path,
-        "llama",
-        num_hidden_layers=2,
-        hidden_size=32,
-        dtype=torch.bfloat16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    plain = load_engine(
-        tmp_path, page_size=16, num_pages=60, device="cpu", dtype="bfloat16", attention="triton"
-    )
-    engine = ahead(plain)
+    engine = recording(small_engine(tmp_path, num_layers=2), num_seats=8, records_prompts=False)
     for each in engine.decoder._attention._decode._attentions:  # type: ignore[attr-defined]
         assert isinstance(each, CascadeAttention)
         each.model = each.model.sharing_all()

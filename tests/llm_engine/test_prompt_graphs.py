@@ -9,19 +9,17 @@ import torch
 from llm_engine import (
     operations_triton,  # noqa: F401  # else it stays interpreted
     prompt_graphs,
-    recordings,
 )
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
 from llm_engine.prompt_graphs import GraphedPrompts
 from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
-    Results,
     assert_equal,
-    computed_kv,
+    recording,
     results_of,
+    runner_of,
     small_engine,
 )
 from tests.llm_engine.launch_recorder import LaunchRecorder
@@ -49,22 +47,8 @@ def engine(
     return small_engine(tmp_path, family, num_layers=2, num_pages=NUM_PAGES, **window)
 
 
-def recorded(engine: Engine) -> Engine:
-    """Return an engine over the same pages that records passes of prompt tokens."""
-    runner = make_device_runner(
-        engine.config,
-        engine.storage,
-        engine.decoder,
-        engine.decoder._attention,
-        num_seats=0,
-        make_recorder=recordings.CudaGraphRecorder,
-    )
-    return Engine(engine.config, engine.storage, engine.decoder, runner)
-
-
 def prompts_of(engine: Engine) -> GraphedPrompts:
-    assert isinstance(engine._runner, DeviceRunner)
-    prompts = engine._runner._prompts
+    prompts = runner_of(engine)._prompts
     assert prompts is not None
     return prompts
 
@@ -86,7 +70,7 @@ def sequences_of(*lengths: int) -> list[DrivenSequence]:
 def test_passes_of_a_size_repeat_one_recording_whatever_their_slices(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
-    ahead = recorded(engine)
+    ahead = recording(engine, num_seats=0)
     # Padded to 32; the last is as long as a page, the third has a token of its own.
     batches = [(31,), (9, 8), (1, 16, 3), (32,), (20, 4), (2, 3, 5, 16)]
 
@@ -104,7 +88,7 @@ def test_passes_of_a_size_repeat_one_recording_whatever_their_slices(
 def test_chunks_of_a_prompt_go_on_where_the_last_one_ended(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
-    ahead = recorded(engine)
+    ahead = recording(engine, num_seats=0)
     for lengths, chunk_sizes in (((36, 21), (16, 13, 3)), ((23, 2), (1,))):
         sequences = sequences_of(*lengths)
         expected = results_of(engine, sequences)
@@ -127,24 +111,16 @@ def test_what_does_not_fit_is_launched_kernel_by_kernel(
     why: str,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "MAX_PAGES", 1)
-    ahead = recorded(engine)
+    ahead = recording(engine, num_seats=0)
     sequences = sequences_of(*lengths)
     if why == "drawn tokens":  # as after a resumption
-        sequences[0].prompt, resumed = sequences[0].prompt[:4], sequences[0].prompt[4:]
-
-    def results(of: Engine) -> Results:
-        if why != "drawn tokens":
-            return results_of(of, sequences)
-        of.storage.pages.fill_(torch.nan)
         (each,) = sequences
-        each.tokens, each.drawn, each.num_computed = list(resumed), [], 0
-        drawn = of.forward([each.next_slice(10**6)])
-        return [([*drawn[0]] if drawn[0] else [], computed_kv(of, each))]
-
-    expected = results(engine)
+        each.prompt, each.resumed = each.prompt[:4], each.prompt[4:]
+        each.params = SamplingParams(temperature=0, max_tokens=2)
+    expected = results_of(engine, sequences)
 
     for _ in range(2):  # the second of a size would be recorded
-        assert_equal(results(ahead), expected)
+        assert_equal(results_of(ahead, sequences), expected)
 
     (recorder,) = recorders
     assert recorder.num_recorded == 0
@@ -153,7 +129,7 @@ def test_what_does_not_fit_is_launched_kernel_by_kernel(
 def test_passes_of_all_sizes_are_recorded_before_service(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
-    ahead = recorded(engine)
+    ahead = recording(engine, num_seats=0)
     expected = [results_of(engine, sequences_of(size)) for size in SIZES]
 
     prompts_of(ahead).warm_up(max_tokens=31)
@@ -178,7 +154,7 @@ def test_a_pass_that_memory_does_not_suffice_to_record_is_launched_as_before(
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(LaunchRecorder, "__call__", fail)
-    ahead = recorded(engine)
+    ahead = recording(engine, num_seats=0)
 
     for _ in range(3):
         assert_equal(results_of(ahead, sequences), expected)
@@ -189,7 +165,7 @@ def test_a_recording_over_another_plan_is_noticed(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan in tensors of its own, as passes that are not recorded have it."""
-    ahead = recorded(engine)
+    ahead = recording(engine, num_seats=0)
     attention = engine.decoder._attention
     assert isinstance(attention, TritonAttention)
     monkeypatch.setattr(prompts_of(ahead), "_prefill", attention._prefill)

@@ -17,19 +17,16 @@ from llm_engine import (
     device_runner,
     operations_triton,  # noqa: F401  # else it stays interpreted
     prompt_graphs,
-    recordings,
 )
 from llm_engine.decode_graphs import Kind
-from llm_engine.device_runner import DeviceRunner, make_device_runner
 from llm_engine.engine import Engine
 from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
-    Results,
     assert_equal,
-    computed_kv,
+    recording,
     results_of,
-    run,
+    runner_of,
     small_engine,
 )
 from tests.llm_engine.launch_recorder import LaunchRecorder
@@ -59,15 +56,8 @@ class Passes:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, num_seats: int) -> None:
         self.sizes: list[tuple[int, ...]] = []  # of each step: rows of each of its passes
-        runner = make_device_runner(
-            engine.config,
-            engine.storage,
-            engine.decoder,
-            engine.decoder._attention,
-            num_seats=num_seats,
-            make_recorder=recordings.CudaGraphRecorder,
-        )
-        self.engine = Engine(engine.config, engine.storage, engine.decoder, runner)
+        self.engine = recording(engine, num_seats=num_seats)
+        runner = runner_of(self.engine)
         run_layers, launch = engine.decoder.run_layers, runner.launch
         self._rows: list[int] = []
 
@@ -134,7 +124,7 @@ def test_a_step_with_few_prompt_tokens_has_one_pass(
     [
         (17, 1, 8, "tokens"),
         (3, 5, 8, "rows"),
-        (1, 1, 8, "drawn tokens"),
+        (3, 1, 8, "drawn tokens"),
     ],
 )
 def test_what_does_not_fit_has_a_pass_of_its_own(
@@ -149,25 +139,14 @@ def test_what_does_not_fit_has_a_pass_of_its_own(
     early = [sequence(1 + index % 3, 2 * index, 4, temperature=0.0) for index in range(num_early)]
     late = sequence(52 if why == "tokens" else 10, 40, 2, temperature=0.0)
     if why == "drawn tokens":  # as after a resumption
-        late.prompt, resumed = late.prompt[:6], late.prompt[6:10]
-
-    def results(of: Engine) -> Results:
-        if why != "drawn tokens":
-            return results_of(of, [*early, late], chunk_size=chunk_size)
-        of.storage.pages.fill_(torch.nan)
-        for each in (*early, late):
-            each.tokens, each.drawn, each.num_computed = [], [], 0
-        late.tokens = list(resumed)
+        late.prompt, late.resumed = late.prompt[:6], late.prompt[6:10]
         late.params = SamplingParams(max_tokens=6, temperature=0)
-        late.num_computed = 0
-        run(of, [*early, late], chunk_size=3)
-        return [(list(each.drawn), computed_kv(of, each)) for each in (*early, late)]
-
-    expected = results(engine)
+    sequences = [*early, late]
+    expected = results_of(engine, sequences, chunk_size=chunk_size)
     passes = Passes(engine, monkeypatch, num_seats=num_seats)
 
     for _ in range(2):
-        assert_equal(results(passes.engine), expected)
+        assert_equal(results_of(passes.engine, sequences, chunk_size=chunk_size), expected)
 
     assert 2 in {len(sizes) for sizes in passes.sizes}
 
@@ -203,8 +182,7 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     sequences = [sequence(2, 0, 5, temperature=0.0), sequence(14, 8, 2, temperature=0.0)]
     expected = results_of(engine, sequences, chunk_size=4)
     passes = Passes(engine, monkeypatch, num_seats=8)
-    runner = passes.engine._runner
-    assert isinstance(runner, DeviceRunner)
+    runner = runner_of(passes.engine)
 
     runner.warm_up(page_size=PAGE_SIZE, max_tokens=40)
 
