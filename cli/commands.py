@@ -37,12 +37,13 @@ class Commands(TyperGroup):
     def _add_serving_commands(self) -> None:
         with interrupts_end_at_once():
             from cli import (
+                gateway_command,
                 lifecycle_commands,
                 router_commands,
                 serving_commands,
                 tokens_command,
             )
-        for each in (serving_commands, lifecycle_commands, router_commands):
+        for each in (serving_commands, gateway_command, lifecycle_commands, router_commands):
             self.commands.update(get_group(each.app).commands)
         self.commands["tokens"] = get_group(tokens_command.app)
 

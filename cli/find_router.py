@@ -66,8 +66,7 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
     """
     if address:
         return FoundRouter(address=address)
-    head = None if ray_address else find_head()
-    if not ray_address and head is None:
+    if not ray_address and find_head() is None:
         return _served_here()
     with interrupts_end_at_once():
         from cluster.environment import prepare_ray
@@ -75,7 +74,7 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         prepare_ray(is_local=not ray_address)
         from cluster.attach import ask, attached, router_address, router_token  # imports Ray
 
-    with attached(ray_address, head) as controller:
+    with attached(ray_address) as controller:
         found = FoundRouter(address=router_address(), token=router_token())
         with suppress(StartError):  # a router serves even while the controller does not answer
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)

@@ -14,21 +14,43 @@ from cluster.config_options import ConfigOption, config_options
 Command = Callable[..., None]  # given the configuration, and the command's own flags by name
 
 
-def with_config_flags(
+def add_command(
+    app: typer.Typer,
     command: Command,
     defaults: Defaults = no_defaults,
     *,
     takes: Callable[[str], bool] = lambda path: True,
     own: Sequence[inspect.Parameter] = (),
-) -> Callable[..., None]:
-    """Return a function for typer that reads file and flags and calls `command`.
+) -> None:
+    """Add a command, named as its function, that reads file and flags.
 
     Args:
+        app: Gets the command.
         command: To run with the merged configuration.
         defaults: The command's own defaults; files and flags override them.
         takes: Returns whether an option, by its path, is a flag of the command.
         own: Flags that are not options of the configuration.
     """
+    kind = _command_class(defaults, {each.name for each in own})
+    name = command.__name__.replace("_", "-")
+    app.command(name, cls=kind)(_with_config_flags(command, defaults, takes, own))
+
+
+def flag_parameter(
+    name: str, annotation: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    """Return a parameter of a command; without a default it is required."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _with_config_flags(
+    command: Command,
+    defaults: Defaults,
+    takes: Callable[[str], bool],
+    own: Sequence[inspect.Parameter],
+) -> Callable[..., None]:
+    """Return a function for typer that reads file and flags and calls `command`."""
     options = {path: option for path, option in config_options().items() if takes(path)}
     paths = {_name(path): path for path in options}
 
@@ -54,32 +76,19 @@ def with_config_flags(
     return run
 
 
-def flag_parameter(
-    name: str, annotation: Any, default: Any = inspect.Parameter.empty
-) -> inspect.Parameter:
-    """Return a parameter of a command; without a default it is required."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-def config_command(
-    defaults: Defaults, flag_parameters: Collection[str] = ()
-) -> type[ConfiguredCommand]:
+def _command_class(defaults: Defaults, own: Collection[str]) -> type[ConfiguredCommand]:
     """Return the class of a command whose help shows its own defaults on this host.
 
-    Args:
-        defaults: The command's own.
-        flag_parameters: Names of those that are not options of the configuration; they keep
-            their help.
+    Flags that are not options of the configuration keep their help; `own` are their names.
     """
 
     class ConfigCommand(ConfiguredCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:
-            own = defaults({})  # not earlier: it may look for GPUs, which takes seconds
+            chosen = defaults({})  # not earlier: it may look for GPUs, which takes seconds
             shown = {
-                _name(path): option.description + _default(own.get(path, option.default))
+                _name(path): option.description + _default(chosen.get(path, option.default))
                 for path, option in config_options().items()
-                if path not in flag_parameters
+                if path not in own
             }
             each: Any  # typer does not export the class of options
             for each in self.params:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cli.flags import flag_parameter, with_config_flags
+from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
 from cluster.certificates import check_front, http_scheme
 from cluster.config import ClusterConfig
@@ -140,18 +140,18 @@ def _takes(path: str) -> bool:
     return path in OPTIONS or path.startswith(("http_gateway.", "front_tls."))
 
 
-_FLAGS = [
-    flag_parameter("router", RouterFlag, ["localhost:50051"]),
-    flag_parameter("port", PortFlag, DEFAULT_PORT),
-    flag_parameter("router_tls", RouterTlsFlag, default=False),
-    flag_parameter("router_authority_file", RouterAuthorityFlag, ""),
-    flag_parameter("router_certificate_file", RouterCertificateFlag, ""),
-    flag_parameter("router_key_file", RouterKeyFlag, ""),
-    flag_parameter("router_server_name", RouterServerNameFlag, ""),
-]
-OWN_FLAGS = tuple(each.name for each in _FLAGS)
-with_flags = with_config_flags(
+app = typer.Typer(rich_markup_mode=None)
+add_command(
+    app,
     gateway,
     takes=_takes,
-    own=_FLAGS,
+    own=[
+        flag_parameter("router", RouterFlag, ["localhost:50051"]),
+        flag_parameter("port", PortFlag, DEFAULT_PORT),
+        flag_parameter("router_tls", RouterTlsFlag, default=False),
+        flag_parameter("router_authority_file", RouterAuthorityFlag, ""),
+        flag_parameter("router_certificate_file", RouterCertificateFlag, ""),
+        flag_parameter("router_key_file", RouterKeyFlag, ""),
+        flag_parameter("router_server_name", RouterServerNameFlag, ""),
+    ],
 )

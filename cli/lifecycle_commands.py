@@ -8,11 +8,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from cli.flags import config_command, flag_parameter, with_config_flags
+from cli.flags import add_command, flag_parameter
 from cli.serving_commands import context_note, serve_defaults, serving_where
 from cli.stop_signals import StopSignals
 from cluster.config import ClusterConfig
-from cluster.config_file import no_defaults
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, NotRunning, StartError, Stopping
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
@@ -206,12 +205,10 @@ def _running(config: ClusterConfig) -> Iterator[Any]:
     prepare_ray(is_local=not config.ray_address)
     configure_logging("warning", "text")
     from cluster.attach import attached
-    from cluster.local_head import find_head
 
-    head = None if config.ray_address else find_head()
     with ExitStack() as stack:
         with told_at_interrupt(NOTHING_CHANGED):
-            controller = stack.enter_context(attached(config.ray_address, head))
+            controller = stack.enter_context(attached(config.ray_address))
         yield controller
 
 
@@ -221,26 +218,22 @@ def _finds(path: str) -> bool:
 
 
 app = typer.Typer(rich_markup_mode=None)
-app.command("up", cls=config_command(serve_defaults))(with_config_flags(up, serve_defaults))
+add_command(app, up, serve_defaults)
 _GRACE = flag_parameter("grace_s", GraceFlag, None)
-_PREFILL = flag_parameter("prefill", PrefillFlag, None)
-_DECODE = flag_parameter("decode", DecodeFlag, None)
-_POOL = flag_parameter("pool", PoolFlag, None)
-for _command, _parameters in (
-    (down, [_GRACE]),
-    (scale, [_PREFILL, _DECODE, _POOL, _GRACE]),
+for _command, *_own in (
+    (down,),
+    (
+        scale,
+        flag_parameter("prefill", PrefillFlag, None),
+        flag_parameter("decode", DecodeFlag, None),
+        flag_parameter("pool", PoolFlag, None),
+    ),
     (
         drain,
-        [
-            flag_parameter("worker", DrainedArgument, None),
-            flag_parameter("here", HereFlag, False),
-            _GRACE,
-        ],
+        flag_parameter("worker", DrainedArgument, None),
+        flag_parameter("here", HereFlag, False),
     ),
-    (move, [flag_parameter("worker", WorkerArgument), flag_parameter("to", ToFlag), _GRACE]),
-    (restart, [flag_parameter("names", NamesArgument, None), _GRACE]),
+    (move, flag_parameter("worker", WorkerArgument), flag_parameter("to", ToFlag)),
+    (restart, flag_parameter("names", NamesArgument, None)),
 ):
-    _names = [each.name for each in _parameters]
-    app.command(_command.__name__, cls=config_command(no_defaults, _names))(
-        with_config_flags(_command, takes=_finds, own=_parameters)
-    )
+    add_command(app, _command, takes=_finds, own=[*_own, _GRACE])

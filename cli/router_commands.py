@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cli.flags import config_command, flag_parameter, with_config_flags
+from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
 from cluster.certificates import check_certificates
 from cluster.config import ClusterConfig
-from cluster.config_file import no_defaults
 from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
@@ -136,10 +135,8 @@ def _of_running_cluster(config: ClusterConfig) -> tuple[RouterKeys, str]:
     prepare_ray(is_local=not config.ray_address)
     configure_logging("warning", "text")
     from cluster.attach import ask, attached  # imports Ray
-    from cluster.local_head import find_head
 
-    head = None if config.ray_address else find_head()
-    with attached(config.ray_address, head) as controller:
+    with attached(config.ray_address) as controller:
         return ask(controller.router_keys.remote(ROUTERS_NAME)), ask(controller.address.remote())
 
 
@@ -152,19 +149,14 @@ def _finds_keys(path: str) -> bool:
 
 
 app = typer.Typer(rich_markup_mode=None)
-for _command, _takes, _parameters in (
-    (
-        router,
-        _is_routers,
-        [
-            flag_parameter("controller", ControllerFlag),
-            flag_parameter("keys", KeysFlag),
-            flag_parameter("share_port", SharePortFlag, default=False),
-        ],
-    ),
-    (router_keys, _finds_keys, [flag_parameter("file", FileArgument)]),
-):
-    app.command(
-        _command.__name__.replace("_", "-"),
-        cls=config_command(no_defaults, [each.name for each in _parameters]),
-    )(with_config_flags(_command, takes=_takes, own=_parameters))
+add_command(
+    app,
+    router,
+    takes=_is_routers,
+    own=[
+        flag_parameter("controller", ControllerFlag),
+        flag_parameter("keys", KeysFlag),
+        flag_parameter("share_port", SharePortFlag, default=False),
+    ],
+)
+add_command(app, router_keys, takes=_finds_keys, own=[flag_parameter("file", FileArgument)])

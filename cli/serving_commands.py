@@ -1,4 +1,4 @@
-"""The commands that run a cluster, or a part of one: pagewire serve, demo, gateway."""
+"""The commands that run a cluster until they end: pagewire serve, demo."""
 
 import os
 import socket
@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cli import gateway_command
-from cli.flags import config_command, with_config_flags
+from cli.flags import add_command
 from cli.stop_signals import StopSignals
 from cluster.capacity import context_remedy, read_model_needs
 from cluster.certificates import http_scheme, own_client, with_absolute_files
 from cluster.config import ClusterConfig
-from cluster.config_file import no_defaults
 from cluster.devices import count_gpus, most_gpus
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError
@@ -205,8 +203,5 @@ def _where(address: str) -> str:
 
 
 app = typer.Typer(rich_markup_mode=None)
-app.command("serve", cls=config_command(serve_defaults))(with_config_flags(serve, serve_defaults))
-app.command("demo", cls=config_command(demo_defaults))(with_config_flags(demo, demo_defaults))
-app.command("gateway", cls=config_command(no_defaults, gateway_command.OWN_FLAGS))(
-    gateway_command.with_flags
-)
+add_command(app, serve, serve_defaults)
+add_command(app, demo, demo_defaults)

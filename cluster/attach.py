@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from cluster.errors import ClusterError, NotRunning, StartError
-from cluster.local_head import LocalHead
+from cluster.local_head import LocalHead, find_head
 from cluster.placement import CONTROLLER_NAME, NAMESPACE, ROUTER_NAME
 from cluster.private_folder import TOKEN_PATH_VARIABLE
 from cluster.ray_address import check_ray_answers
@@ -55,12 +55,11 @@ def attach_head(head: LocalHead) -> None:
 
 
 @contextmanager
-def attached(address: str, head: LocalHead | None) -> Iterator[Any]:
+def attached(address: str) -> Iterator[Any]:
     """Attach while entered, and yield the handle of the cluster's controller.
 
     Args:
-        address: The address of a Ray cluster; empty: that of the head.
-        head: The head of a cluster on this host; None: none runs.
+        address: The address of a Ray cluster; empty: that of `pagewire up` on this host.
 
     Raises:
         NotRunning: There is no cluster.
@@ -68,7 +67,7 @@ def attached(address: str, head: LocalHead | None) -> Iterator[Any]:
     """
     if address:
         attach_ray(address, shows_worker_logs=False)
-    elif head is not None:
+    elif head := find_head():
         attach_head(head)
     else:
         raise NotRunning(_none_of_up())

@@ -10,8 +10,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cli import commands, serving_commands
-from cli.flags import config_command, with_config_flags
-from cluster.config_file import load_config, no_defaults
+from cli.flags import add_command
+from cluster.config_file import load_config
 from cluster.config_options import config_options
 from cluster.demo_model import demo_model_dir
 from cluster.errors import ConfigError
@@ -130,7 +130,11 @@ def test_every_option_is_a_flag(command):
 def test_a_mapping_has_an_entry_in_each_word():
     given = []
     app = typer.Typer()
-    app.command(cls=config_command(no_defaults))(with_config_flags(given.append))
+
+    def command(config):
+        given.append(config)
+
+    add_command(app, command)
     words = ["--ray-address", "auto", "--model-paths", "a=/x=y", "--model-paths", "fd00::2=/z"]
 
     CliRunner().invoke(app, words, catch_exceptions=False)

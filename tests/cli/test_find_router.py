@@ -37,8 +37,8 @@ def host(monkeypatch, tmp_path):
     )
 
     @contextmanager
-    def attached(ray_address, head):
-        host.attached_to.append((ray_address, head))
+    def attached(ray_address):
+        host.attached_to.append(ray_address)
         if ray_address == "10.0.0.7:6379":
             raise NotRunning("no cluster runs on the Ray at 10.0.0.7:6379")
         yield SimpleNamespace(facts=SimpleNamespace(remote=lambda: host))
@@ -57,14 +57,14 @@ def test_each_client_command_finds_the_cluster_that_up_has_started(host, command
     with serving_in_thread(answer) as (host.router_address, _):
         result = run_main(*command, text="hello\n")
 
-    assert (result.returncode, host.attached_to) == (0, [("", HEAD)]), result.stderr
+    assert (result.returncode, host.attached_to) == (0, [""]), result.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_each_client_command_looks_on_the_ray_that_it_is_given(host, command):
     result = run_main(*command, "--ray-address", "10.0.0.7:6379")
 
-    assert (result.returncode, host.attached_to) == (1, [("10.0.0.7:6379", None)])
+    assert (result.returncode, host.attached_to) == (1, ["10.0.0.7:6379"])
     assert result.stderr == "error: no cluster runs on the Ray at 10.0.0.7:6379\n"
 
 
@@ -132,7 +132,7 @@ def test_of_several_clusters_of_serve_one_is_to_be_chosen(host):
 def test_a_cluster_of_up_counts_before_that_of_serve(host):
     with published(ServedCluster(pid=1, address="h:1", token="", tls=None)):
         assert module.find_router(None, "").address == host.router_address
-    assert host.attached_to == [("", HEAD)]
+    assert host.attached_to == [""]
 
 
 def test_commands_call_with_the_token_of_the_cluster_unless_they_are_given_one(host, monkeypatch):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cli import bring_up, lifecycle_commands
-from cluster import attach, launch, local_head
+from cluster import attach, launch
 from tests.support.command_line import run_main
 
 
@@ -17,12 +17,11 @@ def host(monkeypatch):
     facts = SimpleNamespace(config=SimpleNamespace(stop_grace_s=7.0))
 
     @contextmanager
-    def attached(address, head):
+    def attached(address):
         yield SimpleNamespace(facts=SimpleNamespace(remote=lambda: facts))
 
     monkeypatch.setattr(lifecycle_commands, "prepare_ray", lambda *, is_local: None)
     monkeypatch.setattr(lifecycle_commands, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(local_head, "find_head", lambda: None)
     monkeypatch.setattr(attach, "attached", attached)
     monkeypatch.setattr(attach, "ask", lambda call: call)
     monkeypatch.setattr(launch, "end_cluster", lambda *arguments: host.ends(*arguments))

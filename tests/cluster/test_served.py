@@ -52,13 +52,13 @@ def test_what_a_killed_serve_has_left_does_not_count_and_goes_with_the_next_one(
 
 def test_commands_for_a_cluster_of_up_say_that_serve_runs_one():
     told = "^no cluster that `pagewire up` started runs on this host"
-    with pytest.raises(NotRunning, match=f"{told}$"), attach.attached("", None):
+    with pytest.raises(NotRunning, match=f"{told}$"), attach.attached(""):
         pass
     with (
         published(PLAIN),
         published(CLOSED),
         pytest.raises(NotRunning) as refused,
-        attach.attached("", None),
+        attach.attached(""),
     ):
         pass
     assert "; `pagewire serve` runs one at 127.0.0.1:500" in str(refused.value)
