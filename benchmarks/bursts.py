@@ -13,9 +13,7 @@ requests have a token; where the processes share few cores it says little.
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -23,8 +21,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.measured_host import conditions
 from benchmarks.prompts import Seeds, token_ids, wave
+from benchmarks.result_file import write_result
 from benchmarks.stream_processes import (
     BURST_MODEL,
     HOST,
@@ -160,16 +159,12 @@ def main() -> None:
 
     options.model_dir = demo_model_dir()
     result = {
-        "command": " ".join(["python -m benchmarks.bursts", *sys.argv[1:]]),
-        "commit": commit(),
-        "hardware": hardware(),
-        "versions": versions(),
+        **conditions("bursts"),
         "step_ms": options.step_ms,
         "routers": options.routers,
         "cases": asyncio.run(measure_all(options)),  # gRPC wants one event loop in a process
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

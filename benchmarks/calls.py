@@ -10,18 +10,14 @@ round until the last of its calls has its first token.
 
 import argparse
 import asyncio
-import json
-import platform
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
-import psutil
-
+from benchmarks.measured_host import conditions
+from benchmarks.result_file import write_result
 from benchmarks.stream_processes import HOST, Steps, cpu_s, run_router, run_worker, started
 from pagewire import AsyncClient
 
@@ -104,15 +100,12 @@ def main() -> None:
     options.model_dir = demo_model_dir()
     cases = asyncio.run(measure_all(options))  # gRPC needs a single event loop in a process
     result = {
-        "command": " ".join(["python -m benchmarks.calls", *sys.argv[1:]]),
-        "hardware": f"{platform.machine()}, {psutil.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "grpcio": grpc.__version__},
+        **conditions("calls"),
         "step_s": STEP_S,
         "repetitions": options.repetitions,
         "cases": cases,
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ from benchmarks.damaging_sender import (
     make_transport,
     page_sums,
 )
-from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.measured_host import conditions
 from benchmarks.page_damage import KINDS, Damage
 from benchmarks.prompts import Seeds, token_ids
 from benchmarks.result_file import ResultFile, say
@@ -401,11 +401,7 @@ def main() -> None:
     except NoTransport as error:
         raise SystemExit(f"error: {error}") from None
     head = {
-        "command": f"python -m benchmarks.corruption --pages {options.pages} "
-        f"--devices {' '.join(options.devices)} --transport {configuration['transport']}",
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": options.commit or commit(),
+        **conditions("corruption", options.commit),
         "configuration": {
             "model": "demo model",
             **configuration,
@@ -413,7 +409,7 @@ def main() -> None:
             "output_tokens": OUTPUT_TOKENS,
         },
     }
-    results = ResultFile(options.out, head, derive=lambda rows: [], resumes=False)
+    results = ResultFile(options.out, head)
     for row in count.rows():
         results.add(row)
 

@@ -42,14 +42,12 @@ from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected
 from benchmarks.measured_host import num_gpus
 from benchmarks.prompts import TraceScale, read_trace, wave
-from benchmarks.result_file import ResultFile
 from benchmarks.run_arguments import (
     arguments,
     cluster_options,
-    configuration_of,
     end_in_order,
-    head_of,
     model_of,
+    results_of,
     sizes_of,
 )
 from benchmarks.served_cluster import ClusterSpec
@@ -413,19 +411,13 @@ def main() -> None:
         return
     end_in_order()
     clock = Clock(options.deadline_s, options.seed)
-    sizes = sizes_of(options)
     clusters = all_clusters(options, model_of(options))
-    configuration = configuration_of(options, sizes, clusters)
-    head = head_of(options, "benchmarks.disaggregation", configuration)
-    try:
-        results = ResultFile(options.out, head, derive=transfer_shares, resumes=options.resume)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    results = results_of(options, "disaggregation", clusters, derive=transfer_shares)
     run_cases(
         [case for case in cases if case.name in chosen],
         clusters,
         results,
-        sizes=sizes,
+        sizes=sizes_of(options),
         clock=clock,
         num_clients=options.clients,
         warm_up=warm_up,

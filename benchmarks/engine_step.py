@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.measured_host import commit
+from benchmarks.measured_host import conditions
+from benchmarks.result_file import write_result
 from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
@@ -233,16 +232,7 @@ def main() -> None:
         cases.append(run(options.repetitions))
         sys.stdout.write(json.dumps(cases[-1]) + "\n")
         sys.stdout.flush()
-    arguments = [Path(argument).name for argument in sys.argv[1:]]  # folders are the host's own
-    result = {
-        "command": " ".join(["python -m benchmarks.engine_step", *arguments]),
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__},
-        "commit": options.commit or commit(),
-        "cases": cases,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, conditions("engine_step", options.commit) | {"cases": cases})
 
 
 if __name__ == "__main__":

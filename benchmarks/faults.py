@@ -43,7 +43,7 @@ from benchmarks.hosted_cluster import CommandFailed, HostedCluster, hosted_clust
 from benchmarks.hosts import why_no_hosts
 from benchmarks.jumping_clock import why_no_clocks
 from benchmarks.kills import count_differences
-from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.measured_host import conditions
 from benchmarks.prompts import Seeds, StreamSpec, wave
 from benchmarks.result_file import ResultFile, say
 from benchmarks.stream_statistics import Row, StreamRecord, percentile
@@ -165,10 +165,7 @@ def main() -> None:
     if any(FAULTS[name].has_clocks for name in names) and (why := why_no_clocks()):
         raise SystemExit(why)
     head = {
-        "command": f"python -m benchmarks.faults --times {options.times}",
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
+        **conditions("faults"),
         "configuration": {
             "hosts": "a head, two with a prefill and a decode worker each, one with a router",
             "model": "demo model, float32, CPU",
@@ -176,7 +173,7 @@ def main() -> None:
             "late_streams": LATE_STREAMS,
         },
     }
-    results = ResultFile(options.out, head, derive=lambda rows: [], resumes=options.resume)
+    results = ResultFile(options.out, head, resumes=options.resume)
     left = [name for name in names if len(results.listed(name, "rounds")) < options.times]
     # The prompts of runs that are there do not come again.
     num_runs = sum(len(results.listed(name, "rounds")) for name in FAULTS)

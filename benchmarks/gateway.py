@@ -17,8 +17,6 @@ time per token suffers little from them, time on the clock does.
 import argparse
 import asyncio
 import json
-import platform
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -29,6 +27,8 @@ from typing import Any
 import grpc
 import psutil
 
+from benchmarks.measured_host import conditions
+from benchmarks.result_file import write_result
 from benchmarks.stream_processes import (
     HOST,
     NUM_TOKEN_IDS,
@@ -181,17 +181,14 @@ def main() -> None:
             costs = "  ".join(f"{name} {cost:6.1f}" for name, cost in case["us_per_token"].items())
             print(f"{streams:4} streams  {way:16} us of CPU per token: {costs}", flush=True)
     result = {
-        "command": " ".join(["python -m benchmarks.gateway", *sys.argv[1:]]),
-        "hardware": f"{platform.machine()}, {psutil.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "grpcio": grpc.__version__},
+        **conditions("gateway"),
         "tokens": options.tokens,
         "step_s": options.step_s,
         "interval_s": options.interval_s,
         "repetitions": options.repetitions,
         "cases": cases,
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

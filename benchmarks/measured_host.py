@@ -1,8 +1,10 @@
-"""What a benchmark runs on: hardware, versions, commit, GPU memory and the file cache."""
+"""What a run of a benchmark depends on: command, hardware, versions, commit, file cache."""
 
 import os
 import platform
 import subprocess
+import sys
+import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +13,24 @@ from benchmarks.stream_statistics import Row
 
 VERSIONS_OF = ("torch", "triton", "ray", "grpcio", "nccl4py", "nvidia-nccl-cu13", "pagewire")
 NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def conditions(program: str, commit_of: str = "") -> Row:
+    """Return how and where a program of this folder runs: the head of its results.
+
+    Args:
+        program: The name of its module.
+        commit_of: The commit to record; empty: that of this tree.
+    """
+    # Folders are the host's own.
+    words = [Path(word).name if "/" in word and "*" not in word else word for word in sys.argv[1:]]
+    return {
+        "command": " ".join([f"python -m benchmarks.{program}", *words]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit_of or commit(),
+    }
 
 
 def hardware() -> Row:

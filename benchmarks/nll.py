@@ -9,8 +9,6 @@ perplexity.
 """
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.measured_host import conditions
 from benchmarks.result_file import ResultFile
 from benchmarks.stream_statistics import Row
 from cli.demo_text import DOCUMENT
@@ -140,26 +138,21 @@ def main() -> None:
         "--text", type=Path, help="file with the text; default: the demo's document"
     )
     parser.add_argument(
-        "--commit", default=commit(), help="commit to record; default: that of this repository"
+        "--commit", default="", help="commit to record; default: that of this repository"
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8") if options.text else DOCUMENT
     token_ids = text_tokens(options.model, text)
-    arguments = [Path(argument).name for argument in sys.argv[1:]]  # folders are the host's own
     head = {
-        "command": " ".join(["python -m benchmarks.nll", *arguments]),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": options.commit,
+        **conditions("nll", options.commit),
         "configuration": {
             "model": model_name(options.model),
             "device": options.device,
             "num_tokens": len(token_ids),
         },
     }
-    result = ResultFile(options.out, head, derive=lambda rows: [], resumes=False)
+    result = ResultFile(options.out, head)
     expected = reference_nll(options.model, token_ids)
     result.add({"case": "nll/transformers-float32", "as_prompt": expected})
     for dtype in options.dtype:

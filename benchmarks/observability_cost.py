@@ -11,7 +11,6 @@ streams.
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -21,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measured_host import commit, hardware, versions
+from benchmarks.measured_host import conditions
+from benchmarks.result_file import write_result
 from llm_engine.kv_reads import NO_READS, flat_reads
 from observability.token_gaps import TokenGaps
 from observability.tracing import begin_part, begin_trace, stop_tracing, trace_to
@@ -185,16 +185,8 @@ def main() -> None:
     for row in rows:
         cost = f"{row['us']:>9} us {row['percent']:>6} %"
         sys.stdout.write(f"{row['case']:<24} {cost} of {row['of']}\n")
-    if options.out:
-        head = {
-            "command": f"python -m benchmarks.observability_cost --out {options.out}",
-            "hardware": f"{platform.machine()}, {hardware()['cores']} cores",
-            "versions": versions(),
-            "commit": commit(),
-            "number": options.number,
-            "repeats": options.repeats,
-        }
-        options.out.write_text(json.dumps(head | {"cases": rows}, indent=2) + "\n")
+    settings = {"number": options.number, "repeats": options.repeats}
+    write_result(options.out, conditions("observability_cost") | settings | {"cases": rows})
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ import asyncio
 import multiprocessing
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measured_host import commit, hardware, num_gpus, versions
+from benchmarks.measured_host import conditions, num_gpus
 from benchmarks.result_file import ResultFile, say
 from benchmarks.stream_statistics import Row
 
@@ -211,14 +210,10 @@ def main() -> None:
     devices = ["cpu", "cpu"] if not gpus else ["cuda:0", "cuda:1" if gpus > 1 else "cuda:0"]
     transports = ["tcp"] if not gpus else ["cuda_ipc", "nccl"][: min(gpus, 2)]
     head = {
-        "command": "python -m benchmarks.page_moves",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": options.commit or commit(),
+        **conditions("page_moves", options.commit),
         "configuration": {"pages": options.pages, "page_kib": options.page_kib},
     }
-    results = ResultFile(options.out, head, derive=lambda _: [], resumes=False)
+    results = ResultFile(options.out, head)
     for transport in transports:
         for page_kib in options.page_kib:
             for num_pages in options.pages:

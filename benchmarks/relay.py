@@ -14,9 +14,7 @@ import asyncio
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Sequence
@@ -24,9 +22,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 
+from benchmarks.measured_host import conditions
+from benchmarks.result_file import write_result
 from benchmarks.stream_processes import (
     HOST,
     START_TIMEOUT_S,
@@ -174,16 +173,13 @@ def main() -> None:
             cases.append(case)
             print(json.dumps(case), flush=True)
     result = {
-        "command": " ".join(["python -m benchmarks.relay", *sys.argv[1:]]),
-        "hardware": f"{platform.machine()}, {psutil.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "grpcio": grpc.__version__},
+        **conditions("relay"),
         "seconds": options.seconds,
         "clients": options.clients,
         "repetitions": options.repetitions,
         "cases": cases,
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

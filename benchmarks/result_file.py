@@ -1,4 +1,4 @@
-"""The JSON of a run whose cases take long: rewritten after each case, and continued later."""
+"""The JSON of a run: written once, or after each case and continued later."""
 
 import json
 import sys
@@ -25,7 +25,14 @@ class ResultFile:
         ValueError: If the file to resume is of other hardware or configuration.
     """
 
-    def __init__(self, path: Path | None, head: Row, *, derive: Derive, resumes: bool) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        head: Row,
+        *,
+        derive: Derive = lambda _: [],
+        resumes: bool = False,
+    ) -> None:
         self._path = path
         self._head = head
         self._derive = derive
@@ -82,6 +89,12 @@ class ResultFile:
         aside = self._path.with_suffix(".part")
         aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         aside.replace(self._path)
+
+
+def write_result(path: Path | None, result: Row) -> None:
+    """Write a whole result; None: nowhere."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def say(line: str) -> None:

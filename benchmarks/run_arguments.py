@@ -1,18 +1,17 @@
-"""The arguments of a run of cases, and the head of its file: what its rows depend on."""
+"""The arguments of a run of cases, and the file of its results: what its rows depend on."""
 
 import argparse
 import signal
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
 
 from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
-from benchmarks.measured_host import commit, hardware, versions
-from benchmarks.result_file import say
+from benchmarks.measured_host import conditions
+from benchmarks.result_file import Derive, ResultFile, say
 from benchmarks.served_cluster import OPTIONS, ClusterSpec
 from benchmarks.stream_statistics import Row
 from llm_engine.cached_folder import user_cache_dir
@@ -96,12 +95,7 @@ def end_in_order() -> None:
 def sizes_of(options: argparse.Namespace) -> Sizes:
     """Return the requested sizes of a run."""
     sizes = SCALES[options.scale]
-    return Sizes(
-        tokens_by=sizes.tokens_by,
-        streams_by=sizes.streams_by,
-        repeats=options.repeats or sizes.repeats,
-        steps=sizes.steps,
-    )
+    return replace(sizes, repeats=options.repeats or sizes.repeats)
 
 
 def model_of(options: argparse.Namespace) -> Path:
@@ -126,15 +120,39 @@ def cluster_options(options: argparse.Namespace) -> Row:
     return found
 
 
-def configuration_of(
-    options: argparse.Namespace, sizes: Sizes, clusters: Mapping[str, ClusterSpec]
-) -> Row:
-    """Return what the rows of a run depend on, beside hardware and versions."""
+def results_of(
+    options: argparse.Namespace,
+    program: str,
+    clusters: Mapping[str, ClusterSpec],
+    *,
+    derive: Derive = lambda _: [],
+) -> ResultFile:
+    """Return the file of a run's results, resumed if asked for.
+
+    Args:
+        options: The parsed arguments.
+        program: The name of the program's module.
+        clusters: All clusters of the run, by name.
+        derive: Makes rows of those of several cases.
+
+    Raises:
+        SystemExit: The file to resume is of other hardware or another configuration.
+    """
+    head = conditions(program, options.commit)
+    head["configuration"] = configuration_of(options, clusters)
+    try:
+        return ResultFile(options.out, head, derive=derive, resumes=options.resume)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def configuration_of(options: argparse.Namespace, clusters: Mapping[str, ClusterSpec]) -> Row:
+    """Return what the rows of a run depend on, besides hardware and versions."""
     return {
         "shape": options.shape,
         "device": options.device,
         "scale": options.scale,
-        "repeats": sizes.repeats,
+        "repeats": sizes_of(options).repeats,
         "clients": options.clients,
         "seed": options.seed,
         "clusters": {
@@ -147,17 +165,4 @@ def configuration_of(
             }
             for name, spec in clusters.items()
         },
-    }
-
-
-def head_of(options: argparse.Namespace, program: str, configuration: Row) -> Row:
-    """Return the conditions under which the rows of a run hold."""
-    words = [Path(word).name if "/" in word and "*" not in word else word for word in sys.argv[1:]]
-    return {
-        "command": " ".join([f"python -m {program}", *words]),  # folders are the host's own
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": options.commit or commit(),
-        "configuration": configuration,
     }

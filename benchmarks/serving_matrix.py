@@ -41,14 +41,12 @@ from benchmarks.prompts import (
     mix,
     wave,
 )
-from benchmarks.result_file import ResultFile
 from benchmarks.run_arguments import (
     arguments,
     cluster_options,
-    configuration_of,
     end_in_order,
-    head_of,
     model_of,
+    results_of,
     sizes_of,
 )
 from benchmarks.served_cluster import ClusterSpec
@@ -242,7 +240,6 @@ def main() -> None:
         return
     end_in_order()
     clock = Clock(options.deadline_s, options.seed)
-    sizes = sizes_of(options)
     disaggregated = ClusterSpec(
         model=model_of(options),
         prefill=1,
@@ -252,12 +249,7 @@ def main() -> None:
         routers=options.routers,
     )
     specs = {DISAGGREGATED: disaggregated, AGGREGATED: replace(disaggregated, prefill=0)}
-    configuration = configuration_of(options, sizes, specs)
-    head = head_of(options, "benchmarks.serving_matrix", configuration)
-    try:
-        results = ResultFile(options.out, head, derive=lambda rows: [], resumes=options.resume)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    results = results_of(options, "serving_matrix", specs)
     of_starts = {
         COLD: partial(cold_start, disaggregated),
         WARM: partial(warm_start, disaggregated),
@@ -274,7 +266,7 @@ def main() -> None:
         [case for case in cases if case.name in chosen],
         specs,
         results,
-        sizes=sizes,
+        sizes=sizes_of(options),
         clock=clock,
         num_clients=options.clients,
         warm_up=warm_up,

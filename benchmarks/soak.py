@@ -28,7 +28,7 @@ import psutil
 from benchmarks.case_runs import CaseFailed, Clock, OutOfTime, Run, start
 from benchmarks.client_processes import ClientProcesses
 from benchmarks.kills import RECOVERY_TIMEOUT_S, count_differences, is_idle, newest_workers
-from benchmarks.measured_host import gpu_memory_mib
+from benchmarks.measured_host import conditions, gpu_memory_mib
 from benchmarks.prompts import Seeds, Segment, StreamSpec
 from benchmarks.result_file import ResultFile, say
 from benchmarks.run_arguments import (
@@ -37,7 +37,6 @@ from benchmarks.run_arguments import (
     cluster_options,
     configuration_of,
     end_in_order,
-    head_of,
     model_of,
     sizes_of,
 )
@@ -209,7 +208,6 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
     options = parser.parse_args()
     end_in_order()
-    sizes = sizes_of(options)
     spec = ClusterSpec(
         model=model_of(options),
         prefill=options.prefill,
@@ -218,13 +216,14 @@ def main() -> None:
         options={**OPTIONS, **cluster_options(options)},
     )
     name = f"{spec.prefill}+{spec.decode}"
-    configuration = {**configuration_of(options, sizes, {name: spec}), "streams": options.streams}
-    head = head_of(options, "benchmarks.soak", configuration)
-    results = ResultFile(options.out, head, derive=sum_up, resumes=False)
+    configuration = configuration_of(options, {name: spec}) | {"streams": options.streams}
+    head = conditions("soak", options.commit) | {"configuration": configuration}
+    results = ResultFile(options.out, head, derive=sum_up)
     clock = Clock(options.deadline_s, options.seed)
     try:
         with start(spec, name, clock) as cluster, ClientProcesses(options.clients) as clients:
-            soak(Run(cluster, clients, sizes, clock), results, options.minutes, options.streams)
+            run = Run(cluster, clients, sizes_of(options), clock)
+            soak(run, results, options.minutes, options.streams)
     except OutOfTime:
         say("the deadline has passed")
     except CaseFailed as error:

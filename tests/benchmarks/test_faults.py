@@ -67,7 +67,7 @@ def run_once(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "run_once", run_once)
     monkeypatch.setattr(faults, "hosted_cluster", lambda *_, **__: nullcontext(MagicMock()))
     monkeypatch.setattr(faults, "ClientProcesses", MagicMock())
-    for name, answer in (("why_no_hosts", ""), ("demo_model_dir", tmp_path), ("commit", "one")):
+    for name, answer in (("why_no_hosts", ""), ("demo_model_dir", tmp_path)):
         monkeypatch.setattr(faults, name, lambda answer=answer: answer)
     monkeypatch.setattr(faults.shutil, "which", lambda name: name)
     command = ["faults", "--times=3", "--faults=kill/decode", "--resume", f"--out={out}"]
