@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +36,22 @@ class PagedCase:
     page_tables: list[list[int]]
     qo_lens: list[int]
     kv_lens: list[int]
-    kv_page_indptr: Tensor
-    kv_page_indices: Tensor
     scale: float
     k_scale: Tensor | None = None  # [num_layers, num_kv_heads], for pages of fp8
     v_scale: Tensor | None = None
+    # None: those of the page tables.
+    kv_page_indptr: Tensor = None
+    kv_page_indices: Tensor = None
+
+    def __post_init__(self) -> None:
+        if self.kv_page_indptr is None:
+            ends = torch.tensor([0, *(len(table) for table in self.page_tables)]).cumsum(0)
+            indptr = ends.to(dtype=torch.int32, device=self.q.device)
+            object.__setattr__(self, "kv_page_indptr", indptr)
+        if self.kv_page_indices is None:
+            pages = [page for table in self.page_tables for page in table]
+            indices = torch.tensor(pages, dtype=torch.int32, device=self.q.device)
+            object.__setattr__(self, "kv_page_indices", indices)
 
     @property
     def num_qo_heads(self) -> int:
@@ -56,6 +68,11 @@ class PagedCase:
             "k_scale": self.k_scale,
             "v_scale": self.v_scale,
         }
+
+    @property
+    def table_arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the requests' entries begin in the page table, and the table, on the host."""
+        return self.kv_page_indptr[:-1].cpu().numpy(), self.kv_page_indices.cpu().numpy()
 
     def expected(
         self, sliding_window: int | None = None, soft_cap: float | None = None
@@ -77,16 +94,11 @@ class PagedCase:
     def only(self, request: int) -> "PagedCase":
         """The same request alone, in the same pages."""
         first = sum(self.qo_lens[:request])
-        return _with_tables(
+        return self._changed(
             q=self.q[first : first + self.qo_lens[request]].contiguous(),
-            pages=self.pages,
-            layer=self.layer,
             page_tables=[self.page_tables[request]],
             qo_lens=[self.qo_lens[request]],
             kv_lens=[self.kv_lens[request]],
-            scale=self.scale,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
         )
 
     def moved(self, seed: int = 1) -> "PagedCase":
@@ -95,17 +107,8 @@ class PagedCase:
         new_ids = torch.randperm(self.pages.shape[0], generator=generator)
         pages = torch.empty_like(self.pages)
         pages[new_ids.to(self.pages.device)] = self.pages
-        return _with_tables(
-            q=self.q,
-            pages=pages,
-            layer=self.layer,
-            page_tables=[[int(new_ids[page]) for page in table] for table in self.page_tables],
-            qo_lens=self.qo_lens,
-            kv_lens=self.kv_lens,
-            scale=self.scale,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-        )
+        tables = [[int(new_ids[page]) for page in table] for table in self.page_tables]
+        return self._changed(pages=pages, page_tables=tables)
 
     def chunk(self, ends: Sequence[int], lengths: Sequence[int]) -> "PagedCase":
         """For each request its tokens [end - length, end), as a chunk over what is before."""
@@ -118,17 +121,13 @@ class PagedCase:
             parts.append(self.q[start : start + length])
             tables.append(table[: -(-end // self.pages.shape[4])])
             first += qo_len
-        return _with_tables(
-            q=torch.cat(parts),
-            pages=self.pages,
-            layer=self.layer,
-            page_tables=tables,
-            qo_lens=list(lengths),
-            kv_lens=list(ends),
-            scale=self.scale,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
+        return self._changed(
+            q=torch.cat(parts), page_tables=tables, qo_lens=list(lengths), kv_lens=list(ends)
         )
+
+    def _changed(self, **changes: Any) -> "PagedCase":
+        """The same with other page tables, among others."""
+        return replace(self, kv_page_indptr=None, kv_page_indices=None, **changes)
 
 
 def make_case(
@@ -164,7 +163,7 @@ def make_case(
             pages[page, layer, :, :, :used] = contents.to(dtype)
     shape = (sum(qo_lens), num_qo_heads, head_dim)
     q = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return _with_tables(
+    return PagedCase(
         q=q,
         pages=pages,
         layer=layer,
@@ -218,7 +217,7 @@ def shared_case(
         pages[page, 1, :, :, :count] = contents.to(dtype)
     num_requests = len(tables.kv_lens)
     q = torch.randn((num_requests, num_qo_heads, head_dim), generator=generator, device=device)
-    return _with_tables(
+    return PagedCase(
         q=q.to(dtype),
         pages=pages,
         layer=1,
@@ -298,35 +297,6 @@ def _eager(case: PagedCase, sliding_window: int | None, soft_cap: float | None) 
 def _of_heads(scales: Tensor, case: PagedCase) -> Tensor:
     group = case.num_qo_heads // case.pages.shape[3]
     return scales[case.layer].repeat_interleave(group)[:, None, None].to(case.q.dtype)
-
-
-def _with_tables(
-    *,
-    q: Tensor,
-    pages: Tensor,
-    layer: int,
-    page_tables: list[list[int]],
-    qo_lens: list[int],
-    kv_lens: list[int],
-    scale: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> PagedCase:
-    ends = torch.tensor([0, *(len(table) for table in page_tables)]).cumsum(0)
-    indices = [page for table in page_tables for page in table]
-    return PagedCase(
-        q=q,
-        pages=pages,
-        layer=layer,
-        page_tables=page_tables,
-        qo_lens=qo_lens,
-        kv_lens=kv_lens,
-        kv_page_indptr=ends.to(dtype=torch.int32, device=q.device),
-        kv_page_indices=torch.tensor(indices, dtype=torch.int32, device=q.device),
-        scale=scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
 
 
 def primer_pages(page_size: int, device: str) -> tuple[Tensor, list[int], Tensor]:

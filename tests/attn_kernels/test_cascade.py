@@ -1,6 +1,8 @@
 """Cascade attention against the reference and flat decode, in the interpreter or on a GPU."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 from attn_kernels.cascade import items as cascade_items
 from attn_kernels.cascade import launch as cascade_launch
 from attn_kernels.cascade import plan as cascade_plan
-from attn_kernels.cascade.launch import CascadeAttention, SharedTile
+from attn_kernels.cascade.launch import CascadeAttention
 from attn_kernels.cascade.prefix_tree import PrefixNode, prefix_tree
 from attn_kernels.decode import launch as decode_launch
 from attn_kernels.decode.launch import DecodeAttention, DecodeTile
@@ -20,67 +22,20 @@ from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.tiles import PlanBuffer
 from tests.attn_kernels.paged_case import PagedCase, assert_close, shared_case
 from tests.attn_kernels.shared_tables import SharedTables, forests, grow
+from tests.attn_kernels.small_tiles import CASCADE, DECODE, cascade, decode, make_cascade, run
 from tests.support.triton_interpreter import interpreted
-
-DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
-TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
-RULE = SplitRule(split_len=16, splits_per_segment=2)
 
 
 def make_attention(
-    case: PagedCase,
-    *,
-    tile: SharedTile = TILE,
-    rule: SplitRule = RULE,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    is_exact: bool = True,
-    **model: float,
+    case: PagedCase, *, model: Mapping[str, float] | None = None, **options: Any
 ) -> CascadeAttention:
-    attention = CascadeAttention(
-        case.pages,
-        **case.options,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        is_exact=is_exact,
-        rule=rule,
-        decode_tile=DECODE_TILE,
-        tile=tile,
-        num_programs=3,
-    )
-    attention.model = replace(attention.model.sharing_all(), **model)
+    attention = make_cascade(case, **options)
+    attention.model = replace(attention.model, **model or {})
     return attention
 
 
 def plan(attention: CascadeAttention, case: PagedCase, **options: object) -> None:
-    attention.plan(case.kv_lens, *tables_of(case), **options)
-
-
-def tables_of(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
-    return case.kv_page_indptr[:-1].cpu().numpy(), case.kv_page_indices.cpu().numpy()
-
-
-def run(attention: CascadeAttention, case: PagedCase, **options: Tensor) -> Tensor:
-    return attention.run(case.q, case.layer, case.kv_page_indices, **options)
-
-
-def cascade(case: PagedCase, **options: object) -> Tensor:
-    attention = make_attention(case, **options)
-    plan(attention, case)
-    assert attention.num_shared_items > 0
-    return run(attention, case)
-
-
-def flat(case: PagedCase, rule: SplitRule = RULE, sliding_window: int | None = None) -> Tensor:
-    attention = DecodeAttention(
-        case.pages,
-        **case.options,
-        sliding_window=sliding_window,
-        rule=rule,
-        tile=DECODE_TILE,
-    )
-    attention.plan(case.kv_lens)
-    return attention.run(case.q, case.layer, case.kv_page_indices)
+    attention.plan(case.kv_lens, *case.table_arrays, **options)
 
 
 def three_levels(page_size: int = 8) -> SharedTables:
@@ -123,7 +78,7 @@ def test_any_forest_gives_the_bits_of_flat_decode(device: str, tables: SharedTab
 
     assert_close(out, case)
     if device == "cpu":  # on a GPU, see test_gpu_cascade.py
-        assert torch.equal(out, flat(case))
+        assert torch.equal(out, decode(case))
 
 
 @pytest.mark.parametrize("knows_tree", [False, True])
@@ -145,7 +100,7 @@ def test_with_a_sliding_window_those_share_that_lie_within_it(device: str, knows
     assert (attention._shared.num_shared_slots[lens > window] == 0).all()
     assert_close(out, case, sliding_window=window)
     if device == "cpu":
-        assert torch.equal(out, flat(case, sliding_window=window))
+        assert torch.equal(out, decode(case, sliding_window=window))
 
     lens[lens.argmax()] -= 9  # makes room
     lens[lens == window] += 1
@@ -160,7 +115,8 @@ def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
     nodes = prefix_tree(
         tables.starts, tables.indices, np.array(tables.kv_lens), page_size=8, unit_len=16
     )
-    absorbing = make_attention(case, slot_us=1e9, repeated_bytes_per_us=1e-4, num_decode_programs=4)
+    absorbs = {"slot_us": 1e9, "repeated_bytes_per_us": 1e-4, "num_decode_programs": 4}
+    absorbing = make_attention(case, model=absorbs)
     plan(absorbing, case)
     few_slots = int(absorbing._shared.num_shared_slots.max())
 
@@ -252,7 +208,7 @@ def test_half_precision(device: str, dtype: torch.dtype, head_dim: int, page_siz
 
     assert_close(out, case)
     if device == "cpu":
-        assert torch.equal(out, flat(case))
+        assert torch.equal(out, decode(case))
 
 
 def test_edges_of_requests_beside_a_shared_prefix(device: str):
@@ -269,7 +225,7 @@ def test_edges_of_requests_beside_a_shared_prefix(device: str):
 
     assert_close(out, case)
     if device == "cpu":
-        assert torch.equal(out, flat(case))
+        assert torch.equal(out, decode(case))
 
 
 def test_rows_and_single_requests_and_padding(device: str):
@@ -280,24 +236,11 @@ def test_rows_and_single_requests_and_padding(device: str):
     q[rows[:4]] = case.q
     q[0] = 1.0
     out = torch.full_like(q, -1.0)
-    attention = CascadeAttention(
-        case.pages,
-        num_qo_heads=4,
-        scale=case.scale,
-        max_requests=5,
-        max_kv_tokens=1000,
-        rule=RULE,
-        decode_tile=DECODE_TILE,
-        tile=TILE,
-    )
+    attention = CascadeAttention(case.pages, **case.options | {"max_requests": 5}, **CASCADE)
     attention.model = attention.model.sharing_all()
 
-    attention.plan(
-        [*case.kv_lens, 0],
-        case.kv_page_indptr.cpu().numpy(),
-        case.kv_page_indices.cpu().numpy(),
-        rows=rows,
-    )
+    starts, indices = case.kv_page_indptr.cpu().numpy(), case.kv_page_indices.cpu().numpy()
+    attention.plan([*case.kv_lens, 0], starts, indices, rows=rows)
     attention.run(q, case.layer, case.kv_page_indices, out=out)
 
     assert attention.num_shared_items > 0
@@ -310,7 +253,7 @@ def test_a_plan_is_one_copy_to_the_device_and_a_second_one_of_what_is_shared(
     monkeypatch: pytest.MonkeyPatch, device: str
 ):
     case = shared_case(three_levels(), device=device)
-    shared, flat_only = make_attention(case), make_attention(case, margin=0.0)
+    shared, flat_only = make_attention(case), make_attention(case, model={"margin": 0.0})
     copies = []
     send = PlanBuffer.send
     monkeypatch.setattr(PlanBuffer, "send", lambda *args: (copies.append(args), send(*args)))
@@ -347,8 +290,7 @@ def test_a_batch_that_grows_is_planned_on_without_looking_at_its_pages(device: s
     )
     case = shared_case(grown, device=device)
     attention = make_attention(case)
-    starts = case.kv_page_indptr[:-1].cpu().numpy()
-    attention.plan(tables.kv_lens, starts, case.kv_page_indices.cpu().numpy())
+    attention.plan(tables.kv_lens, *case.table_arrays)
     shared = attention.num_shared_items
 
     attention.plan_next_step(case.kv_lens)
@@ -372,13 +314,13 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
     monkeypatch: pytest.MonkeyPatch, device: str
 ):
     def shipped(_pages: Tensor, *, beside_shared: bool = False) -> DecodeTile:
-        return replace(DECODE_TILE, programs_per_sm=2 if beside_shared else 1)
+        return replace(DECODE["tile"], programs_per_sm=2 if beside_shared else 1)
 
     monkeypatch.setattr("attn_kernels.cascade.launch.shipped_decode_tile", shipped)
     monkeypatch.setattr("attn_kernels.decode.launch.decode_tile", shipped)
     tables = grow(4, [0, 0], [6, 2], [1, 1, 0, 0], [1, 20, 3, 9], page_size=8)
     case = shared_case(tables, device=device)
-    attention = CascadeAttention(case.pages, **case.options, rule=RULE, tile=TILE, num_programs=3)
+    attention = CascadeAttention(case.pages, **case.options, **CASCADE | {"decode_tile": None})
     assert attention.flat is not attention.decode
     assert attention.flat.partial_acc is attention.decode.partial_acc
     models = {
@@ -396,7 +338,7 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
         assert attention.decode.partial_acc.isfinite().any(), "nothing was folded"
 
         with pytest.raises(CapacityError):
-            attention.plan([10**7] * len(case.kv_lens), *tables_of(case), nodes=[])
+            attention.plan([10**7] * len(case.kv_lens), *case.table_arrays, nodes=[])
         assert torch.equal(run(attention, case), out)
         attention.plan_next_step(case.kv_lens)
         assert torch.equal(run(attention, case), out)
@@ -527,8 +469,8 @@ def test_worked_example_of_the_block_sparse_primer_split_into_prefix_and_suffix(
         max_requests=2,
         max_kv_tokens=2 * (shared_len + 1),
         rule=SplitRule(split_len=shared_len, splits_per_segment=1),
-        decode_tile=replace(DECODE_TILE, block_n=shared_len),
-        tile=TILE,
+        decode_tile=replace(DECODE["tile"], block_n=shared_len),
+        tile=CASCADE["tile"],
     )
     attention.model = attention.model.sharing_all()
     flat_table = [page for table in tables for page in table]

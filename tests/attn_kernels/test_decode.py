@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_kernels.decode.launch import DecodeAttention, DecodeTile
+from attn_kernels.decode.launch import DecodeAttention
 from attn_kernels.decode.plan import SplitRule
 from attn_kernels.errors import CapacityError, ShapeError
 from tests.attn_kernels.paged_case import (
@@ -14,39 +14,9 @@ from tests.attn_kernels.paged_case import (
     make_case,
     primer_pages,
 )
+from tests.attn_kernels.small_tiles import DECODE, decode, make_decode, run
 
-TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
-RULE = SplitRule(split_len=16, splits_per_segment=2)
 EDGES = [1, 7, 8, 9, 16, 17, 33, 97]  # one token, page and split boundaries, several segments
-
-
-def make_attention(
-    case: PagedCase,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    rule: SplitRule = RULE,
-    num_programs: int = 3,
-) -> DecodeAttention:
-    return DecodeAttention(
-        case.pages,
-        **case.options,
-        sliding_window=window,
-        soft_cap=soft_cap,
-        rule=rule,
-        tile=TILE,
-        num_programs=num_programs,
-    )
-
-
-def run(attention: DecodeAttention, case: PagedCase, **options: Tensor) -> Tensor:
-    return attention.run(case.q, case.layer, case.kv_page_indices, **options)
-
-
-def decode(case: PagedCase, *, window: int | None = None, **options: Tensor) -> Tensor:
-    attention = make_attention(case, window=window)
-    attention.plan(case.kv_lens)
-    return run(attention, case, **options)
 
 
 def test_edge_lengths_give_the_reference_and_never_read_unused_rows(device: str):
@@ -98,7 +68,7 @@ def test_half_precision(device: str, dtype: torch.dtype, head_dim: int, page_siz
 def test_sliding_window_hides_older_tokens(device: str, window: int):
     case = make_case([1] * 5, [1, 8, 20, 21, 97], device=device)
 
-    assert_close(decode(case, window=window), case, window)
+    assert_close(decode(case, sliding_window=window), case, window)
 
 
 def test_a_request_has_the_same_bits_in_any_batch_and_in_any_pages(device: str):
@@ -116,7 +86,7 @@ def test_cuts_between_any_splits_give_the_same_bits(device: str, window: int | N
     case = make_case([1, 1], [97, 70], device=device)
     num_items, outs = [], []
     for num_programs in (2, 10, 64):
-        attention = make_attention(case, window=window, num_programs=num_programs)
+        attention = make_decode(case, sliding_window=window, num_programs=num_programs)
         num_items.append(attention.plan(case.kv_lens).num_items)
         outs.append(run(attention, case))
 
@@ -129,7 +99,7 @@ def slots_of_pieces(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the partial results (acc, stats) of a request cut for so many programs."""
     alone = case.only(request)
-    attention = make_attention(alone, num_programs=num_programs)
+    attention = make_decode(alone, num_programs=num_programs)
     items = attention.plan(alone.kv_lens)
     first = int(items.first_slots[0])
     run(attention, alone)
@@ -143,17 +113,7 @@ def test_slots_that_another_kernel_filled_give_the_bits_of_flat_decode(device: s
     # segment; what is left of them begins within a segment, and is a single item.
     splits, segments = slots_of_pieces(case, 0, 64), slots_of_pieces(case, 0, 2)
     shared = [segments[0], splits[2], slots_of_pieces(case, 1, 2)[0]]
-    attention = DecodeAttention(
-        case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        max_requests=2,
-        max_kv_tokens=200,
-        rule=RULE,
-        tile=TILE,
-        num_programs=2,
-        max_shared_slots=3,
-    )
+    attention = make_decode(case, num_programs=2, max_shared_slots=3)
 
     items = attention.plan(case.kv_lens, first_private=[48, 32], num_shared_slots=[2, 1])
     first, second = items.first_slots.tolist()
@@ -168,7 +128,7 @@ def test_slots_that_another_kernel_filled_give_the_bits_of_flat_decode(device: s
 
 def test_a_soft_cap_bounds_scores(device: str):
     case = make_case([1, 1], [97, 5], device=device)
-    attention = make_attention(case, soft_cap=0.5)
+    attention = make_decode(case, soft_cap=0.5)
     attention.plan(case.kv_lens)
 
     out = run(attention, case)
@@ -179,7 +139,7 @@ def test_a_soft_cap_bounds_scores(device: str):
 
 def test_one_plan_serves_many_runs(device: str):
     case = make_case([1, 1], [97, 40], device=device)
-    attention = make_attention(case, num_programs=64)
+    attention = make_decode(case, num_programs=64)
     attention.plan(case.kv_lens)
 
     for seed in range(3):  # each run leaves its partial results behind
@@ -189,7 +149,7 @@ def test_one_plan_serves_many_runs(device: str):
 
 def test_rows_and_requests_select_a_part_of_a_mixed_batch(device: str):
     case = make_case([1, 1, 1], [20, 33, 5], device=device)
-    attention = make_attention(case)
+    attention = make_decode(case)
     q = torch.full((7, 4, 16), float("nan"), device=device)
     q[[5, 2]] = case.q[[0, 2]]
     out = torch.full_like(q, -1.0)
@@ -220,7 +180,7 @@ def test_worked_example_of_the_block_sparse_primer(device: str, page_size: int):
     q = torch.zeros(1, 1, 16, device=device)
     q[..., :2] = 1.0
     attention = DecodeAttention(
-        pages, num_qo_heads=1, scale=1.0, max_requests=1, max_kv_tokens=3, tile=TILE
+        pages, num_qo_heads=1, scale=1.0, max_requests=1, max_kv_tokens=3, tile=DECODE["tile"]
     )
 
     attention.plan([3])
@@ -235,7 +195,7 @@ def test_worked_example_of_the_block_sparse_primer(device: str, page_size: int):
 def test_plans_beyond_the_buffers_are_refused(device: str):
     case = make_case([1], [20], device=device)
     attention = DecodeAttention(
-        case.pages, num_qo_heads=4, scale=1.0, max_requests=2, max_kv_tokens=64, tile=TILE
+        case.pages, num_qo_heads=4, scale=1.0, max_requests=2, max_kv_tokens=64, tile=DECODE["tile"]
     )
 
     with pytest.raises(CapacityError, match="3 requests, at most 2"):
@@ -244,6 +204,6 @@ def test_plans_beyond_the_buffers_are_refused(device: str):
         attention.plan([65])
     for first_private in (8, 32):
         with pytest.raises(ShapeError, match=f"first_private is {first_private}, must be"):
-            make_attention(case).plan([20], first_private=[first_private], num_shared_slots=[1])
+            make_decode(case).plan([20], first_private=[first_private], num_shared_slots=[1])
     with pytest.raises(ShapeError, match="split_len 24 must be a multiple of the 16 keys"):
-        make_attention(case, rule=SplitRule(split_len=24))
+        make_decode(case, rule=SplitRule(split_len=24))

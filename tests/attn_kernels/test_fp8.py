@@ -8,87 +8,20 @@ from torch import Tensor
 
 from attn_kernels.append import reference
 from attn_kernels.append.launch import rotate_and_append
-from attn_kernels.cascade.launch import CascadeAttention, SharedTile
+from attn_kernels.cascade.launch import CascadeAttention
 from attn_kernels.cascade.model import CascadeModel
-from attn_kernels.decode.launch import DecodeAttention, DecodeTile
-from attn_kernels.decode.plan import SplitRule
-from attn_kernels.prefill.launch import PrefillAttention
-from attn_kernels.prefill.launch_triton import PrefillTile
 from tests.attn_kernels.paged_case import (
-    PagedCase,
     assert_close,
     make_case,
     quantized,
     shared_case,
 )
 from tests.attn_kernels.shared_tables import grow
+from tests.attn_kernels.small_tiles import cascade, decode, prefill
 from tests.attn_kernels.tolerance import assert_within_twice
 from tests.support.triton_interpreter import interpreted
 
-DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
-PREFILL_TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
-SHARED_TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
-RULE = SplitRule(split_len=16, splits_per_segment=2)
 HEADS = [(2, 2), (4, 1), (10, 2)]  # groups of 1, 4 and 5
-
-
-def decode(
-    case: PagedCase,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
-    attention = DecodeAttention(
-        case.pages,
-        **case.options,
-        sliding_window=window,
-        soft_cap=soft_cap,
-        rule=RULE,
-        tile=DECODE_TILE,
-        num_programs=3,
-    )
-    attention.plan(case.kv_lens)
-    return attention.run(case.q, case.layer, case.kv_page_indices, lse=lse)
-
-
-def prefill(
-    case: PagedCase,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
-    attention = PrefillAttention(
-        case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        sliding_window=window,
-        soft_cap=soft_cap,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        tile=PREFILL_TILE,
-    )
-    attention.plan(case.qo_lens, case.kv_lens)
-    tables = (case.kv_page_indptr, case.kv_page_indices)
-    return attention.run(case.q, case.layer, *tables, lse=lse)
-
-
-def cascade(case: PagedCase, *, soft_cap: float | None = None) -> Tensor:
-    attention = CascadeAttention(
-        case.pages,
-        **case.options,
-        soft_cap=soft_cap,
-        rule=RULE,
-        decode_tile=DECODE_TILE,
-        tile=SHARED_TILE,
-        num_programs=3,
-    )
-    attention.model = attention.model.sharing_all()
-    starts, indices = case.kv_page_indptr[:-1].cpu().numpy(), case.kv_page_indices.cpu().numpy()
-    attention.plan(case.kv_lens, starts, indices)
-    assert attention.num_shared_items > 0
-    return attention.run(case.q, case.layer, case.kv_page_indices)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -148,7 +81,7 @@ def test_scales_hold_with_a_sliding_window_and_a_soft_cap(
 ):
     case = quantized(make_case([1, 1, 1], [8, 21, 97], device=device), torch.float16)
 
-    assert_close(attend(case, window=window, soft_cap=soft_cap), case, window, soft_cap)
+    assert_close(attend(case, sliding_window=window, soft_cap=soft_cap), case, window, soft_cap)
 
 
 @pytest.mark.parametrize("attend", [decode, prefill])

@@ -124,9 +124,7 @@ def cascade(case: PagedCase, **options: object) -> CascadeAttention:
 
 
 def plan(attention: CascadeAttention, case: PagedCase) -> None:
-    attention.plan(
-        case.kv_lens, case.kv_page_indptr[:-1].cpu().numpy(), case.kv_page_indices.cpu().numpy()
-    )
+    attention.plan(case.kv_lens, *case.table_arrays)
 
 
 def states(attention: CascadeAttention | DecodeAttention, case: PagedCase) -> tuple[Tensor, Tensor]:

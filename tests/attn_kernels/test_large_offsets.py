@@ -18,20 +18,24 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
 from attn_kernels.append.launch import rotate_and_append
-from attn_kernels.cascade.launch import CascadeAttention, SharedTile
-from attn_kernels.decode.launch import DecodeAttention, DecodeTile
-from attn_kernels.decode.plan import FIELDS, DecodeItems, SplitRule, plan_decode
+from attn_kernels.decode.plan import FIELDS, DecodeItems, plan_decode
 from attn_kernels.elementwise.launch import rms_norm
 from attn_kernels.linear.launch import linear
 from attn_kernels.linear.launch_triton import MANY
 from attn_kernels.merge.launch import merge_states
 from attn_kernels.pages.launch import gather_pages, scatter_pages
-from attn_kernels.prefill.launch import PrefillAttention
-from attn_kernels.prefill.launch_triton import PrefillTile
 from attn_kernels.sampling.launch import LogitEdits, TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized, shared_case
 from tests.attn_kernels.sampling_case import TINY, Row, draw, row_params
 from tests.attn_kernels.shared_tables import grow
+from tests.attn_kernels.small_tiles import (
+    cascade,
+    decode,
+    make_cascade,
+    make_decode,
+    make_prefill,
+    prefill,
+)
 from tests.support.triton_interpreter import interpreted, patched
 
 MAP_NORESERVE = (
@@ -40,8 +44,6 @@ MAP_NORESERVE = (
 NUM_LAYERS, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM = 1 << 15, 2, 16, 16
 PAGE_ELEMENTS = NUM_LAYERS * 2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
 FIRST_FAR_PAGE = 2**31 // PAGE_ELEMENTS
-DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
-RULE = SplitRule(split_len=16, splits_per_segment=2)
 TABLES = grow(3, [0], [2], [0] * 3, [1, 9, 0], page_size=PAGE_SIZE)  # two pages are shared
 
 
@@ -87,50 +89,22 @@ def far_of(case: PagedCase) -> PagedCase:
 def test_decode(window: int | None):
     shape = {"page_size": PAGE_SIZE, "head_dim": HEAD_DIM, "num_kv_heads": NUM_KV_HEADS}
     case = far_of(make_case([1, 1], [5, 40], **shape))
-    options = {"sliding_window": window, "rule": RULE, "tile": DECODE_TILE}
-    attention = DecodeAttention(case.pages, **case.options, **options)
-    attention.plan(case.kv_lens)
 
-    assert_close(attention.run(case.q, case.layer, case.kv_page_indices), case, window)
+    assert_close(decode(case, sliding_window=window), case, window)
 
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_prefill(window: int | None):
     shape = {"page_size": PAGE_SIZE, "head_dim": HEAD_DIM, "num_kv_heads": NUM_KV_HEADS}
     case = far_of(make_case([5, 3], [5, 40], **shape))
-    attention = PrefillAttention(
-        case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        sliding_window=window,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        tile=PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2),
-    )
-    attention.plan(case.qo_lens, case.kv_lens)
 
-    out = attention.run(case.q, case.layer, case.kv_page_indptr, case.kv_page_indices)
-
-    assert_close(out, case, window)
-
-
-def cascade_of(case: PagedCase) -> CascadeAttention:
-    tile = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
-    options = {"rule": RULE, "decode_tile": DECODE_TILE, "tile": tile}
-    attention = CascadeAttention(case.pages, **case.options, **options)
-    attention.model = attention.model.sharing_all()
-    return attention
+    assert_close(prefill(case, sliding_window=window), case, window)
 
 
 def test_cascade():
     case = far_of(shared_case(TABLES, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM))
-    attention = cascade_of(case)
-    attention.plan(case.kv_lens, TABLES.starts, np.asarray(case.kv_page_indices))
 
-    out = attention.run(case.q, case.layer, case.kv_page_indices)
-
-    assert attention.num_shared_items > 0
-    assert_close(out, case)
+    assert_close(cascade(case), case)
 
 
 def far_rows(case: PagedCase) -> tuple[Tensor, list[int]]:
@@ -145,7 +119,7 @@ def far_rows(case: PagedCase) -> tuple[Tensor, list[int]]:
 def test_rows_of_decode():
     case = make_case([1, 1, 1], [5, 40, 7], dtype=torch.bfloat16)
     q, rows = far_rows(case)
-    attention = DecodeAttention(case.pages, **case.options, rule=RULE, tile=DECODE_TILE)
+    attention = make_decode(case)
     attention.plan(case.kv_lens, rows=rows)
 
     out = attention.run(q, case.layer, case.kv_page_indices, out=reserved_like(q))
@@ -156,9 +130,7 @@ def test_rows_of_decode():
 def test_rows_of_prefill():
     case = make_case([1, 1, 1], [5, 40, 7], dtype=torch.bfloat16)
     q, rows = far_rows(case)
-    tile = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
-    options = {"num_qo_heads": case.num_qo_heads, "scale": case.scale, "tile": tile}
-    attention = PrefillAttention(case.pages, **options)
+    attention = make_prefill(case)
     attention.plan(case.qo_lens, case.kv_lens, first_rows=rows)
     tables = (case.kv_page_indptr, case.kv_page_indices)
 
@@ -170,7 +142,7 @@ def test_rows_of_prefill():
 def test_rows_of_cascade():
     case = shared_case(TABLES, dtype=torch.bfloat16)
     q, rows = far_rows(case)
-    attention = cascade_of(case)
+    attention = make_cascade(case)
     attention.plan(case.kv_lens, TABLES.starts, TABLES.indices, rows=rows)
 
     out = attention.run(q, case.layer, case.kv_page_indices, out=reserved_like(q))
@@ -189,12 +161,12 @@ def test_slots_of_cascade(monkeypatch: pytest.MonkeyPatch):
         return replace(items, first_slots=items.first_slots + first_slot)
 
     monkeypatch.setattr("attn_kernels.decode.launch.plan_decode", plan_far)
-    attention = cascade_of(case)
-    decode = attention.decode
-    num_slots = first_slot + len(decode.partial_acc)
-    decode.partial_acc = reserved(num_slots * case.q[0].numel(), torch.float32)
-    decode.partial_stats = torch.empty(num_slots, case.num_qo_heads, 3)
-    decode._arrivals = torch.zeros(num_slots, NUM_KV_HEADS, dtype=torch.int32)
+    attention = make_cascade(case)
+    flat = attention.decode
+    num_slots = first_slot + len(flat.partial_acc)
+    flat.partial_acc = reserved(num_slots * case.q[0].numel(), torch.float32)
+    flat.partial_stats = torch.empty(num_slots, case.num_qo_heads, 3)
+    flat._arrivals = torch.zeros(num_slots, NUM_KV_HEADS, dtype=torch.int32)
     attention.plan(case.kv_lens, TABLES.starts, TABLES.indices)
 
     out = attention.run(case.q, case.layer, case.kv_page_indices)

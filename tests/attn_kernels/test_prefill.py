@@ -1,40 +1,16 @@
 import pytest
 import torch
-from torch import Tensor
 
 from attn_kernels.errors import ShapeError
 from attn_kernels.prefill.launch import PrefillAttention
-from attn_kernels.prefill.launch_triton import PrefillTile
 from attn_kernels.prefill.plan import PrefillCapacity
 from tests.attn_kernels.paged_case import (
     HALF_PRECISION,
-    PagedCase,
     assert_close,
     make_case,
     primer_pages,
 )
-
-TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
-
-
-def prefill(
-    case: PagedCase,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
-    attention = PrefillAttention(
-        case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        sliding_window=window,
-        soft_cap=soft_cap,
-        tile=TILE,
-    )
-    attention.plan(case.qo_lens, case.kv_lens)
-    tables = (case.kv_page_indptr, case.kv_page_indices)
-    return attention.run(case.q, case.layer, *tables, lse=lse)
+from tests.attn_kernels.small_tiles import PREFILL, make_prefill, prefill
 
 
 def test_ragged_batch_of_whole_prompts_and_chunks_gives_the_reference(device: str):
@@ -84,7 +60,7 @@ def test_half_precision(device: str, dtype: torch.dtype, head_dim: int, page_siz
 def test_sliding_window_hides_older_tokens(device: str, window: int):
     case = make_case([1, 20, 12, 70], [1, 20, 65, 70], device=device)
 
-    assert_close(prefill(case, window=window), case, window)
+    assert_close(prefill(case, sliding_window=window), case, window)
 
 
 @pytest.mark.parametrize("window", [None, 12])
@@ -92,10 +68,10 @@ def test_a_soft_cap_bounds_scores(device: str, window: int | None):
     case = make_case([1, 20, 12], [1, 20, 65], device=device)
     lse = torch.empty(case.q.shape[:2], device=device)
 
-    out = prefill(case, window=window, soft_cap=0.5, lse=lse)
+    out = prefill(case, sliding_window=window, soft_cap=0.5, lse=lse)
 
     assert_close(out, case, window, soft_cap=0.5, lse=lse)
-    assert not torch.allclose(out, prefill(case, window=window), atol=1e-3)
+    assert not torch.allclose(out, prefill(case, sliding_window=window), atol=1e-3)
 
 
 @pytest.mark.parametrize("window", [None, 12])
@@ -104,13 +80,16 @@ def test_a_token_has_the_same_bits_in_any_chunk_any_batch_and_any_pages(
 ):
     case = make_case([37, 20], [37, 52], num_qo_heads=6, device=device)
 
-    whole = prefill(case, window=window)
+    whole = prefill(case, sliding_window=window)
 
-    assert torch.equal(prefill(case.moved(), window=window), whole)
+    assert torch.equal(prefill(case.moved(), sliding_window=window), whole)
     for request, rows in ((0, slice(0, 37)), (1, slice(37, 57))):
-        assert torch.equal(prefill(case.only(request), window=window), whole[rows])
+        assert torch.equal(prefill(case.only(request), sliding_window=window), whole[rows])
     first, second = case.chunk([21, 40], [21, 8]), case.chunk([37, 52], [16, 12])
-    first_out, second_out = prefill(first, window=window), prefill(second, window=window)
+    first_out, second_out = (
+        prefill(first, sliding_window=window),
+        prefill(second, sliding_window=window),
+    )
     for part, rows in (
         (first_out[:21], slice(0, 21)),
         (second_out[:16], slice(21, 37)),
@@ -127,7 +106,7 @@ def test_worked_example_of_the_block_sparse_primer(device: str, num_rows: int, p
     pages, table, values = primer_pages(page_size, device)
     q = torch.zeros(num_rows, 1, 16, device=device)
     q[..., :2] = 1.0
-    attention = PrefillAttention(pages, num_qo_heads=1, scale=1.0, tile=TILE)
+    attention = PrefillAttention(pages, num_qo_heads=1, scale=1.0, **PREFILL)
 
     attention.plan([num_rows], [3])
     indptr = torch.tensor([0, len(table)], dtype=torch.int32, device=device)
@@ -145,9 +124,7 @@ def test_worked_example_of_the_block_sparse_primer(device: str, num_rows: int, p
 @pytest.mark.parametrize("qo_lens", [[0, 3, 0, 9, 0], [0, 0, 0, 0, 0]])
 def test_chunks_without_new_tokens_leave_the_others_as_they_are(device: str, qo_lens: list[int]):
     case = make_case(qo_lens, [16, 19, 5, 9, 8], device=device)
-    attention = PrefillAttention(
-        case.pages, num_qo_heads=case.num_qo_heads, scale=case.scale, tile=TILE
-    )
+    attention = make_prefill(case)
     guard = torch.full((2, *case.q.shape[1:]), 7.0, device=device)
     out = torch.cat((torch.full_like(case.q, float("nan")), guard))  # rows of no chunk behind
     q = torch.cat((case.q, guard))
@@ -163,14 +140,8 @@ def test_chunks_without_new_tokens_leave_the_others_as_they_are(device: str, qo_
 @pytest.mark.parametrize("window", [None, 12])
 def test_plans_in_fixed_buffers_give_the_same_bits(device: str, window: int | None):
     tables = make_case([37, 20], [37, 52], device=device)
-    attention = PrefillAttention(
-        tables.pages,
-        num_qo_heads=tables.num_qo_heads,
-        scale=tables.scale,
-        sliding_window=window,
-        capacity=PrefillCapacity(max_tokens=57, max_requests=3),
-        tile=TILE,
-    )
+    capacity = PrefillCapacity(max_tokens=57, max_requests=3)
+    attention = make_prefill(tables, sliding_window=window, capacity=capacity)
 
     for ends, lens in (
         ([21, 40], [21, 8]),
@@ -184,13 +155,13 @@ def test_plans_in_fixed_buffers_give_the_same_bits(device: str, window: int | No
         attention.plan(case.qo_lens, case.kv_lens)
         entries = (case.kv_page_indptr, case.kv_page_indices)
         attention.run(torch.cat((case.q, guard)), case.layer, *entries, out=out)
-        assert torch.equal(out[:-2], prefill(case, window=window))
+        assert torch.equal(out[:-2], prefill(case, sliding_window=window))
         assert (out[-2:] == 7.0).all()
 
 
 def test_more_new_tokens_than_tokens_are_refused(device: str):
     case = make_case([1], [20], device=device)
-    attention = PrefillAttention(case.pages, num_qo_heads=4, scale=1.0, tile=TILE)
+    attention = make_prefill(case)
 
     with pytest.raises(ShapeError, match="21 new tokens of 20"):
         attention.plan([21], [20])
@@ -201,4 +172,4 @@ def test_a_soft_cap_that_is_not_positive_is_refused(device: str, soft_cap: float
     case = make_case([1], [20], device=device)
 
     with pytest.raises(ShapeError, match=f"soft_cap is {soft_cap}, must be positive"):
-        PrefillAttention(case.pages, num_qo_heads=4, scale=1.0, soft_cap=soft_cap)
+        make_prefill(case, soft_cap=soft_cap)

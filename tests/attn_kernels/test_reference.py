@@ -15,10 +15,9 @@ from torch import Tensor
 
 from attn_kernels.append.launch import rotate_and_append
 from attn_kernels.cascade import reference as cascade_reference
-from attn_kernels.cascade.launch import CascadeAttention, SharedTile
+from attn_kernels.cascade.launch import CascadeAttention
 from attn_kernels.decode import reference as decode_reference
-from attn_kernels.decode.launch import DecodeAttention, DecodeTile
-from attn_kernels.decode.plan import SplitRule
+from attn_kernels.decode.launch import DecodeAttention
 from attn_kernels.elementwise.launch import rms_norm
 from attn_kernels.linear.launch import gated_linear, linear
 from attn_kernels.merge.launch import merge_states
@@ -26,7 +25,6 @@ from attn_kernels.pages.launch import copy_between, copy_pages, gather_pages, sc
 from attn_kernels.pages.launch_digest import digest_pages
 from attn_kernels.prefill import reference as prefill_reference
 from attn_kernels.prefill.launch import PrefillAttention
-from attn_kernels.prefill.launch_triton import PrefillTile
 from attn_kernels.sampling.launch import LogitEdits, TokenSampler
 from tests.attn_kernels.paged_case import PagedCase, make_case, shared_case
 from tests.attn_kernels.sampling_case import (
@@ -36,6 +34,7 @@ from tests.attn_kernels.sampling_case import (
     row_params,
 )
 from tests.attn_kernels.shared_tables import grow
+from tests.attn_kernels.small_tiles import CASCADE, DECODE, PREFILL
 from tests.attn_kernels.tolerance import assert_within_twice
 
 FUNCTIONS: list[Callable[..., object]] = [
@@ -71,10 +70,6 @@ HOW = {
     "first_private",
     "nodes",
 }
-RULE = SplitRule(split_len=16, splits_per_segment=2)
-DECODE_TILE = DecodeTile(block_n=16, num_warps=4, num_stages=2, programs_per_sm=1)
-PREFILL_TILE = PrefillTile(block_m=16, block_n=16, num_warps=4, num_stages=2)
-SHARED_TILE = SharedTile(block_m=16, num_warps=4, num_stages=2, programs_per_sm=1)
 ATOL = 4e-6  # as in paged_case.py
 
 
@@ -133,9 +128,7 @@ def test_prefill(device: str):
         attention.run(q, case.layer, case.kv_page_indptr, case.kv_page_indices, **written)
         return written
 
-    assert_alike(
-        run, partial(PrefillAttention, tile=PREFILL_TILE), prefill_reference.PrefillAttention
-    )
+    assert_alike(run, partial(PrefillAttention, **PREFILL), prefill_reference.PrefillAttention)
 
 
 def test_decode(device: str):
@@ -149,7 +142,7 @@ def test_decode(device: str):
         attention.run(q, case.layer, case.kv_page_indices, **written)
         return written
 
-    launcher = partial(DecodeAttention, rule=RULE, tile=DECODE_TILE, num_programs=3)
+    launcher = partial(DecodeAttention, **DECODE)
     assert_alike(run, launcher, decode_reference.DecodeAttention)
 
 
@@ -167,8 +160,7 @@ def test_cascade(device: str):
         return written
 
     def launcher(*arguments: Any, **options: Any) -> CascadeAttention:
-        tiles = {"decode_tile": DECODE_TILE, "tile": SHARED_TILE}
-        attention = CascadeAttention(*arguments, **options, **tiles, rule=RULE, num_programs=3)
+        attention = CascadeAttention(*arguments, **options, **CASCADE)
         attention.model = attention.model.sharing_all()
         return attention
 
