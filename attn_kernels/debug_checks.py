@@ -6,8 +6,6 @@ graph is captured, when waiting is illegal, or replayed.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,16 +22,6 @@ class DebugMode:
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = is_on
-
-    @contextmanager
-    def turned_on(self) -> Iterator[None]:
-        """Turn the mode on for some launches."""
-        was_on = self.is_on
-        self.is_on = True
-        try:
-            yield
-        finally:
-            self.is_on = was_on
 
 
 debug = DebugMode(is_on=os.environ.get("PAGEWIRE_KERNEL_CHECKS") == "1")

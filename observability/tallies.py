@@ -14,8 +14,6 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-Family = CounterMetricFamily | HistogramMetricFamily
-
 
 class Tally:
     """A sum that only grows."""

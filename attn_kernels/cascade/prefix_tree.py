@@ -150,18 +150,3 @@ def _nodes(common: Sequence[int], requests: IntArray, unit_len: int) -> list[Pre
         )
         path.append(len(nodes) - 1)
     return nodes
-
-
-def check_tree(nodes: Sequence[PrefixNode]) -> None:
-    """Assert the invariants of a tree: nodes are whole, nested, and parents come first."""
-    for index, node in enumerate(nodes):
-        assert node.begin < node.end
-        assert len(node.members) > 1
-        if node.parent is None:
-            assert node.begin == 0
-            continue
-        parent = nodes[node.parent]
-        assert node.parent < index
-        assert parent.end == node.begin
-        assert len(node.members) < len(parent.members)
-        assert np.isin(node.members, parent.members).all()

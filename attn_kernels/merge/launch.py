@@ -61,15 +61,3 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
             num_warps=4,
         )
     return out, lse
-
-
-def merge_state(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Combine attention over two disjoint sets of keys; see `merge_states`."""
-    check_tensor("out_a", out_a, shape=(None, None, None), dtype=FLOAT_DTYPES, device=None)
-    shape, device = out_a.shape, out_a.device
-    check_tensor("out_b", out_b, shape=shape, dtype=out_a.dtype, device=device)
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_tensor(name, lse, shape=shape[:2], dtype=torch.float32, device=device)
-    return merge_states(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))

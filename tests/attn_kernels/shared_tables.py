@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from attn_kernels.cascade.prefix_tree import PrefixNode
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedTables:
@@ -84,3 +86,18 @@ def forests(
         [draw(st.sampled_from([0, 1, 3, 4, 5, 17])) for _ in range(num_requests)],
         page_size,
     )
+
+
+def check_tree(nodes: Sequence[PrefixNode]) -> None:
+    """Assert the invariants of a tree: nodes are whole, nested, and parents come first."""
+    for index, node in enumerate(nodes):
+        assert node.begin < node.end
+        assert len(node.members) > 1
+        if node.parent is None:
+            assert node.begin == 0
+            continue
+        parent = nodes[node.parent]
+        assert node.parent < index
+        assert parent.end == node.begin
+        assert len(node.members) < len(parent.members)
+        assert np.isin(node.members, parent.members).all()

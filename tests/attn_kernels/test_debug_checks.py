@@ -2,7 +2,9 @@
 
 import runpy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +30,9 @@ LIMITS: dict[str, Any] = {"max_requests": 4, "max_kv_tokens": 128}
 
 
 pytestmark = pytest.mark.usefixtures("launches")
+
+
+checking = partial(patch.object, debug, "is_on", new=True)
 
 
 def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -187,7 +192,7 @@ def test_the_debug_mode_refuses_what_only_the_device_knows(
     message: str,
     launches: list[object],
 ):
-    with debug.turned_on(), pytest.raises(error, match=message):
+    with checking(), pytest.raises(error, match=message):
         action()
     assert not launches
 
@@ -220,7 +225,7 @@ def test_scales_of_the_layer_must_be_positive(kind: Any, value: float, launches:
             attention.run(q, layer, ints(0))
 
     message = f"v_scale is {value} for layer 1 and key-value head 0, must be positive and finite"
-    with debug.turned_on():
+    with checking():
         with pytest.raises(ScaleError, match=message):
             run(1)
         assert not launches
@@ -250,7 +255,7 @@ ACCEPTED: list[Callable[[], None]] = [
 def test_the_debug_mode_accepts_what_kernels_do_not_read(
     action: Callable[[], None], launches: list[object]
 ):
-    with debug.turned_on():
+    with checking():
         action()
 
     assert launches
@@ -270,13 +275,13 @@ def test_nothing_is_read_while_a_graph_is_captured(
         values.as_subclass(OnDevice) for values in (ids(9, 9), ids(99, 99), ids(99, 99))
     )
 
-    with debug.turned_on():
+    with checking():
         gather(page_ids)
         append(append_page=page_ids, positions=positions, append_offset=offsets)
     assert len(launches) == 2
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with debug.turned_on(), pytest.raises(PageTableError, match="source_ids has 9"):
+    with checking(), pytest.raises(PageTableError, match="source_ids has 9"):
         gather(page_ids)
     assert len(launches) == 2
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from attn_kernels.merge import reference
-from attn_kernels.merge.launch import merge_state, merge_states
+from attn_kernels.merge.launch import merge_states
 from tests.attn_kernels.tolerance import assert_within_twice
 
 ATOL = 4e-6  # of values up to 4, by weights whose exponents (up to 16) are off by a last place
@@ -41,7 +41,8 @@ def test_halves_of_a_softmax_join_to_the_whole(device: str):
         lse = torch.logsumexp(scores[keys], 0)
         return out.view(1, 1, 2).to(device), lse.view(1, 1).to(device)
 
-    out, lse = merge_state(*state(slice(0, 2)), *state(slice(2, 3)))
+    halves = zip(state(slice(0, 2)), state(slice(2, 3)), strict=True)
+    out, lse = merge_states(*(torch.stack(each) for each in halves))
 
     whole_out, whole_lse = state(slice(0, 3))
     assert_within_twice(out, whole_out, whole_out, atol=ATOL)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_kernels.cascade.prefix_tree import PrefixNode, aligned_tree, check_tree, prefix_tree
-from tests.attn_kernels.shared_tables import SharedTables, forests
+from attn_kernels.cascade.prefix_tree import PrefixNode, aligned_tree, prefix_tree
+from tests.attn_kernels.shared_tables import SharedTables, check_tree, forests
 
 
 def tree_of(tables: SharedTables, *, unit_len: int = 4) -> list[PrefixNode]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_kernels.cascade.launch import CascadeAttention, HopperSharedTile, SharedTile, shared_tile
 from attn_kernels.cascade.plan import CascadeEstimate
-from attn_kernels.cascade.prefix_tree import check_tree, prefix_tree
+from attn_kernels.cascade.prefix_tree import prefix_tree
 from llm_engine import decode_triton, operations_triton  # noqa: F401  # else it stays interpreted
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_torch import TorchAttention
@@ -19,6 +19,7 @@ from llm_engine.decode_graphs import NUM_ROWS
 from llm_engine.decode_triton import TritonDecode, few_rows, reads_prefixes_once
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.sampling import SamplingParams, SequenceSlice
+from tests.attn_kernels.shared_tables import check_tree
 from tests.llm_engine.driver import DrivenSequence, computed_kv, run, small_engine
 from tests.support.triton_interpreter import interpreted
 
