@@ -1,29 +1,35 @@
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
 from tests.http_gateway.parrot import MARKS, parrot, write_folder
 from tests.http_gateway.serving import Gateway, gateway, real_router
+from tests.router.scripted_worker import ScriptedWorker
+
+
+@contextmanager
+def gateways(
+    make_folder: Callable[[str], Path], model: Callable[[Path], ScriptedWorker]
+) -> Iterator[Callable[[str], Gateway]]:
+    """Gateways before a model, by the kind of template; each starts when it is first asked for."""
+    with ExitStack() as running:
+
+        @cache
+        def start(kind: str) -> Gateway:
+            folder = write_folder(make_folder(kind), MARKS[kind])
+            return running.enter_context(gateway(lambda: real_router(model(folder), folder)))
+
+        yield start
 
 
 @pytest.fixture(scope="module")
 def parrots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Gateway]]:
-    """Gateways before parrots, by the kind of template; each starts when it is first asked for."""
-    running = []
-
-    @cache
-    def start(kind: str) -> Gateway:
-        folder = write_folder(tmp_path_factory.mktemp(kind), MARKS[kind])
-        serving = gateway(lambda: real_router(parrot(folder), folder))
-        started = serving.__enter__()
-        running.append(serving)
-        return started
-
-    yield start
-    for serving in running:
-        serving.__exit__(None, None, None)
+    with gateways(tmp_path_factory.mktemp, parrot) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

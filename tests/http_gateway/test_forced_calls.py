@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from grammars.wire import constraint_from_proto
 from pagewire import Client, InvalidRequestError, forced_calls
 from pagewire.protos import worker_pb2
 from pagewire.protos.token_ids import pack_token_ids
-from tests.http_gateway.conftest import openai
-from tests.http_gateway.parrot import MARKS, write_folder
-from tests.http_gateway.serving import Gateway, gateway, real_router
+from tests.http_gateway.conftest import gateways, openai
+from tests.http_gateway.serving import Gateway
 from tests.router.scripted_worker import EOS, LENGTH, STOP, ScriptedWorker, Session
 
 SCHEMA = {
@@ -80,19 +78,8 @@ def random_model(folder: Path) -> ScriptedWorker:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Gateway]]:
-    running = []
-
-    @cache
-    def start(kind: str) -> Gateway:
-        folder = write_folder(tmp_path_factory.mktemp(kind), MARKS[kind])
-        serving = gateway(lambda: real_router(random_model(folder), folder))
-        started = serving.__enter__()
-        running.append(serving)
-        return started
-
-    yield start
-    for serving in running:
-        serving.__exit__(None, None, None)
+    with gateways(tmp_path_factory.mktemp, random_model) as start:
+        yield start
 
 
 @pytest.fixture(params=FORMATS)

@@ -8,11 +8,11 @@ import pytest
 from http_gateway.wire import RouterLink
 from llm_engine.sampling import SamplingParams
 from pagewire import AsyncClient, Completion, ConnectionFailedError, PagewireError, UnavailableError
-from pagewire.protos import common_pb2, inference_pb2
-from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos import inference_pb2
+from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.routers import Connector
 from tests.simulation.test_scenarios import GREEDY, SEEDED, tokens
-from tests.support.fake_cluster import MODEL, FakeCluster
+from tests.support.fake_cluster import MODEL, FakeCluster, generate_request
 from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.oracle import RequestSpec, expected_choices
 from tests.support.scenario import MAX_CONTEXT_TOKENS, ClusterShape
@@ -253,18 +253,6 @@ class MemoryConnector(Connector):
 
     async def explain(self, error: PagewireError, address: str) -> PagewireError:
         return error
-
-
-def generate_request(spec: RequestSpec) -> inference_pb2.GenerateRequest:
-    params = spec.params
-    sampling = common_pb2.SamplingParams(
-        temperature=params.temperature,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
-        ignore_eos=params.ignore_eos,
-        n=spec.n,
-    )
-    return inference_pb2.GenerateRequest(token_ids=pack_token_ids(spec.prompt), sampling=sampling)
 
 
 async def answers_right(link: RouterLink, specs: list[RequestSpec]) -> list[inference_pb2.Usage]:
