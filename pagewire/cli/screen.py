@@ -10,7 +10,6 @@ import tty
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
-from types import TracebackType
 from typing import Any, Self
 
 # The alternate screen, so that the old content comes back; cursor hidden; lines cut, not wrapped.
@@ -54,12 +53,7 @@ class Screen:
         self._take()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._give_back()
         finally:
