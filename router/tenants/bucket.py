@@ -1,7 +1,6 @@
 """A rate with a burst: what is not used is saved up, to a limit. Pure: times are arguments."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 _ROUNDING = 1e-6  # units by which sums of floats may be off
 
@@ -11,6 +10,7 @@ class Charge:
     """Units that were taken and may be given back."""
 
     amount: float
+    bound: float = 0.0  # of the level, by the moments since the charge before; see Bucket
 
 
 class Bucket:
@@ -21,7 +21,8 @@ class Bucket:
     less than the amount comes back if that one would have been full meanwhile.
 
     So each moment of the past bounds the level: by the capacity, and what came and was taken since.
-    Between two undecided charges the lowest bound stands for all, whatever is decided.
+    Between two undecided charges the lowest bound stands for all, whatever is decided. The later
+    charge keeps it, as if no undecided charge had been made.
 
     Args:
         rate_per_s: Units that come each second; 0: everything is allowed.
@@ -33,16 +34,15 @@ class Bucket:
         self._rate_per_s = rate_per_s
         self._capacity = capacity
         self._at = now
-        self._undecided: list[Charge] = []  # oldest first
-        # The lowest bound before each of them, and after the last, as if none had been made.
-        self._bounds = [capacity]
+        # The undecided ones, oldest first, and the next one, which takes nothing yet.
+        self._charges = [Charge(0.0, capacity)]
         self._moved = 0.0  # what came and was taken for good, of which the bounds do not know yet
 
     def change(self, *, rate_per_s: float, capacity: float, now: float) -> None:
         """Continue at another rate; savings, up to the new capacity, and debts stay."""
         self._refill(now)
         if not self._rate_per_s:
-            self._undecided, self._bounds, self._moved = [], [capacity], 0.0
+            self._charges, self._moved = [Charge(0.0, capacity)], 0.0
         self._rate_per_s, self._capacity = rate_per_s, capacity
         self._refill(now)
 
@@ -51,16 +51,16 @@ class Bucket:
         if not self._rate_per_s:
             return 0.0
         lacking = 1 - self.level(now)
-        if lacking <= _ROUNDING:
-            return 0.0
-        return lacking / self._rate_per_s
+        return lacking / self._rate_per_s if lacking > _ROUNDING else 0.0
 
     def level(self, now: float) -> float:
         """Return how many units are there; below 0: are owed."""
         self._refill(now)
-        charged = accumulate((each.amount for each in reversed(self._undecided)), initial=0.0)
-        bounds = zip(reversed(self._bounds), charged, strict=True)
-        return min(bound - taken for bound, taken in bounds) + self._moved
+        level, charged = self._capacity, 0.0
+        for each in reversed(self._charges):
+            charged += each.amount
+            level = min(level, each.bound - charged + self._moved)
+        return level
 
     def take(self, amount: float, now: float) -> None:
         """Take units for good, whether they are there or not."""
@@ -70,11 +70,12 @@ class Bucket:
 
     def charge(self, amount: float, now: float) -> Charge:
         """Take units, whether they are there or not, until `keep` or `give_back` decides."""
-        charge = Charge(amount)
-        if self._rate_per_s:
-            self._refill(now)
-            self._undecided.append(charge)
-            self._bounds.append(self._capacity - self._moved)
+        if not self._rate_per_s:
+            return Charge(amount)
+        self._refill(now)
+        charge = self._charges[-1]
+        charge.amount = amount
+        self._charges.append(Charge(0.0, self._capacity - self._moved))
         return charge
 
     def keep(self, charge: Charge, now: float) -> None:
@@ -86,25 +87,27 @@ class Bucket:
         self._decide(charge, 0.0, now)
 
     def _decide(self, charge: Charge, taken: float, now: float) -> None:
-        if charge not in self._undecided:  # there was no limit, then or since
+        if charge not in self._charges:  # there was no limit, then or since
             return
         self._refill(now)
-        number = self._undecided.index(charge)
-        before, after = self._bounds[: number + 1], self._bounds[number + 1 :]
-        before = [bound - taken for bound in before]
-        after[0] = min(after[0], before.pop())
-        self._bounds = before + after
-        del self._undecided[number]
+        number = self._charges.index(charge)
+        for each in self._charges[: number + 1]:
+            each.bound -= taken
+        following = self._charges[number + 1]
+        following.bound = min(following.bound, charge.bound)
+        del self._charges[number]
         self._settle()
 
     def _refill(self, now: float) -> None:
         self._moved += (now - self._at) * self._rate_per_s
         self._at = now
-        if not self._undecided:
+        if len(self._charges) == 1:
             self._settle()
-        self._bounds[-1] = min(self._bounds[-1], self._capacity - self._moved)
+        last = self._charges[-1]
+        last.bound = min(last.bound, self._capacity - self._moved)
 
     def _settle(self) -> None:
         """Tell the bounds what moved, so that rounding errors do not add up."""
-        self._bounds = [bound + self._moved for bound in self._bounds]
+        for each in self._charges:
+            each.bound += self._moved
         self._moved = 0.0
