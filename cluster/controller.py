@@ -223,8 +223,7 @@ class ControllerActor:
         await asyncio.to_thread(close_host, node_id)
         names = workers_on(node_id)
         staying = names - self._membership.leaving
-        is_young = _now() < self._started_at + HEARD_S  # so it has not heard of all yet
-        serving = staying if is_young else staying & self._heard_of()
+        serving = staying if self._is_young() else staying & self._heard_of()
         for worker_id in serving:
             if worker_id in self._membership:
                 self._membership.restart(worker_id)
@@ -335,6 +334,10 @@ class ControllerActor:
     def _heard_of(self) -> frozenset[str]:
         return self._membership.heard_since(_now() - HEARD_S)
 
+    def _is_young(self) -> bool:
+        """Return whether workers may serve of which it has not heard yet."""
+        return _now() < self._started_at + HEARD_S
+
     def _places_for(self, names: Iterable[str]) -> dict[str, Place]:
         """Return the places of these workers; some of them may exist already."""
         existing = frozenset(ray.util.list_named_actors())
@@ -352,8 +355,7 @@ class ControllerActor:
 
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
         """Have workers leave: first the routers stop sending them requests."""
-        heard_of = self._heard_of()
-        is_young = _now() < self._started_at + HEARD_S  # so it has not heard of all yet
+        heard_of, is_young = self._heard_of(), self._is_young()
         for worker_id in names:
             self._membership.dismiss(worker_id, grace_s)
         await self._push_all()

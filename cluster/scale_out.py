@@ -19,6 +19,7 @@ from cluster.scaling import ScalePlan, find_pool, told_workers
 LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
 LOOK_PERIOD_S = 0.1
 SHOWN = "`pagewire status` shows it"
+CONTINUES = f"what has begun continues; {SHOWN}"
 
 Say = Callable[[str], None]
 
@@ -38,10 +39,8 @@ def scale_cluster(
         ClusterError: The problem and the remedy. A worker that does not start is removed.
         Interrupted: By Ctrl-C; leaving workers still leave.
     """
-    with told_at_interrupt(NOTHING_CHANGED):
-        facts: ClusterFacts = ask(controller.facts.remote())
-    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
-    with told_at_interrupt(f"what has begun continues; {SHOWN}"):
+    facts, grace_s = _facts_and_grace(controller, grace_s)
+    with told_at_interrupt(CONTINUES):
         by_key = {find_pool(facts.config, name, "--pool"): each for name, each in wanted.items()}
         actors, plan = ask(controller.scale.remote(by_key, grace_s))
     with told_at_interrupt(_goes_on(plan)):
@@ -58,8 +57,7 @@ def scale_cluster(
                         ray.kill(actor, no_restart=True)
                     raise
         _wait_gone(_listed(plan.drains), grace_s)
-    facts = ask(controller.facts.remote())
-    say(f"the cluster has {told_workers(facts.workers.staying)}")
+    _say_workers(controller, say)
 
 
 def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Say) -> None:
@@ -69,9 +67,7 @@ def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Sa
         ClusterError: The problem and the remedy.
         Interrupted: By Ctrl-C; the worker still leaves.
     """
-    with told_at_interrupt(NOTHING_CHANGED):
-        facts: ClusterFacts = ask(controller.facts.remote())
-    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
+    _, grace_s = _facts_and_grace(controller, grace_s)
     with told_at_interrupt(_goes_on(ScalePlan(starts=(), drains=(worker_id,)))):
         ask(controller.drain.remote(worker_id, grace_s))
         say(_draining([worker_id], grace_s))
@@ -89,10 +85,8 @@ def drain_host(controller: Any, grace_s: float | None, say: Say) -> None:
         Interrupted: By Ctrl-C; the workers still go.
     """
     node_id = ray.get_runtime_context().get_node_id()
-    with told_at_interrupt(NOTHING_CHANGED):
-        facts: ClusterFacts = ask(controller.facts.remote())
-    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
-    with told_at_interrupt(f"what has begun continues; {SHOWN}"):
+    _, grace_s = _facts_and_grace(controller, grace_s)
+    with told_at_interrupt(CONTINUES):
         names = ask(controller.evacuate.remote(node_id, grace_s))
         if names:
             say(_draining(sorted(names), grace_s))
@@ -116,11 +110,9 @@ def move_worker(
         ClusterError: The problem and the remedy. A worker that does not start is removed.
         Interrupted: By Ctrl-C; both changes continue.
     """
-    with told_at_interrupt(NOTHING_CHANGED):
-        facts: ClusterFacts = ask(controller.facts.remote())
-        key = find_pool(facts.config, pool, "--to")
-    grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
-    with told_at_interrupt(f"what has begun continues; {SHOWN}"):
+    facts, grace_s = _facts_and_grace(controller, grace_s)
+    key = find_pool(facts.config, pool, "--to")
+    with told_at_interrupt(CONTINUES):
         name, actor = ask(controller.move.remote(worker_id, key, grace_s))
     with told_at_interrupt(f"{worker_id} is still leaving, and {name} then starts; {SHOWN}"):
         say(_draining([worker_id], grace_s))
@@ -133,7 +125,18 @@ def move_worker(
             raise StartError(
                 f"{worker_id} has left, but {name} has not taken its place: {error}"
             ) from error
-    facts = ask(controller.facts.remote())
+    _say_workers(controller, say)
+
+
+def _facts_and_grace(controller: Any, grace_s: float | None) -> tuple[ClusterFacts, float]:
+    """Return the cluster's facts, and the grace; None: the cluster's stop_grace_s."""
+    with told_at_interrupt(NOTHING_CHANGED):
+        facts: ClusterFacts = ask(controller.facts.remote())
+    return facts, facts.config.stop_grace_s if grace_s is None else grace_s
+
+
+def _say_workers(controller: Any, say: Say) -> None:
+    facts: ClusterFacts = ask(controller.facts.remote())
     say(f"the cluster has {told_workers(facts.workers.staying)}")
 
 
