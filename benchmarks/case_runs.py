@@ -90,6 +90,10 @@ class Run:
             raise CaseFailed(f"no page moved: {row}")
         return row
 
+    def check_waves(self, waves: Sequence[Sequence[StreamRecord]]) -> Row:
+        """Return the work of several waves together; raises as `check_work` does."""
+        return self.check_work([record for records in waves for record in records])
+
     def until(self, is_true: Callable[[], bool], timeout_s: float, what: str) -> float:
         """Wait until a condition holds; returns when it did. CaseFailed: not in time."""
         deadline = time.monotonic() + min(timeout_s, self._clock.left_s())

@@ -92,7 +92,7 @@ def move_again(length: int, run: Run) -> Row:
     for _ in range(2):
         run.wave(specs)
     waves = [run.wave(specs) for _ in range(max(run.sizes.repeats, 5))]
-    work = run.check_work([record for each in waves for record in each])
+    work = run.check_waves(waves)
     pages = -(-length // page_size)
     if work["pages_moved"] != pages * len(waves):
         raise CaseFailed(f"{work['pages_moved']} pages moved, not {len(waves)} times {pages}")
@@ -105,7 +105,7 @@ def new_prompt(length: int, run: Run) -> Row:
     length = run.sizes.tokens(length) or run.cluster.model.page_size
     run.wave(wave(run.seeds, 1, unique=length))
     waves = [run.wave(wave(run.seeds, 1, unique=length)) for _ in range(max(run.sizes.repeats, 5))]
-    work = run.check_work([record for each in waves for record in each])
+    work = run.check_waves(waves)
     check_fresh(work, shared=0)
     return first_tokens(waves) | {"own_tokens": length} | work
 
@@ -165,7 +165,7 @@ def dedup(run: Run) -> Row:
     waves = []
     for _ in range(sizes.repeats):
         waves.append(run.wave(wave(run.seeds, count, unique=own, shared=shared)))
-    work = run.check_work([record for each in waves for record in each])
+    work = run.check_waves(waves)
     pages = {"prefix": shared // page_size, "prompt": -(-(shared + own) // page_size)}
     own_pages = pages["prompt"] - pages["prefix"]
     computed = work["prefill_prompt_tokens"] / len(waves) - count * own
@@ -233,7 +233,7 @@ def ablation(streams: int, shared: int, own: int, run: Run) -> Row:
     specs = with_tokens(specs, steps)
     run.wave(specs)
     waves = [run.wave(specs) for _ in range(sizes.repeats)]
-    work = run.check_work([record for each in waves for record in each])
+    work = run.check_waves(waves)
     all_pages = count * -(-(shared + own) // page_size)
     moves_all = run.cluster.spec.altered.moves_again
     if moves_all != (prime["pages_moved"] == all_pages):

@@ -97,7 +97,7 @@ def decode(streams: int, own: int, run: Run, *, shared: int = 0) -> Row:
     found = [window for window in windows if window]
     if len(found) < len(windows):
         raise CaseFailed("the streams were never all active at once")
-    work = run.check_work([record for each in waves for record in each])
+    work = run.check_waves(waves)
     step_ms = spread([window.step_ms for window in found])
     return {
         **step_ms,
@@ -134,7 +134,7 @@ def ttft(streams: int, length: int, run: Run) -> Row:
 
     once()
     waves = [once() for _ in range(run.sizes.repeats)]
-    work = run.check_work([record for each in waves for record in each])
+    work = run.check_waves(waves)
     check_fresh(work, shared=0)
     return first_tokens(waves) | {"streams": count, "own_tokens": length} | work
 
@@ -146,7 +146,7 @@ def cached(streams: int, run: Run) -> Row:
     run.check_work(run.wave(specs))
     run.wave(specs)
     waves = [run.wave(specs) for _ in range(run.sizes.repeats)]
-    work = run.check_work([record for each in waves for record in each])
+    work = run.check_waves(waves)
     page_size = run.cluster.model.page_size
     least = count * len(waves) * (length - page_size)
     if work["hit_tokens"] < least:
