@@ -14,8 +14,10 @@ from kv_cache.page_pool import PagePool, PageState, Quarantined
 from kv_cache.prefix_cache import Lease, PrefixCache, SequencePages
 from kv_cache.radix_tree import RadixTree, TreePage
 from tests.kv_cache.cache_machine import CacheMachine, QuotaMachine
-from tests.support.quota_bugs import (
+from tests.support.planted_bugs import (
     Plant,
+    Right,
+    instead_of,
     quotas_bound_nothing,
     who_used_it_longest_ago_goes_first,
 )
@@ -49,13 +51,13 @@ def assert_finds_it(machine: type[CacheMachine]) -> None:
 
 
 def abort_frees_at_once(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.abort
+    right = PrefixCache.abort
 
     def abort(
         self: PrefixCache, seq: SequencePages, *, quarantine: bool
     ) -> tuple[Quarantined, ...]:
         incoming = [p for p in seq.page_ids if self.pool.state(p) is PageState.INCOMING]
-        original(self, seq, quarantine=False)
+        right(self, seq, quarantine=False)
         return tuple(Quarantined(p, 0) for p in incoming) if quarantine else ()
 
     patch.setattr(PrefixCache, "abort", abort)
@@ -66,39 +68,27 @@ def abort_leaves_pending_pages_in_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_withdraw_pending", lambda self, seq: None)
 
 
-def eviction_takes_held_pages(patch: pytest.MonkeyPatch) -> None:
-    original = RadixTree.evict
-
-    def evict(
-        self: RadixTree, num_pages: int, _: object, *, salt: bytes | None = None
-    ) -> list[TreePage]:
-        return original(self, num_pages, lambda page_id: True, salt=salt)
-
-    patch.setattr(RadixTree, "evict", evict)
+@instead_of(RadixTree, "evict")
+def eviction_takes_held_pages(
+    right: Right, self: RadixTree, num_pages: int, _: object, *, salt: bytes | None = None
+) -> list[TreePage]:
+    return right(self, num_pages, lambda page_id: True, salt=salt)
 
 
-def release_ignores_other_holders(patch: pytest.MonkeyPatch) -> None:
-    original = PagePool.dereference
-
-    def dereference(self: PagePool, page_ids: Sequence[int]) -> None:
-        for page_id in page_ids:
-            self._references[page_id] = min(1, self._references[page_id])
-        original(self, page_ids)
-
-    patch.setattr(PagePool, "dereference", dereference)
+@instead_of(PagePool, "dereference")
+def release_ignores_other_holders(right: Right, self: PagePool, page_ids: Sequence[int]) -> None:
+    for page_id in page_ids:
+        self._references[page_id] = min(1, self._references[page_id])
+    right(self, page_ids)
 
 
 def eviction_forgets_leaves(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "offer", lambda self, page_id: None)
 
 
-def eviction_sends_no_event(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.drain_events
-
-    def drain_events(self: PrefixCache) -> list[object]:
-        return [event for event in original(self) if not isinstance(event, Removed)]
-
-    patch.setattr(PrefixCache, "drain_events", drain_events)
+@instead_of(PrefixCache, "drain_events")
+def eviction_sends_no_event(right: Right, self: PrefixCache) -> list[object]:
+    return [event for event in right(self) if not isinstance(event, Removed)]
 
 
 def leases_pin_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -108,14 +98,12 @@ def leases_pin_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "lease", lease)
 
 
-def leases_pin_all_but_one(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.lease
-
-    def lease(self: PrefixCache, seq: SequencePages, num_pages: int) -> Lease:
-        pinned = original(self, seq, num_pages - 1)
-        return Lease(lease_id=pinned.lease_id, page_ids=tuple(seq.page_ids[:num_pages]))
-
-    patch.setattr(PrefixCache, "lease", lease)
+@instead_of(PrefixCache, "lease")
+def leases_pin_all_but_one(
+    right: Right, self: PrefixCache, seq: SequencePages, num_pages: int
+) -> Lease:
+    pinned = right(self, seq, num_pages - 1)
+    return Lease(lease_id=pinned.lease_id, page_ids=tuple(seq.page_ids[:num_pages]))
 
 
 def lease_ends_twice(patch: pytest.MonkeyPatch) -> None:
@@ -126,9 +114,9 @@ def lease_ends_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_reference_leaks(patch: pytest.MonkeyPatch) -> None:
-    original = PagePool.dereference
+    right = PagePool.dereference
     patch.setattr(
-        PagePool, "dereference", lambda self, ids: original(self, ids[: max(1, len(ids) - 1)])
+        PagePool, "dereference", lambda self, ids: right(self, ids[: max(1, len(ids) - 1)])
     )
 
 
@@ -136,69 +124,57 @@ def double_free_is_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagePool, "_require", lambda self, page_ids, allowed: None)
 
 
-def generations_stand_still(patch: pytest.MonkeyPatch) -> None:
-    original = PagePool.allocate
-
-    def allocate(
-        self: PagePool, num_pages: int, *, incoming: bool = False, owner: bytes = b""
-    ) -> list[int]:
-        before = list(self._generations)
-        page_ids = original(self, num_pages, incoming=incoming, owner=owner)
-        self._generations = before
-        return page_ids
-
-    patch.setattr(PagePool, "allocate", allocate)
+@instead_of(PagePool, "allocate")
+def generations_stand_still(
+    right: Right, self: PagePool, num_pages: int, *, incoming: bool = False, owner: bytes = b""
+) -> list[int]:
+    before = list(self._generations)
+    page_ids = right(self, num_pages, incoming=incoming, owner=owner)
+    self._generations = before
+    return page_ids
 
 
-def failed_reserve_keeps_references(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache._acquire
-
-    def acquire(
-        self: PrefixCache,
-        salt: bytes,
-        shared: Sequence[int],
-        num_new: int,
-        *,
-        incoming: bool = False,
-    ) -> list[int]:
-        self.pool.reference(shared)
-        page_ids = original(self, salt, shared, num_new, incoming=incoming)
-        self.pool.dereference(shared)
-        return page_ids
-
-    patch.setattr(PrefixCache, "_acquire", acquire)
+@instead_of(PrefixCache, "_acquire")
+def failed_reserve_keeps_references(
+    right: Right,
+    self: PrefixCache,
+    salt: bytes,
+    shared: Sequence[int],
+    num_new: int,
+    *,
+    incoming: bool = False,
+) -> list[int]:
+    self.pool.reference(shared)
+    page_ids = right(self, salt, shared, num_new, incoming=incoming)
+    self.pool.dereference(shared)
+    return page_ids
 
 
-def failed_reserve_evicts(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache._acquire
-
-    def acquire(
-        self: PrefixCache,
-        salt: bytes,
-        shared: Sequence[int],
-        num_new: int,
-        *,
-        incoming: bool = False,
-    ) -> list[int]:
-        self.pool.reference(shared)
-        for page in self.tree.evict(num_new - self.pool.num_free, self._is_evictable):
-            self.pool.leave_tree(page.page_id)
-            self._events.append(Removed(page.page_hash))
-        self.pool.dereference(shared)
-        for page_id in shared:
-            self.tree.offer(page_id)
-        return original(self, salt, shared, num_new, incoming=incoming)
-
-    patch.setattr(PrefixCache, "_acquire", acquire)
+@instead_of(PrefixCache, "_acquire")
+def failed_reserve_evicts(
+    right: Right,
+    self: PrefixCache,
+    salt: bytes,
+    shared: Sequence[int],
+    num_new: int,
+    *,
+    incoming: bool = False,
+) -> list[int]:
+    self.pool.reference(shared)
+    for page in self.tree.evict(num_new - self.pool.num_free, self._is_evictable):
+        self.pool.leave_tree(page.page_id)
+        self._events.append(Removed(page.page_hash))
+    self.pool.dereference(shared)
+    for page_id in shared:
+        self.tree.offer(page_id)
+    return right(self, salt, shared, num_new, incoming=incoming)
 
 
-def pending_pages_count_as_ready(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache._enter_next
-
-    def enter_next(self: PrefixCache, seq: SequencePages, tokens: bytes, *, is_ready: bool) -> None:
-        original(self, seq, tokens, is_ready=True)
-
-    patch.setattr(PrefixCache, "_enter_next", enter_next)
+@instead_of(PrefixCache, "_enter_next")
+def pending_pages_count_as_ready(
+    right: Right, self: PrefixCache, seq: SequencePages, tokens: bytes, *, is_ready: bool
+) -> None:
+    right(self, seq, tokens, is_ready=True)
 
 
 def commit_leaves_pages_incoming(patch: pytest.MonkeyPatch) -> None:
@@ -206,8 +182,8 @@ def commit_leaves_pages_incoming(patch: pytest.MonkeyPatch) -> None:
 
 
 def tenants_share_pages(patch: pytest.MonkeyPatch) -> None:
-    original = RadixTree.match
-    patch.setattr(RadixTree, "match", lambda self, tokens, salt=b"": original(self, tokens))
+    right = RadixTree.match
+    patch.setattr(RadixTree, "match", lambda self, tokens, salt=b"": right(self, tokens))
 
 
 def tree_trusts_a_short_hash(patch: pytest.MonkeyPatch) -> None:
@@ -217,44 +193,36 @@ def tree_trusts_a_short_hash(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "split_pages", first_tokens)
 
 
-def split_loses_the_lower_part(patch: pytest.MonkeyPatch) -> None:
-    original = RadixTree._split_after
-
-    def split_after(self: RadixTree, page: TreePage) -> object:
-        upper = original(self, page)
-        if page.node.children:
-            upper.children.clear()
-        return upper
-
-    patch.setattr(RadixTree, "_split_after", split_after)
+@instead_of(RadixTree, "_split_after")
+def split_loses_the_lower_part(right: Right, self: RadixTree, page: TreePage) -> object:
+    upper = right(self, page)
+    if page.node.children:
+        upper.children.clear()
+    return upper
 
 
-def fork_shares_the_partial_page(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.fork
-
-    def fork(self: PrefixCache, seq: SequencePages, num_tokens: int) -> object:
-        forked, copies = original(self, seq, num_tokens)
-        return forked, copies[:0]
-
-    patch.setattr(PrefixCache, "fork", fork)
+@instead_of(PrefixCache, "fork")
+def fork_shares_the_partial_page(
+    right: Right, self: PrefixCache, seq: SequencePages, num_tokens: int
+) -> object:
+    forked, copies = right(self, seq, num_tokens)
+    return forked, copies[:0]
 
 
 def insert_enters_shared_private_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_is_shared", lambda self, page_id: False)
 
 
-def insert_keeps_its_own_copy(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.insert
-
-    def insert(self: PrefixCache, seq: SequencePages, token_ids: Sequence[int]) -> None:
-        before = list(seq.page_ids)
-        original(self, seq, token_ids)
-        for own, now in zip(before, seq.page_ids, strict=True):
-            if own != now and self.pool.state(own) is PageState.FREE:
-                self.pool._references[own] += 1
-                self.pool._settle(own)
-
-    patch.setattr(PrefixCache, "insert", insert)
+@instead_of(PrefixCache, "insert")
+def insert_keeps_its_own_copy(
+    right: Right, self: PrefixCache, seq: SequencePages, token_ids: Sequence[int]
+) -> None:
+    before = list(seq.page_ids)
+    right(self, seq, token_ids)
+    for own, now in zip(before, seq.page_ids, strict=True):
+        if own != now and self.pool.state(own) is PageState.FREE:
+            self.pool._references[own] += 1
+            self.pool._settle(own)
 
 
 @pytest.mark.parametrize(
@@ -290,46 +258,37 @@ def test_machine_catches(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_finds_it(CacheMachine)
 
 
-def only_what_is_new_is_bounded(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache._keep_quota
-
-    def keep_quota(self: PrefixCache, salt: bytes, num_new: int = 0) -> None:
-        if num_new:
-            original(self, salt, num_new)
-
-    patch.setattr(PrefixCache, "_keep_quota", keep_quota)
+@instead_of(PrefixCache, "_keep_quota")
+def only_what_is_new_is_bounded(
+    right: Right, self: PrefixCache, salt: bytes, num_new: int = 0
+) -> None:
+    if num_new:
+        right(self, salt, num_new)
 
 
-def new_pages_are_bounded_too_late(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache._acquire
-
-    def acquire(
-        self: PrefixCache,
-        salt: bytes,
-        shared: Sequence[int],
-        num_new: int,
-        *,
-        incoming: bool = False,
-    ) -> list[int]:
-        quota = self._quotas.pop(salt, None)
-        page_ids = original(self, salt, shared, num_new, incoming=incoming)
-        if quota is not None:
-            self._quotas[salt] = quota
-            self._keep_quota(salt)
-        return page_ids
-
-    patch.setattr(PrefixCache, "_acquire", acquire)
+@instead_of(PrefixCache, "_acquire")
+def new_pages_are_bounded_too_late(
+    right: Right,
+    self: PrefixCache,
+    salt: bytes,
+    shared: Sequence[int],
+    num_new: int,
+    *,
+    incoming: bool = False,
+) -> list[int]:
+    quota = self._quotas.pop(salt, None)
+    page_ids = right(self, salt, shared, num_new, incoming=incoming)
+    if quota is not None:
+        self._quotas[salt] = quota
+        self._keep_quota(salt)
+    return page_ids
 
 
-def pages_of_a_fork_are_nobodys(patch: pytest.MonkeyPatch) -> None:
-    original = PagePool.allocate
-
-    def allocate(
-        self: PagePool, num_pages: int, *, incoming: bool = False, owner: bytes = b""
-    ) -> list[int]:
-        return original(self, num_pages, incoming=incoming, owner=owner if num_pages > 1 else b"-")
-
-    patch.setattr(PagePool, "allocate", allocate)
+@instead_of(PagePool, "allocate")
+def pages_of_a_fork_are_nobodys(
+    right: Right, self: PagePool, num_pages: int, *, incoming: bool = False, owner: bytes = b""
+) -> list[int]:
+    return right(self, num_pages, incoming=incoming, owner=owner if num_pages > 1 else b"-")
 
 
 def ended_leases_are_kept(patch: pytest.MonkeyPatch) -> None:

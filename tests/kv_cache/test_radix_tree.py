@@ -7,6 +7,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kv_cache.radix_tree import RadixNode, RadixTree, TreePage
+from tests.support.planted_bugs import Right, instead_of
 
 
 def enter(tree: RadixTree, tokens: list[bytes], salt: bytes = b"", first_id: int = 0) -> list[int]:
@@ -288,9 +289,9 @@ def next_victim(tree: RadixTree, is_evictable: object, salt: bytes | None = None
 def leaf_is_queued_twice(patch: pytest.MonkeyPatch) -> None:
     def enqueue(self: RadixTree, node: RadixNode) -> None:
         node.is_queued = False
-        original(self, node)
+        right(self, node)
 
-    original = RadixTree._enqueue
+    right = RadixTree._enqueue
     patch.setattr(RadixTree, "_enqueue", enqueue)
 
 
@@ -304,9 +305,9 @@ def leaf_used_while_queued_is_evicted(patch: pytest.MonkeyPatch) -> None:
     ) -> object:
         for last_used, _, node in self._queues.get(b"", ()):
             node.last_used = last_used
-        return original(self, num_pages, is_evictable, salt=salt)
+        return right(self, num_pages, is_evictable, salt=salt)
 
-    original = RadixTree.evict
+    right = RadixTree.evict
     patch.setattr(RadixTree, "evict", evict)
 
 
@@ -316,16 +317,12 @@ def former_first_entries_count(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def a_new_first_entry_is_not_noted(patch: pytest.MonkeyPatch) -> None:
-    original = RadixTree._dequeue
-
-    def dequeue(self: RadixTree, salt: bytes) -> object:
-        firsts = list(self._firsts)
-        taken = original(self, salt)
-        self._firsts = firsts
-        return taken
-
-    patch.setattr(RadixTree, "_dequeue", dequeue)
+@instead_of(RadixTree, "_dequeue")
+def a_new_first_entry_is_not_noted(right: Right, self: RadixTree, salt: bytes) -> object:
+    firsts = list(self._firsts)
+    taken = right(self, salt)
+    self._firsts = firsts
+    return taken
 
 
 def emptied_nodes_stay(patch: pytest.MonkeyPatch) -> None:
@@ -340,24 +337,24 @@ def emptied_nodes_stay(patch: pytest.MonkeyPatch) -> None:
 def lower_part_of_a_split_is_not_moved(patch: pytest.MonkeyPatch) -> None:
     def split_after(self: RadixTree, page: TreePage) -> RadixNode:
         start = page.node.start
-        upper = original(self, page)
+        upper = right(self, page)
         for child in upper.children.values():
             child.start = start
         return upper
 
-    original = RadixTree._split_after
+    right = RadixTree._split_after
     patch.setattr(RadixTree, "_split_after", split_after)
 
 
 def match_is_no_use(patch: pytest.MonkeyPatch) -> None:
     def match(self: RadixTree, tokens: list[bytes], salt: bytes = b"") -> list[TreePage]:
         before = {page.node.serial: page.node.last_used for page in self}
-        path = original(self, tokens, salt)
+        path = right(self, tokens, salt)
         for page in path:
             page.node.last_used = before[page.node.serial]
         return path
 
-    original = RadixTree.match
+    right = RadixTree.match
     patch.setattr(RadixTree, "match", match)
 
 

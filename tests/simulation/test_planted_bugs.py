@@ -32,18 +32,13 @@ from tests.simulation import test_scenarios as scenarios
 from tests.simulation.test_seeded_runs import run
 from tests.support.fake_engine import FakePageStorage
 from tests.support.memory_grpc import MemoryNetwork
+from tests.support.planted_bugs import Plant, Right, instead_of
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 
-
-def no_digest_check(patch: pytest.MonkeyPatch) -> None:
+@instead_of(kv_transfer.receiver_protocol, "_digested")
+def no_digest_check(right: Right, state: Any, chunk: int, digests: Any) -> Any:
     """What arrives is committed without a look."""
-    right = kv_transfer.receiver_protocol._digested
-
-    def wrong(state: Any, chunk: int, digests: Any) -> Any:
-        return right(state, chunk, state.verifying[0].digests if state.verifying else digests)
-
-    patch.setattr(kv_transfer.receiver_protocol, "_digested", wrong)
+    return right(state, chunk, state.verifying[0].digests if state.verifying else digests)
 
 
 def no_quarantine(patch: pytest.MonkeyPatch) -> None:
@@ -58,16 +53,12 @@ def lease_never_released(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "release_lease", lambda self, lease: None)
 
 
-def lease_released_at_once(patch: pytest.MonkeyPatch) -> None:
+@instead_of(PrefixCache, "lease")
+def lease_released_at_once(right: Right, self: PrefixCache, seq: Any, num_pages: int) -> Any:
     """The sender's pages may be evicted and overwritten before they are sent."""
-    right = PrefixCache.lease
-
-    def wrong(self: PrefixCache, seq: Any, num_pages: int) -> Any:
-        lease = right(self, seq, num_pages)
-        self.release_lease(lease)
-        return lease
-
-    patch.setattr(PrefixCache, "lease", wrong)
+    lease = right(self, seq, num_pages)
+    self.release_lease(lease)
+    return lease
 
 
 def cancel_forgets_the_transfer(patch: pytest.MonkeyPatch) -> None:
@@ -89,38 +80,28 @@ def wait_without_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(deadlines, "seconds", lambda self, *anything: 1e9)
 
 
-def resume_takes_output_for_prompt(patch: pytest.MonkeyPatch) -> None:
+@instead_of(router.wire, "submit")
+def resume_takes_output_for_prompt(right: Right, request: Any, *, choices: Any, **rest: Any) -> Any:
     """The new worker counts positions and penalties as if nothing had been emitted."""
-    right = router.wire.submit
-
-    def wrong(request: Any, *, choices: Any, **rest: Any) -> Any:
-        emitted = list(choices[0][1])
-        prompt = request.packed_token_ids + pack_token_ids(emitted)
-        forgetful = dataclasses.replace(request, packed_token_ids=prompt)
-        return right(forgetful, choices=[(choice, []) for choice, _ in choices], **rest)
-
-    patch.setattr(router.wire, "submit", wrong)
+    emitted = list(choices[0][1])
+    prompt = request.packed_token_ids + pack_token_ids(emitted)
+    forgetful = dataclasses.replace(request, packed_token_ids=prompt)
+    return right(forgetful, choices=[(choice, []) for choice, _ in choices], **rest)
 
 
-def resume_draws_one_position_early(patch: pytest.MonkeyPatch) -> None:
-    right = decode_worker.step_plan.next_draw
-
-    def wrong(params: Any, *, output_token_ids: Any, **rest: Any) -> Any:
-        draw = right(params, output_token_ids=output_token_ids, **rest)
-        return dataclasses.replace(draw, position=draw.position - bool(output_token_ids))
-
-    patch.setattr(decode_worker.step_plan, "next_draw", wrong)
+@instead_of(decode_worker.step_plan, "next_draw")
+def resume_draws_one_position_early(
+    right: Right, params: Any, *, output_token_ids: Any, **rest: Any
+) -> Any:
+    draw = right(params, output_token_ids=output_token_ids, **rest)
+    return dataclasses.replace(draw, position=draw.position - bool(output_token_ids))
 
 
-def preempted_choice_loses_a_token(patch: pytest.MonkeyPatch) -> None:
-    right = decode_worker.scheduler.Scheduler._wait_again
-
-    def wrong(self: Any, choice: Any) -> None:
-        if len(choice.output) > 1:
-            choice.output.pop(0)
-        right(self, choice)
-
-    patch.setattr(decode_worker.scheduler.Scheduler, "_wait_again", wrong)
+@instead_of(decode_worker.scheduler.Scheduler, "_wait_again")
+def preempted_choice_loses_a_token(right: Right, self: Any, choice: Any) -> None:
+    if len(choice.output) > 1:
+        choice.output.pop(0)
+    right(self, choice)
 
 
 def repeated_tokens_are_delivered(patch: pytest.MonkeyPatch) -> None:
@@ -188,14 +169,12 @@ def _dereference_if_referenced(right: Any) -> Any:
     return wrong
 
 
-def uncomputed_pages_are_shared(patch: pytest.MonkeyPatch) -> None:
+@instead_of(RadixTree, "insert")
+def uncomputed_pages_are_shared(
+    right: Right, self: RadixTree, parent: Any, *, is_ready: bool, **page: Any
+) -> Any:
     """Others read pages that are still being computed or received."""
-    right = RadixTree.insert
-
-    def wrong(self: RadixTree, parent: Any, *, is_ready: bool, **page: Any) -> Any:
-        return right(self, parent, is_ready=True, **page)
-
-    patch.setattr(RadixTree, "insert", wrong)
+    return right(self, parent, is_ready=True, **page)
 
 
 def fork_copies_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -204,15 +183,13 @@ def fork_copies_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "fork", lambda self, seq, n: (right(self, seq, n)[0], ()))
 
 
-def pages_of_another_hash_match(patch: pytest.MonkeyPatch) -> None:
+@instead_of(RadixTree, "match")
+def pages_of_another_hash_match(
+    right: Right, self: RadixTree, page_tokens: Any, salt: bytes
+) -> Any:
     """The tree takes any child for the right one."""
-    right = RadixTree.match
-
-    def wrong(self: RadixTree, page_tokens: Any, salt: bytes) -> Any:
-        found = right(self, page_tokens, salt)
-        return found[::-1] if len(found) > 2 else found
-
-    patch.setattr(RadixTree, "match", wrong)
+    found = right(self, page_tokens, salt)
+    return found[::-1] if len(found) > 2 else found
 
 
 def imported_pages_are_shifted(patch: pytest.MonkeyPatch) -> None:
@@ -226,23 +203,17 @@ def imported_pages_are_shifted(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def prefill_draws_for_one_choice(patch: pytest.MonkeyPatch) -> None:
+@instead_of(decode_worker.scheduler.Scheduler, "receive_result")
+def prefill_draws_for_one_choice(
+    right: Right, self: Any, group: Any, tokens: Any, **rest: Any
+) -> Any:
     """All choices begin with the token of the first."""
-    right = decode_worker.scheduler.Scheduler.receive_result
-
-    def wrong(self: Any, group: Any, tokens: Any, **rest: Any) -> Any:
-        return right(self, group, [tokens[0]] * len(tokens), **rest)
-
-    patch.setattr(decode_worker.scheduler.Scheduler, "receive_result", wrong)
+    return right(self, group, [tokens[0]] * len(tokens), **rest)
 
 
-def evictions_do_not_reach_the_index(patch: pytest.MonkeyPatch) -> None:
-    right = router.prefix_index.PrefixIndex.apply
-
-    def wrong(self: Any, worker_id: str, batch: Any) -> bool:
-        return right(self, worker_id, dataclasses.replace(batch, removed=b""))
-
-    patch.setattr(router.prefix_index.PrefixIndex, "apply", wrong)
+@instead_of(router.prefix_index.PrefixIndex, "apply")
+def evictions_do_not_reach_the_index(right: Right, self: Any, worker_id: str, batch: Any) -> bool:
+    return right(self, worker_id, dataclasses.replace(batch, removed=b""))
 
 
 def load_is_never_given_back(patch: pytest.MonkeyPatch) -> None:
@@ -267,16 +238,12 @@ def step_that_raises_ends_the_loop(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decode_worker.scheduler.Scheduler, "fail_step", wrong)
 
 
-def lost_prefix_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+@instead_of(PrefixCache, "_withdraw_pending")
+def lost_prefix_wakes_nobody(right: Right, self: PrefixCache, seq: Any) -> None:
     """Who waits for a prefix whose transfer fails waits for ever."""
-    right = PrefixCache._withdraw_pending
-
-    def wrong(self: PrefixCache, seq: Any) -> None:
-        settled = list(self._settled)
-        right(self, seq)
-        self._settled = settled
-
-    patch.setattr(PrefixCache, "_withdraw_pending", wrong)
+    settled = list(self._settled)
+    right(self, seq)
+    self._settled = settled
 
 
 def dead_engine_goes_on(patch: pytest.MonkeyPatch) -> None:
@@ -294,14 +261,12 @@ def failed_passes_are_not_halved(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(plan, "halves", lambda self: ())
 
 
-def seats_outlive_a_failed_step(patch: pytest.MonkeyPatch) -> None:
+@instead_of(decode_worker.step_plan.StepPlan, "engine_step")
+def seats_outlive_a_failed_step(
+    right: Right, self: Any, eos_token_ids: Any, *, is_again: bool
+) -> Any:
     """What follows a failed step goes on from tokens that nobody read."""
-    right = decode_worker.step_plan.StepPlan.engine_step
-
-    def wrong(self: Any, eos_token_ids: Any, *, is_again: bool) -> Any:
-        return right(self, eos_token_ids, is_again=False)
-
-    patch.setattr(decode_worker.step_plan.StepPlan, "engine_step", wrong)
+    return right(self, eos_token_ids, is_again=False)
 
 
 def failed_passes_are_not_counted(patch: pytest.MonkeyPatch) -> None:
@@ -314,14 +279,12 @@ def suspects_compute_with_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worker.suspects.SuspectTurns, "next_pass", lambda self, ready: lambda each: True)
 
 
-def next_worker_knows_no_suspects(patch: pytest.MonkeyPatch) -> None:
+@instead_of(router.wire, "submit")
+def next_worker_knows_no_suspects(
+    right: Right, *request: Any, failed_passes: int, **rest: Any
+) -> Any:
     """The router does not tell the next worker of passes that failed."""
-    right = router.wire.submit
-
-    def wrong(*request: Any, failed_passes: int, **rest: Any) -> Any:
-        return right(*request, failed_passes=0, **rest)
-
-    patch.setattr(router.wire, "submit", wrong)
+    return right(*request, failed_passes=0, **rest)
 
 
 def policy_raises(patch: pytest.MonkeyPatch) -> None:
@@ -382,14 +345,12 @@ def test_seeded_runs_find(
     pytest.fail(f"{MAX_SEEDS} seeds of {family} did not find it")
 
 
-def prefix_in_flight_is_not_shared(patch: pytest.MonkeyPatch) -> None:
+@instead_of(RadixTree, "match")
+def prefix_in_flight_is_not_shared(
+    right: Right, self: RadixTree, page_tokens: Any, salt: bytes
+) -> Any:
     """Pages that are on their way are moved and computed again for the next request."""
-    right = RadixTree.match
-
-    def wrong(self: RadixTree, page_tokens: Any, salt: bytes) -> Any:
-        return [page for page in right(self, page_tokens, salt) if page.is_ready]
-
-    patch.setattr(RadixTree, "match", wrong)
+    return [page for page in right(self, page_tokens, salt) if page.is_ready]
 
 
 def decode_computes_everything(patch: pytest.MonkeyPatch) -> None:
@@ -413,14 +374,10 @@ def stale_incarnation_is_served(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def stale_prefill_incarnation_is_served(patch: pytest.MonkeyPatch) -> None:
-    right = worker.context.WorkerContext.check_incarnation
-
-    def wrong(self: Any, incarnation: int) -> None:
-        if not self.identity.worker_id.startswith("prefill"):
-            right(self, incarnation)
-
-    patch.setattr(worker.context.WorkerContext, "check_incarnation", wrong)
+@instead_of(worker.context.WorkerContext, "check_incarnation")
+def stale_prefill_incarnation_is_served(right: Right, self: Any, incarnation: int) -> None:
+    if not self.identity.worker_id.startswith("prefill"):
+        right(self, incarnation)
 
 
 def cancelled_request_is_decoded_on(patch: pytest.MonkeyPatch) -> None:
@@ -428,21 +385,17 @@ def cancelled_request_is_decoded_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(router.dispatch.Session, "remove", lambda self, stream: None)
 
 
-def reader_holds_up_the_session(patch: pytest.MonkeyPatch) -> None:
+@instead_of(router.generation.Generation, "take_outputs")
+def reader_holds_up_the_session(right: Right, self: Any) -> Any:
     """The router hands tokens to a client one message at a time, however slow it is."""
-    right = router.generation.Generation.take_outputs
-
-    def wrong(self: Any) -> Any:
-        outputs = right(self)
-        return [
-            dataclasses.replace(
-                each, token_ids=[token_id], first_index=each.first_index + offset, finish=None
-            )
-            for each in outputs
-            for offset, token_id in enumerate(each.token_ids)
-        ]
-
-    patch.setattr(router.generation.Generation, "take_outputs", wrong)
+    outputs = right(self)
+    return [
+        dataclasses.replace(
+            each, token_ids=[token_id], first_index=each.first_index + offset, finish=None
+        )
+        for each in outputs
+        for offset, token_id in enumerate(each.token_ids)
+    ]
 
 
 SCENARIO_BUGS: list[tuple[Plant, Callable[[], None]]] = [

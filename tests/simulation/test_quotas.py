@@ -12,7 +12,7 @@ from router.tenants.tenant import TenantRules
 from tests.router.tenants.known import rules, tenants
 from tests.simulation.test_tenants import complete
 from tests.support.fake_cluster import FakeCluster
-from tests.support.quota_bugs import (
+from tests.support.planted_bugs import (
     Plant,
     quotas_bound_nothing,
     who_used_it_longest_ago_goes_first,

@@ -1,0 +1,44 @@
+"""Plants bugs that tests must find; here are those that several tests plant."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from kv_cache.prefix_cache import PrefixCache
+from kv_cache.radix_tree import RadixTree, TreePage
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+Right = Callable[..., Any]  # what a bug stands in for
+
+
+def instead_of(owner: object, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Have a function plant itself as an attribute; it gets the right one as first argument."""
+
+    def decorate(wrong: Callable[..., Any]) -> Plant:
+        @wraps(wrong)
+        def plant(patch: pytest.MonkeyPatch) -> None:
+            right = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **options: wrong(right, *args, **options))
+
+        return plant
+
+    return decorate
+
+
+def quotas_bound_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "_keep_quota", lambda self, salt, num_new=0: None)
+
+
+@instead_of(RadixTree, "evict")
+def who_used_it_longest_ago_goes_first(
+    right: Right,
+    self: RadixTree,
+    num_pages: int,
+    is_evictable: Callable[[int], bool],
+    *,
+    salt: bytes | None = None,
+) -> list[TreePage]:
+    """Also where only pages of the tenant that is over its quota may go."""
+    return right(self, num_pages, is_evictable)
