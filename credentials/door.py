@@ -105,14 +105,14 @@ class PageEncryption:
         self._server_name = server_name
 
     def server(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:
-        """Return the listening side's context, from the current files."""
+        """Return the side that listens, with the current files."""
         context = server_context(self._pem.current())
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # no connection is resumed
         return context.wrap_bio(incoming, outgoing, server_side=True)
 
     def client(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:
-        """Return the side that connects."""
+        """Return the side that connects, with the current files."""
         context = client_context(self._pem.current())
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         return context.wrap_bio(incoming, outgoing, server_hostname=self._server_name)
