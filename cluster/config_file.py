@@ -45,74 +45,112 @@ def load_config(
         ConfigError: Has a line for each wrong option: the file and the option's path, or its flag,
             the value found and what is allowed. In the order of the file, flags first.
     """
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}  # option path |-> where its value is from, unless a flag gave it
-    written: dict[str, str] = {}  # option path |-> its value as the file has it
-    lines: dict[str, int] = {}  # path of an option or section |-> line of its last use in the file
-    wrong: list[tuple[int, str]] = []  # with its line; 0: not of the file
-
-    def spell(name: str) -> str:
-        option = find_option(name) if name in overrides else None
-        return option.flag if option else name
-
-    def refuse(name: str, message: str) -> None:
-        if name in overrides:  # a flag is place enough
-            wrong.append((0, message))
-        else:
-            wrong.append((lines.get(name, 0), f"{origin[name]}: {message}"))
-
+    reading = _Reading(overrides)
     if path is not None:
+        reading.read(path)
+    reading.values |= overrides
+    reading.drop_unknown()
+    reading.drop_wrong()
+    reading.fill(defaults)
+    made = reading.make()
+    if reading.wrong:
+        ordered = sorted(reading.wrong, key=lambda each: each[0])
+        raise ConfigError("\n".join(told for _, told in ordered))
+    return made
+
+
+class _Reading:
+    """The options of a file and a command line, and what is wrong with them."""
+
+    def __init__(self, overrides: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = {}  # option path |-> value, without the wrong ones
+        self.wrong: list[tuple[int, str]] = []  # with its line; 0: not of the file
+        self._overrides = overrides
+        self._origin: dict[str, str] = {}  # option path |-> where it is from, unless from a flag
+        self._written: dict[str, str] = {}  # option path |-> its value as the file has it
+        self._lines: dict[str, int] = {}  # path of an option or section |-> line of its last use
+        self._without_role: set[str] = set()  # pools of which more is not known
+
+    def read(self, path: Path) -> None:
+        """Take the options of a file."""
         content, keys = _read_yaml(path)
         for name, line, text in keys:
-            if name in lines:
-                both = f"lines {lines[name]} and {line}"
+            if name in self._lines:
+                both = f"lines {self._lines[name]} and {line}"
                 twice = f"{path}: {name} is given twice, in {both}; give it once"
-                wrong.append((lines[name], twice))
-            lines[name], written[name] = line, text
+                self.wrong.append((self._lines[name], twice))
+            self._lines[name], self._written[name] = line, text
         for name, value in _flatten(content):
-            values[name], origin[name] = value, f"{path}, line {lines[name]}"
-    values |= overrides
-    without_name = False
-    for name in [name for name in values if find_option(name) is None]:
-        message = _unknown(name, values.pop(name))
-        if pool_named(name) or not name.startswith(f"{POOLS}."):
-            refuse(name, message)
-        elif not without_name:  # else it is told already, for another of its options
-            refuse(name, message)
-            without_name = True
-    without_role = set()  # pools of which more is not known
-    for name, option in [(name, find_option(name)) for name in values]:
-        assert option is not None
-        if not option.allows(values[name]):
-            allowed = option.allowed(spell)
-            found = told_found(values.pop(name), written.get(name, ""))
-            refuse(name, f"{spell(name)}: found {found}; allowed: {allowed}")
-            without_role |= {pool_named(name)} if option.option.name == "role" else set()
-    values = {name: each for name, each in values.items() if pool_named(name) not in without_role}
-    for name, value in defaults(values).items():
-        values.setdefault(name, value)
-        origin.setdefault(name, "default")
-    while isinstance(made := _make(values), list):
-        # The whole is checked only if its sections are valid: the rest is checked again
-        # without the wrong values.
-        for section, problem in made:
-            blamed = [path_in(section, name) for name in problem.names]
-            # A missing option is reported where the rest of its pool is.
-            rest = [name for name in values if pool_named(name) == pool_named(blamed[0]) != ""]
-            blamed = [name for name in blamed if name in values] or rest
-            if not blamed:
-                continue  # another problem is blamed on all of it
-            refuse(blamed[0], problem.told(lambda name: spell(path_in(section, name))))  # noqa: B023
-            for name in blamed:
-                values.pop(name)
-            without_role |= {pool_named(name) for name in blamed if name.endswith(".role")}
-        # A pool whose role was wrong must not be told to lack one.
-        values = {
-            name: each for name, each in values.items() if pool_named(name) not in without_role
-        }
-    if wrong:
-        raise ConfigError("\n".join(told for _, told in sorted(wrong, key=lambda each: each[0])))
-    return made
+            self.values[name] = value
+            self._origin[name] = f"{path}, line {self._lines[name]}"
+
+    def drop_unknown(self) -> None:
+        """Refuse options that there are not."""
+        is_told = False  # that a pool has no name: once, whatever its options
+        for name in [name for name in self.values if find_option(name) is None]:
+            message = _unknown(name, self.values.pop(name))
+            is_nameless = name.startswith(f"{POOLS}.") and not pool_named(name)
+            if not (is_nameless and is_told):
+                self._refuse(name, message)
+            is_told |= is_nameless
+
+    def drop_wrong(self) -> None:
+        """Refuse values of a wrong type, or outside their own bounds."""
+        for name, option in [(name, find_option(name)) for name in self.values]:
+            assert option is not None
+            if not option.allows(self.values[name]):
+                allowed = option.allowed(self._spell)
+                found = told_found(self.values.pop(name), self._written.get(name, ""))
+                self._refuse(name, f"{self._spell(name)}: found {found}; allowed: {allowed}")
+                if option.option.name == "role":
+                    self._without_role.add(pool_named(name))
+        self._drop_pools_without_role()
+
+    def fill(self, defaults: Defaults) -> None:
+        """Take a command's own defaults for what is not set."""
+        for name, value in defaults(self.values).items():
+            self.values.setdefault(name, value)
+            self._origin.setdefault(name, "default")
+
+    def make(self) -> ClusterConfig:
+        """Return the configuration of all that is right.
+
+        The whole is checked only if its sections are valid: the rest is checked again without the
+        wrong values.
+        """
+        while isinstance(made := _make(self.values), list):
+            for section, problem in made:
+                self._blame(section, problem)
+            self._drop_pools_without_role()
+        return made
+
+    def _blame(self, section: str, problem: WrongOption) -> None:
+        """Refuse the options of a problem, and drop them."""
+        blamed = [path_in(section, name) for name in problem.names]
+        # A missing option is reported where the rest of its pool is.
+        rest = [name for name in self.values if pool_named(name) == pool_named(blamed[0]) != ""]
+        blamed = [name for name in blamed if name in self.values] or rest
+        if not blamed:
+            return  # another problem is blamed on all of it
+        self._refuse(blamed[0], problem.told(lambda name: self._spell(path_in(section, name))))
+        for name in blamed:
+            self.values.pop(name)
+        self._without_role |= {pool_named(name) for name in blamed if name.endswith(".role")}
+
+    def _drop_pools_without_role(self) -> None:
+        """Drop what else a pool has whose role was wrong: it must not be told to lack one."""
+        for name in [name for name in self.values if pool_named(name) in self._without_role]:
+            del self.values[name]
+
+    def _spell(self, name: str) -> str:
+        option = find_option(name) if name in self._overrides else None
+        return option.flag if option else name
+
+    def _refuse(self, name: str, message: str) -> None:
+        if name in self._overrides:  # a flag is place enough
+            self.wrong.append((0, message))
+        else:
+            self.wrong.append((self._lines.get(name, 0), f"{self._origin[name]}: {message}"))
 
 
 def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOption]]:
