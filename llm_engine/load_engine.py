@@ -110,21 +110,7 @@ def load_engine(
         digest_kernel=_digest_kernel() if uses_triton else None,
         copy_kernel=_copy_kernel() if uses_triton else None,
     )
-    cos, sin = rotary_table(
-        config.rope,
-        head_dim=config.head_dim,
-        num_positions=min(config.max_context_tokens, num_pages * page_size),
-        device=device,
-    )
-    make_attention: AttentionFactory = _triton_attention if uses_triton else TorchAttention
-    backend = make_attention(
-        storage.pages,
-        cos,
-        sin,
-        num_qo_heads=config.num_qo_heads,
-        scale=config.attention_scale,
-        sliding_window=config.sliding_window,
-    )
+    backend = _make_attention(config, storage, uses_triton=uses_triton)
     has_own = uses_triton and deterministic
     operations = _triton_operations(weights) if has_own else TorchOperations()
     decoder = Decoder(config, weights, backend, operations)
@@ -189,6 +175,27 @@ def _uses_triton(attention: str, device: torch.device) -> bool:
     if attention not in ("auto", "torch", "triton"):
         raise ValueError(f"attention is {attention!r}, must be 'auto', 'torch' or 'triton'")
     return attention == "triton" or (attention == "auto" and device.type == "cuda")
+
+
+def _make_attention(
+    config: ModelConfig, storage: TorchPageStorage, *, uses_triton: bool
+) -> AttentionBackend:
+    num_slots = storage.num_pages * storage.layout.page_size
+    cos, sin = rotary_table(
+        config.rope,
+        head_dim=config.head_dim,
+        num_positions=min(config.max_context_tokens, num_slots),
+        device=storage.device,
+    )
+    make: AttentionFactory = _triton_attention if uses_triton else TorchAttention
+    return make(
+        storage.pages,
+        cos,
+        sin,
+        num_qo_heads=config.num_qo_heads,
+        scale=config.attention_scale,
+        sliding_window=config.sliding_window,
+    )
 
 
 # Triton is absent on some hosts, and slow to import on others: imported only where it is used.
