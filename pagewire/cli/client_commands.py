@@ -27,6 +27,7 @@ from pagewire import (
     Stream,
     Tls,
     TransportError,
+    Usage,
 )
 from pagewire.arguments import check_sampling, check_timeout_s, refused
 from pagewire.cli.early_interrupts import interrupts_end_at_once
@@ -202,17 +203,7 @@ def generate(
             return
         answer = _show(client.stream(text, model=model, timeout_s=timeout_s, **options))
     if usage := answer.usage:
-        faults = {
-            "preemptions": usage.preemptions,
-            "prefill_retries": usage.prefill_retries,
-            "resumptions": usage.resumptions,
-        }
-        sys.stderr.write(
-            f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens} "
-            f"completion_tokens={usage.completion_tokens} pages_moved={usage.pages_moved} "
-            f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}"
-            f"{''.join(f' {name}={count}' for name, count in faults.items() if count)}\n"
-        )
+        _tell_usage(usage)
         # The router cuts max_tokens to the room in the context.
         if answer.finish_reason == "length" and usage.completion_tokens < max_tokens:
             context_tokens = usage.prompt_tokens + usage.completion_tokens
@@ -220,6 +211,20 @@ def generate(
                 f"note: the context of {context_tokens} tokens, prompt included, was full before "
                 f"--max-tokens {max_tokens}\n"
             )
+
+
+def _tell_usage(usage: Usage) -> None:
+    faults = {
+        "preemptions": usage.preemptions,
+        "prefill_retries": usage.prefill_retries,
+        "resumptions": usage.resumptions,
+    }
+    sys.stderr.write(
+        f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens} "
+        f"completion_tokens={usage.completion_tokens} pages_moved={usage.pages_moved} "
+        f"ttft_ms={usage.ttft_ms:.0f} tpot_ms={usage.tpot_ms:.1f}"
+        f"{''.join(f' {name}={count}' for name, count in faults.items() if count)}\n"
+    )
 
 
 def chat(

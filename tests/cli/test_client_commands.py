@@ -159,18 +159,24 @@ def test_an_error_after_a_part_of_the_answer_has_a_line_of_its_own(command, show
     assert result.stderr == "error: no worker is left\n"
 
 
-def test_chat_on_a_terminal_has_an_error_on_a_line_of_its_own():
+def chat_on_a_terminal(address, typed, stderr=subprocess.PIPE):
     near, far = pty.openpty()
-    with (
-        serving_in_thread(break_off) as (address, _),
-        running("chat", "--address", address, stdin=far, stderr=subprocess.STDOUT) as process,
-    ):
-        os.write(near, b"one\n\n")
-        shown, _ = process.communicate(timeout=WAIT_S)
+    with running("chat", "--address", address, stdin=far, stderr=stderr) as process:
+        os.write(near, typed)
+        shown, errors = process.communicate(timeout=WAIT_S)
     os.close(near)
     os.close(far)
+    return subprocess.CompletedProcess("chat", process.returncode, shown, errors)
 
-    assert (process.returncode, shown) == (0, "> half of\nerror: no worker is left\n> ")
+
+def test_chat_on_a_terminal_has_an_error_on_a_line_of_its_own():
+    with serving_in_thread(break_off) as (address, _):
+        result = chat_on_a_terminal(address, b"one\n\n", stderr=subprocess.STDOUT)
+
+    assert (result.returncode, result.stdout) == (
+        0,
+        "> half of\nerror: no worker is left\n> ",
+    )
 
 
 def test_generate_prints_json_with_what_the_client_derives():
@@ -229,18 +235,11 @@ def test_chat_remembers_what_was_said_and_ends_with_its_input():
 
 
 def test_chat_on_a_terminal_goes_on_after_an_error_without_its_question():
-    near, far = pty.openpty()
-    with (
-        serving_in_thread(refuse_two) as (address, service),
-        running("chat", "--address", address, stdin=far) as process,
-    ):
-        os.write(near, b"one\ntwo\nthree\n\n")
-        stdout, stderr = process.communicate(timeout=WAIT_S)
-    os.close(near)
-    os.close(far)
+    with serving_in_thread(refuse_two) as (address, service):
+        result = chat_on_a_terminal(address, b"one\ntwo\nthree\n\n")
 
-    assert (process.returncode, stderr) == (0, "error: no worker is left\n")
-    assert stdout == "> echo one\n> > echo three\n> "
+    assert (result.returncode, result.stderr) == (0, "error: no worker is left\n")
+    assert result.stdout == "> echo one\n> > echo three\n> "
     last = service.requests[-1].chat.messages
     assert [each.content for each in last] == ["one", "echo one", "three"]
 
@@ -389,17 +388,10 @@ def test_chat_on_a_terminal_names_flags_too():
         await abort(context, grpc.StatusCode.INVALID_ARGUMENT, told)
         yield
 
-    near, far = pty.openpty()
-    with (
-        serving_in_thread(refuse) as (address, _),
-        running("chat", "--address", address, stdin=far) as process,
-    ):
-        os.write(near, b"one\n\n")
-        _, stderr = process.communicate(timeout=WAIT_S)
-    os.close(near)
-    os.close(far)
+    with serving_in_thread(refuse) as (address, _):
+        result = chat_on_a_terminal(address, b"one\n\n")
 
-    assert stderr.startswith("error: --top-k: found 9; allowed: 0 to 4")
+    assert result.stderr.startswith("error: --top-k: found 9; allowed: 0 to 4")
 
 
 def shown_until(terminal, pattern):
