@@ -136,29 +136,17 @@ def generations_stand_still(
 
 @instead_of(PrefixCache, "_acquire")
 def failed_reserve_keeps_references(
-    right: Right,
-    self: PrefixCache,
-    salt: bytes,
-    shared: Sequence[int],
-    num_new: int,
-    *,
-    incoming: bool = False,
+    right: Right, self: PrefixCache, salt: bytes, shared: Sequence[int], num_new: int, **kind: bool
 ) -> list[int]:
     self.pool.reference(shared)
-    page_ids = right(self, salt, shared, num_new, incoming=incoming)
+    page_ids = right(self, salt, shared, num_new, **kind)
     self.pool.dereference(shared)
     return page_ids
 
 
 @instead_of(PrefixCache, "_acquire")
 def failed_reserve_evicts(
-    right: Right,
-    self: PrefixCache,
-    salt: bytes,
-    shared: Sequence[int],
-    num_new: int,
-    *,
-    incoming: bool = False,
+    right: Right, self: PrefixCache, salt: bytes, shared: Sequence[int], num_new: int, **kind: bool
 ) -> list[int]:
     self.pool.reference(shared)
     for page in self.tree.evict(num_new - self.pool.num_free, self._is_evictable):
@@ -167,7 +155,7 @@ def failed_reserve_evicts(
     self.pool.dereference(shared)
     for page_id in shared:
         self.tree.offer(page_id)
-    return right(self, salt, shared, num_new, incoming=incoming)
+    return right(self, salt, shared, num_new, **kind)
 
 
 @instead_of(PrefixCache, "_enter_next")
@@ -268,16 +256,10 @@ def only_what_is_new_is_bounded(
 
 @instead_of(PrefixCache, "_acquire")
 def new_pages_are_bounded_too_late(
-    right: Right,
-    self: PrefixCache,
-    salt: bytes,
-    shared: Sequence[int],
-    num_new: int,
-    *,
-    incoming: bool = False,
+    right: Right, self: PrefixCache, salt: bytes, shared: Sequence[int], num_new: int, **kind: bool
 ) -> list[int]:
     quota = self._quotas.pop(salt, None)
-    page_ids = right(self, salt, shared, num_new, incoming=incoming)
+    page_ids = right(self, salt, shared, num_new, **kind)
     if quota is not None:
         self._quotas[salt] = quota
         self._keep_quota(salt)
