@@ -315,7 +315,7 @@ SEEDED_BUGS: list[tuple[Plant, str, str]] = [
     (pages_of_another_hash_match, "healthy", ""),
     (imported_pages_are_shifted, "healthy", "is wrong"),
     (evictions_do_not_reach_the_index, "healthy", "in its index"),
-    (load_is_never_given_back, "healthy", "counts requests"),
+    (load_is_never_given_back, "healthy", "num_requests at"),
     (prefill_draws_for_one_choice, "healthy", "is wrong"),
     (registry_does_not_stop, "healthy", "left behind"),
     (step_that_raises_ends_the_loop, "passes_fail", "leaked"),

@@ -35,6 +35,7 @@ from router.router import Router
 from router.tenants.gate import TenantGate
 from router.tenants.registry import Tenants
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
+from tests.support.conservation import router_leaks, worker_leaks
 from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
 from tests.support.history import Delta, RequestHistory
 from tests.support.inline_checker import InlineChecker
@@ -378,20 +379,16 @@ class FakeCluster:
         assert self.deaths == []
         for each in self.living_workers():
             each.cache.check_integrity()
+            leaks = worker_leaks(each.worker)
+            assert leaks == [], f"{each.identity.worker_id} holds {leaks}"
         for name, each in self.routers.items():
             if each.process.state == "running":
                 self._check_router(name, each.router)
 
     def _check_router(self, name: str, router: Router) -> None:
-        assert router.admission.num_active == 0, f"{name} counts requests that have ended"
+        leaks = router_leaks(router)
+        assert leaks == [], f"{name} holds {leaks}"
         router.index.check_integrity()
-        for pool in ("prefill", "decode"):
-            for known in router.registry.ready(pool):
-                worker_id = known.member.worker_id
-                assert known.num_requests == 0, f"{name} counts requests at {worker_id}"
-                assert known.queued_tokens == 0, f"{name} counts queued tokens at {worker_id}"
-                assert known.num_sequences == 0, f"{name} counts choices at {worker_id}"
-                assert known.num_awaited_pages == 0, f"{name} counts pages at {worker_id}"
         for worker in self.living_workers():
             worker_id = worker.identity.worker_id
             if worker_id in router.registry.misfits():

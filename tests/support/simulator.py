@@ -71,7 +71,7 @@ def in_cluster(
 
 
 async def _run_logged(scenario: Scenario, result: RunResult) -> None:
-    with _ErrorLog() as errors:
+    with ErrorLog() as errors:
         await _run(scenario, result)
     if scenario.toxin is None and not {"fail_pass", "break_engine"} & result.faults.keys():
         result.violations += [f"logged as an error: {each}" for each in errors.messages]
@@ -111,7 +111,7 @@ def explain(results: Iterable[RunResult], rerun: Callable[[int], str]) -> str:
     return "\n".join(lines)
 
 
-class _ErrorLog(logging.Handler):
+class ErrorLog(logging.Handler):
     """Collects what anybody logs as an error: in a run, nothing should need it."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _ErrorLog(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         self.messages.append(f"{record.name}: {record.getMessage()} {error!r}")
 
-    def __enter__(self) -> "_ErrorLog":
+    def __enter__(self) -> "ErrorLog":
         logging.getLogger().addHandler(self)
         return self
 
