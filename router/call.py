@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import grpc
-
 from observability.logs import fields
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
 from router import wire
@@ -28,7 +26,7 @@ from router.errors import (
     InvalidRequest,
     NoWorker,
     Overloaded,
-    RequestFailed,
+    RequestCrashed,
     RequestLost,
     RouterError,
 )
@@ -163,9 +161,7 @@ class Call:
             logger.error(
                 "request_crashed", exc_info=error, extra=fields(request_id=self._request_id)
             )
-            error = RequestFailed(
-                grpc.StatusCode.INTERNAL.value[0], "internal error; see the router's log"
-            )
+            error = RequestCrashed()
         self.is_over, self.error = True, error
         self.close()
         self._on_news()

@@ -21,8 +21,6 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import grpc
-
 from observability.logs import fields
 from observability.tracing import NoSpan
 from router import wire
@@ -32,6 +30,7 @@ from router.errors import (
     DeadlineExceeded,
     NoWorker,
     Overloaded,
+    RequestCrashed,
     RequestFailed,
     RequestLost,
     RouterError,
@@ -198,7 +197,7 @@ class Dispatcher:
         except Exception:
             request_id = stream.generation.request.request_id
             logger.exception("request_crashed", extra=fields(request_id=request_id))
-            stream.end(RequestFailed(grpc.StatusCode.INTERNAL.value[0], "internal error"))
+            stream.end(RequestCrashed())
         finally:
             stream.end(RouterStops("the router stopped"))  # no effect on an end before
 

@@ -8,6 +8,7 @@ RouterError
   NoWorker               no decode worker became available in time
   RouterStops            the router stops; another one can continue the call
   RequestFailed          a worker ended the request with an error of the request's own
+    RequestCrashed       a bug of the router ended it
   RequestLost            the stream broke more often than it may be resumed
   DeadlineExceeded       the client's or the router's time limit passed
   SlowClient             the client did not take its messages
@@ -25,12 +26,12 @@ RefusedByTemplate        the chat template does not accept the messages
 WorkerGone               a worker cannot be used, for now
 ControllerGone           the controller cannot be reached, for now
 
-`server.py` maps these to gRPC status codes.
+`statuses.py` maps these to gRPC status codes.
 """
 
 import re
 
-_INVALID_ARGUMENT = 3  # a google.rpc.Code
+_INVALID_ARGUMENT, _INTERNAL = 3, 13  # google.rpc.Code numbers
 _REFUSAL = re.compile(r"([\w.]+): (found .*; allowed: .*)", re.ASCII | re.DOTALL)
 
 
@@ -97,6 +98,13 @@ class RequestFailed(RouterError):
         told = _REFUSAL.fullmatch(message) if code == _INVALID_ARGUMENT else None
         # As of InvalidRequest
         self.violations: tuple[tuple[str, str], ...] = ((told[1], told[2]),) if told else ()
+
+
+class RequestCrashed(RequestFailed):
+    """A bug of the router ended the request; the caller is not told which."""
+
+    def __init__(self) -> None:
+        super().__init__(_INTERNAL, "internal error; see the router's log")
 
 
 class RequestLost(RouterError):

@@ -19,7 +19,7 @@ from router.admission import Admission
 from router.call import Call, Reception, read_tokenize_prompt
 from router.delivery import Delivery
 from router.dispatch import Dispatcher
-from router.errors import InvalidRequest, Overloaded, RequestFailed, RouterError
+from router.errors import InvalidRequest, Overloaded, RequestCrashed, RouterError
 from router.many_calls import ManyCalls
 from router.metrics import RouterMetrics
 from router.pacing import OWN_CALL_US, Pace
@@ -210,9 +210,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except Exception:
             # A bug in one request must not affect others.
             logger.exception("request_crashed")
-            raise RequestFailed(
-                grpc.StatusCode.INTERNAL.value[0], "internal error; see the router's log"
-            ) from None
+            raise RequestCrashed() from None
 
 
 def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:

@@ -17,7 +17,13 @@ from observability.logs import fields
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.gathering import gather
 from router import wire
-from router.errors import AttemptFailed, DeltaGap, RequestFailed, RouterError
+from router.errors import (
+    AttemptFailed,
+    DeltaGap,
+    RequestCrashed,
+    RequestFailed,
+    RouterError,
+)
 from router.generation import Delta, Failure, Generation, Output
 from router.pacing import Pace, Pacer
 from router.placement import Placement
@@ -212,10 +218,19 @@ class Session:
         now = asyncio.get_running_loop().time()
         for each in message.deltas:
             if stream := self.streams.get(each.request_id):  # else the request is over
-                stream.on_delta(wire.delta(each, has_logprobs=stream.has_logprobs), now)
-                # The worker frees choices that ended here but not there.
-                if choices := stream.generation.take_stopped():
-                    self._post(wire.cancel(each.request_id, choices))
+                try:
+                    self._feed(stream, each, now)
+                except Exception:
+                    # A bug in one request must not affect those that share the session.
+                    logger.exception("request_crashed", extra=fields(request_id=each.request_id))
+                    stream.end(RequestCrashed())
+                    stream.end_attempt(RequestCrashed())
         for each in message.failures:
             if stream := self.streams.get(each.request_id):
                 stream.on_failure(wire.failure(each))
+
+    def _feed(self, stream: Stream, message: Any, now: float) -> None:
+        stream.on_delta(wire.delta(message, has_logprobs=stream.has_logprobs), now)
+        # The worker frees choices that ended here but not there.
+        if choices := stream.generation.take_stopped():
+            self._post(wire.cancel(message.request_id, choices))

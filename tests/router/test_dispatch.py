@@ -23,6 +23,7 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.wire import model_from
 from protos.contract import CONTRACT_VERSION
 from router.config import RouterConfig
+from router.generation import Generation
 from tests.router.scripted_worker import (
     EOS,
     LENGTH,
@@ -933,6 +934,40 @@ def test_a_session_that_can_write_no_more_ends_and_its_requests_continue(
                 assert each.error is None
                 assert each.token_ids() == tokens(0, len(each.token_ids()))
                 assert each.usage.stats.resumptions == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_bug_while_tokens_are_taken_in_ends_that_request_only(
+    monkeypatch: pytest.MonkeyPatch, is_resumed: bool
+) -> None:
+    right = Generation.accept
+
+    def crash_for_two_choices(self: Generation, *delta: Any) -> bool:
+        if len(self.choices) == 2 and self.attempt == is_resumed:
+            raise ZeroDivisionError("a bug")
+        return right(self, *delta)
+
+    async def refuse_two(session: Session, submit: Submit) -> None:
+        if is_resumed and len(submit.choices) == 2:
+            session.fail(submit, grpc.StatusCode.UNAVAILABLE)
+        else:
+            await honest(session, submit)
+
+    async def main() -> None:
+        monkeypatch.setattr(Generation, "accept", crash_for_two_choices)
+        worker = ScriptedWorker("decode-0", token_s=0.1, serve=once(refuse_two))
+        async with running_router(worker) as tested:
+            other = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: bool(worker.submits))
+            answer = await tested.generate(n=2)
+
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.INTERNAL
+            assert "ZeroDivision" not in (answer.error.details() or "")
+            assert (await other).usage.stats.resumptions == 0
+            assert len(worker.cancels) == 1, "the worker frees it"
 
     run_virtual(main())
 
