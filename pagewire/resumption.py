@@ -1,9 +1,9 @@
 """A Generate call that outlives its router: the next one gets everything received so far.
 
 Before the first message nothing was delivered, and a call that is lost, or that a router cannot
-serve yet, is repeated, for a second at most, so that a caller learns soon that it is not served.
-Afterwards another router, or the same one
-when it is back, continues from what was received. The client's limit bounds the search for it.
+serve yet, is repeated, for a second at most after the loss or its beginning, so that a caller
+learns soon that it is not served. Afterwards another router, or the same one when it is back,
+continues from what was received. The client's limit bounds the search for it.
 """
 
 import asyncio
@@ -135,6 +135,7 @@ class ResumableCall:
 
     def _start(self, timeout_s: float) -> None:
         self._address = self._routers.address
+        self._began_at = self._loop.time()
         self._has_begun = False  # this call has received something
         self._call: RunningCall = self._routers.start(
             self._request,
@@ -194,7 +195,8 @@ class ResumableCall:
         now = self._loop.time()
         is_new = self._lost is None
         if self._lost is None:
-            self._lost, self._lost_at = error, now
+            # A router that cannot serve may have waited for workers itself, and would do so again.
+            self._lost, self._lost_at = error, self._began_at if is_early else now
             self._num_losses += 1
         patience_s = self._resume_s if self._received else min(BEGIN_S, self._resume_s)
         can_go_on = bool(self._token) or not self._received

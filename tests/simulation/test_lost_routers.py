@@ -156,6 +156,21 @@ def test_a_client_gives_up_in_time_with_the_loss_that_it_had(
     in_cluster(FakeCluster(shape=SHAPE), body)
 
 
+def test_a_client_is_told_of_missing_workers_once_its_router_has_waited_for_them() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        client = client_of(cluster, "router-0")
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+
+        with pytest.raises(UnavailableError, match="no decode worker for 30 s"):
+            await client.generate(tokens(20, seed=1))
+
+        assert loop.time() - began_at == pytest.approx(30.0, abs=0.2)
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=ClusterShape(num_prefill=1, num_decode=0)), body)
+
+
 def test_a_router_that_stops_hands_its_streams_over() -> None:
     async def body(cluster: FakeCluster) -> None:
         spec = RequestSpec(name="r", prompt=tokens(30, seed=2), params=SEEDED, n=2)
