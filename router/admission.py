@@ -190,6 +190,13 @@ class Admission:
             generation.request, asking.asked, model.fingerprint
         )
 
+    def deadline_of(self, asking: Asking) -> float:
+        """Return the loop time by which a call ends, admitted or not."""
+        timeout_s = self._config.request_timeout_s
+        if asking.time_remaining_s is not None:
+            timeout_s = min(timeout_s, asking.time_remaining_s)
+        return asking.arrived_at + timeout_s
+
     async def admit(self, asking: Asking) -> tuple[Generation, bytes]:
         """Check a request and prepare it for dispatch; return it with its resume token.
 
@@ -255,9 +262,6 @@ class Admission:
         sampling: Sampling,
         begun: Begun | None,
     ) -> Generation:
-        timeout_s = self._config.request_timeout_s
-        if asking.time_remaining_s is not None:
-            timeout_s = min(timeout_s, asking.time_remaining_s)
         request = GenerationRequest(
             request_id=asking.request_id,
             packed_token_ids=checked.packed,
@@ -266,7 +270,7 @@ class Admission:
             page_hashes=checked.page_hashes,
             page_size=model.page_size,
             arrived_at=asking.arrived_at,
-            deadline_at=asyncio.get_running_loop().time() + timeout_s,
+            deadline_at=self.deadline_of(asking),
             # The constraint applies to the answer, from its first token on.
             begins_in_reasoning=sampling.constraint is None
             and isinstance(asking.prompt, Chat)

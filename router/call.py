@@ -23,12 +23,14 @@ from router import wire
 from router.admission import Admission, Asking
 from router.dispatch import Dispatcher
 from router.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     NoWorker,
     Overloaded,
     RequestCrashed,
     RequestLost,
     RouterError,
+    RouterStops,
 )
 from router.generation import Generation, Output
 from router.metrics import RouterMetrics
@@ -76,7 +78,7 @@ class Reception:
         self.tenants = tenants
         self.random_id = random_id
         self.model_name = model_name
-        self._admitting: set[asyncio.Task[None]] = set()  # held until they end
+        self._admitting: dict[asyncio.Task[None], Call] = {}  # held until they end
 
     def call(self, on_news: Callable[[], None]) -> "Call":
         """Return a new call; `on_news` is called when `take` has something, or the call is over."""
@@ -85,9 +87,15 @@ class Reception:
     def admit_later(self, call: "Call", asking: Asking, pace: Pace) -> "asyncio.Task[None]":
         """Admit a call in a task."""
         task = asyncio.create_task(call.admit(asking, pace), name=f"admit-{asking.request_id}")
-        self._admitting.add(task)
-        task.add_done_callback(self._admitting.discard)
+        self._admitting[task] = call
+        task.add_done_callback(self._admitting.pop)
         return task
+
+    def abandon(self) -> None:
+        """End all calls that are not over yet."""
+        for call in list(self._admitting.values()):
+            call.fail(RouterStops("the router stopped"))
+        self.dispatcher.abandon()
 
 
 class Call:
@@ -132,8 +140,13 @@ class Call:
 
     async def admit(self, asking: Asking, pace: Pace) -> None:
         """Go on after `begin`, where something has to be waited for."""
+        admission = self._reception.admission
         try:
-            self._dispatch(*await self._reception.admission.admit(asking), pace)
+            async with asyncio.timeout_at(admission.deadline_of(asking)):
+                admitted = await admission.admit(asking)
+            self._dispatch(*admitted, pace)
+        except TimeoutError:
+            self.fail(DeadlineExceeded("not admitted in time"))
         except Exception as error:
             self.fail(error)
 

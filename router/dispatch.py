@@ -145,7 +145,7 @@ class Dispatcher:
                 session.task.cancel()
 
     def abandon(self) -> None:
-        """End all requests that are still running."""
+        """End all requests that still run."""
         for stream in list(self._streams):
             self._stop(stream, RouterStops("the router stopped"))
 

@@ -168,7 +168,7 @@ class Router:
             logger.warning(
                 "requests_abandoned", extra=fields(num_requests=self.admission.num_active)
             )
-            self.dispatcher.abandon()
+            self._servicer.abandon()
             await self.admission.wait_idle(1.0)
         await self.dispatcher.stop()
         await self.registry.stop()

@@ -71,6 +71,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         self._slow_client_timeout_s = slow_client_timeout_s
 
+    def abandon(self) -> None:
+        """End all generations that still run."""
+        self._reception.abandon()
+
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:

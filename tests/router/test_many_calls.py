@@ -288,6 +288,24 @@ def test_a_call_has_its_own_time_limit() -> None:
     run_virtual(scenario())
 
 
+def test_a_call_that_waits_for_a_first_worker_ends_in_time_or_with_its_router() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with running_router(worker_wait_s=30.0) as tested, calling(tested) as caller:
+            began_at = loop.time()
+            await caller.start(1, asking(), ms=100)
+            await caller.start(2, asking())
+            await caller.read_until_ended(1)
+            assert loop.time() - began_at == pytest.approx(0.1, abs=0.02)
+
+            await tested.router.stop(0.1)
+            await caller.read_until_ended(2)
+            assert loop.time() - began_at < 1.0
+            assert caller.ends == {1: "DEADLINE_EXCEEDED", 2: "UNAVAILABLE"}
+
+    run_virtual(scenario())
+
+
 def test_the_id_of_a_running_call_ends_the_stream() -> None:
     async def scenario() -> None:
         async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
