@@ -173,6 +173,35 @@ def test_those_who_give_up_hold_up_nobody() -> None:
     run_virtual(main())
 
 
+def test_a_bug_that_a_request_meets_is_met_in_its_own_turn_and_holds_up_nobody() -> None:
+    async def main() -> None:
+        workers = Workers(1)
+
+        def has_room(request: str) -> bool:
+            if request == "bad":
+                raise ZeroDivisionError("a bug")
+            return workers.num_free > 0
+
+        workers.turns = Turns(has_room)
+
+        async def meet_the_bug() -> None:
+            async with workers.turns.turn("bad", "bad", cost=100, weight=1.0):
+                has_room("bad")
+
+        first = asyncio.create_task(workers.serve("first"))
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(workers.serve("waiting"))
+        await asyncio.sleep(0.1)
+        bad = asyncio.create_task(meet_the_bug())
+        await asyncio.gather(first, waiting, workers.serve("last"))
+
+        with pytest.raises(ZeroDivisionError):
+            await bad
+        assert workers.served == ["first", "waiting", "last"]
+
+    run_virtual(main())
+
+
 def test_the_expected_wait_follows_what_was_served() -> None:
     async def main() -> None:
         workers = Workers(1)
