@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import urllib.request
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 
+import jsonschema
 import pytest
 
 import pagewire
@@ -326,28 +328,13 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle):
     prompts = [prompt_of(("decode", index), 60 + index) for index in range(4)]
     num_tokens = 150 if cluster.device == "cpu" else 800
     greedy, seeded = {"temperature": 0.0}, {"temperature": 0.9, "seed": 11, "n": 2}
+    requests = [
+        (prompt, {"max_tokens": num_tokens, "ignore_eos": True} | options)
+        for options in (greedy, seeded)
+        for prompt in prompts
+    ]
 
-    async def work(client):
-        undisturbed = await generate_all(client, prompts, max_tokens=num_tokens, **greedy)
-        undisturbed += await generate_all(client, prompts, max_tokens=num_tokens, **seeded)
-        before = incarnations(await client.status())
-        streams = [
-            client.stream(prompt, max_tokens=num_tokens, ignore_eos=True, **options)
-            for options in (greedy, seeded)
-            for prompt in prompts
-        ]
-        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
-        while min(len(stream.completion.token_ids) for stream in streams) < 10:
-            await asyncio.sleep(0.01)
-        status, _ = await until(client, lambda status: busy(status, "decode"))
-        victim = busy(status, "decode")[0]
-        os.kill(cluster.pid(victim), signal.SIGKILL)
-        interrupted = await asyncio.gather(*tasks)
-        status, _ = await until(client, lambda status: is_restarted(status, victim, before))
-        after = incarnations(status)
-        return undisturbed, interrupted, victim, before, after
-
-    undisturbed, interrupted, victim, before, after = run(cluster, work)
+    undisturbed, interrupted = through_a_kill(cluster, requests)
 
     for calm, resumed in zip(undisturbed, interrupted, strict=True):
         assert [each.token_ids for each in calm.choices] == [
@@ -358,7 +345,86 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle):
     assert list(interrupted[0].token_ids) == oracle.tokens(prompts[0], num_tokens)
     for resumed in (interrupted[:4], interrupted[4:]):
         assert sum(each.usage.resumptions for each in resumed) > 0
-    assert {name for name in before if before[name] != after[name]} == {victim}
+
+
+def test_constrained_answers_keep_their_form_and_their_words_across_a_kill(cluster):
+    forms = long_forms(60 if cluster.device == "cpu" else 400)
+    # Turned by one, so that both workers get each form.
+    held = [(form, {"temperature": 0.0}) for form in forms]
+    held += [(form, {"temperature": 1.5, "seed": 7}) for form in forms[1:] + forms[:1]]
+    requests = [
+        (prompt_of(("form", index), 60 + index), {**sampling, "constraint": constraint})
+        for index, ((constraint, _), sampling) in enumerate(held)
+    ]
+
+    undisturbed, interrupted = through_a_kill(cluster, requests)
+
+    for ((_, judge), _), calm, resumed in zip(held, undisturbed, interrupted, strict=True):
+        assert resumed.choices == calm.choices
+        assert resumed.finish_reason == "stop"
+        assert judge(resumed.text), resumed.text
+        assert not judge(resumed.text[:-1]), "the judge accepts everything"
+        assert resumed.usage.decode_computed_tokens == 0
+        assert resumed.usage.pages_moved > 0
+    for resumed in (interrupted[:4], interrupted[4:]):
+        assert sum(each.usage.resumptions for each in resumed) > 0
+
+
+def long_forms(length):
+    """Constraints whose texts have about `length` tokens or more, each with a judge of texts."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": f"^[a-z]{{{2 * length},{3 * length}}}$"},
+            "likes": {"type": "array", "items": {"enum": ["sea", 7, True]}, "maxItems": 3},
+        },
+        "required": ["name", "likes"],
+        "additionalProperties": False,
+    }
+    expression = f"([a-z]{{1,6}} ){{{length // 2},{length}}}end"
+    choices = [f"{word} page, " * (length // 3) + "." for word in ("a", "the", "no")]
+    rules = f'start: part ("+" part){{{length // 2}}}\npart: /[0-9]/ | "(" /[0-9]/ "*" /[0-9]/ ")"'
+    part = r"([0-9]|\([0-9]\*[0-9]\))"
+
+    def follows_schema(text):
+        try:
+            return jsonschema.validate(json.loads(text), schema) is None
+        except ValueError:
+            return False
+
+    return [
+        ({"json_schema": schema}, follows_schema),
+        ({"regex": expression}, re.compile(expression).fullmatch),
+        ({"choice": choices}, choices.__contains__),
+        ({"grammar": rules}, re.compile(rf"{part}(\+{part}){{{length // 2}}}").fullmatch),
+    ]
+
+
+def through_a_kill(cluster, requests):
+    """Answer requests (prompt, options) twice, the second time while a decode worker is killed.
+
+    Returns the completions of both runs.
+    """
+
+    async def work(client):
+        undisturbed = await asyncio.gather(
+            *(client.generate(prompt, **options) for prompt, options in requests)
+        )
+        before = incarnations(await client.status())
+        streams = [client.stream(prompt, **options) for prompt, options in requests]
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        while min(len(stream.completion.token_ids) for stream in streams) < 10:
+            await asyncio.sleep(0.01)
+        status, _ = await until(client, lambda status: busy(status, "decode"))
+        victim = busy(status, "decode")[0]
+        os.kill(cluster.pid(victim), signal.SIGKILL)
+        interrupted = await asyncio.gather(*tasks)
+        status, _ = await until(client, lambda status: is_restarted(status, victim, before))
+        after = incarnations(status)
+        assert {name for name in before if before[name] != after[name]} == {victim}
+        return undisturbed, interrupted
+
+    return run(cluster, work)
 
 
 async def collect(stream):
