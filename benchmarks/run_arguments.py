@@ -70,7 +70,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="option of every cluster's configuration (docs/configuration.md)",
+        help="option of every cluster's configuration, as `pagewire serve --help` lists them",
     )
     parser.add_argument("--scale", choices=sorted(SCALES), default="full")
     parser.add_argument(

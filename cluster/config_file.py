@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.config_options import (
+    ALL_OPTIONS,
     SECTIONS,
     config_options,
     find_option,
@@ -243,7 +244,9 @@ def _unknown(name: str, value: object) -> str:
 
 def _told_unknown(name: str, *meant: str) -> str:
     hint = f"; did you mean {meant[0]}?" if meant else ""
-    return f"{name}: found an unknown option; allowed: those of docs/configuration.md{hint}"
+    pool = pool_named(name)
+    allowed = ", ".join(map(_leaf, pool_options(pool))) if pool else f"those of {ALL_OPTIONS}"
+    return f"{name}: found an unknown option; allowed: {allowed}{hint}"
 
 
 def _leaf(path: str) -> str:

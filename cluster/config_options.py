@@ -13,6 +13,8 @@ from cluster.config import ClusterConfig
 from cluster.pool_config import SECTION, PoolConfig
 from options.option import Option, Spell, options_of
 
+# Where a user finds all options but those of pools: an installation has no documentation.
+ALL_OPTIONS = "`pagewire serve --help`"
 # The configuration classes within the cluster's, by name.
 SECTIONS: dict[str, Any] = {
     each.name: each.type for each in fields(ClusterConfig) if is_dataclass(each.type)

@@ -22,6 +22,7 @@ from cluster.capacity import (
 )
 from cluster.certificates import check_certificates, own_client
 from cluster.config import ClusterConfig
+from cluster.config_options import ALL_OPTIONS
 from cluster.devices import check_port_free, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
@@ -195,7 +196,7 @@ def check_ray_access(facts: HostFacts, ray_address: str) -> Finding:
         )
     if ray_address and facts.ray_auth_mode != "token":
         found = f"RAY_AUTH_MODE is {facts.ray_auth_mode or 'unset'}, ray_address is {ray_address}"
-        remedy = "export RAY_AUTH_MODE=token, here and where that Ray is started: deploy/README.md"
+        remedy = "export RAY_AUTH_MODE=token, here and where that Ray is started"
         return Finding(check="ray access", level="warn", found=found, remedy=remedy)
     if facts.ray_auth_mode == "disabled":
         return Finding(
@@ -256,7 +257,7 @@ def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
         wrong_name = check_certificates(config)
     except ConfigError as error:
         option = str(error).partition(" ")[0].rstrip(":")
-        remedy = f"see {option} in docs/security.md"
+        remedy = f"see {option} in {ALL_OPTIONS}"
         return (Finding(check="tls", level="fail", found=str(error), remedy=remedy),)
     findings = []
     for name, section, files in (

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Offered by routers to clients. If the router has a tenants file (docs/tenants.md), each call needs the metadata
+    """Offered by routers to clients. If the router has a tenants file, each call needs the metadata
     `authorization: Bearer TOKEN` with a tenant's token, and ends with UNAUTHENTICATED otherwise.
     """
 
@@ -69,7 +69,7 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Offered by routers to clients. If the router has a tenants file (docs/tenants.md), each call needs the metadata
+    """Offered by routers to clients. If the router has a tenants file, each call needs the metadata
     `authorization: Bearer TOKEN` with a tenant's token, and ends with UNAUTHENTICATED otherwise.
     """
 
@@ -161,7 +161,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Offered by routers to clients. If the router has a tenants file (docs/tenants.md), each call needs the metadata
+    """Offered by routers to clients. If the router has a tenants file, each call needs the metadata
     `authorization: Bearer TOKEN` with a tenant's token, and ends with UNAUTHENTICATED otherwise.
     """
 

@@ -193,4 +193,4 @@ def test_doctor_warns_before_a_certificate_expires_and_fails_after(authority: Au
     level, told = found((-9, -1))
     assert level == "fail"
     assert "has expired" in told
-    assert "docs/security.md" in told
+    assert "tls.certificate_file in `pagewire serve --help`" in told
