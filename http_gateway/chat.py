@@ -39,7 +39,6 @@ UNSUPPORTED = {
 # They help OpenAI to bill, to cache, or to find abuse.
 WITHOUT_EFFECT = (
     "user",
-    "metadata",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_options",
@@ -83,6 +82,12 @@ class _Choice:
     finish_reason: str | None = None
 
 
+def drop_without_effect(fields: Fields) -> dict[str, str]:
+    """Take the fields that change nothing; return the metadata, which some answers repeat."""
+    fields.drop(*WITHOUT_EFFECT)
+    return fields.texts("metadata")
+
+
 def take_stream_options(fields: Fields) -> StreamOptions:
     """Take the fields for the delivery of an answer."""
     is_stream, options = take_stream(fields)
@@ -106,7 +111,7 @@ def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> Cha
     """Check a request; `names` gets its names of options that gRPC names differently."""
     fields = Fields(body)
     fields.refuse_unsupported(UNSUPPORTED)
-    fields.drop(*WITHOUT_EFFECT)
+    drop_without_effect(fields)
     delivery = take_stream_options(fields)
     messages = take_messages(fields)
     tools = take_tools(fields, model)

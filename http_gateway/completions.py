@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from http_gateway.chat import WITHOUT_EFFECT, StreamOptions, take_stream_options, usage_json
+from http_gateway.chat import StreamOptions, drop_without_effect, take_stream_options, usage_json
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
@@ -66,7 +66,7 @@ def parse_completion(
     """Check a request; `names` gets its names of options that gRPC names differently."""
     fields = Fields(body)
     fields.refuse_unsupported(UNSUPPORTED)
-    fields.drop(*WITHOUT_EFFECT)
+    drop_without_effect(fields)
     delivery = take_stream_options(fields)
     prompts, is_batch = _prompts(fields.take("prompt"), config.max_prompts)
     has_echo = fields.flag("echo")

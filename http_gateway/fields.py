@@ -51,8 +51,17 @@ class Fields:
         return field in self._left
 
     def text(self, field: str, default: str = "") -> str:
-        """Return a text."""
-        return self._typed(field, str, "a string", default)
+        """Return a text, which UTF-8 can encode."""
+        value = self._typed(field, str, "a string", default)
+        self._check_encodable(field, value)
+        return value
+
+    def texts(self, field: str) -> dict[str, str]:
+        """Return an object of texts; empty where it is absent."""
+        inner = self.object(field)
+        for name in inner._left:
+            self._check_encodable(field, name)
+        return {name: inner.text(name) for name in list(inner._left)}
 
     def flag(self, field: str, default: bool = False) -> bool:
         """Return a switch."""
@@ -112,6 +121,13 @@ class Fields:
     def refused(self, field: str, found: str, allowed: str) -> HttpError:
         """Make the error for a wrong value of a field."""
         return refused(self.name(field), found, allowed)
+
+    def _check_encodable(self, field: str, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"{shown(text[error.start])} at character {error.start}"
+            raise self.refused(field, found, "text without lone surrogates") from None
 
     def _typed(
         self, field: str, kind: type[Value], allowed: str, default: Default

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
-from http_gateway.chat import WITHOUT_EFFECT, take_stream
+from http_gateway.chat import drop_without_effect, take_stream
 from http_gateway.constraints import take_text_format
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
@@ -63,7 +63,6 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
     echoed = {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": body.get("metadata") or {},
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "temperature": body.get("temperature"),
         "text": {**TEXT, **text} if isinstance(text := body.get("text"), dict) else TEXT,
@@ -74,7 +73,7 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
     }
     fields = Fields(body)
     fields.refuse_unsupported(UNSUPPORTED)
-    fields.drop(*WITHOUT_EFFECT)
+    echoed["metadata"] = drop_without_effect(fields)
     is_stream, stream_options = take_stream(fields)
     stream_options.refuse_others()
     constraint = _take_text(fields.object("text"), names)

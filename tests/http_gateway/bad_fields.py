@@ -711,6 +711,25 @@ HTTP_ONLY = [
         "absent where stream is not true",
         {CLASH: ["{}", '{"include_obfuscation": false}']},
     ),
+    only_http("metadata", (CHAT, TEXT, RESPONSE), "an object", NO_OBJECT),
+    only_http("metadata", (CHAT, TEXT, RESPONSE), "surrogates", {HOSTILE: ['{"\\ud800": "a"}']}),
+    inside(
+        [over(path, "metadata.a", '"metadata": {"a": %s}') for path in (CHAT, TEXT, RESPONSE)],
+        "a string",
+        {TYPE: ("5", "1e999", "true", "[]", "{}")},
+    ),
+    inside(
+        [
+            over(RESPONSE, "metadata.a", '"metadata": {"a": %s}'),
+            over(
+                RESPONSE,
+                "text.format.name",
+                '"text": {"format": {"type": "json_schema", "schema": {}, "name": %s}}',
+            ),
+        ],
+        "surrogates",
+        {HOSTILE: [SURROGATE]},
+    ),
     inside(
         [over(CHAT, "max_completion_tokens", '"max_tokens": 5, "max_completion_tokens": %s')],
         "absent with max_tokens, or equal to it",
