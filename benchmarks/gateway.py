@@ -69,7 +69,7 @@ async def read_http(port: int, opening: asyncio.Semaphore, tokens: int) -> str:
     fields = {"prompt": "The page was", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     body = json.dumps(fields).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n"
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     async with opening:

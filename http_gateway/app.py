@@ -27,11 +27,19 @@ from http_gateway.tokens import Tokens
 from http_gateway.wire import RouterLink
 
 Answer = Callable[[Exchange, dict[str, Any]], Awaitable[None]]
+ANYBODYS = {"/health", "/ready"}  # orchestrators may use any name
 Admit = Callable[[str], Awaitable[str]]
 
 
-def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
-    """Return the application that answers for one router."""
+def build_app(link: RouterLink, config: GatewayConfig, *, is_local: bool) -> RequestLog:
+    """Return the application that answers for one router.
+
+    Args:
+        link: The connection to the routers.
+        config: Limits, and who may call.
+        is_local: Whether only this host can reach it.
+    """
+    checks_host = is_local and "*" not in config.hosts
     metrics = Metrics()
     texts = TokenTexts(link)
     models, tokens, probes = Models(link), Tokens(link), Probes(link)
@@ -39,12 +47,25 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
 
     def get(path: str, answer: Answer, *, admit: Admit | None = link.tenant) -> Route:
         endpoint = Endpoint(
-            path, answer, admit=admit, config=config, metrics=metrics, reads_body=False
+            path,
+            answer,
+            admit=admit,
+            config=config,
+            metrics=metrics,
+            reads_body=False,
+            checks_host=checks_host and path not in ANYBODYS,
         )
         return Route(path, endpoint, methods=["GET"])
 
     def post(path: str, answer: Answer) -> Route:
-        endpoint = Endpoint(path, answer, admit=link.tenant, config=config, metrics=metrics)
+        endpoint = Endpoint(
+            path,
+            answer,
+            admit=link.tenant,
+            config=config,
+            metrics=metrics,
+            checks_host=checks_host,
+        )
         return Route(path, endpoint, methods=["POST"])
 
     middleware = []
@@ -77,6 +98,8 @@ def build_app(link: RouterLink, config: GatewayConfig) -> RequestLog:
         middleware=middleware,
         exception_handlers={HTTPException: _no_endpoint},
     )
+    # Its target would be made of a scheme and a name that a proxy may have changed.
+    app.router.redirect_slashes = False
     return RequestLog(app, metrics)
 
 

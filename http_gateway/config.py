@@ -6,6 +6,7 @@ from typing import Any
 
 from options.option import check_options, option
 
+HOST = re.compile(r"\*|[^\s/:,]+")
 ORIGIN = re.compile(r"\*|https?://[^\s/,]+")
 
 
@@ -13,8 +14,12 @@ def _are_origins(value: Any) -> bool:
     return isinstance(value, str) and all(map(ORIGIN.fullmatch, _divided(value)))
 
 
-def _divided(origins: str) -> tuple[str, ...]:
-    return tuple(each.strip() for each in origins.split(",") if each.strip())
+def _are_hosts(value: Any) -> bool:
+    return isinstance(value, str) and all(map(HOST.fullmatch, _divided(value)))
+
+
+def _divided(names: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in names.split(",") if each.strip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +69,19 @@ class GatewayConfig:
         accepts=_are_origins,
         accepted="origins separated by commas, such as https://chat.example.org, or *",
     )
+
+    allow_hosts: str = option(
+        "",
+        "Names by which clients without a tenant's token may address a gateway that listens on the "
+        "loopback address, separated by commas, or *; addresses and localhost always are.",
+        accepts=_are_hosts,
+        accepted="host names separated by commas, such as llm.example.org, or *",
+    )
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The allowed host names, one by one, in lower case."""
+        return _divided(self.allow_hosts.lower())
 
     @property
     def origins(self) -> tuple[str, ...]:

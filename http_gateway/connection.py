@@ -20,6 +20,7 @@ from observability.logs import fields
 
 log = logging.getLogger(__name__)
 
+VERSIONS = ("1.0", "1.1")
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # requests that wait while another one is answered
 _HTTP_2 = "Pause on PRI"  # the parser's words for the first bytes of HTTP/2
@@ -169,6 +170,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait here"
             self._stop_with(HttpError(400, message, code=TOO_MANY_WAIT))
+        self._check_head()
         if self.parser.should_upgrade():
             self._framing = [
                 b"%b: %b" % each
@@ -176,6 +178,15 @@ class Connection(HttpToolsProtocol):
                 if each[0] in (b"content-length", b"transfer-encoding")
             ]
         super().on_headers_complete()
+
+    def _check_head(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in VERSIONS:
+            self._stop_with(_no_http(f"its version is {version}"))
+        # Whatever stands before the gateway may have looked at another one (RFC 9112, 3.2).
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            self._stop_with(_no_http(f"it has {num_hosts or 'no'} Host headers"))
 
     def on_message_complete(self) -> None:
         """End a request's body."""
@@ -299,7 +310,12 @@ class _GentleTransport:
 
 
 def _invalid(error: httptools.HttpParserError) -> HttpError:
-    found = "it begins as HTTP/2" if _HTTP_2 in str(error) else str(error)
+    if isinstance(error, httptools.HttpParserCallbackError):
+        return _no_http("its target is malformed")  # which uvicorn takes apart
+    return _no_http("it begins as HTTP/2" if _HTTP_2 in str(error) else str(error))
+
+
+def _no_http(found: str) -> HttpError:
     return HttpError(400, f"this is not an HTTP/1.1 request: {found}", code="invalid_http")
 
 

@@ -15,6 +15,7 @@ import pagewire
 from http_gateway.body import read_json
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import CLIENT_CLOSED, SERVER, ClientLeft, HttpError, http_error
+from http_gateway.hosts import check_host
 from http_gateway.http_metrics import Metrics
 from observability.logs import fields
 from pagewire.tracing import caller_span
@@ -108,6 +109,7 @@ class Exchange:
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self._headers = dict(scope["headers"])
         self.authorization = _authorization(scope)
+        self.host = self._headers.get(b"host", b"").decode("latin-1")
         self._receive = receive
         self._send = send
         self._send_body: Send = scope["send_body"]
@@ -214,6 +216,7 @@ class Endpoint:
         admit: Given the authorization, returns the request's tenant or raises PagewireError, before
             the body is read. None: anybody may call.
         reads_body: Whether it gets the request's JSON object; otherwise an empty one.
+        checks_host: Whether a caller without a tenant must address this host by a known name.
     """
 
     def __init__(
@@ -225,6 +228,7 @@ class Endpoint:
         config: GatewayConfig,
         metrics: Metrics,
         reads_body: bool = True,
+        checks_host: bool,
     ) -> None:
         self._path = path
         self._answer = answer
@@ -232,6 +236,7 @@ class Endpoint:
         self._config = config
         self._metrics = metrics
         self._reads_body = reads_body
+        self._checks_host = checks_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -243,9 +248,11 @@ class Endpoint:
         try:
             if self._admit:
                 exchange.record.tenant = await self._admit(exchange.authorization)
+            if self._checks_host and not exchange.record.tenant:
+                check_host(exchange.host, self._config.hosts)
             body = await exchange.read_json() if self._reads_body else {}
             await exchange.run(self._answer(exchange, body))
-        except HttpError as error:  # of the body
+        except HttpError as error:  # of head or body
             await exchange.fail(error)
         except pagewire.PagewireError as error:  # of whoever asks
             await exchange.fail(http_error(error, exchange.rename_field))

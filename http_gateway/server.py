@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from credentials.config import TlsSettings
-from credentials.door import Door, front_door
+from credentials.door import Door, front_door, is_loopback_host
 from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
 from http_gateway.connection import Connection
@@ -77,7 +77,7 @@ class GatewayServer:
             connector=Connector(self._router_tls),
         )
         settings: dict[str, Any] = {
-            "app": build_app(self._link, self._config),
+            "app": build_app(self._link, self._config, is_local=is_loopback_host(self._host)),
             "http": partial(Connection, self._config),
             "ws": "none",
             "lifespan": "off",

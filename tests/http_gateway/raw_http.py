@@ -26,7 +26,7 @@ def request(
 ) -> bytes:
     """Return a whole request; header names have underscores for dashes, None leaves one out."""
     body = body.encode() if isinstance(body, str) else body
-    lines = {"host": "gateway"}
+    lines = {"host": "localhost"}
     if body is not None:
         lines |= {"content-type": "application/json", "content-length": str(len(body))}
     lines |= {name.replace("_", "-"): value for name, value in headers.items()}

@@ -150,6 +150,7 @@ def test_json_may_be_called_so_in_any_case_and_with_parameters(address, kind):
         ("GET", "/" + "x" * 8000, 404, "not_found"),
         ("GET", "/%00%ff%fe", 404, "not_found"),
         ("GET", "/../../etc/passwd", 404, "not_found"),
+        ("POST", f"{CHAT}/", 404, "not_found"),
     ],
 )
 def test_other_paths_and_methods_are_refused(address, method, path, status, code):
@@ -280,6 +281,10 @@ WRONG_HEADS = {
     "an endless length": b"POST /v1/completions HTTP/1.1\r\ncontent-length: "
     + b"9" * 30
     + b"\r\n\r\n",
+    "another version's head": b"GET /health HTTP/2.0\r\nhost: x\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET /health HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n",
+    "a port that is none": b"GET http://x:99999/health HTTP/1.1\r\nhost: x\r\n\r\n",
     "a folded header": b"GET /health HTTP/1.1\r\nhost: x\r\n y\r\n\r\n",
 }
 

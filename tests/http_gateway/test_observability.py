@@ -273,9 +273,53 @@ def test_pages_of_allowed_origins_may_call_and_stream(origins):
     assert (refused.status == 200) == (origins == "*")
 
 
+@pytest.fixture(scope="module")
+def named():
+    with gateway(lambda: scripted(two_words), allow_hosts="LLM.example.org, b.example") as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        ("localhost", True),
+        ("LocalHost.:8000", True),
+        ("app.localhost", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("", True),
+        ("llm.example.org:443", True),
+        ("b.example", True),
+        ("evil.example.org:8000", False),
+        ("localhost.evil.example.org", False),
+        ("127.0.0.1.evil.example.org", False),
+        ("notlocalhost", False),
+        ("é", False),
+    ],
+)
+def test_a_page_whose_name_leads_here_may_not_call(named, host, is_allowed):
+    answers = [
+        exchange(named.host_and_port, request(path, body, method=method, host=host))
+        for method, path, body in (
+            ("POST", TEXT, body_of(TEXT)),
+            ("GET", "/v1/models", None),
+            ("GET", "/cluster", None),
+            ("GET", "/metrics", None),
+        )
+    ]
+
+    assert {each.status for each in answers} == {200 if is_allowed else 403}
+    if not is_allowed:
+        assert {each.error["code"] for each in answers} == {"unknown_host"}
+        assert "http_gateway.allow_hosts" in answers[0].error["message"]
+    health = request("/health", method="GET", host=host)
+    assert exchange(named.host_and_port, health).status == 200
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"allow_hosts": "a.org:80"}, "allow_hosts: found 'a.org:80'; allowed: host names"),
         ({"max_connections": 0}, "max_connections: found 0; allowed: an integer, 1 or more"),
         ({"head_timeout_s": 0}, "head_timeout_s: found 0; allowed: a finite number above 0"),
         ({"stream_interval_s": -1}, "stream_interval_s: found -1; allowed: a finite number, 0 or"),

@@ -100,6 +100,12 @@ def test_two_keys_are_no_key(served: Gateway, first: str) -> None:
     assert answer.error["code"] == "invalid_api_key"
 
 
+def test_who_has_a_key_may_address_the_gateway_by_any_name(served: Gateway) -> None:
+    data = request("/v1/models", method="GET", authorization="Bearer acme", host="llm.example.org")
+
+    assert exchange(served.host_and_port, data).status == 200
+
+
 def test_a_stranger_is_refused_before_its_body_is_read(served: Gateway) -> None:
     head = request("/v1/completions", b"", content_length=str(10**6))
     answer = exchange(served.host_and_port, head)
