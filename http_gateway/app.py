@@ -1,6 +1,7 @@
 """The ASGI application: paths, their endpoints, and answers for other paths."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,8 +28,8 @@ from http_gateway.tokens import Tokens
 from http_gateway.wire import RouterLink
 
 Answer = Callable[[Exchange, dict[str, Any]], Awaitable[None]]
-ANYBODYS = {"/health", "/ready"}  # orchestrators may use any name
 Admit = Callable[[str], Awaitable[str]]
+ANYBODYS = {"/health", "/ready"}  # orchestrators may use any name
 
 
 def build_app(link: RouterLink, config: GatewayConfig, *, is_local: bool) -> RequestLog:
@@ -44,29 +45,16 @@ def build_app(link: RouterLink, config: GatewayConfig, *, is_local: bool) -> Req
     texts = TokenTexts(link)
     models, tokens, probes = Models(link), Tokens(link), Probes(link)
     cluster, page = ClusterView(link), PageFiles()
+    endpoint = partial(Endpoint, config=config, metrics=metrics)
 
     def get(path: str, answer: Answer, *, admit: Admit | None = link.tenant) -> Route:
-        endpoint = Endpoint(
-            path,
-            answer,
-            admit=admit,
-            config=config,
-            metrics=metrics,
-            reads_body=False,
-            checks_host=checks_host and path not in ANYBODYS,
-        )
-        return Route(path, endpoint, methods=["GET"])
+        checks = checks_host and path not in ANYBODYS
+        answering = endpoint(path, answer, admit=admit, reads_body=False, checks_host=checks)
+        return Route(path, answering, methods=["GET"])
 
     def post(path: str, answer: Answer) -> Route:
-        endpoint = Endpoint(
-            path,
-            answer,
-            admit=link.tenant,
-            config=config,
-            metrics=metrics,
-            checks_host=checks_host,
-        )
-        return Route(path, endpoint, methods=["POST"])
+        answering = endpoint(path, answer, admit=link.tenant, checks_host=checks_host)
+        return Route(path, answering, methods=["POST"])
 
     middleware = []
     if config.origins:

@@ -69,7 +69,6 @@ class GatewayConfig:
         accepts=_are_origins,
         accepted="origins separated by commas, such as https://chat.example.org, or *",
     )
-
     allow_hosts: str = option(
         "",
         "Names by which clients without a tenant's token may address a gateway that listens on the "
