@@ -46,7 +46,7 @@ FLAGS = {
     "restart": "--config --grace-s --help --ray-address",
     "doctor": "--config --help --host --json --model --port",
     "gateway": """--config --front-tls-certificate-file --front-tls-client-authority-file
-        --front-tls-key-file --help --host --http-gateway-allow-origins
+        --front-tls-key-file --help --host --http-gateway-allow-hosts --http-gateway-allow-origins
         --http-gateway-body-timeout-s --http-gateway-comment-period-s --http-gateway-head-timeout-s
         --http-gateway-idle-timeout-s --http-gateway-max-body-mib --http-gateway-max-connections
         --http-gateway-max-head-bytes --http-gateway-max-prompts --http-gateway-request-timeout-s
