@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate.utils as built_in
 import yaml
@@ -836,8 +837,40 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
         ("head-to-redis", "egress", "pod app.kubernetes.io/name=pagewire-redis", "TCP:redis"),
         ("fetch-model", "egress", "0.0.0.0/0", "TCP:443"),
         ("autoscaler", "egress", "0.0.0.0/0", "TCP:443,TCP:6443"),
+        (
+            "traces",
+            "egress",
+            "namespace kubernetes.io/metadata.name=observability and "
+            "pod app.kubernetes.io/name=opentelemetry-collector",
+            "TCP:4318",
+        ),
     }
     return flows | {each for each in optional if each[0] in policies}
+
+
+def traces(overlay: Overlay, folder: Path) -> Iterator[str]:
+    """All processes reach the collector that the configuration names, and none is open in vain."""
+    endpoint = config_of(overlay, folder).tracing.endpoint
+    policy = overlay.of("NetworkPolicy").get("traces")
+    if not endpoint or policy is None:
+        if endpoint:
+            yield f"no policy lets traces out to {endpoint}: add components/tracing"
+        if policy is not None:
+            yield "components/tracing opens a way, and tracing.endpoint is empty"
+        return
+    url = urlsplit(endpoint)
+    port = url.port or {"http": 80, "https": 443}[url.scheme]
+    namespace = (url.hostname or "").split(".")[1:2]  # of SERVICE.NAMESPACE.svc
+    for rule in policy["spec"]["egress"]:
+        if [each["port"] for each in rule["ports"]] != [port]:
+            yield f"NetworkPolicy traces: {endpoint} has the port {port}"
+        named = [each["namespaceSelector"]["matchLabels"] for each in rule["to"]]
+        if [each["kubernetes.io/metadata.name"] for each in named] != namespace:
+            yield f"NetworkPolicy traces: {endpoint} is not in the namespace of {named}"
+    senders = overlay.selected(policy["spec"]["podSelector"])
+    for pod in overlay.pods:
+        if pod.where not in [each.where for each in senders]:
+            yield f"{pod.where}: NetworkPolicy traces does not let its traces out"
 
 
 CHECKS = (
@@ -860,6 +893,7 @@ CHECKS = (
     stores,
     disruptions,
     networks,
+    traces,
 )
 
 

@@ -78,6 +78,16 @@ resources:
 components:
   - ../../components/autoscaling
   - ../../components/rdma
+  - ../../components/tracing
+configMapGenerator:
+  - name: pagewire
+    behavior: replace
+    files:
+      - cluster.yaml
+"""
+TRACED = """
+tracing:
+  endpoint: http://collector.observability.svc:4318/v1/traces
 """
 
 
@@ -89,6 +99,8 @@ def rendered(tmp_path_factory):
     folders["extended"] = copied / "overlays" / "extended"
     folders["extended"].mkdir()
     (folders["extended"] / "kustomization.yaml").write_text(EXTENDED)
+    production = copied / "overlays" / "production" / "cluster.yaml"
+    (folders["extended"] / "cluster.yaml").write_text(production.read_text() + TRACED)
     return {
         name: checks.load(kustomize(folder))
         for name, folder in {**folders, "base": KUBERNETES / "base"}.items()
@@ -211,6 +223,7 @@ def autoscaler(overlay):
     return overlay.cluster["spec"]["autoscalerOptions"]
 
 
+PREFILL = {checks.COMPONENT: "prefill"}
 FAULTS = [
     ("autoscaling", take(autoscaler, "securityContext"), "its securityContext must be"),
     ("autoscaling", take(autoscaler, "resources", "limits", "memory"), "limits lack ['memory']"),
@@ -441,12 +454,21 @@ FAULTS = [
         put(clients, [{"podSelector": {"matchLabels": {"a": "b"}}}], "ingress", 0, "from"),
         "clients ingress pod a=b TCP:grpc,TCP:http is new",
     ),
+    ("traces", drop("NetworkPolicy", "traces"), "no policy lets traces out to http://collector.ob"),
+    ("traces", configured("http://collector.observability.svc:4318/v1/traces", "''"), "is empty"),
+    ("traces", configured(":4318", ":4317"), ":4317/v1/traces has the port 4317"),
+    ("traces", configured("collector.ob", "collector.other-ob"), "is not in the namespace of"),
+    (
+        "traces",
+        put(lambda o: spec(o, "NetworkPolicy", "traces")["podSelector"], PREFILL, "matchLabels"),
+        "decode: NetworkPolicy traces does not let its traces out",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("check", "plant", "told"), FAULTS, ids=[f"{c}-{t}" for c, _, t in FAULTS])
 def test_a_planted_fault_is_found(rendered, check, plant, told, tmp_path):
-    name = "extended" if check in ("autoscaling", "rdma") else "production"
+    name = "extended" if check in ("autoscaling", "rdma", "traces") else "production"
     overlay = checks.Overlay(copy.deepcopy(rendered[name].objects))
     plant(overlay)
 
