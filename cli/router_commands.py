@@ -29,7 +29,7 @@ from pagewire.cli.standard_output import say
 ROUTERS_NAME = "routers"
 # Options of a cluster that a router has, too, besides the section router.
 OPTIONS = {
-    *("model", "host", "network_interface", "port", "insecure"),
+    *("model", "host", "network_interface", "port", "port_range", "insecure"),
     *("log_level", "log_format", "stop_grace_s"),
     *("decode_worker.local_prefill_max_tokens", "decode_worker.max_running_sequences"),
 }
@@ -89,6 +89,7 @@ async def _serve(
     # Slow imports.
     from cluster.router_settings import router_settings
     from llm_engine.errors import EngineError
+    from options.ports import NoPortFree
     from router.errors import ModelFolderError, PortTaken, TenantsFileError
     from router.process import RouterProcess
 
@@ -102,7 +103,7 @@ async def _serve(
         address = await process.start()
     except (ModelFolderError, TenantsFileError, EngineError) as error:
         raise ConfigError(str(error)) from error
-    except PortTaken as error:
+    except (PortTaken, NoPortFree) as error:
         raise StartError(str(error)) from error
     except RuntimeError as error:  # another process was faster
         raise StartError(f"cannot listen on port {config.port} of {config.host}") from error

@@ -20,7 +20,7 @@ from kv_transfer.deadlines import TransferDeadlines
 from observability.tracing import TracingConfig
 from options.interfaces import is_interface
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
-from options.ports import is_port_range
+from options.ports import FreePorts, is_port_range
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -108,7 +108,12 @@ class ClusterConfig:
         accepts=_is_host,
         accepted="a host name or an address, without a port; see port",
     )
-    port: int = option(50051, "Port of the router; 0: a free one.", at_least=0, at_most=65535)
+    port: int = option(
+        50051,
+        "Port of the router; 0: a free one, of port_range if that is given.",
+        at_least=0,
+        at_most=65535,
+    )
     http_port: int = option(
         8000, "Port of the HTTP gateway beside the router; 0: none.", at_least=0, at_most=65535
     )
@@ -123,10 +128,11 @@ class ClusterConfig:
     )
     port_range: str = option(
         "",
-        "Range of the free ports of workers and controller, FIRST-LAST, as in 20000-20099; empty: "
-        "any. A host needs one for each worker, one more for each decode worker that receives "
-        "pages, and one for the controller unless controller_port is set. Router, HTTP gateway and "
-        "metrics have port, http_port and router.metrics_port; NCCL uses other ports.",
+        "Range of the free ports of all servers, FIRST-LAST, as in 20000-20099; empty: any. A host "
+        "needs one for each worker, one more for each decode worker that receives pages, and one "
+        "for the controller and for a router where controller_port and port are 0. Ports of the "
+        "range that port, http_port, controller_port and router.metrics_port name are left to "
+        "those servers. NCCL and Ray use other ports.",
         accepts=is_port_range,
         accepted="two ports of 1024 to 65535, as in 20000-20099",
     )
@@ -237,6 +243,12 @@ class ClusterConfig:
         """Return how many workers of a role there are at the start, in all pools."""
         pools = self.workers_of_pools.items()
         return sum(number for key, number in pools if key.partition("-")[0] == role)
+
+    @property
+    def free_ports(self) -> FreePorts:
+        """The ports of servers that no option gives one."""
+        fixed = {self.port, self.http_port, self.controller_port, self.router.metrics_port}
+        return FreePorts(self.port_range, frozenset(fixed))
 
     @property
     def tls_settings(self) -> TlsSettings:

@@ -88,7 +88,7 @@ class ControllerActor:
             host = own_address(config)
             door = ClusterLinks(config.tls_settings).door
             self._members = MemberServer(
-                keys, host, config.controller_port, door, port_range=config.port_range
+                keys, host, config.controller_port, door, ports=config.free_ports
             )
             self._address = await self._members.start()
         except Exception:

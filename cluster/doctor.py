@@ -303,6 +303,9 @@ def check_port(config: ClusterConfig) -> Finding:
             return Finding(check="port", level="ok", found=found)
         remedy = f"pagewire serve --port 0; `ss -ltnp 'sport = :{port}'` shows who listens there"
         return Finding(check="port", level="fail", found=str(error), remedy=remedy)
+    if not port:
+        found = f"a free one of {config.port_range}" if config.port_range else "any free one"
+        return Finding(check="port", level="ok", found=f"{found}, on {host}")
     return Finding(check="port", level="ok", found=f"{address} is free")
 
 

@@ -255,7 +255,7 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         by_host=host_options(config, deployment.device),
         log_level=config.log_level,
         log_format=config.log_format,
-        port_range=config.port_range,
+        ports=config.free_ports,
         page_transport=config.page_transport,
         tls=config.tls_settings,
         tracing=config.tracing,

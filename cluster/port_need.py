@@ -2,13 +2,13 @@
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
-from options.ports import num_ports
+from options.ports import FreePorts
 
 
 def check_port_range(
     config: ClusterConfig, device: str, num_prefill: int, num_decode: int, num_hosts: int = 1
 ) -> None:
-    """Refuse a range with fewer ports than the workers and the controller need.
+    """Refuse a range with fewer ports than the workers, the controller and the router need.
 
     On several hosts, of which each has all ports of the range, only what no choice of hosts could
     satisfy is refused.
@@ -25,12 +25,20 @@ def check_port_range(
     if not config.port_range:
         return
     receives = num_prefill > 0 and not (device == "cuda" and config.page_transport == "nccl")
-    needed = num_prefill + (2 if receives else 1) * num_decode + (not config.controller_port)
+    others = {"controller": config.controller_port, "router": config.port}
+    choosing = [name for name, port in others.items() if not port]
+    needed = num_prefill + (2 if receives else 1) * num_decode + len(choosing)
     on_each = -(-needed // num_hosts)
-    if (found := num_ports(config.port_range)) < on_each:
+    free = len(config.free_ports.of_range)
+    found = len(FreePorts(config.port_range).of_range)
+    if free < on_each:
         ports = "1 port" if found == 1 else f"{found} ports"
+        on_each += found - free
+        if free < found:
+            ports += f", {found - free} of them for servers with a port of their own"
+        beside = f" with {' and '.join(choosing)}" if choosing else ""
         raise ConfigError(
             f"port_range: found {config.port_range!r}, which has {ports}; allowed: {on_each} or "
-            f"more, because {num_prefill} prefill and {num_decode} decode workers with their "
-            f"controller need {needed} on {num_hosts} host{'' if num_hosts == 1 else 's'}"
+            f"more, because {num_prefill} prefill and {num_decode} decode "
+            f"workers{beside} need {needed} on {num_hosts} host{'' if num_hosts == 1 else 's'}"
         )

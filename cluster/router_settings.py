@@ -31,6 +31,7 @@ def router_settings(
         host=config.host,
         network_interface=config.network_interface,
         port=config.port,
+        ports=config.free_ports,
         shares_port=shares_port,
         log_level=config.log_level,
         log_format=config.log_format,

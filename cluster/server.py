@@ -16,7 +16,7 @@ from credentials.gate import ServerGate
 from credentials.rules import CONTROLLER_CALLERS
 from credentials.secret import PartyKeys
 from observability.logs import fields
-from options.ports import listen_within
+from options.ports import ANY_PORT, FreePorts
 from pagewire.protos import common_pb2, controller_pb2, controller_pb2_grpc
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
@@ -40,7 +40,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
 
     Args:
         keys: Prove the controller's identity.
-        host, port: Where routers connect; port 0 takes a free one, of port_range if that is given.
+        host, port: Where routers connect; port 0 takes one of `ports`.
         door: TLS of its port; None: in clear, for this host.
     """
 
@@ -51,12 +51,12 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
         port: int,
         door: Door | None = None,
         *,
-        port_range: str = "",
+        ports: FreePorts = ANY_PORT,
     ) -> None:
         self._keys = keys
         self._host = host
-        self._port_range = "" if port else port_range
         self._port = port
+        self._ports = ports
         self._door = door or ClusterLinks(TlsSettings()).door
         self._server: grpc.aio.Server | None = None
         self._message = controller_pb2.WatchMembersResponse(version=1)
@@ -79,11 +79,11 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
             ],
             options=WORKER_SERVER_OPTIONS,
         )
-        port = listen_within(
-            self._port_range,
-            self._host,
-            lambda port: self._door.add_port(server, self._host, port or self._port),
-        )
+
+        def listen(port: int) -> int:
+            return self._door.add_port(server, self._host, port)
+
+        port = listen(self._port) if self._port else self._ports.listen(self._host, listen)
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         reflection.enable_server_reflection([SERVICE, reflection.SERVICE_NAME], server)
         await server.start()

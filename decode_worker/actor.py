@@ -36,7 +36,7 @@ class DecodeActor(WorkerActor[DecodeConfig]):
                 self._settings.device,
                 self._settings.host,
                 self._process.links.page_tls,
-                self._settings.port_range,
+                self._settings.ports,
                 self._settings.page_transport,
             ),
             connect_channel=self._process.links.connect,

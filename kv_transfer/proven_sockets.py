@@ -27,7 +27,7 @@ from typing import Any
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.page_socket import PageSocket, PageTls, TlsSocket
 from observability.logs import fields
-from options.ports import NoPortFree, listen_within
+from options.ports import ANY_PORT, FreePorts, NoPortFree
 from protos.addresses import join_address
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ProvenSockets:
     Args:
         host: Address to listen on, and for senders to connect to.
         tls: Encrypts all connections; None: they are in clear.
-        port_range: From which the listener takes its port; see options.ports.
+        ports: From which the listener takes its own.
         random_bytes: Makes the challenges.
     """
 
@@ -60,12 +60,12 @@ class ProvenSockets:
         *,
         host: str,
         tls: PageTls | None = None,
-        port_range: str = "",
+        ports: FreePorts = ANY_PORT,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._host = host
         self._tls = tls
-        self._port_range = port_range
+        self._ports = ports
         self._random_bytes = random_bytes
         self._listener: socket.socket | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -89,8 +89,7 @@ class ProvenSockets:
         if self._listener is None:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             try:
-                self._listener = listen_within(
-                    self._port_range,
+                self._listener = self._ports.listen(
                     self._host,
                     lambda port: socket.create_server((self._host, port), family=family),
                 )

@@ -15,6 +15,7 @@ from kv_transfer.errors import TransportRefused
 from kv_transfer.page_socket import PageTls
 from kv_transfer.proven_sockets import ProvenSockets
 from observability.logs import fields
+from options.ports import ANY_PORT, FreePorts
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def open_transports(
     device: str,
     host: str,
     tls: PageTls | None = None,
-    port_range: str = "",
+    ports: FreePorts = ANY_PORT,
     choice: PageTransport = "auto",
 ) -> list[Transport]:
     """Return the transports for a worker's pages, best first.
@@ -100,11 +101,11 @@ def open_transports(
         device: Its device.
         host: The worker's own address.
         tls: Encrypts connections, but not those of NCCL; None: they are in clear.
-        port_range: The range of listeners' ports, except those of NCCL; see options.ports.
+        ports: From which listeners take theirs, except those of NCCL.
         choice: Between GPUs of one host "auto" takes NCCL, and "cuda_ipc" lets the receiver read
             the sender's memory. Within one GPU only the latter is possible, except for "nccl".
     """
-    sockets = ProvenSockets(host=host, tls=tls, port_range=port_range)
+    sockets = ProvenSockets(host=host, tls=tls, ports=ports)
     if device == "cuda":
         from kv_transfer.cuda_ipc import CudaIpcTransport
         from kv_transfer.nccl import NcclTransport

@@ -4,6 +4,7 @@ import random
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,48 +25,63 @@ def is_port_range(value: object) -> bool:
     return found is not None and LOWEST <= int(found[1]) <= int(found[2]) <= 65535
 
 
-def num_ports(port_range: str) -> int:
-    """Return how many ports a range has that is not empty."""
-    first, last = map(int, port_range.split("-"))
-    return last - first + 1
-
-
-def listen_within(port_range: str, host: str, listen: Callable[[int], T]) -> T:
-    """Return the result of `listen` for the first free port of a range.
-
-    The search begins at a random port, because processes of a host start at the same time.
+@dataclass(frozen=True, slots=True)
+class FreePorts:
+    """The ports that servers without a fixed one may take; by default any.
 
     Args:
-        port_range: As for `is_port_range`. Empty: `listen` is called once, with 0.
-        host: Where it listens.
-        listen: Listens on a port; raises OSError or RuntimeError if that is taken.
-
-    Raises:
-        NoPortFree: All are taken.
+        port_range: As for `is_port_range`.
+        fixed: Ports that options give to one server each; nobody else takes them.
     """
-    if not port_range:
-        return listen(0)
-    first = int(port_range.partition("-")[0])
-    count = num_ports(port_range)
-    begin = random.randrange(count)  # noqa: S311 - not a secret
-    for index in range(count):
-        port = first + (begin + index) % count
-        if _is_taken(host, port):  # gRPC would write an error to the log
-            continue
-        try:
-            return listen(port)
-        except (OSError, RuntimeError):  # another process was faster
-            continue
-    raise NoPortFree(
-        f"port_range: found {port_range!r}, of which all ports are taken on {host}; allowed: a "
-        "range with a free one"
-    )
+
+    port_range: str = ""
+    fixed: frozenset[int] = frozenset()
+
+    @property
+    def of_range(self) -> list[int]:
+        """All ports of the range that are not fixed; none without a range."""
+        if not self.port_range:
+            return []
+        first, last = map(int, self.port_range.split("-"))
+        return [port for port in range(first, last + 1) if port not in self.fixed]
+
+    def listen(self, host: str, listen: Callable[[int], T]) -> T:
+        """Return the result of `listen` for the first free port.
+
+        The search begins at a random port, because processes of a host start at the same time.
+
+        Args:
+            host: Where it listens.
+            listen: Listens on a port; raises OSError or RuntimeError if that is taken. Without a
+                range it is called once, with 0.
+
+        Raises:
+            NoPortFree: All are taken.
+        """
+        if not self.port_range:
+            return listen(0)
+        ports = self.of_range
+        begin = random.randrange(len(ports)) if ports else 0  # noqa: S311 - not a secret
+        for port in [*ports[begin:], *ports[:begin]]:
+            if _is_taken(host, port):  # gRPC would write an error to the log
+                continue
+            try:
+                return listen(port)
+            except (OSError, RuntimeError):  # another process was faster
+                continue
+        raise NoPortFree(
+            f"port_range: found {self.port_range!r}, of which all ports are taken on {host}; "
+            "allowed: a range with a free one"
+        )
+
+
+ANY_PORT = FreePorts()
 
 
 def _is_taken(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
-        socket.create_server((host, port), family=family).close()
+        socket.create_server(address, family=family).close()
     except OSError:
         return True
     return False

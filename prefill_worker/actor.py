@@ -34,7 +34,7 @@ class PrefillActor(WorkerActor[PrefillConfig]):
                 self._settings.device,
                 self._settings.host,
                 self._process.links.page_tls,
-                self._settings.port_range,
+                self._settings.ports,
                 self._settings.page_transport,
             ),
         )

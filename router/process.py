@@ -25,6 +25,7 @@ from observability.logs import fields
 from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.interfaces import address_on
+from options.ports import ANY_PORT, FreePorts
 from protos.addresses import join_address
 from router.config import RouterConfig
 from router.front import make_server
@@ -53,7 +54,8 @@ class RouterSettings:
     config: RouterConfig  # without keys
     model_dir: Path  # of tokenizer and chat template
     host: str  # where clients connect; empty: the address of network_interface
-    port: int  # 0: a free one at each start
+    port: int  # 0: one of `ports` at each start
+    ports: FreePorts = ANY_PORT
     network_interface: str = ""
     shares_port: bool = False  # see router.front
     log_level: str = "info"  # see observability.logs
@@ -118,6 +120,7 @@ class RouterProcess:
         Raises:
             ModelFolderError: The chat template cannot be used.
             RuntimeError: The port is taken.
+            NoPortFree: Those of the range are.
             OpenInClear: Other hosts could connect without encryption.
             PortTaken: The port of the metrics is in use.
             TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
@@ -128,7 +131,11 @@ class RouterProcess:
         )
         if settings.config.metrics_port:
             self._serve_metrics(settings.config.metrics_port)
-        port = self._front.add_port(self._server, self._host, settings.port)
+
+        def listen(port: int) -> int:
+            return self._front.add_port(self._server, self._host, port)
+
+        port = listen(settings.port) if settings.port else settings.ports.listen(self._host, listen)
         address = join_address(self._host, port)
         self.router.register(self._server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

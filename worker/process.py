@@ -25,7 +25,7 @@ from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
 from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
-from options.ports import listen_within
+from options.ports import ANY_PORT, FreePorts
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
@@ -62,7 +62,7 @@ class WorkerSettings:
     log_level: str
     log_format: str  # "text" or "json"
     by_host: HostOptions = field(default_factory=HostOptions)  # counts where host is empty
-    port_range: str = ""  # range of its servers' ports; see options.ports
+    ports: FreePorts = ANY_PORT  # from which its servers take theirs
     page_transport: PageTransport = "auto"  # see kv_transfer.transport.open_transports
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingConfig = field(default_factory=TracingConfig)
@@ -124,8 +124,7 @@ class WorkerProcess:
             interceptors=[ServerGate(credentials), CallGuard(max_calls=MAX_OPEN_CALLS)],
             options=WORKER_SERVER_OPTIONS,
         )
-        port = listen_within(
-            settings.port_range,
+        port = settings.ports.listen(
             settings.host,
             lambda port: self.links.door.add_port(server, settings.host, port),
         )

@@ -220,9 +220,11 @@ def test_a_router_that_is_killed_costs_its_streams_nothing(keys_path, model_dir)
 
     async def main() -> tuple[list[Completion], list[Completion], int]:
         async with controller_and_worker() as (controller, worker):
-            with routers(2, controller, keys_path, model_dir, "--port", "0") as found:
+            ports = ("--port", "0", "--port-range", "28100-28199")
+            with routers(2, controller, keys_path, model_dir, *ports) as found:
                 (first, killed), (second, _) = found
                 for address in (first, second):
+                    assert 28100 <= int(address.rpartition(":")[2]) <= 28199
                     await wait_served(address)
                 async with AsyncClient([first, second]) as client:
                     calm = await asyncio.gather(*map(complete, streams(client)))
@@ -254,9 +256,11 @@ def test_a_router_that_is_killed_costs_http_streams_nothing(keys_path, model_dir
 
     async def main() -> tuple[list[HttpStream], list[HttpStream], int]:
         async with controller_and_worker() as (controller, worker):
-            with routers(2, controller, keys_path, model_dir, "--port", "0") as found:
+            ports = ("--port", "0", "--port-range", "28100-28199")
+            with routers(2, controller, keys_path, model_dir, *ports) as found:
                 (first, killed), (second, _) = found
                 for address in (first, second):
+                    assert 28100 <= int(address.rpartition(":")[2]) <= 28199
                     await wait_served(address)
                 with gateway(first, second) as http:
                     calm = streams(http)

@@ -53,9 +53,7 @@ class World:
         monkeypatch.setattr(module, "hosts_now", lambda: (NODES, self.available))
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
-        monkeypatch.setattr(
-            module, "MemberServer", lambda *_, port_range: RouterThatHears(self.told)
-        )
+        monkeypatch.setattr(module, "MemberServer", lambda *_, ports: RouterThatHears(self.told))
         self.deployment = Deployment(
             config=load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2}),
             device=device,

@@ -217,7 +217,7 @@ def test_interfaces_that_were_chosen_are_looked_at(monkeypatch):
     missing = findings(CPU_HOST, **{**chosen, "network_interface": "eth7"})
 
     assert (found["network"].level, found["network"].found) == ("ok", "lo and eth0 can be used")
-    assert found["port"].found == "127.0.0.1:0 is free"
+    assert found["port"].found == "any free one, on 127.0.0.1"
     assert missing["network"].level == "fail"
     assert missing["network"].found.startswith(
         "network_interface: found 'eth7', which does not exist"

@@ -249,9 +249,7 @@ def placed(monkeypatch):
         "place",
         lambda actor, name, options, *arguments: placed.update({name: (options, arguments)}),
     )
-    monkeypatch.setattr(
-        controller_module, "MemberServer", lambda *_, port_range: RouterThatHears([])
-    )
+    monkeypatch.setattr(controller_module, "MemberServer", lambda *_, ports: RouterThatHears([]))
     monkeypatch.setattr(ray.util, "list_named_actors", list)
     monkeypatch.setattr(controller_module, "hosts_now", lambda: ([], {}))
     return placed

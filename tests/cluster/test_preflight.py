@@ -320,8 +320,17 @@ def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_starte
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "which has 4 ports; allowed: 7 or more, because 2 prefill and 2 decode workers with"),
-        ({"controller_port": 1}, "allowed: 6 or more"),
+        (
+            {},
+            "which has 4 ports; allowed: 7 or more, because 2 prefill and 2 decode workers with "
+            "controller need",
+        ),
+        ({"controller_port": 1}, "allowed: 6 or more, because 2 prefill and 2 decode workers need"),
+        ({"port": 0}, "allowed: 8 or more, .* workers with controller and router need 8 on 1 host"),
+        (
+            {"port": 20001, "http_port": 20002, "router.metrics_port": 20003},
+            "which has 4 ports, 3 of them for servers with a port of their own; allowed: 10 or mo",
+        ),
         ({"prefill": 0, "decode": 4}, "allowed: 5 or more"),
         ({"prefill": 0, "decode": 3}, ""),
         ({"prefill": 1, "decode": 1}, ""),
@@ -330,7 +339,7 @@ def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_starte
 def test_a_range_of_fewer_ports_than_the_processes_need_is_refused(monkeypatch, options, words):
     monkeypatch.setattr(preflight, "check_port_free", lambda *_, **__: None)
     memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
-    options = {"port_range": "20000-20003", "prefill": 2, "decode": 2} | options
+    options = {"port_range": "20000-20003", "port": 9, "prefill": 2, "decode": 2} | options
     with raises_or_not(words and f"port_range: found '20000-20003'.*{words}"):
         check_on_a_host_with(monkeypatch, memory, **options)
 

@@ -14,7 +14,9 @@ import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.config import ClusterConfig
+from cluster.config_options import config_options
 from deploy.docker.healthcheck import SERVICE, main
+from tests.docs.test_clocks import PACKAGES
 from tests.support.certificates import Authority
 from tests.support.distributions import SERVER
 from tests.support.typed_commands import check_command
@@ -138,6 +140,37 @@ def test_the_commands_of_the_readme_can_be_typed():
     for words in served:
         check_command(words)
     assert len(served) == 2
+
+
+LISTENS = re.compile(r"\.add_port\(|\.create_server\(|\.server_bind\(|\blistener\.bind\(")
+SERVERS = {
+    "router/process.py": "router",
+    "router/metrics_server.py": "metrics of a router",
+    "http_gateway/server.py": "HTTP gateway",
+    "cluster/server.py": "controller",
+    "worker/process.py": "worker",
+    "kv_transfer/proven_sockets.py": "pages into a decode worker",
+}
+PROBES = {"options/ports.py"}  # which only look whether a port is free
+
+
+def test_the_table_for_firewalls_has_every_server_and_the_ports_of_its_options():
+    found = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if LISTENS.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == SERVERS.keys() | PROBES
+
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8").partition("| who listens |")[2]
+    rows = [line.split(" | ") for line in text.partition("\n\n")[0].splitlines()[2:]]
+    ports = {who.removeprefix("| "): port for who, port, *_ in rows}
+    assert ports.keys() == {*SERVERS.values(), "NCCL", "Ray"}
+    for name, option in config_options().items():
+        if name.rpartition(".")[2] in ("port", "http_port", "metrics_port", "controller_port"):
+            (of_it,) = [each for each in ports.values() if f"`{name}` ({option.default}" in each]
+            assert of_it
 
 
 def test_ray_accepts_the_description_of_the_cluster():

@@ -21,6 +21,7 @@ from kv_transfer.proven_sockets import (
     PROOF_BYTES,
     ProvenSockets,
 )
+from options.ports import FreePorts
 from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers
 from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.support.ipv6 import needs_ipv6
@@ -324,7 +325,7 @@ def test_pages_come_in_at_a_port_of_the_range_and_a_full_one_ends_an_attempt() -
         port = taken.getsockname()[1]
 
         async def scenario() -> None:
-            sockets = ProvenSockets(host="127.0.0.1", port_range=f"{port}-{port}")
+            sockets = ProvenSockets(host="127.0.0.1", ports=FreePorts(f"{port}-{port}"))
             with pytest.raises(ConnectionBroken, match="all ports are taken"):
                 sockets.offer("c0", KEY)
             taken.close()

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from options.ports import NoPortFree, is_port_range, listen_within
+from options.ports import FreePorts, NoPortFree, is_port_range
 
 HOST = "127.0.0.1"
 
@@ -43,16 +43,16 @@ def test_what_is_no_range_is_told_apart(value):
 def test_all_ports_of_a_range_are_used_once_and_then_it_is_named_as_full():
     first, text = free_range(4)
     with ExitStack() as stack:
-        servers = [stack.enter_context(listen_within(text, HOST, listening)) for _ in range(4)]
+        servers = [stack.enter_context(FreePorts(text).listen(HOST, listening)) for _ in range(4)]
         ports = sorted(server.getsockname()[1] for server in servers)
         assert ports == list(range(first, first + 4))
 
         with pytest.raises(NoPortFree, match=re.escape(f"port_range: found '{text}', of")):
-            listen_within(text, HOST, listening)
+            FreePorts(text).listen(HOST, listening)
 
 
 def test_without_a_range_any_free_port_is_taken():
-    with listen_within("", HOST, listening) as server:
+    with FreePorts().listen(HOST, listening) as server:
         assert server.getsockname()[1] > 0
 
 
@@ -66,5 +66,17 @@ def test_a_port_that_somebody_takes_first_is_left_out():
             raise RuntimeError("Failed to bind to address")
         return port
 
-    assert listen_within(text, HOST, listen) == tried[-1]
+    assert FreePorts(text).listen(HOST, listen) == tried[-1]
     assert len(set(tried)) == 3
+
+
+def test_ports_that_options_give_to_a_server_are_left_to_it():
+    first, text = free_range(3)
+    ports = FreePorts(text, frozenset({first, first + 2}))
+
+    with ports.listen(HOST, listening) as server:
+        assert server.getsockname()[1] == first + 1
+        with pytest.raises(NoPortFree):
+            ports.listen(HOST, listening)
+    with pytest.raises(NoPortFree):
+        FreePorts(text, frozenset(range(first, first + 3))).listen(HOST, listening)
