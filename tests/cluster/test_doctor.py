@@ -227,6 +227,22 @@ def test_interfaces_that_were_chosen_are_looked_at(monkeypatch):
     assert "network" not in findings(CPU_HOST)
 
 
+@pytest.mark.parametrize(
+    ("options", "level", "told"),
+    [
+        ({}, "ok", "20000-20004 is wide enough"),
+        ({"decode": 2}, "fail", "allowed: 7 or more"),
+        ({"decode": 2, "ray_address": "auto"}, "warn", "allowed: 7 or more"),
+    ],
+)
+def test_a_range_of_ports_is_compared_with_the_servers(options, level, told):
+    found = findings(CPU_HOST, port_range="20000-20004", **options)
+
+    assert (found["port range"].level, told in found["port range"].found) == (level, True)
+    assert found["port"].found == "a free one of 20000-20004, on 127.0.0.1"
+    assert "port range" not in findings(CPU_HOST)
+
+
 def test_a_host_that_is_not_this_one_is_found():
     finding = findings(CPU_HOST, host="203.0.113.7")["port"]
 
