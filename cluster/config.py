@@ -19,6 +19,7 @@ from http_gateway.config import GatewayConfig
 from kv_transfer.deadlines import TransferDeadlines
 from observability.tracing import TracingConfig
 from options.interfaces import is_interface
+from options.kept_by_name import kept_by_name
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
 from options.ports import FreePorts, is_port_range
 from prefill_worker.config import PrefillConfig
@@ -49,6 +50,7 @@ def _is_ray_address(address: Any) -> bool:
     return address in ("", "auto") or (found is not None and 0 < int(found[1] or found[2]) <= 65535)
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
     """All options. Times are seconds."""

@@ -26,6 +26,7 @@ from cluster.placement import (
     GATEWAY_NAME,
     ROUTER_NAME,
     close_host,
+    contract_of,
     hosts_now,
     needs_of,
     place_gateway,
@@ -51,13 +52,16 @@ from credentials.secret import RouterKeys
 from llm_engine.model_identity import ModelIdentity, read_identity
 from observability.logs import configure_logging, fields
 from options.interfaces import address_on
+from options.kept_by_name import kept_by_name
 from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
+CODE_TIMEOUT_S = 60.0  # for a process to start on each host
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFacts:
     """A controller's report on its cluster; it contains no key."""
@@ -66,6 +70,15 @@ class ClusterFacts:
     device: str
     workers: ClusterWorkers
     is_stopping: bool = False  # no further change is accepted
+
+
+@kept_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contracts:
+    """The contract versions of a cluster; see protos.contract."""
+
+    running: tuple[int, ...]  # of its workers
+    to_start: Mapping[str, int]  # a worker's host |-> that of the code it would start now
 
 
 class ControllerActor:
@@ -120,6 +133,34 @@ class ControllerActor:
             device=self._deployment.device,
             workers=self._workers(),
             is_stopping=self._is_closed,
+        )
+
+    async def contract_versions(self) -> Contracts:
+        """Return those of the workers, and of the code that their hosts have now.
+
+        Processes that are started again run that code: of a working_dir, if the cluster has one.
+
+        Raises:
+            StartError: A host does not answer.
+        """
+        home = self._deployment.home_resource
+        used = {each.node_id for each in self._membership.places.values()}
+        calls = {
+            each["NodeManagerAddress"]: contract_of(each["NodeID"])
+            for each in hosts_now()[0]
+            if each["Alive"] and (each["NodeID"] in used or home in each["Resources"])
+        }
+        try:
+            async with asyncio.timeout(CODE_TIMEOUT_S):
+                found = await asyncio.gather(*calls.values())
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise StartError(
+                f"a host does not say which code it has ({type(error).__name__}); nothing has "
+                "changed; see `ray status`"
+            ) from error
+        return Contracts(
+            running=tuple(sorted({each.contract_version for each in self._membership.members})),
+            to_start=dict(zip(calls, found, strict=True)),
         )
 
     async def scale(

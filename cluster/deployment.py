@@ -11,11 +11,13 @@ from cluster.errors import ConfigError
 from cluster.pool_config import ROLES, pool_key
 from cluster.pool_config import SECTION as POOLS
 from credentials.secret import ClusterSecret
+from options.kept_by_name import kept_by_name
 
 # Options of the command that starts or addresses a cluster, not of the cluster.
 OF_THE_CALLER = {"ray_address", "start_timeout_s"}
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployment:
     """All settings of its processes. Ray keeps them and shows them to nobody."""

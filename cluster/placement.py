@@ -31,6 +31,7 @@ from http_gateway.actor import GatewayActor
 from llm_engine.model_files import model_name
 from prefill_worker.actor import PrefillActor
 from prefill_worker.config import PrefillConfig
+from protos.contract import own_contract
 from router.actor import RouterActor
 from worker.own_host import HostOptions
 from worker.process import WorkerSettings
@@ -93,6 +94,14 @@ def close_host(node_id: str) -> None:
     is_accepted, why = client.drain_node(node_id, reason, "its host goes", 0, timeout=CLOSE_S)
     if not is_accepted:
         raise StartError(f"Ray does not close the host {node_id}: {why}; nothing has changed")
+
+
+def contract_of(node_id: str) -> Any:
+    """Return a call that asks for the contract version of the code that a host has now."""
+    # One call for each process: the next one must not find this code still in its memory.
+    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(own_contract)
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return task.options(scheduling_strategy=where).remote()
 
 
 def needs_of(deployment: Deployment, worker_id: str) -> Amounts:

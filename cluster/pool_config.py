@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from options.kept_by_name import kept_by_name
 from options.option import OptionName, WrongOption, check_options, option
 
 # And the names of their first pools.
@@ -32,6 +33,7 @@ def _are_resources(resources: Any) -> bool:
     )
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolConfig:
     """The needs of a pool's workers, and their differences from other pools."""

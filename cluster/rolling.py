@@ -7,11 +7,12 @@ from typing import Any
 import ray
 
 from cluster.attach import ask, named_actors
-from cluster.controller import ClusterFacts
+from cluster.controller import CODE_TIMEOUT_S, ClusterFacts, Contracts
 from cluster.errors import ClusterError, ConfigError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import CONTROL_GROUP, GATEWAY_NAME, ROUTER_NAME
 from cluster.scaling import check_restart, is_worker
+from protos.contract import contract_difference
 
 LOOK_PERIOD_S = 0.2
 ANSWER_TIMEOUT_S = 10.0
@@ -43,6 +44,10 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
             raise ConfigError(f"NAME: found {name!r}; allowed: {', '.join(known)}")
         if is_worker(name):
             check_restart(workers, name)
+    with told_at_interrupt(NOTHING_CHANGED):
+        _check_contracts(
+            ask(controller.contract_versions.remote(), CODE_TIMEOUT_S + ANSWER_TIMEOUT_S)
+        )
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     for number, name in enumerate(names, 1):
         with told_at_interrupt(f"{name} restarts by itself; the others are unchanged"):
@@ -53,6 +58,21 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
             restart(controller, name, grace_s, deadline)
             seconds = time.monotonic() - began
             say(f"{name} serves again after {seconds:.0f} s, {number} of {len(names)}")
+
+
+def _check_contracts(contracts: Contracts) -> None:
+    """Refuse code that would not serve with any worker that runs."""
+    wrong = [
+        f"{host}: {contract_difference(version, contracts.running[0])}"
+        for host, version in contracts.to_start.items()
+        if contracts.running and version not in contracts.running
+    ]
+    if wrong:
+        told = (
+            "the code of these hosts and the running workers would serve nothing together; nothing "
+            "has changed; `pagewire down` and `up` start this code, or a second cluster"
+        )
+        raise StartError("\n".join([*wrong, told]))
 
 
 def _restart_worker(controller: Any, name: str, grace_s: float, deadline: float) -> None:

@@ -14,11 +14,13 @@ from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.pool_config import MOST_WORKERS, NAME, ROLES, pool_key, pool_of
 from cluster.port_need import check_port_range
+from options.kept_by_name import kept_by_name
 from router.membership import PoolName
 
 WORKER = re.compile(rf"({'|'.join(ROLES)})(-{NAME.pattern})?-\d+")
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterWorkers:
     """The workers of a cluster, by name."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from options.kept_by_name import kept_by_name
 from options.option import OptionName, WrongOption, WrongOptions, check_options, option
 from pagewire.protos.pem import PemFile, PemFiles
 
@@ -16,6 +17,7 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and bool(re.fullmatch(rf"{_LABEL}(?:\.{_LABEL})*", name))
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
     """Within the cluster: all of these files or none, at the same paths on each host."""
@@ -65,6 +67,7 @@ class TlsConfig:
         )
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontTlsConfig:
     """Between clients and routers, and browsers and HTTP gateways."""
@@ -110,6 +113,7 @@ class FrontTlsConfig:
         )
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsSettings:
     """The TLS options of a cluster's processes."""

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from credentials.party import Role
+from options.kept_by_name import kept_by_name
 
 SECRET_BYTES = 32
 KEY_BYTES = 32  # of every derived key and proof
@@ -33,6 +34,7 @@ CALLEES: Mapping[Role, tuple[Role, ...]] = {
 }
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartyKeys:
     """The keys of one named process, the same at every start. Keep them out of logs."""
@@ -43,6 +45,7 @@ class PartyKeys:
     calling: Mapping[Role, bytes] = field(repr=False)  # role of the callee |-> its own key
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterKeys:
     """All keys of a router. Routers may share a name, and with it these."""

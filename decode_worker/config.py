@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 
 from kv_transfer.deadlines import TransferDeadlines
 from llm_engine.limits import MAX_SEATS
+from options.kept_by_name import kept_by_name
 from options.option import check_options, option
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
     """Limits and deadlines. Times are seconds."""

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from options.kept_by_name import kept_by_name
 from options.option import check_options, option
 
 HOST = re.compile(r"\*|[^\s/:,]+")
@@ -22,6 +23,7 @@ def _divided(names: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in names.split(",") if each.strip())
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayConfig:
     """Limits and deadlines. Times are seconds."""

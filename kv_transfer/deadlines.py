@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 
+from options.kept_by_name import kept_by_name
 from options.option import check_options, option
 
 
@@ -19,6 +20,7 @@ class WaitKind(enum.Enum):
     ABORT = "abort"  # the transport confirms that nothing is posted any more
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
     """One wait; a new one (of another kind or for another chunk) starts a new deadline."""
@@ -27,6 +29,7 @@ class Wait:
     chunk: int = 0
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferDeadlines:
     """How long each wait may take, in seconds of the event loop's clock."""

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from observability.logs import fields
+from options.kept_by_name import kept_by_name
 from options.option import check_options, option
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def _is_endpoint(value: object) -> bool:
     return isinstance(value, str) and (not value or re.match(r"https?://[^/]", value) is not None)
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracingConfig:
     """The destination of traces. OTEL_EXPORTER_OTLP_* set headers and certificates."""

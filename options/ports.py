@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from options.kept_by_name import kept_by_name
+
 T = TypeVar("T")
 
 LOWEST = 1024  # lower ports need privileges
@@ -25,6 +27,7 @@ def is_port_range(value: object) -> bool:
     return found is not None and LOWEST <= int(found[1]) <= int(found[2]) <= 65535
 
 
+@kept_by_name
 @dataclass(frozen=True, slots=True)
 class FreePorts:
     """The ports that servers without a fixed one may take; by default any.

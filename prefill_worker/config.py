@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 
 from kv_transfer.deadlines import TransferDeadlines
+from options.kept_by_name import kept_by_name
 from options.option import check_options, option
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConfig:
     """Limits and deadlines. Times are seconds."""

@@ -9,6 +9,11 @@
 CONTRACT_VERSION = 1
 
 
+def own_contract() -> int:
+    """Return the version of the code that runs this."""
+    return CONTRACT_VERSION
+
+
 def contract_difference(found: int, allowed: int) -> str:
     """Return why another process is refused; empty: it is not.
 

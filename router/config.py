@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from options.kept_by_name import kept_by_name
 from options.option import check_options, option
 from protos.contract import CONTRACT_VERSION
 from protos.sampling_limits import DEFAULT_RANGES, is_default
@@ -26,6 +27,7 @@ def _sampling_default(name: str) -> Any:
     )
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
     """Limits, deadlines and policy weights. Times are seconds, lengths are as named."""

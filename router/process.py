@@ -25,8 +25,10 @@ from observability.logs import fields
 from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.interfaces import address_on
+from options.kept_by_name import kept_by_name
 from options.ports import ANY_PORT, FreePorts
 from protos.addresses import join_address
+from protos.contract import CONTRACT_VERSION
 from router.config import RouterConfig
 from router.front import make_server
 from router.health import INFERENCE_SERVICE
@@ -47,6 +49,7 @@ T = TypeVar("T")
 STATUS_S = 2.0  # for the event loop to report its view
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSettings:
     """Settings of a router process."""
@@ -86,7 +89,11 @@ class RouterProcess:
         self._host = settings.host or address_on(settings.network_interface)
         self._tenants, self._watch = _tenants_of(settings)
         config = replace(
-            settings.config, page_hash_key=keys.page_hashes, resume_key=keys.resume_tokens
+            settings.config,
+            page_hash_key=keys.page_hashes,
+            resume_key=keys.resume_tokens,
+            # Of this code: Ray may have kept the settings of the code before.
+            contract_version=CONTRACT_VERSION,
         )
         credentials = ClusterCredentials(keys.party, secrets.randbits(63) + 1)
         links = ClusterLinks(settings.tls)

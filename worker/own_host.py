@@ -14,8 +14,10 @@ from credentials.door import is_loopback_host
 from llm_engine.errors import EngineError
 from llm_engine.model_identity import ModelIdentity, read_identity
 from options.interfaces import NoAddress, address_on
+from options.kept_by_name import kept_by_name
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOptions:
     """Options that are set once and have another effect on each host."""

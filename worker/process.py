@@ -25,6 +25,7 @@ from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
 from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
+from options.kept_by_name import kept_by_name
 from options.ports import ANY_PORT, FreePorts
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
@@ -41,6 +42,7 @@ MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has one for each prompt
 LAST_WORDS_S = 0.5  # for the last messages to leave a process that stops
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
     """Settings of a worker process; the cluster's configuration fills them."""

@@ -1,5 +1,6 @@
 """What `pagewire restart` waits for; Ray and the cluster are fakes."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import ray
 
 from cluster import rolling as module
 from cluster.config_file import load_config
+from cluster.controller import Contracts
 from cluster.errors import StartError
 from cluster.rolling import restart_cluster
 from cluster.scaling import ClusterWorkers
@@ -26,6 +28,8 @@ class Cluster:
         self.listed = [*NAMES, "router-0"]
         self.looks = 0
         self.facts = SimpleNamespace(remote=lambda: FACTS)
+        self.contracts = Contracts(running=(1,), to_start={"10.0.0.2": 1})
+        self.contract_versions = SimpleNamespace(remote=lambda: self.contracts)
         self.restart = SimpleNamespace(remote=lambda name, grace_s: self.starts.pop(name))
         self.on_look = lambda: None
         self.misfits = {}
@@ -57,6 +61,23 @@ def test_a_worker_is_waited_for_until_another_start_of_it_serves(monkeypatch):
         "decode-0 takes no new requests; running ones have 7 s there",
         "decode-0 serves again after 0 s, 1 of 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("running", "refused"), [((1,), True), ((1, 2), False), ((), False), ((2,), False)]
+)
+def test_code_that_no_running_worker_could_serve_with_is_refused(monkeypatch, running, refused):
+    cluster = Cluster(monkeypatch)
+    cluster.contracts = Contracts(running=running, to_start={"10.0.0.2": 2, "10.0.0.3": 2})
+    cluster.on_look = lambda: cluster.starts.update({"decode-0": 2})
+    said = []
+
+    told = r"10.0.0.2: contract version: found 2; allowed: 1\n10.0.0.3: .*\n.*nothing has changed"
+    with pytest.raises(StartError, match=told) if refused else nullcontext():
+        restart_cluster(cluster, ["decode-0"], 7.0, said.append)
+
+    assert bool(said) is not refused
+    assert cluster.starts["decode-0"] == (1 if refused else 2)
 
 
 @pytest.mark.parametrize("left", [["decode-0"], ["decode-0", "prefill-0", "router-0"]])
