@@ -12,7 +12,7 @@ import typer
 
 from cli.flags import add_command
 from cli.stop_signals import StopSignals
-from cluster.capacity import context_remedy, read_model_needs
+from cluster.capacity import context_remedy, pages_of_worker, pool_remedy, read_model_needs
 from cluster.certificates import http_scheme, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.devices import count_gpus, most_gpus
@@ -177,9 +177,17 @@ def context_note(config: ClusterConfig, device: str, context_tokens: int, comman
     needs = read_model_needs(config.model, config, device)
     if context_tokens >= needs.context_tokens:
         return ""
+    remedy = context_remedy(needs, config, device, command)
+    for key, number in config.workers_of_pools.items():
+        own = config.in_pool(key)
+        is_known = device == "cpu" or own.num_pages  # else only its GPU says how many pages it has
+        if not number or own == config or not is_known:
+            continue
+        if pages_of_worker(needs, own, None) * needs.page_size <= context_tokens:
+            remedy = pool_remedy(needs, config, key)
     return (
         f"note: a request may have {context_tokens} tokens, although the model could serve "
-        f"{needs.context_tokens}; more with {context_remedy(needs, config, device, command)}"
+        f"{needs.context_tokens}; more with {remedy}"
     )
 
 

@@ -106,6 +106,12 @@ def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, comman
     return f"GPUs that have {needed_mib} MiB for pages beside the weights"
 
 
+def pool_remedy(needs: ModelNeeds, config: ClusterConfig, key: str) -> str:
+    """Say the same for a pool that has options of its own for its pages."""
+    context = format_bytes(needs.context_pages * needs.page_bytes)
+    return f"more memory for pages in {config.pool_section(key)}; the context takes {context}"
+
+
 def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:
     """Return the memory that all workers of a configuration take on a host without GPUs."""
     beside = PROCESS_BYTES + needs.weights_bytes

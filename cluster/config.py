@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.pool_config import SECTION as POOLS
 from cluster.pool_config import PoolConfig, pool_key, pool_problems
 from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from decode_worker.config import DecodeConfig
@@ -228,6 +229,11 @@ class ClusterConfig:
         """Return the options of a pool; see pool_key."""
         found = (each for name, each in self.pools.items() if pool_key(name, each) == key)
         return next(found, PoolConfig())
+
+    def pool_section(self, key: str) -> str:
+        """Return where a pool has its options, as in pools.small; see pool_key."""
+        found = (name for name, each in self.pools.items() if pool_key(name, each) == key)
+        return f"{POOLS}.{next(found, key)}"
 
     def in_pool(self, key: str) -> "ClusterConfig":
         """Return the configuration of a pool's workers, with their own memory for pages."""

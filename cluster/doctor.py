@@ -18,6 +18,7 @@ from cluster.capacity import (
     memory_remedy,
     memory_shortage,
     pages_of_worker,
+    pool_remedy,
     read_model_needs,
 )
 from cluster.certificates import check_certificates, own_client
@@ -31,7 +32,6 @@ from cluster.own_address import check_interfaces, with_own_host
 from cluster.port_need import check_port_range
 from cluster.port_owner import ROUTER_TIMEOUT_S, is_router
 from cluster.preflight import check_http_port_free
-from pagewire.cli.units import format_bytes
 from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
 
@@ -387,8 +387,7 @@ def check_context(config: ClusterConfig, needs: ModelNeeds, gpu_free_bytes: int 
     device = "cpu" if gpu_free_bytes is None else "cuda"
     remedy = context_remedy(needs, config, device, "serve")
     if has_own:
-        context = format_bytes(needs.context_pages * needs.page_bytes)
-        remedy = f"more memory for pages in pools.{key}; the context takes {context}"
+        remedy = pool_remedy(needs, config, key)
     level: Level = "warn" if num_pages else "fail"
     return Finding(check="context", level=level, found=f"{found}; longer is refused", remedy=remedy)
 

@@ -152,7 +152,7 @@ def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
     for key, number in config.workers_of_pools.items():
         own = config.in_pool(key)
         if number and not pages_of_worker(needs, own, None):
-            name = "cpu_pages_mib" if own == config else f"pools.{key}.cpu_pages_mib"
+            name = "cpu_pages_mib" if own == config else f"{config.pool_section(key)}.cpu_pages_mib"
             least_mib = -(-needs.page_bytes // 2**20)
             raise ConfigError(
                 f"{name}: found {own.cpu_pages_mib}; allowed: at least {least_mib}, which holds a "

@@ -58,7 +58,7 @@ FLAGS = {
     "router": """--config --controller --decode-worker-local-prefill-max-tokens
         --decode-worker-max-running-sequences --front-tls-certificate-file
         --front-tls-client-authority-file --front-tls-key-file --help --host --insecure --keys
-        --log-format --log-level --model --network-interface --port
+        --log-format --log-level --model --network-interface --port --port-range
         --router-coalesce-ms --router-connect-timeout-s
         --router-dead-after-s --router-decode-load-s --router-default-min-p
         --router-default-repetition-penalty --router-default-temperature --router-default-top-k
@@ -277,6 +277,11 @@ def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
     [
         ("cpu", {"cpu_pages_mib": 31}, "pagewire up --cpu-pages-mib 32"),
         ("cuda", {"num_pages": 9}, "pagewire up --num-pages 128"),
+        (
+            "cpu",
+            {"cpu_pages_mib": 32, "pools.small.role": "decode", "pools.small.num_pages": 9},
+            "more memory for pages in pools.small; the context takes 32.0 MiB",
+        ),
         ("cuda", {}, "pagewire up --gpu-memory-fraction 0.95; the context takes 32 MiB"),
         ("cuda", {"gpu_memory_fraction": 0.95}, "GPUs that have 32 MiB for pages beside the"),
     ],

@@ -61,7 +61,7 @@ def test_pages_that_the_host_can_never_hold_are_refused_by_their_option(
         check_on_a_host_with(monkeypatch, memory, **options)
 
 
-@pytest.mark.parametrize("pool", ["", "decode"])
+@pytest.mark.parametrize("pool", ["", "decode", "small"])
 def test_memory_for_less_than_a_page_is_refused(monkeypatch, tmp_path, pool):
     config = {"model": str(demo_model_dir()), "device": "cpu", "port": 0, "http_port": 0}
     small = {"cpu_pages_mib": 1}
@@ -69,7 +69,8 @@ def test_memory_for_less_than_a_page_is_refused(monkeypatch, tmp_path, pool):
     path.write_text(json.dumps(config | {"page_size": 128, "dtype": "float32"}))
     loaded = load_config(path, {} if pool else small)
     if pool:
-        loaded = replace(loaded, pools={pool: PoolConfig(**small)})
+        role = "decode" if pool == "small" else ""
+        loaded = replace(loaded, pools={pool: PoolConfig(**small, role=role)})
     monkeypatch.setattr(
         preflight, "read_model_needs", lambda *_: replace(read_model_needs(*_), page_bytes=3 << 20)
     )
