@@ -32,6 +32,7 @@ from tests.router.scripted_worker import ScriptedWorker, Session, delta
 from tests.router.tokenizers_for_tests import TEXTS, byte_level
 from tests.support.cluster_keys import SECRET, credentials_of
 from tests.support.command_line import run_main
+from tests.support.free_ports import free_port
 from tests.support.grpcurl import grpcurl
 
 PROMPT = "the quick brown fox"
@@ -167,12 +168,6 @@ class HttpStream:
             self.texts[index] = self.texts.get(index, "") + choice["text"]
             if choice["finish_reason"]:
                 self.finish_reasons[index] = choice["finish_reason"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def connect(address: str) -> grpc.aio.Channel:

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from cluster.preflight import check_start
 from credentials.key_file import write_router_keys
 from pagewire import AsyncClient
 from tests.cluster.in_process import generate_all
+from tests.support.free_ports import free_port
 from tests.support.local_ray import forget_token
 from tests.support.wall_clock import assert_within
 
@@ -83,12 +83,6 @@ def cluster(model_dir, placement):
     running = start_cluster(config, check_start(config), shows_worker_logs=False)
     yield running
     running.stop(0.0)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

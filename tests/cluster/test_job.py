@@ -7,12 +7,11 @@ of their own, beside that of the tests, whose packages it sees.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ import pytest
 from cluster.demo_model import demo_model_dir
 from pagewire import Client
 from tests.cluster.oracle import GreedyOracle
+from tests.support.free_ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("JOBS_PYTHON") or Path(sys.prefix) / "jobs" / "bin" / "python")
@@ -43,7 +43,7 @@ pytestmark = [
 @pytest.fixture
 def head(tmp_path):
     """A head of Ray with its dashboard; it sees no code of the product."""
-    port, dashboard, client = free_ports(3)
+    port, dashboard, client = free_port(), free_port(), free_port()
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -83,14 +83,6 @@ def head(tmp_path):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         shutil.rmtree(temp_dir, ignore_errors=True)
-
-
-def free_ports(count):
-    with ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def until_it_answers(url):
@@ -136,7 +128,7 @@ def test_a_job_ships_the_code_and_the_cluster_outlives_it(head, tmp_path):
         if not path.startswith(("tests/", "benchmarks/", "docs/")):
             (shipped / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, shipped / path)
-    [port] = free_ports(1)
+    port = free_port()
     model = demo_model_dir()
 
     submitted = run(

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -15,6 +14,7 @@ import pytest
 import pagewire
 from cluster.demo_model import demo_model_dir
 from cluster.ray_listeners import open_sockets
+from tests.support.free_ports import free_port
 from tests.support.reflection import services_of
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -42,12 +42,6 @@ def test_demo_shows_a_disaggregated_cluster_that_answers_questions(workers):
     moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
     assert int(moved[1]) > int(moved[2])
     assert "stopped" in result.stdout
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():

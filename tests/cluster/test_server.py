@@ -56,7 +56,8 @@ class Listener:
         self.address = address
         self.told: list[list[tuple[str, int, bool]]] = []
         self.news = asyncio.Event()
-        self.is_slow = False
+        self.may_take = asyncio.Event()
+        self.may_take.set()
         self.num_searches = 0  # for the controller
         credentials = ClusterCredentials(secret.keys_of("router", name), 7)
         self.feed = MemberFeed(
@@ -79,8 +80,7 @@ class Listener:
         return self.address
 
     async def take(self, members: Any) -> None:
-        if self.is_slow:
-            await asyncio.sleep(0.3)
+        await self.may_take.wait()
         self.versions = [m.contract_version for m in members]
         self.told.append([(m.worker_id, m.incarnation, m.is_draining) for m in members])
         self.news.set()
@@ -189,20 +189,23 @@ def test_a_wait_for_routers_includes_slow_ones_ends_in_time_and_forgets_dead_one
     async def main() -> None:
         async with serving() as (server, address):
             quick, slow = Listener("router-0", address), Listener("router-1", address)
-            slow.is_slow = True
             for each in (quick, slow):
                 await each.wait_told()
             loop = asyncio.get_running_loop()
 
+            slow.may_take.clear()
             server.publish([member("decode-0")])
+            loop.call_later(0.2, slow.may_take.set)
             await server.wait_applied(WAIT_S)
             assert slow.told[-1] == [("decode-0", 1, False)]
 
+            slow.may_take.clear()
             server.publish([])
             began_at = loop.time()
             await server.wait_applied(0.1)
             assert slow.told[-1] == [("decode-0", 1, False)], "time was up before"
-            assert_within(loop.time() - began_at, 0.3)
+            assert_within(loop.time() - began_at, WAIT_S / 2)
+            slow.may_take.set()
 
             server.publish([member("decode-1")])
             await slow.stop()

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pagewire import Client, Completion, Tls, TlsError
 from tests.cluster.in_process import generate_all, in_process_cluster
 from tests.support.certificates import Authority
 from tests.support.checkpoints import reference_greedy, write_checkpoint
+from tests.support.free_ports import free_port
 from tests.support.processes import until
 
 
@@ -44,12 +44,6 @@ def test_pages_move_between_workers_that_know_each_other_by_certificates(tmp_pat
         assert completion.usage
         assert completion.usage.bytes_moved > 0
         assert completion.usage.decode_computed_tokens == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tls_flags(settings: TlsSettings) -> list[str]:

@@ -30,6 +30,7 @@ from tests.kv_transfer.tcp_pair import run, soon, wire_tap
 from tests.kv_transfer.test_tcp_tls import page_tls
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakePageStorage
+from tests.support.waiting import until
 
 SOURCE_CARD, TARGET_CARD = b"source" * 4, b"target" * 4
 
@@ -141,12 +142,6 @@ async def tapped(pair: Pair) -> list[bytes]:
     assert not any(page in each for each in sent), "pages themselves do not cross the socket"
     relay.close()
     return sent
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_pages_arrive_in_order() -> None:
@@ -305,7 +300,7 @@ def test_abort_waits_for_the_copy_and_then_unmaps() -> None:
             pages = pair.mapped
             pages.may_copy.clear()
             sends = asyncio.create_task(sending.send([1], soon()))
-            receives = asyncio.create_task(receiving.receive([2], soon(0.3)))
+            receives = asyncio.create_task(receiving.receive([2], soon(1)))
             await until(pages.is_copying.is_set)
 
             with pytest.raises(ConnectionBroken, match="no progress before the deadline"):

@@ -16,6 +16,7 @@ from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.polling_thread import PollingThread, Steps
 from tests.kv_transfer.pair import Attempt, Workers, make_storage, shuffled
 from tests.support.loopback import LoopbackNetwork
+from tests.support.waiting import until
 
 
 class HostLink:
@@ -149,7 +150,7 @@ def test_a_hanging_peer_ends_at_the_deadline_and_abort_runs_beside_the_event_loo
                 await asyncio.sleep(0.01)
                 ticks += 1
 
-            assert ticks > 5
+            assert ticks > 2, "the event loop went on"
             assert pair.devices[1].links[0].is_aborted
             pair.devices[1].links[0].is_hanging = False
             await asyncio.sleep(0.01)
@@ -169,9 +170,8 @@ def test_a_peer_that_never_comes_aborts_the_set_up() -> None:
 
             with pytest.raises(ConnectionBroken, match="deadline"):
                 await pair.receiver.accept("c0", soon(0.05))
-            await asyncio.sleep(0.05)
 
-            assert pair.devices[1].links[0].is_aborted
+            await until(lambda: pair.devices[1].links[0].is_aborted)
 
     run(scenario)
 

@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from options.ports import FreePorts
 from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers
 from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.support.ipv6 import needs_ipv6
+from tests.support.waiting import until
 from tests.support.wall_clock import assert_within
 
 ROOT = Path(__file__).parents[2]
@@ -95,8 +97,7 @@ def test_an_abort_whose_caller_leaves_goes_on() -> None:
             may_end.set()
             await copying
 
-            await asyncio.sleep(0.01)
-            assert receiving._wire._socket.fileno() == -1, "its socket stays open"
+            await until(lambda: receiving._wire._socket.fileno() == -1)
 
     run(scenario)
 
@@ -114,11 +115,10 @@ def test_closing_aborts_each_connection_though_the_abort_of_another_hangs() -> N
             copying = asyncio.create_task(hanging._touch(lambda: None))
             await asyncio.sleep(0)
             closing = asyncio.create_task(pair.receiver.close())
-            await asyncio.sleep(0.05)
 
-            assert not closing.done()
+            await until(lambda: receiving._wire._socket.fileno() == -1)
             assert receiving.is_broken
-            assert receiving._wire._socket.fileno() == -1
+            assert not closing.done()
             may_end.set()
             await copying
             await asyncio.wait_for(closing, 5)
@@ -413,20 +413,27 @@ def test_abort_waits_for_a_copy_into_the_pages_that_is_under_way() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
+            is_copying, may_end = threading.Event(), threading.Event()
             finished = []
 
             def slow_import(page_ids: Any, contents: Any) -> None:
-                time.sleep(0.2)
+                is_copying.set()
+                assert may_end.wait(10)
                 finished.append(page_ids)
 
             pair.target.import_pages = slow_import  # type: ignore[method-assign]
-            posted = asyncio.create_task(receiving.receive([1, 2], soon(0.1)))
+            posted = asyncio.create_task(receiving.receive([1, 2], soon(1)))
             await sending.send([1, 2], soon())
+            await until(is_copying.is_set)
             with pytest.raises(ConnectionBroken):
                 await posted
+            aborting = asyncio.create_task(receiving.abort())
+            await asyncio.sleep(0.05)
+            assert not aborting.done()
             assert not finished
+            may_end.set()
 
-            await receiving.abort()
+            await aborting
 
             assert finished == [[1, 2]]
 

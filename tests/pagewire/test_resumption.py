@@ -207,7 +207,8 @@ def test_a_call_other_than_a_generation_is_made_again_for_a_second_as_well(away_
         else:
             with pytest.raises(pagewire.UnavailableError, match=r"^away$"):
                 client.status()
-            assert 0.5 < time.monotonic() - started < 1.5
+            # Had it tried until the router came back, it would have succeeded.
+            assert time.monotonic() - started > 0.5
         back.cancel()
 
 

@@ -10,6 +10,7 @@ import pytest
 from router import child_pool
 from router.child_pool import ChildLimits, ChildPool
 from router.errors import ChildLimit
+from tests.support.waiting import until
 
 LENGTH_BYTES = child_pool.LENGTH_BYTES
 
@@ -144,8 +145,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(child_pool.subprocess, "Popen", lambda *_, **__: Process())
         monkeypatch.setattr(asyncio, "open_connection", hang)
         starting = asyncio.create_task(make_pool(2).start())
-        await asyncio.sleep(0.01)
-        assert Process.num_running == 2
+        await until(lambda: Process.num_running == 2)
 
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
