@@ -144,6 +144,7 @@ class Places:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # behind five strangers, the default, a client waits for a second
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         self._tls = tls

@@ -514,22 +514,23 @@ def test_a_killed_router_comes_back_at_its_address_and_goes_on_with_its_streams(
     assert before.token_ids == after.token_ids
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}])
-def test_streams_of_a_killed_router_outside_ray_go_on_at_another_one(
-    cluster, model_dir, tmp_path, sampling
-):
-    options = {**sampling, "max_tokens": 400, "ignore_eos": True}
-    prompts = [prompt_of(f"outside-{index}", 40 + index) for index in range(4)]
+def test_streams_of_a_killed_router_outside_ray_go_on_at_another_one(cluster, model_dir, tmp_path):
+    options = {"max_tokens": 400, "ignore_eos": True}
+    asked = [
+        {"prompt": prompt_of(f"outside-{index}", 40 + index)} | sampling | options
+        for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 3})
+        for index in range(2)
+    ]
 
     with routers_outside(cluster, model_dir, tmp_path, 2) as outside:
         (first, killed), (second, _) = outside
 
         async def work(client):
-            calm = await asyncio.gather(*(client.generate(each, **options) for each in prompts))
+            calm = await asyncio.gather(*(client.generate(**each) for each in asked))
             async with AsyncClient([first, second]) as lost, AsyncClient(second) as other:
                 await until(lost, lambda status: all_ready(status, cluster))
                 await until(other, lambda status: all_ready(status, cluster))
-                streams = [lost.stream(each, **options) for each in prompts]
+                streams = [lost.stream(**each) for each in asked]
                 await asyncio.gather(*(anext(each) for each in streams))
                 killed.send_signal(signal.SIGKILL)
                 for stream in streams:

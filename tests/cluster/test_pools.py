@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire import Client
 from tests.cluster.test_lifecycle import OPTIONS, Host
 from tests.support.processes import kill_session
 
@@ -30,6 +31,7 @@ def host():
         head = host.head()
         try:
             assert "starting 1 prefill and 2 decode workers on cpu" in output
+            host.address = output.splitlines()[-1].partition(" on ")[2].partition(" ")[0]
             yield host
             assert host.run("down", "--grace-s", "0")[0] == 0
         finally:
@@ -50,12 +52,9 @@ def refused(host, *arguments):
 
 def workers(host):
     """Return the pages of all workers that are ready, by name."""
-    status = json.loads(host.run("status", "--json")[1])
-    return {
-        each["worker_id"]: each["pages"]["total"]
-        for each in status["workers"]
-        if each["state"] == "ready"
-    }
+    with Client(host.address) as client:
+        status = client.status()
+    return {each.worker_id: each.pages.total for each in status.workers if each.state == "ready"}
 
 
 def test_a_pool_has_its_own_options_and_number(host):
