@@ -15,7 +15,7 @@ from credentials.config import TlsSettings
 from credentials.door import Door, front_door, is_loopback_host
 from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
-from http_gateway.connection import Connection
+from http_gateway.connection import LINGER_S, Connection
 from http_gateway.found_routers import FindRouters
 from http_gateway.wire import RouterLink
 from observability.logs import fields
@@ -125,7 +125,12 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._tls: dict[str, Any] = {}
         if context is not None:
-            self._tls = {"ssl": context, "ssl_handshake_timeout": handshake_s}
+            self._tls = {
+                "ssl": context,
+                "ssl_handshake_timeout": handshake_s,
+                # asyncio waits for half a minute, and a stop with it, for a client to say goodbye.
+                "ssl_shutdown_timeout": LINGER_S,
+            }
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on sockets."""

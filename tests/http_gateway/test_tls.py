@@ -19,6 +19,7 @@ from pagewire import Tls
 from tests.http_gateway.serving import Gateway, gateway, scripted
 from tests.pagewire.scripted_service import response, usage
 from tests.support.certificates import Authority, Pair
+from tests.support.wall_clock import assert_within
 
 STOP = 1  # FINISH_REASON_STOP
 
@@ -125,6 +126,17 @@ def test_a_client_that_never_greets_is_disconnected_in_time(authority: Authority
         began = time.monotonic()
         assert silent.recv(1) == b""
         assert time.monotonic() - began < 8
+
+
+def test_a_client_that_is_idle_holds_up_no_stop(authority: Authority) -> None:
+    door = front_door(authority.settings())
+    with gateway(lambda: scripted(hello), door=door) as served:
+        idle = connect(served, context_of(authority))
+        assert models(idle) == "tiny"
+        began = time.monotonic()
+        served.run(served.server.stop(8.0))
+        assert_within(time.monotonic() - began, 4)
+        idle.close()
 
 
 def test_a_client_that_still_sends_gets_its_refusal(authority: Authority) -> None:
