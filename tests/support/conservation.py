@@ -45,8 +45,8 @@ def tenant_leaks(tenants: Tenants) -> list[str]:
     held: dict[str, int] = {}
     for each in (tenants.own, *tenants.told):
         held[f"places of {each.name}"] = each.num_active
-        held[f"charged requests of {each.name}"] = len(each._requests._undecided)
-        held[f"charged prompts of {each.name}"] = len(each._tokens._undecided)
+        held[f"charged requests of {each.name}"] = len(each._requests._charges) - 1
+        held[f"charged prompts of {each.name}"] = len(each._tokens._charges) - 1
     return _told(held)
 
 
