@@ -79,11 +79,11 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
             ],
             options=WORKER_SERVER_OPTIONS,
         )
-
-        def listen(port: int) -> int:
-            return self._door.add_port(server, self._host, port)
-
-        port = listen(self._port) if self._port else self._ports.listen(self._host, listen)
+        port = self._ports.listen(
+            self._host,
+            lambda port: self._door.add_port(server, self._host, port),
+            self._port,
+        )
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         reflection.enable_server_reflection([SERVICE, reflection.SERVICE_NAME], server)
         await server.start()

@@ -48,7 +48,7 @@ class FreePorts:
         first, last = map(int, self.port_range.split("-"))
         return [port for port in range(first, last + 1) if port not in self.fixed]
 
-    def listen(self, host: str, listen: Callable[[int], T]) -> T:
+    def listen(self, host: str, listen: Callable[[int], T], port: int = 0) -> T:
         """Return the result of `listen` for the first free port.
 
         The search begins at a random port, because processes of a host start at the same time.
@@ -57,12 +57,13 @@ class FreePorts:
             host: Where it listens.
             listen: Listens on a port; raises OSError or RuntimeError if that is taken. Without a
                 range it is called once, with 0.
+            port: Not 0: the server's own port, which alone it takes.
 
         Raises:
             NoPortFree: All are taken.
         """
-        if not self.port_range:
-            return listen(0)
+        if port or not self.port_range:
+            return listen(port)
         ports = self.of_range
         begin = random.randrange(len(ports)) if ports else 0  # noqa: S311 - not a secret
         for port in [*ports[begin:], *ports[:begin]]:

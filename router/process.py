@@ -138,11 +138,11 @@ class RouterProcess:
         )
         if settings.config.metrics_port:
             self._serve_metrics(settings.config.metrics_port)
-
-        def listen(port: int) -> int:
-            return self._front.add_port(self._server, self._host, port)
-
-        port = listen(settings.port) if settings.port else settings.ports.listen(self._host, listen)
+        port = settings.ports.listen(
+            self._host,
+            lambda port: self._front.add_port(self._server, self._host, port),
+            settings.port,
+        )
         address = join_address(self._host, port)
         self.router.register(self._server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

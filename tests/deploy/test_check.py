@@ -66,10 +66,7 @@ def test_our_overlays_can_be_applied(name, capsys):
 )
 def test_what_is_mistyped_is_told(production, file, old, new, told, capsys):
     path = production / file
-    text = (
-        path.read_text().replace("workerGroupSpecs", "workerGroups") if old == "Groups/0" else None
-    )
-    path.write_text((text or path.read_text()).replace(old, new))
+    path.write_text(path.read_text().replace(old, new))
 
     assert checked(production) == 2
     assert told in capsys.readouterr().err
