@@ -1,14 +1,11 @@
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 from cli.reference import ENVIRONMENT
 from cluster.environment import forwarded_environment, prepare_ray
-from tests.support.distributions import PACKAGES
-
-ROOT = Path(__file__).parents[2]
+from tests.support.distributions import SOURCES
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "ERROR"), ("DEBUG", "DEBUG")])
@@ -21,9 +18,8 @@ def test_grpc_logs_only_errors_unless_a_user_wants_more(monkeypatch, given, foun
 
 
 def test_every_variable_that_is_read_is_documented():
-    files = [path for name in PACKAGES for path in (ROOT / name.replace(".", "/")).glob("*.py")]
     reads = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\()"(\w+)\"""")
-    read = {name for path in files for name in reads.findall(path.read_text(encoding="utf-8"))}
+    read = {name for path in SOURCES for name in reads.findall(path.read_text(encoding="utf-8"))}
 
     assert read - {"PYTHONPATH"} == set(ENVIRONMENT)  # that one is Python's
 

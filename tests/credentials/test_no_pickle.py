@@ -3,19 +3,16 @@
 import ast
 import asyncio
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.decode_worker.harness import prompt_of
 from tests.decode_worker.test_real_grpc import real_session
-from tests.support.distributions import PACKAGES
+from tests.support.distributions import SOURCES
 
-ROOT = Path(__file__).parents[2]
 MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # Of these modules or on their own; torch.load unpickles, yaml.load makes any object.
 CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load"}
-SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name.replace(".", "/")).glob("*.py"))
 
 
 def offences(source: str) -> list[str]:

@@ -16,9 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from cluster.config import ClusterConfig
 from cluster.config_options import config_options
 from deploy.docker.healthcheck import SERVICE, main
-from tests.docs.test_clocks import PACKAGES
 from tests.support.certificates import Authority
-from tests.support.distributions import SERVER
+from tests.support.distributions import SERVER, serving_modules_with
 from tests.support.typed_commands import check_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,13 +154,7 @@ PROBES = {"options/ports.py"}  # which only look whether a port is free
 
 
 def test_the_table_for_firewalls_has_every_server_and_the_ports_of_its_options():
-    found = {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if LISTENS.search(path.read_text(encoding="utf-8"))
-    }
-    assert found == SERVERS.keys() | PROBES
+    assert serving_modules_with(LISTENS) == SERVERS.keys() | PROBES
 
     text = (DEPLOY / "README.md").read_text(encoding="utf-8").partition("| who listens |")[2]
     rows = [line.split(" | ") for line in text.partition("\n\n")[0].splitlines()[2:]]

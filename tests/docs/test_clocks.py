@@ -1,14 +1,9 @@
 """That the wall clock decides only what docs/protocol.md#clocks names."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    *("cli", "cluster", "credentials", "decode_worker", "grammars", "http_gateway", "kv_cache"),
-    *("kv_transfer", "llm_engine", "observability", "options", "pagewire", "prefill_worker"),
-    *("protos", "router", "worker"),
-)
+from tests.support.distributions import serving_modules_with
+
 WALL_CLOCK = re.compile(r"\b(time\.time\b|time_ns\(|datetime\.(now|utcnow|today)\b)")
 ALLOWED = {
     "resume tokens": {"router/router.py"},
@@ -28,11 +23,4 @@ ALLOWED = {
 
 
 def test_the_wall_clock_is_read_nowhere_else():
-    found = {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if WALL_CLOCK.search(path.read_text(encoding="utf-8"))
-    }
-
-    assert found == set().union(*ALLOWED.values())
+    assert serving_modules_with(WALL_CLOCK) == set().union(*ALLOWED.values())

@@ -2,11 +2,10 @@
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.docs.pages import ROOT
+from tests.support.distributions import ROOT, SOURCES
 
 PATH = re.compile(r"\b(?:docs|deploy|tests|examples|benchmarks/results)/\w|\w\.md\b|\bMakefile\b")
 WRITERS = {  # of the repository's own documentation
@@ -20,10 +19,7 @@ SHOWN_DOCSTRINGS = ("pagewire/", "cli/")  # of the client's help(), and of --hel
 
 def installed_files() -> Iterator[Path]:
     """Yield the modules and page files of both wheels."""
-    for distribution in (ROOT, ROOT / "server"):
-        project = tomllib.loads((distribution / "pyproject.toml").read_text(encoding="utf-8"))
-        for package in project["tool"]["setuptools"]["packages"]:
-            yield from (ROOT / package.replace(".", "/")).glob("*.py")
+    yield from SOURCES
     yield from (ROOT / "http_gateway/page").iterdir()
 
 
