@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def written_faults(folder: Path) -> Iterator[str]:
     """Yield the faults of a folder's kustomization and of those below it."""
     file = folder / FILE
     if not file.is_file():
-        yield f"{folder}: found no {FILE}; allowed: {_among(folder.parent.glob(f'*/{FILE}'))}"
+        overlays = sorted(each.parent.name for each in folder.parent.glob(f"*/{FILE}"))
+        yield f"{folder}: found no {FILE}; allowed: {', '.join(overlays)}"
         return
     try:
         content, _ = parse_yaml(file.read_text(encoding="utf-8"))
@@ -77,8 +78,7 @@ def written_faults(folder: Path) -> Iterator[str]:
             if re.search(r"://|^[\w.-]+\.\w+/", value):
                 continue  # a repository elsewhere
             if not (found := folder / value).exists():
-                others = (folder / value).parent.glob("*")
-                yield f"{file}: {field}: found {value!r}; allowed: {_among(others, value)}"
+                yield f"{file}: {field}: found {value!r}; allowed: {_beside(found)}"
             elif found.is_dir():
                 yield from written_faults(found)
     paths = [each.get("path") for each in content.get("patches") or []]
@@ -86,7 +86,7 @@ def written_faults(folder: Path) -> Iterator[str]:
         paths += [each.rpartition("=")[2] for each in generator.get("files") or []]
     for value in filter(None, paths):
         if not (folder / value).is_file():
-            yield f"{file}: found the path {value!r}; allowed: {_among(folder.glob('*'), value)}"
+            yield f"{file}: found the path {value!r}; allowed: {_beside(folder / value)}"
 
 
 def _unknown_fields(file: Path, content: Any, section: str) -> Iterator[str]:
@@ -98,9 +98,7 @@ def _unknown_fields(file: Path, content: Any, section: str) -> Iterator[str]:
         for name, value in each.items():
             path = f"{section}.{name}".lstrip(".")
             if name not in allowed:
-                near = difflib.get_close_matches(name, allowed, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                yield f"{file}: found the field {path!r}; allowed: {', '.join(allowed)}{hint}"
+                yield f"{file}: found the field {path!r}; allowed: {_among(allowed, name)}"
             elif path in FIELDS:
                 yield from _unknown_fields(file, value or [], path)
 
@@ -177,12 +175,13 @@ def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
             )
 
 
-def _among(paths: Any, near: str = "") -> str:
-    names = sorted(
-        each.parent.name if each.name == FILE and not near else each.name for each in paths
-    )
-    close = difflib.get_close_matches(Path(near).name, names, n=1) if near else []
-    return f"{', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
+def _beside(path: Path) -> str:
+    return _among(sorted(each.name for each in path.parent.glob("*")), path.name)
+
+
+def _among(names: Sequence[str], found: str) -> str:
+    near = difflib.get_close_matches(found, names, n=1)
+    return ", ".join(names) + (f"; did you mean {near[0]}?" if near else "")
 
 
 if __name__ == "__main__":
