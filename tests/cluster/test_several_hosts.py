@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 TIMEOUT_S = 120.0
-RATE, WAVE_S = 10, 4  # requests a second, and the length of a wave of them
+RATE, WAVE_S = 20, 8  # requests a second, and the length of a wave of them
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,9 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
             told = [each.result() for each in drains]
             told.append(run("scale --prefill 2 --decode 2"))
             decode = pool.submit(run, "restart decode-0 decode-1")
-            told.append(run("scale --prefill 1", "scale --prefill 2", "restart prefill-0"))
+            told.append(
+                run("scale --prefill 1", "scale --prefill 2", "restart prefill-0 prefill-1")
+            )
             told += [decode.result(), run("restart router-0")]
         return before, told
 
@@ -162,7 +164,7 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
 
     assert [each.error for each in records if each.error] == []
     assert sum(each.usage.pages_moved for each in records) > 0
-    assert sum(each.usage.decode_computed_tokens for each in records) == 0
+    assert [each for each in records if each.usage.decode_computed_tokens] == []
     assert told == [
         ["prefill-1 has left"],
         ["decode-1 has left"],
@@ -170,7 +172,7 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
         [
             "the cluster has 1 prefill and 2 decode workers",
             "the cluster has 2 prefill and 2 decode workers",
-            "prefill-0 serves again, 1 of 1",
+            "prefill-1 serves again, 2 of 2",
         ],
         ["decode-1 serves again, 2 of 2"],
         ["router-0 serves again, 1 of 1"],
