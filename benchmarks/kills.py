@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.case_runs import CaseFailed, Run
-from benchmarks.measured_host import gpu_memory_mib
+from benchmarks.case_runs import CaseFailed, OutOfTime, Run
+from benchmarks.measured_host import gpu_memory_of
 from benchmarks.prompts import token_ids, wave
 from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
 from pagewire import ClusterStatus, PagewireError, WorkerStatus
@@ -44,10 +44,27 @@ HANG_S = 10.0
 
 
 def strike(fault: str, side: str, moment: str, times: int, run: Run) -> Row:
-    """Kill or stop a worker repeatedly, each time with new prompts, and sum up the costs."""
-    rounds = [_strike_once(FAULTS[fault], SIDES[side], moment, run) for _ in range(times)]
+    """Kill or stop a worker repeatedly, each time with new prompts, and sum up the costs.
+
+    Rounds that the run's deadline cuts off are left out.
+    """
+    rounds: list[Row] = []
+    for _ in range(times):
+        try:
+            rounds.append(_strike_once(FAULTS[fault], SIDES[side], moment, run))
+        except OutOfTime:
+            if not rounds:
+                raise
+            break
+        except CaseFailed as error:
+            raise CaseFailed(str(error), {"rounds": rounds}) from error
+    return sum_up(rounds)
+
+
+def sum_up(rounds: Sequence[Row]) -> Row:
+    """Return what rounds of one case have in common."""
     found: Row = {
-        "times": times,
+        "times": len(rounds),
         "streams": rounds[0]["streams"],
         "hit_the_moment": sum(each["hit_the_moment"] for each in rounds),
         "lost_requests": sum(each["lost_requests"] for each in rounds),
@@ -57,8 +74,8 @@ def strike(fault: str, side: str, moment: str, times: int, run: Run) -> Row:
         if values := [each[name] for each in rounds if each[name] is not None]:
             found[name] = round(percentile(values, 50), 1)
             found[f"{name}_max"] = round(max(values), 1)
-    if any(each["memory_grew_mib"] for each in rounds):
-        found["memory_grew_mib"] = max(max(each["memory_grew_mib"]) for each in rounds)
+    if grown := [growth for each in rounds for growth in each["memory_grew_mib"]]:
+        found["memory_grew_mib"] = max(grown)
     return {"ms": found["usable_ms"], **found, "rounds": rounds}
 
 
@@ -71,7 +88,7 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
         for each in wave(run.seeds, streams, unique=length)
     ]
     run.until(lambda: is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster")
-    memory_mib = gpu_memory_mib()
+    memory_mib = _gpu_memory_mib(run)
     before = newest_workers(run.cluster.status())
     num_pages = sum(-(-each.prompt_tokens // run.cluster.model.page_size) for each in specs)
     pid = run.cluster.pid(victim)
@@ -104,7 +121,7 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
             (round(1e3 * (each.times[-1] - struck_at), 1) for each in records if each.times),
             default=None,
         ),
-        "memory_grew_mib": _memory_growth(memory_mib, run),
+        "memory_grew_mib": _memory_growth(memory_mib, pid, run),
         "resumptions": _total(records, "resumptions"),
         "prefill_retries": _total(records, "prefill_retries"),
         "prefill_prompt_tokens": work["prefill_prompt_tokens"],
@@ -243,13 +260,24 @@ def is_idle(status: ClusterStatus) -> bool:
     )
 
 
-def _memory_growth(before_mib: list[int], run: Run) -> list[int]:
-    """Return the growth of each GPU's memory, once it no longer shrinks."""
+def _gpu_memory_mib(run: Run, *also: int) -> dict[str, int]:
+    """Return the GPU memory of each worker, and of more processes under the name "gone"."""
+    pids = {run.cluster.pid(name): name for name in SIDES.values()}
+    pids |= {pid: "gone" for pid in also if pid not in pids}
+    return {pids[pid]: mib for pid, mib in gpu_memory_of(pids).items()}
+
+
+def _memory_growth(before_mib: dict[str, int], victim_pid: int, run: Run) -> list[int]:
+    """Return the growth of each worker's GPU memory, once it no longer shrinks; [] without GPUs.
+
+    Memory of a process that was killed counts as growth until it is given back.
+    """
     grown: list[int] = []
 
     def is_back() -> bool:
         nonlocal grown
-        grown = [now - then for now, then in zip(gpu_memory_mib(), before_mib, strict=True)]
+        used = _gpu_memory_mib(run, victim_pid)
+        grown = [mib - before_mib.get(name, 0) for name, mib in used.items()]
         return all(each <= MEMORY_NOISE_MIB for each in grown)
 
     if before_mib:

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ def conditions(program: str, commit_of: str = "") -> Row:
         commit_of: The commit to record; empty: that of this tree.
     """
     # Folders are the host's own.
-    words = [Path(word).name if "/" in word and "*" not in word else word for word in sys.argv[1:]]
+    words = [Path(word).name if Path(word).parent.is_dir() else word for word in sys.argv[1:]]
     return {
         "command": " ".join([f"python -m benchmarks.{program}", *words]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -70,9 +71,14 @@ def commit() -> str:
         return "unknown"
 
 
-def gpu_memory_mib() -> list[int]:
-    """Return the used memory of each GPU, whoever uses it; [] without GPUs."""
-    return [int(row) for row in nvidia_smi("memory.used")]
+def gpu_memory_of(pids: Collection[int]) -> dict[int, int]:
+    """Return the GPU memory, MiB, of those of the processes that use any; {} without GPUs."""
+    found: dict[int, int] = {}
+    for row in nvidia_smi("pid", "used_memory", of="compute-apps"):
+        pid, mib = row.split(", ")
+        if int(pid) in pids and mib.isdecimal():
+            found[int(pid)] = found.get(int(pid), 0) + int(mib)
+    return found
 
 
 def num_gpus() -> int:
@@ -80,11 +86,11 @@ def num_gpus() -> int:
     return len(nvidia_smi("name"))
 
 
-def nvidia_smi(*fields: str) -> list[str]:
-    """Return fields of each GPU, as text; [] if they are not available."""
+def nvidia_smi(*fields: str, of: str = "gpu") -> list[str]:
+    """Return fields of each GPU or process, as text; [] if they are not available."""
     try:
         done = subprocess.run(  # noqa: S603 - nothing of it comes from outside
-            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],  # noqa: S607
+            ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"],  # noqa: S607
             capture_output=True,
             text=True,
             check=True,

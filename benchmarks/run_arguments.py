@@ -44,11 +44,8 @@ SCALES = {
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return the arguments that runs of cases have in common."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    """Return the arguments of all runs of cases."""
+    parser = cluster_arguments(description)
     parser.add_argument(
         "--cases", nargs="+", default=["*"], help="patterns of cases to run, as in 'decode/*'"
     )
@@ -56,6 +53,15 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", action="store_true", help="keep the results in --out and measure the rest"
     )
+    return parser
+
+
+def cluster_arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return the arguments of all runs on clusters."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument(
         "--deadline-s", type=float, default=3600.0, help="deadline of the whole run"
     )

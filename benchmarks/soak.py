@@ -19,7 +19,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 
@@ -28,12 +28,12 @@ import psutil
 from benchmarks.case_runs import CaseFailed, Clock, OutOfTime, Run, start
 from benchmarks.client_processes import ClientProcesses
 from benchmarks.kills import RECOVERY_TIMEOUT_S, count_differences, is_idle, newest_workers
-from benchmarks.measured_host import conditions, gpu_memory_mib
+from benchmarks.measured_host import conditions, gpu_memory_of
 from benchmarks.prompts import Seeds, Segment, StreamSpec
 from benchmarks.result_file import ResultFile, say
 from benchmarks.run_arguments import (
     Sizes,
-    arguments,
+    cluster_arguments,
     cluster_options,
     configuration_of,
     end_in_order,
@@ -42,7 +42,7 @@ from benchmarks.run_arguments import (
 )
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
-from pagewire import PagewireError
+from pagewire import PagewireError, WorkerStatus
 
 ROUND_S = 20.0  # over which requests come
 DOCUMENTS, DOCUMENT_TOKENS = 4, 4096  # that chats of all rounds are about
@@ -143,7 +143,7 @@ def play_round(load: Load, victim: str, run: Run) -> Row:
         "pages_cached": {each.worker_id: each.pages.cached for each in workers},
         "pages_free": {each.worker_id: each.pages.free for each in workers},
         "memory_mib": _memory_mib(run),
-        "gpu_memory_mib": gpu_memory_mib(),
+        "gpu_memory_mib": _gpu_memory_mib(workers, run),
     }
 
 
@@ -162,6 +162,12 @@ def _memory_mib(run: Run) -> dict[str, int]:
     return {name: psutil.Process(pid).memory_info().rss // MIB for name, pid in pids.items()}
 
 
+def _gpu_memory_mib(workers: Collection[WorkerStatus], run: Run) -> dict[str, int]:
+    """Return the GPU memory of each worker; {} without GPUs."""
+    pids = {run.cluster.pid(each.worker_id): each.worker_id for each in workers}
+    return {pids[pid]: mib for pid, mib in gpu_memory_of(pids).items()}
+
+
 def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
     """Return the row of all rounds together."""
     rows = list(rounds.values())
@@ -176,9 +182,9 @@ def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
     if len(settled) >= 4:
         for name in LASTING:
             found[f"{name}_growth_mib"] = _growth([each["memory_mib"][name] for each in settled])
-        for gpu in range(len(rows[0]["gpu_memory_mib"])):
-            values = [each["gpu_memory_mib"][gpu] for each in settled]
-            found[f"gpu_{gpu}_growth_mib"] = _growth(values)
+        for worker in rows[0]["gpu_memory_mib"]:
+            values = [each["gpu_memory_mib"][worker] for each in settled]
+            found[f"gpu_of_{worker}_growth_mib"] = _growth(values)
     return [found]
 
 
@@ -201,7 +207,7 @@ def soak(run: Run, results: ResultFile, minutes: float, streams: int) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    parser = arguments(__doc__)
+    parser = cluster_arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=160, help="streams of a round")
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")

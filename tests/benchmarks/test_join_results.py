@@ -1,0 +1,65 @@
+"""Results of runs that shared a host become one file, unless they do not belong together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.join_results import joined
+
+CONDITIONS = {
+    "date": "2026-01-01",
+    "hardware": {"cores": 2},
+    "versions": {"torch": "2"},
+    "commit": "one",
+    "configuration": {"seed": 1},
+}
+
+
+def part(case: str, **changed: Any) -> dict[str, Any]:
+    return {
+        "command": f"run {case}",
+        **CONDITIONS,
+        "not_run": [],
+        "cases": [{"case": case, "ms": 1.0}],
+        **changed,
+    }
+
+
+def test_a_joined_file_has_the_cases_and_commands_of_all_parts() -> None:
+    whole = joined([part("a", not_run=["b", "c"]), part("b")])
+    assert whole == {
+        "command": "run a & run b",
+        **CONDITIONS,
+        "not_run": ["c"],
+        "cases": [{"case": "a", "ms": 1.0}, {"case": "b", "ms": 1.0}],
+    }
+
+
+@pytest.mark.parametrize("name", sorted(CONDITIONS))
+def test_parts_of_other_conditions_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: found else"):
+        joined([part("a"), part("b", **{name: "else"})])
+
+
+def test_a_case_in_two_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match="cases: found a in two parts"):
+        joined([part("a"), part("a")])
+
+
+def test_the_command_writes_the_file_or_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import join_results
+
+    for name in "ab":
+        (tmp_path / name).write_text(json.dumps(part(name)))
+    files = [str(tmp_path / name) for name in "ab"]
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["join_results", "--out", str(out), *files])
+    join_results.main()
+    assert [row["case"] for row in json.loads(out.read_text())["cases"]] == ["a", "b"]
+    monkeypatch.setattr("sys.argv", ["join_results", "--out", str(out), *files, files[0]])
+    with pytest.raises(SystemExit, match="in two parts"):
+        join_results.main()
