@@ -1,4 +1,4 @@
-"""Writes docs/faults.md from what benchmarks.faults and benchmarks.corruption have measured.
+"""Writes docs/faults.md from the results of benchmarks.faults, .disaggregation and .corruption.
 
 python -m benchmarks.fault_table
 """
@@ -14,6 +14,7 @@ from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 FAULTS_RESULT = "faults-cpu.json"
+KILLS_RESULT = "kills-nccl-h100-x2.json"
 INTRODUCTION = """\
 # What faults cost
 
@@ -59,6 +60,30 @@ NOTES = {
         "With less beside it, the last twelve took 28 to 56 s."
     ),
 }
+KILLS = """
+## Kills and hangs between two GPUs
+
+{gpus} with NVLink: one has a prefill worker, the other a decode worker, and pages move over NCCL.
+{streams} streams with prompts of 4,096 tokens begin. Before, while or after their pages move, one
+worker gets SIGKILL, or SIGSTOP for ten seconds. Afterwards the same prompts run once more without a
+fault. Each cluster shared the GPUs with five others, whose workers were also hit.
+
+| {heads} |
+|---|---|---|--:|--:|--:|--:|--:|--:|--:|
+{lines}
+- *Noticed*: the router gives the worker no more work.
+- *Pages free*: no transfer can read or write a page of the other worker any more; median and most.
+  Empty: no transfer was under way there.
+- *Moves again*: a new request has moved pages. A killed worker starts anew and loads weights of
+  Llama-3.2-1B's shape; a hang lasts ten seconds.
+
+Measured at {commit} by `{command}`
+([{name}](../benchmarks/results/{name})).
+"""
+KILLS_HEADS = (
+    *("Worker", "Fault", "Moment", "Runs", "Requests", "Failed", "Wrong tokens"),
+    *("Noticed", "Pages free", "Moves again"),
+)
 CORRUPTION = """
 ## Corrupted pages
 
@@ -72,14 +97,15 @@ not compared, a test of this benchmark fails.
 
 def whole_page() -> str:
     """Return the page for the existing results."""
-    faults, *corruptions = (
+    faults, hits, *corruptions = (
         (name, json.loads((RESULTS / name).read_text(encoding="utf-8")))
         for name in (
             FAULTS_RESULT,
+            KILLS_RESULT,
             *sorted(each.name for each in RESULTS.glob("corruption-*.json")),
         )
     )
-    text = page(faults[1], faults[0]) + CORRUPTION
+    text = page(faults[1], faults[0]) + kills(hits[1], hits[0]) + CORRUPTION
     return text + "".join(corruption(result, name) for name, result in corruptions)
 
 
@@ -101,6 +127,33 @@ def page(result: dict[str, Any], name: str) -> str:
         cores=result["hardware"]["cores"],
         machine=result["hardware"]["machine"],
         command=f"`{result['command']}`",
+    )
+
+
+def kills(result: dict[str, Any], name: str) -> str:
+    """Return the part on workers of two GPUs for a result; `name` is that of its file."""
+    rows = [row for row in result["cases"] if "error" not in row]
+    lines = []
+    for row in rows:
+        fault, side, moment = row["case"].split("/")
+        doubt = (row.get(key) for key in ("quiet_ms", "quiet_ms_max"))
+        cells = (
+            *(side, {"kill": "SIGKILL", "hang": "SIGSTOP, 10 s"}[fault], moment, row["times"]),
+            *(row["times"] * row["streams"], row["lost_requests"], row["wrong_tokens"]),
+            _seconds(row["noticed_ms"]),
+            ", ".join(_seconds(each) for each in doubt if each is not None),
+            _seconds(row["usable_ms"]),
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |\n")
+    gpus = result["hardware"]["gpus"]
+    return KILLS.format(
+        gpus=f"{len(gpus)} {gpus[0]}",
+        streams=rows[0]["streams"],
+        heads=" | ".join(KILLS_HEADS),
+        lines="".join(lines),
+        commit=result["commit"],
+        command=result["command"],
+        name=name,
     )
 
 

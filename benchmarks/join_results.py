@@ -32,8 +32,10 @@ def joined(parts: Sequence[Row]) -> Row:
     names = [row["case"] for row in rows]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"cases: found {', '.join(twice)} in two parts; allowed: each in one")
+    commands = [part["command"] for part in parts]
     return {
-        "command": " & ".join(part["command"] for part in parts),
+        "command": f"{commands[0]} and {len(parts) - 1} more",
+        "commands": commands,
         **{key: first[key] for key in SAME},
         "not_run": [name for part in parts for name in part["not_run"] if name not in names],
         "cases": rows,

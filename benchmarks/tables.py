@@ -20,6 +20,7 @@ from benchmarks.stream_statistics import Row
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
+POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
 
@@ -97,39 +98,60 @@ def engine_step() -> str:
 
 
 def pools() -> str:
-    """Pools of prefill and decode workers."""
-    names = ("llama-3-8b-1p1d", "demo-1p1d", "demo-2p2d", "demo-3p1d")
-    rows = []
-    for name in names:
-        content = json.loads((RESULTS / f"serving-{name}-h200.json").read_text(encoding="utf-8"))
-        model, _, workers = name.rpartition("-")
-        for case in content["cases"]:
-            rows.append(
-                (
-                    f"{model}, {workers[0]} + {workers[2]}",
-                    {"cold": "first wave", "again": "the same again"}[case["case"]],
-                    f"{case['output_tokens_per_s']:,.0f}",
-                    f"{case['ttft_ms_median']:.0f}",
-                    f"{case['tpot_ms_median']:.1f}",
-                    str(case["pages_moved"]),
-                    f"{case['bytes_moved'] / 2**20:.0f}",
-                    str(case["decode_computed_tokens"]),
-                )
-            )
+    """The same work on two GPUs, as two pools and without a prefill worker."""
+    rows = _disaggregation_rows()
+    figures = (
+        ("itl", "chats beside long prompts: between tokens, p50", "itl_ms_p50", "ms"),
+        ("itl", "p99", "itl_ms_p99", "ms"),
+        ("itl", "most", "itl_ms_max", "ms"),
+        ("itl", "first tokens of the long prompts, p50", "prompt_first_token_ms_p50", "ms"),
+        ("itl", "tokens of prompts and answers", "all_tokens_per_s", "per s"),
+        ("replay", "replayed trace: first tokens, p50", "ttft_ms_p50", "ms"),
+        ("replay", "first tokens, p99", "ttft_ms_p99", "ms"),
+        ("replay", "between tokens, p99", "itl_ms_p99", "ms"),
+        ("replay", "requests answered", "requests_per_s", "per s"),
+    )
     return table(
+        ("what", "unit", "1 + 1", "0 + 2"),
         (
-            "model, prefill + decode",
-            "requests",
-            "tokens/s",
-            "TTFT p50, ms",
-            "TPOT p50, ms",
-            "pages moved",
-            "MiB moved",
-            "prompt tokens computed by decode workers",
+            (what, unit, *(_ms(rows[f"{kind}/{arm}"][name]) for arm in POOL_ARMS))
+            for kind, what, name, unit in figures
         ),
-        rows,
         num_text=2,
     )
+
+
+def transfers() -> str:
+    """First tokens with and without a transfer, and what a transfer alone takes."""
+    rows = _disaggregation_rows()
+    lengths = [case.partition("@")[2] for case in rows if case.startswith("transfer/scattered@")]
+    kinds = ("new", "aggregated", "again")
+    return table(
+        (
+            "tokens of the prompt",
+            "new, 1 + 1, ms",
+            "new, 0 + 1, ms",
+            "difference, share",
+            "cached, all pages move, ms",
+            "GB/s",
+        ),
+        (
+            (
+                f"{int(length):,}",
+                *(_ms(rows[f"transfer/{kind}@{length}"]["ms"]) for kind in kinds[:2]),
+                f"{100 * rows[f'transfer/ttft_share@{length}']['share']:.1f} %",
+                _ms(rows[f"transfer/again@{length}"]["ms"]),
+                f"{rows[f'transfer/scattered@{length}']['gb_per_s']:.0f}",
+            )
+            for length in lengths
+        ),
+        num_text=0,
+    )
+
+
+def _disaggregation_rows() -> dict[str, Row]:
+    content = json.loads((RESULTS / "disaggregation-h100-x2.json").read_text(encoding="utf-8"))
+    return {row["case"]: row for row in content["cases"]}
 
 
 def decode_attention() -> str:
@@ -241,6 +263,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "engine-step": engine_step,
     "pools": pools,
+    "transfers": transfers,
     "decode-attention": decode_attention,
     "cascade-attention": cascade_attention,
     "relay": relay,

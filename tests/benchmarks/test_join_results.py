@@ -30,7 +30,8 @@ def part(case: str, **changed: Any) -> dict[str, Any]:
 def test_a_joined_file_has_the_cases_and_commands_of_all_parts() -> None:
     whole = joined([part("a", not_run=["b", "c"]), part("b")])
     assert whole == {
-        "command": "run a & run b",
+        "command": "run a and 1 more",
+        "commands": ["run a", "run b"],
         **CONDITIONS,
         "not_run": ["c"],
         "cases": [{"case": "a", "ms": 1.0}, {"case": "b", "ms": 1.0}],
