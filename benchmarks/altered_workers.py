@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from credentials.secret import PartyKeys
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alteration:
@@ -70,11 +68,9 @@ def altered(actor: type, alteration: Alteration) -> type:
     """Return an actor class whose process is altered before the engine is loaded."""
 
     class Altered(actor):  # type: ignore[misc] # whichever it is
-        async def __init__(  # type: ignore[misc] # Ray awaits it
-            self, settings: Any, config: Any, keys: PartyKeys, controller_name: str
-        ) -> None:
+        async def __init__(self, start: Any) -> None:  # type: ignore[misc] # Ray awaits it
             alteration.apply()
-            await super().__init__(settings, config, keys, controller_name)
+            await super().__init__(start)
 
     Altered.__name__ = Altered.__qualname__ = f"Altered{actor.__name__}"
     return Altered

@@ -27,12 +27,13 @@ from cluster.router_settings import router_settings
 from cluster.scaling import is_worker, role_of
 from decode_worker.actor import DecodeActor
 from decode_worker.config import DecodeConfig
-from http_gateway.actor import GatewayActor
+from http_gateway.actor import GatewayActor, GatewayStart
 from llm_engine.model_files import model_name
 from prefill_worker.actor import PrefillActor
 from prefill_worker.config import PrefillConfig
 from protos.contract import own_contract
-from router.actor import RouterActor
+from router.actor import RouterActor, RouterStart
+from worker.actor import WorkerStart
 from worker.own_host import HostOptions
 from worker.process import WorkerSettings
 
@@ -46,8 +47,15 @@ LEAST_SHARE = 0.0001  # of a resource that there is one of
 CONTROL_GROUP = "control"  # has its own event loop, so it answers while the default one is stuck
 
 
-def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
-    """Return the actor of that name; make it if there is none, or refuse: `get_if_exists`."""
+def place(actor: type, name: str, options: Mapping[str, Any], start: Any) -> Any:
+    """Return the actor of that name; make it if there is none, or refuse: `get_if_exists`.
+
+    Args:
+        actor: Its class.
+        name: Its name in Ray.
+        options: Ray's.
+        start: The one argument of its constructor. It is kept by name, as newer code may read it.
+    """
     remote = ray.remote(  # type: ignore[call-overload] # Ray's hints lack concurrency_groups
         num_cpus=0,
         max_restarts=-1,
@@ -58,7 +66,7 @@ def place(actor: type, name: str, options: Mapping[str, Any], *arguments: Any) -
     try:
         return remote.options(
             name=name, namespace=NAMESPACE, lifetime="detached", **options
-        ).remote(*arguments)
+        ).remote(start)
     except ValueError as error:
         if "already taken" in str(error):
             reason = "another Pagewire cluster runs on this Ray; `pagewire down` ends it"
@@ -118,19 +126,22 @@ def place_worker(deployment: Deployment, worker_id: str, where: Place) -> Any:
     host lives, it waits for room there.
     """
     config = deployment.config
-    is_prefill = role_of(worker_id) == "prefill"
-    return place(
-        PrefillActor if is_prefill else DecodeActor,
-        worker_id,
-        {**_resources(deployment, worker_id), **_scheduling(where)},
-        _settings(deployment, worker_id),
-        replace(
+    role = role_of(worker_id)
+    start = WorkerStart(
+        settings=_settings(deployment, worker_id),
+        config=replace(
             _of_worker(config, worker_id),
             transfer_deadlines=config.transfer,
             hash_key=deployment.secret.page_hash_key,
         ),
-        deployment.secret.keys_of(role_of(worker_id), worker_id),
-        CONTROLLER_NAME,
+        keys=deployment.secret.keys_of(role, worker_id),
+        controller_name=CONTROLLER_NAME,
+    )
+    return place(
+        PrefillActor if role == "prefill" else DecodeActor,
+        worker_id,
+        {**_resources(deployment, worker_id), **_scheduling(where)},
+        start,
     )
 
 
@@ -148,26 +159,25 @@ def place_router(deployment: Deployment) -> Any:
     config = deployment.config
     assert config.model is not None
     settings = router_settings(config, ROUTER_NAME, deployment.secret.router_keys(ROUTER_NAME))
-    return place(RouterActor, ROUTER_NAME, at_home(deployment), settings, CONTROLLER_NAME)
+    start = RouterStart(settings=settings, controller_name=CONTROLLER_NAME)
+    return place(RouterActor, ROUTER_NAME, at_home(deployment), start)
 
 
 def place_gateway(deployment: Deployment) -> Any:
     """Place the HTTP gateway."""
     config = deployment.config
-    return place(
-        GatewayActor,
-        GATEWAY_NAME,
-        at_home(deployment),
-        config.http_gateway,
-        config.host,
-        config.network_interface,
-        config.http_port,
-        config.log_level,
-        config.log_format,
-        ROUTER_NAME,
-        config.tls_settings,
-        own_client(config),
+    start = GatewayStart(
+        config=config.http_gateway,
+        host=config.host,
+        network_interface=config.network_interface,
+        port=config.http_port,
+        log_level=config.log_level,
+        log_format=config.log_format,
+        router_name=ROUTER_NAME,
+        tls=config.tls_settings,
+        router_tls=own_client(config),
     )
+    return place(GatewayActor, GATEWAY_NAME, at_home(deployment), start)
 
 
 def has_own_gpus(device: str, workers_per_gpu: int) -> bool:

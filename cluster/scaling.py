@@ -49,6 +49,7 @@ class ClusterWorkers:
         return sorted((each for each in self.staying if role_of(each) == role), key=_order)
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalePlan:
     """The changes that give a cluster the requested numbers of workers."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from http_gateway.server import GatewayServer
 from observability.logs import configure_logging
 from observability.serving_process import settle_process
 from options.interfaces import address_on
+from options.kept_by_name import kept_by_name
 from pagewire import Tls, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -21,43 +23,39 @@ log = logging.getLogger(__name__)
 FIND_TIMEOUT_S = 5.0  # a restarting router answers later; until then clients get an error
 
 
+@kept_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayStart:
+    """With what a gateway starts, each time; Ray keeps it."""
+
+    config: GatewayConfig
+    host: str  # where clients connect; empty: the address of network_interface
+    network_interface: str
+    port: int
+    log_level: str  # see observability.logs
+    log_format: str
+    # The router's actor. A name, because Ray cannot restart an actor whose arguments hold a handle
+    # of a dead actor.
+    router_name: str
+    tls: TlsSettings  # of its port
+    router_tls: Tls | None  # of its connection to the router; None: in clear
+
+
 class GatewayActor:
-    """One gateway; `__init__` returns when it listens. It never touches CUDA.
+    """One gateway; `__init__` returns when it listens. It never touches CUDA."""
 
-    Args:
-        config: Limits.
-        host, network_interface, port: Where clients connect; host may be empty: the address of
-            the interface.
-        log_level, log_format: See observability.logs.
-        router_name: Name of the router's actor. A name, because Ray cannot restart an actor whose
-            arguments hold a handle of a dead actor.
-        tls: TLS of its port.
-        router_tls: TLS of its connection to the router; None: in clear.
-    """
-
-    async def __init__(  # type: ignore[misc] # Ray awaits it
-        self,
-        config: GatewayConfig,
-        host: str,
-        network_interface: str,
-        port: int,
-        log_level: str,
-        log_format: str,
-        router_name: str,
-        tls: TlsSettings,
-        router_tls: Tls | None,
-    ) -> None:
-        configure_logging(log_level, log_format)
-        self._router_name = router_name
+    async def __init__(self, start: GatewayStart) -> None:  # type: ignore[misc] # Ray awaits it
+        configure_logging(start.log_level, start.log_format)
+        self._router_name = start.router_name
         self._ending: asyncio.Task[None] | None = None
         try:
             self._server = GatewayServer(
                 self._find_routers,
-                config=config,
-                host=host or address_on(network_interface),
-                port=port,
-                door=front_door(tls),
-                router_tls=router_tls,
+                config=start.config,
+                host=start.host or address_on(start.network_interface),
+                port=start.port,
+                door=front_door(start.tls),
+                router_tls=start.router_tls,
             )
             self._address = await self._server.start()
         except Exception:

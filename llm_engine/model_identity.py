@@ -7,8 +7,10 @@ from pathlib import Path
 from llm_engine.checkpoint import fingerprint
 from llm_engine.errors import CheckpointMissing
 from llm_engine.model_files import open_model
+from options.kept_by_name import kept_by_name
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelIdentity:
     """Equal for copies of a model that give the same tokens."""

@@ -23,7 +23,9 @@ _NO_CERTIFICATE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Without slots, so that pickles have the fields by name: newer code may read what a gateway's actor
+# was given.
+@dataclass(frozen=True, kw_only=True)
 class Tls:
     """Connect over TLS. Files are in PEM, and read again when they change.
 

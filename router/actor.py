@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from observability.logs import configure_logging, fields
+from options.kept_by_name import kept_by_name
 from router.errors import ControllerGone
 from router.process import RouterProcess, RouterSettings
 
@@ -16,18 +18,24 @@ log = logging.getLogger(__name__)
 FIND_TIMEOUT_S = 5.0
 
 
+@kept_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterStart:
+    """With what a router starts, each time; Ray keeps it."""
+
+    settings: RouterSettings
+    # The actor that knows the workers. A name, because Ray cannot restart an actor whose arguments
+    # hold a handle of a dead actor.
+    controller_name: str
+
+
 class RouterActor:
-    """One router; `__init__` returns when it serves. It never touches CUDA.
+    """One router; `__init__` returns when it serves. It never touches CUDA."""
 
-    Args:
-        settings: The settings of the router.
-        controller_name: Name of the actor that knows the workers. A name, because Ray cannot
-            restart an actor whose arguments hold a handle of a dead actor.
-    """
-
-    async def __init__(self, settings: RouterSettings, controller_name: str) -> None:  # type: ignore[misc] # Ray awaits it
+    async def __init__(self, start: RouterStart) -> None:  # type: ignore[misc] # Ray awaits it
+        settings = start.settings
         configure_logging(settings.log_level, settings.log_format)
-        self._controller_name = controller_name
+        self._controller_name = start.controller_name
         self._ending: asyncio.Task[None] | None = None
         try:
             self._process = RouterProcess(settings, self._find_controller)

@@ -5,7 +5,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import ray
@@ -14,6 +14,7 @@ from credentials.cluster import ClusterCredentials
 from credentials.secret import PartyKeys
 from llm_engine.model_identity import ModelIdentity
 from observability.logs import configure_logging, fields
+from options.kept_by_name import kept_by_name
 from worker.errors import HostUnfit
 from worker.executor import EngineExecutor
 from worker.host import WorkerHost
@@ -30,26 +31,30 @@ CLOSE_TIMEOUT_S = 15.0  # for calls still open when a worker has drained
 Config = TypeVar("Config")
 
 
-class WorkerActor(ABC, Generic[Config]):
-    """One worker; `__init__` returns when it serves.
+@kept_by_name
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStart(Generic[Config]):
+    """With what a worker starts, each time; Ray keeps it."""
 
-    Args:
-        settings: Model, device and addresses.
-        config: Limits and deadlines.
-        keys: Prove its identity.
-        controller_name: Name of the actor that each start is announced to. A name, because Ray
-            cannot restart an actor whose arguments hold a handle of a dead actor.
-    """
+    settings: WorkerSettings
+    config: Config  # limits and deadlines
+    keys: PartyKeys  # prove its identity
+    # The actor that each start is announced to. A name, because Ray cannot restart an actor whose
+    # arguments hold a handle of a dead actor.
+    controller_name: str
+
+
+class WorkerActor(ABC, Generic[Config]):
+    """One worker; `__init__` returns when it serves."""
 
     pool: ClassVar[str]
 
-    async def __init__(  # type: ignore[misc] # Ray awaits it
-        self, settings: WorkerSettings, config: Config, keys: PartyKeys, controller_name: str
-    ) -> None:
+    async def __init__(self, start: WorkerStart[Config]) -> None:  # type: ignore[misc] # Ray awaits it
+        settings = start.settings
         configure_logging(settings.log_level, settings.log_format)
         self._settings = settings
-        self._config = config
-        self._controller = ray.get_actor(controller_name)
+        self._config = start.config
+        self._controller = ray.get_actor(start.controller_name)
         is_restart = await self._was_ready()
         try:
             if not settings.host:
@@ -57,7 +62,10 @@ class WorkerActor(ABC, Generic[Config]):
                 settings = await asyncio.to_thread(_on_this_host, settings, expected)
                 self._settings = settings
             self._process = WorkerProcess(
-                settings, keys, announce=self._announce, report_loaded=self._report_loaded
+                settings,
+                start.keys,
+                announce=self._announce,
+                report_loaded=self._report_loaded,
             )
             await self._process.start(self._build)
         except Exception:

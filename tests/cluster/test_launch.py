@@ -30,10 +30,9 @@ from cluster.private_folder import private_folder
 from cluster.readiness import _refuse_misfits
 from cluster.scaling import worker_ids
 from credentials.config import TlsSettings
-from credentials.secret import ClusterSecret, PartyKeys
+from credentials.secret import ClusterSecret
 from decode_worker.actor import DecodeActor
 from prefill_worker.actor import PrefillActor
-from router.process import RouterSettings
 from tests.cluster.test_controller import RouterThatHears
 from tests.pagewire.scripted_service import serving_in_thread
 from tests.support.interfaces import have_interfaces
@@ -242,12 +241,12 @@ def test_the_addresses_of_the_interface_are_those_that_must_not_be_in_clear(monk
 
 @pytest.fixture
 def placed(monkeypatch):
-    """What actors are placed with, by name: options and arguments."""
+    """What actors are placed with, by name: options, and with what they start."""
     placed = {}
     monkeypatch.setattr(
         placement,
         "place",
-        lambda actor, name, options, *arguments: placed.update({name: (options, arguments)}),
+        lambda actor, name, options, start: placed.update({name: (options, start)}),
     )
     monkeypatch.setattr(controller_module, "MemberServer", lambda *_, ports: RouterThatHears([]))
     monkeypatch.setattr(ray.util, "list_named_actors", list)
@@ -279,9 +278,10 @@ def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
     deploy(deployment({**options, "http_port": 0}))
     assert GATEWAY_NAME not in placed
     deploy(deployment({**options, "http_port": 8123}))
-    config, host, interface, port, _, _, router_name, tls, router_tls = placed[GATEWAY_NAME][1]
-    assert (config.max_prompts, host, interface, port) == (3, "0.0.0.0", "", 8123)
-    assert (router_name, tls, router_tls) == (ROUTER_NAME, TlsSettings(), None)
+    start = placed[GATEWAY_NAME][1]
+    assert (start.config.max_prompts, start.host, start.port) == (3, "0.0.0.0", 8123)
+    assert (start.network_interface, start.router_name) == ("", ROUTER_NAME)
+    assert (start.tls, start.router_tls) == (TlsSettings(), None)
     for name in (GATEWAY_NAME, ROUTER_NAME):
         assert list(placed[name][0]["resources"]) == ["node:h"], "at the host of who started it"
 
@@ -290,13 +290,10 @@ def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed,
     started = deployment({"prefill": 2, "decode": 2})
     deploy(started)
 
-    [router] = [each for each in placed[ROUTER_NAME][1] if isinstance(each, RouterSettings)]
-    keys = {
-        name: each
-        for name, (_, arguments) in placed.items()
-        for each in arguments
-        if isinstance(each, PartyKeys)
-    }
+    starts = {name: start for name, (_, start) in placed.items()}
+    router = starts.pop(ROUTER_NAME).settings
+    assert not hasattr(starts.pop(GATEWAY_NAME), "keys")
+    keys = {name: start.keys for name, start in starts.items()}
     keys[ROUTER_NAME] = router.keys.party
     assert {(each.role, each.name) for each in keys.values()} == {
         ("prefill", "prefill-0"),

@@ -16,7 +16,7 @@ from cluster.placement import host_options
 from cluster.router_settings import router_settings
 from credentials.config import TlsSettings
 from credentials.secret import ClusterSecret
-from http_gateway.actor import GatewayActor
+from http_gateway.actor import GatewayActor, GatewayStart
 from options.interfaces import NoAddress
 from router.errors import ControllerGone
 from router.process import RouterProcess
@@ -49,10 +49,18 @@ async def router_address(config):
 
 async def gateway_address(config):
     gateway = GatewayActor.__new__(GatewayActor)
-    where = (config.host, config.network_interface, 0)
-    await gateway.__init__(
-        config.http_gateway, *where, "info", "text", "router-0", TlsSettings(), None
+    start = GatewayStart(
+        config=config.http_gateway,
+        host=config.host,
+        network_interface=config.network_interface,
+        port=0,
+        log_level="info",
+        log_format="text",
+        router_name="router-0",
+        tls=TlsSettings(),
+        router_tls=None,
     )
+    await gateway.__init__(start)
     await gateway.stop(0.0)
     return await gateway.wait_ready()
 

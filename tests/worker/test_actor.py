@@ -14,12 +14,14 @@ import ray
 import worker.actor as module
 from cluster.demo_model import write_demo_model
 from llm_engine.model_identity import read_identity
+from tests.support.cluster_keys import SECRET
 from tests.support.interfaces import have_interfaces
-from worker.actor import WorkerActor
+from worker.actor import WorkerActor, WorkerStart
 from worker.errors import HostUnfit
 from worker.own_host import HostOptions
 from worker.process import WorkerSettings
 
+KEYS = SECRET.keys_of("decode", "decode-0")
 NODE = {
     "NodeID": "id",
     "NodeManagerAddress": "10.0.0.2",
@@ -119,7 +121,9 @@ def start(model: Path, *, host: str = "", **by_host: Any) -> None:
     actor: Any = Actor.__new__(Actor)
 
     async def scenario() -> None:
-        await actor.__init__(settings, None, None, "controller")
+        await actor.__init__(
+            WorkerStart(settings=settings, config=None, keys=KEYS, controller_name="controller")
+        )
 
     asyncio.run(scenario())
 
